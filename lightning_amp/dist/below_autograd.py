@@ -66,6 +66,8 @@ def taken_apart() -> Iterator[None]:
     call = STATE.calls[-1]
     # inside another call, as of an operator that is decomposed, dispatch is allowed already and stays so
     before, STATE.open = STATE.open, True
+    # A mode, as a fake or a counting one, would get the operator first, with wrappers whose global shapes are no
+    # memory. It sees the operators on parts, in `above_autograd`, where modes are put back.
     call.modes = [pop_dispatch_mode() for _ in range(n_dispatch_modes())]
     try:
         with disable_torch_function(), force_dispatch_keys(call.include, call.exclude | AUTOGRAD_AND_AUTOCAST):
@@ -81,6 +83,8 @@ def taken_apart() -> Iterator[None]:
 def above_autograd() -> Iterator[OnItsWay]:
     """Inside `__torch_dispatch__`: keys and modes as they were when the operator was called."""
     call = STATE.calls[-1]
+    # Closed while a handler runs: what it calls has to enter by `__torch_function__` again. An operator that reaches
+    # a wrapper without it would have no gradient, and `__torch_dispatch__` refuses it.
     modes, call.modes, STATE.open = call.modes, [], False
     for mode in reversed(modes):
         push_dispatch_mode(mode)

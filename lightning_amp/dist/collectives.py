@@ -220,6 +220,8 @@ def _sends(x: Tensor, axis: MeshAxis) -> bool:
 
 def _gather(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
     # an all-gather moves parts of one size: of uneven ones the shorter are filled up, and cut again by `pick`
+    # Of owners that repeat one period is gathered, with the repeats as another dim: the order within a period is that
+    # of all periods.
     most, rows = max(owners.period_counts), periods_first(x, dim, owners)
     if rows.shape[0] < most:
         rows = torch.cat([rows, rows.new_zeros((most - rows.shape[0], *rows.shape[1:]))])
@@ -241,6 +243,8 @@ def _exchange(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wante
     send, take, order = _route(owners, wanted, axis.rank)
     rows = x.movedim(dim, 0)
     got = _all_to_all([pick(rows, 0, ranges) for ranges in send], take, axis)
+    # What arrives rank after rank is in the order that is wanted: true of ranges that follow one another, as of a part
+    # with its halo; other wants, as of a reversed dim, are picked from it.
     if order == [range(sum(take))]:
         # as of a halo: concatenated along `dim`, for permuting the own rows takes several times as long
         found = [piece.movedim(0, dim) for piece in got if len(piece)]
@@ -259,6 +263,8 @@ def _exchange_back(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: 
             arrived[slice(ordered.start, ordered.stop)] = rows[given : given + len(ordered)]
             given += len(ordered)
         rows = arrived
+    # The way back has the roles exchanged: what was taken from a rank is sent to it, and what was sent comes back. An
+    # index that several ranks wanted comes back from each of them, so that its gradients are added.
     got = _all_to_all(rows.split(take), [_total(ranges) for ranges in send], axis)
     n, own = owners.counts[axis.rank], got[axis.rank]
     # own rows come back whole, as of a halo: they are the beginning of the sum, in place of zeros
@@ -280,6 +286,8 @@ def _exchange_back(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: 
 
 def _swap(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[int, Owners]) -> Tensor:
     (a, have), (b, want) = source, target
+    # Rank r gets, of the own indices of the first dim, those of the second that are r's. What arrives is put in the
+    # order of the first dim, which owners that are no ranges have mixed.
     rows = x.movedim((a, b), (0, 1))
     pieces = [pick(rows, 1, spans) for spans in want.spans]
     shapes = [torch.Size((n, want.counts[axis.rank], *rows.shape[2:])) for n in have.counts]

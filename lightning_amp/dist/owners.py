@@ -129,6 +129,7 @@ class Owners:
 
     def inner(self, times: int) -> "Owners | None":
         """Of the second dim of `[times, n / times]`; None where owners depend on the first dim too."""
+        # A dim that one rank has is canonical without repeats (`of`), so that its number of periods says nothing here.
         if len(self.runs) == 1:
             return Owners.of([OwnerRun(self.n // times, self.runs[0].rank)], self.size)
         return Owners.of(self.runs, self.size, self.repeat // times) if self.repeat % times == 0 else None
@@ -137,6 +138,7 @@ class Owners:
         """Of the first dim of `[n / width, width]`; None where owners depend on the second dim too."""
         runs, repeat = (self.runs, self.repeat)
         if self.period % width:
+            # The first dim of [n / width, width] has one owner for each group of `width` neighbours.
             # a group may span two periods
             runs, repeat = _merged(self.expanded()), 1
         if any(n % width for n, _ in runs):
@@ -217,6 +219,8 @@ def _times_repeated(runs: tuple[OwnerRun, ...]) -> int:
     # every period holds the same number of indices of each rank, and at least one border
     most = reduce(gcd, per_rank.values(), 0)
     # the largest count first: the shortest period is the canonical form
+    # A period is at least one run and an equal share of every rank, which bounds how many there are. Only divisors of
+    # the greatest common divisor of the shares leave whole numbers of indices in each period.
     for times in range(min(most, len(runs)), 1, -1):
         if most % times == 0 and _merged(tuple(_cut(runs, 0, n // times)) * times) == runs:
             return times

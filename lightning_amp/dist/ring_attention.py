@@ -71,7 +71,7 @@ def block_forward(
         for rows, seen in _runs(q, k, bias, causal):
             scores = _scores(q[..., rows, :], k, seen, scale)
             sums = scores.logsumexp(-1)
-            parts.append(((scores - sums[..., None]).exp().nan_to_num(0).to(v.dtype) @ v, sums))
+            parts.append(((scores - _no_infinity(sums)[..., None]).exp().to(v.dtype) @ v, sums))
         out, log_sums = (torch.cat(made, 2) for made in zip(*parts, strict=True))
     log_sums = log_sums.to(_wide(q))
     if bias is None:
@@ -79,6 +79,12 @@ def block_forward(
     # the softmax of nothing is not a number; merged with weight 0 such a row leaves other blocks' results as they are
     blind = (bias == -math.inf).all(-1).expand(log_sums.shape)
     return out.masked_fill(blind[..., None], 0), log_sums.masked_fill(blind, -math.inf)
+
+
+def _no_infinity(log_sums: Tensor) -> Tensor:
+    """With zero for rows that see nothing, whose weights are zero then."""
+    # minus infinity less itself is no number; nan_to_num of the weights would hide what is none already in the queries
+    return log_sums.masked_fill(log_sums == -math.inf, 0)
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -127,13 +133,14 @@ def block_backward(
         out, log_sums: Of all blocks.
     """
     bias = _additive(mask, q.dtype)
+    log_sums = _no_infinity(log_sums)
     if q.device.type in ON_CPU:
         return attend_on_cpu_back(grad, q, k, v, out, log_sums, 0.0, causal, attn_mask=bias, scale=scale)
     of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, seen in _runs(q, k, bias, causal):
         own, of_out = q[..., rows, :], grad[..., rows, :]
         # with the logarithms of all blocks these are the weights of the whole row, of which this block has some
-        weights = (_scores(own, k, seen, scale) - log_sums[..., rows, None]).exp().nan_to_num(0)
+        weights = (_scores(own, k, seen, scale) - log_sums[..., rows, None]).exp()
         along = (of_out * out[..., rows, :]).sum(-1, keepdim=True)
         inner = (weights * (of_out @ v.mT - along).to(_wide(q))).to(q.dtype) * scale
         of_q[..., rows, :] = inner @ k
@@ -225,5 +232,5 @@ def _merged(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor) -> tuple[Tensor, T
     """Two blocks' results as one."""
     # no weight exceeds 1, so that nothing overflows however large the scores are
     both = torch.logaddexp(of_a, of_b)
-    share_a, share_b = ((own - both).exp().nan_to_num(0)[..., None] for own in (of_a, of_b))
+    share_a, share_b = ((own - _no_infinity(both)).exp()[..., None] for own in (of_a, of_b))
     return a * share_a + b * share_b, both

@@ -162,6 +162,7 @@ class ShardedTensor(Tensor):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
+        # The wrapper never requires a gradient: autograd would then record each operator twice.
         self.held.requires_grad = value
         # its gradient is read as that of the whole, unlike one of a plain tensor
         self.held.is_part = True  # type: ignore[attr-defined]
@@ -194,7 +195,8 @@ class ShardedTensor(Tensor):
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
             raise ShardError(f"grad of a sharded tensor was set to {value!r}; allowed is None")
-        self.local.grad = None
+        # of a parameter the part that is read is another tensor each time
+        self.held.grad = None
 
     def __copy__(self) -> "ShardedTensor":
         return ShardedTensor(copy(self.local), self.splits, self.copied, self.strides)
@@ -321,6 +323,7 @@ def true_gradient(found: Tensor, splits: Splits, axes: Iterable[MeshAxis]) -> Te
     Every rank differentiates its copy of the loss: a part has R times its gradient, and what the ranks find of a tensor
     that all of them have adds up to R times the gradient.
     """
+    # Ranks of one axis have one place on all others, and so the same entries of what is split over these.
     for axis in axes:
         found = (found if splits.on(axis) else reduce_now(found, axis)) / axis.size
     return found

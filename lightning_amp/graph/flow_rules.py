@@ -40,8 +40,10 @@ register_flow("arange", "zeros", "ones", "full", "empty", "scalar_tensor")(nothi
 
 @register_flow("linear")
 def _linear(call: OperatorCall) -> Follows:
-    """Rows follow the input, columns the weight's rows and the bias."""
+    """Rows follow the input, columns the weight's rows and the bias; a vector as weight leaves rows alone."""
     last = len(call.result) - 1
+    if len(call.shapes[1]) == 1:
+        return same_but(call, [])
     pairs = [(d, (0, d)) for d in range(last)] + [(last, (1, 0))]
     return collect(call.result, pairs + ([(last, (2, 0))] if len(call.shapes) > 2 else []))
 
@@ -374,7 +376,7 @@ def _sum_of_products(call: OperatorCall) -> Follows:
 @sums_over("linear")
 def _sum_of_features(call: OperatorCall) -> Follows:
     """Features of the input with the weight's columns; a bias would be added with every piece."""
-    return [] if len(call.shapes) > 2 else [[(0, len(call.shapes[0]) - 1), (1, 1)]]
+    return [] if len(call.shapes) > 2 else [[(0, len(call.shapes[0]) - 1), (1, len(call.shapes[1]) - 1)]]
 
 
 @sums_over(*CONVOLUTIONS)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -29,7 +30,7 @@ def run_sharded(name: str, step: Callable[[], Any], module: nn.Module, axes: Seq
     Raises:
         ShardError: A loss for training that is split.
     """
-    with guarded(axes), whole_in_metrics(module):
+    with _running(), guarded(axes), whole_in_metrics(module):
         found = step()
         loss = found.get("loss") if isinstance(found, dict) else found
         if name == "training_step" and isinstance(loss, ShardedTensor) and loss.splits:
@@ -37,6 +38,19 @@ def run_sharded(name: str, step: Callable[[], Any], module: nn.Module, axes: Seq
                 f"{name!r} returned a loss with {loss.splits}; a loss is a number: take the mean or the sum of it"
             )
         return mapped(found, lambda _, x: whole(x))
+
+
+RUNNING: ContextVar[bool] = ContextVar("RUNNING", default=False)
+"""Whether a step runs. One that it calls gets what it is given, and returns it with gradients: it is a part of it."""
+
+
+@contextmanager
+def _running() -> Iterator[None]:
+    token = RUNNING.set(True)
+    try:
+        yield
+    finally:
+        RUNNING.reset(token)
 
 
 def whole(x: Tensor) -> Tensor:

@@ -143,6 +143,19 @@ def test_products_of_some_rows_are_the_kernel(monkeypatch: pytest.MonkeyPatch) -
             torch.testing.assert_close(found, results[0], rtol=1e-11, atol=1e-12)
 
 
+def test_what_is_no_number_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch's kernels of other devices; that for CPUs has zeros there."""
+    monkeypatch.setattr(ring, "ON_CPU", ())
+    q, k, v = torch.randn(3, 1, 1, 4, 4)
+    q[..., 0, :] = torch.nan
+    out, sums = ring.block_forward(q, k, v, None, False, 0.5)
+    merged, _ = ring._merged(out, sums, out, sums)
+    grad = ring.block_backward(out, q, k, v, out, sums, None, False, 0.5)[0]
+    for found in (out, merged, grad):
+        assert found[..., 0, :].isnan().all()
+    assert merged[..., 1:, :].isfinite().all()
+
+
 def test_products_hold_the_scores_of_some_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring, "ON_CPU", ())
     monkeypatch.setattr(ring, "MOST_SCORES", 800 * 20)

@@ -81,11 +81,14 @@ def rule_plan(
             result.append(Split(axis, label, owners))
         else:
             sums.append(axis)
+    # A summed label leaves no dim in the result: the axis is free there, and the sum makes it whole on every rank.
     splits = Splits.of(result)
     return CallPlan(
         name=name_of(func),
         arguments=tuple(map(Splits.of, targets)),
         result=splits,
+        # All results have the splits of the first: a rule speaks of dims that are common to them, and `_finished`
+        # asserts that each part has the shape that follows.
         shapes=tuple(tuple(splits.local_shape(shape)) for shape in results),
         sums=tuple(sums),
         view=view_of(func),
@@ -104,8 +107,12 @@ def call_of(
             return None, []
         # a result that is computed value by value needs no separate rule
         op = "add"
+    # An operator in place computes what the one without underscore does, and its result has the shape of the first
+    # tensor, which a broadcast of the others cannot change.
     shapes = tuple(tuple(shape_of(t)) for t in tensors)
     results = [shapes[0]] if mutable else result_shapes(func, args, kwargs)
+    # Tensors are numbered in the order in which `tensors_in` finds them, so that a Ref of a rule and a place in
+    # `tensors` are the same number.
     schema, numbers = func._schema.arguments, iter(map(Ref, range(len(tensors))))
     arguments = {a.name: a.default_value for a in schema}
     arguments |= dict(zip([a.name for a in schema], mapped(args, lambda _: next(numbers)), strict=False))
@@ -125,6 +132,12 @@ def result_shapes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
         return [tuple(t.shape) for t in _without_values(func, args, kwargs)[0]]
     except NotImplementedError:
         raise shard_error(func, args, "the shape of its result depends on values") from None
+    except RuntimeError:
+        kinds = {t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()}
+        if len(kinds) < 2:
+            raise
+        # autocast gives factors one type, but not those without values; the shape is that of any type
+        return [tuple(t.shape) for t in _without_values(func, args, kwargs, torch.float32)[0]]
 
 
 _LAYOUTS: dict[Any, PartLayout | None] = {}
@@ -153,14 +166,17 @@ def layout_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartL
     return found
 
 
-def _without_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that an operator returns, and those that it is given, without values."""
+def _without_values(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that an operator returns, and those that it is given, without values; floating ones in a type."""
     given = list[Tensor]()
 
     def meta(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return torch.device("meta")
-        given.append(meta_of(x))
+        made = meta_of(x)
+        given.append(made.to(dtype) if dtype and made.is_floating_point() else made)
         return given[-1]
 
     kinds = Tensor | torch.device
@@ -186,6 +202,7 @@ def _chosen(
     # the largest tensor stays where it is; the first one where torch writes into it
     k, lead = split[0] if mutable else max(split, key=lambda s: (prod(shape_of(tensors[s[0]])), -s[0]))
     label = labels.get((k, lead.dim))
+    # A tensor that is written to keeps its splits, for other names of it, such as views, have the same memory.
     if mutable:
         if label is None or label in taken:
             why = f"it needs dim {lead.dim} whole, in place"
@@ -201,6 +218,7 @@ def _chosen(
         and splits_of(tensors[k]).at(d) is None
         and shape_of(tensors[k])[d] >= axis.size
     ]
+    # The order decides on all ranks alike: it depends on shapes and labels, never on values or on a part's size.
     follows, size, other = max(free, default=(False, 0, 0))
     even = -other, Owners.even(size, axis.size)
     if label is not None and label not in taken:

@@ -41,11 +41,14 @@ def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise shard_error(func, [args], "it is called inside a transform of torch.func, such as vmap")
     if plan is not None:
         if stays:
-            return run_on([local_of(t) for t in tensors], plan, func, args, kwargs, tensors)
-        return run(plan, func, args, kwargs, tensors)
+            found = run_on([local_of(t) for t in tensors], plan, func, args, kwargs, tensors)
+        else:
+            found = run(plan, func, args, kwargs, tensors)
+        return mapped(found, Tensor.requires_grad_) if kwargs.get("requires_grad") else found
     if getattr(func, "__name__", "") == "__set__":
         raise shard_error(func, args, "it would set an attribute of the wrapper alone", remedy="use copy_")
     found, call = below_autograd(func, args, kwargs)
+    # Of several operators each has a plan, and `call.plan` is that of the last one.
     # a function that permutes or drops its tensors before the operator cannot run by the operator's plan
     same = len(tensors) == len(call.tensors) and all(map(is_, tensors, call.tensors))
     if key is not None and call.n_operators == 1 and call.plan is not None and same:

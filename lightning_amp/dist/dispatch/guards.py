@@ -5,7 +5,7 @@ A `torch.autograd.Function` unpacks its tensors in C++, so autograd would see th
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,8 +35,10 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
     """
     apply, engine = torch.autograd.Function.__dict__["apply"], autograd._engine_run_backward
     register_hook: Any = Tensor.register_hook
+    retain_grad: Any = Tensor.retain_grad
     utils: Any = functorch_utils
     unwrap = utils.unwrap_dead_wrappers
+    # Not emptied when the step ends: gradients of its tensors are read after the backward pass, which follows it.
     AXES_OF_STEP[:] = axes
 
     def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,6 +85,16 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
 
         return register_hook(x, whole)
 
+    def retained(x: Tensor) -> None:
+        """Of `Tensor.retain_grad`: what is kept is the gradient of a whole tensor."""
+        if type(x) is ShardedTensor:
+            FUNCTIONS[retain_grad](x)
+            return
+        if x.requires_grad and not x.is_leaf:
+            # torch keeps what the hooks before it return
+            register_hook(x, whole_gradient)
+        retain_grad(x)
+
     def run(outputs: Any, seeds: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Of `torch.autograd.grad`, whatever name it was imported under, and of backward().
 
@@ -90,14 +102,14 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
         input is the sum of what the ranks find; that of a split one is its owner's.
         """
         if kwargs.get("accumulate_grad"):
-            if not inputs:
-                _refuse_other_leaves(outputs)
+            _refuse_shares(inputs or _leaves(outputs))
             return engine(outputs, seeds, retain, create, inputs, *args, **kwargs)
         parts = list[Any]()
         for out, seed in zip(outputs, seeds, strict=True):
             part = None if seed is None else part_in(seed, splits_of(out))
             for axis in axes:
                 part = part if part is None or splits_of(out).on(axis) else part / axis.size
+            # R copies of a whole output count as one, so each has the seed by R; parts of a split one are counted once.
             parts.append(part)
         # parts have the graph, wrappers have none
         outs, ins = (tuple(map(local_of, tensors)) for tensors in (outputs, inputs))
@@ -111,15 +123,21 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
 
     def unwrapped(given: Any) -> Any:
         """Of `apply` under a name that was taken before the step, as by `scale = Scale.apply`."""
-        if any(type(t) is ShardedTensor for t in tensors_in(given)):
-            cls = sys._getframe(1).f_locals.get("cls", torch.autograd.Function)
+        tensors, cls = tensors_in(given), sys._getframe(1).f_locals.get("cls", torch.autograd.Function)
+        if any(type(t) is ShardedTensor for t in tensors):
             remedy = f"call {cls.__name__}.apply itself, and register what it does with lightning_amp.register_shard"
             raise shard_error(cls, [given], "autograd Functions do not see parts", remedy=remedy)
+        # what such a call returns is not seen, so that its gradient cannot be made whole
+        trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if trains and not (cls.__module__.startswith(OURS) or _in_handler(checked.__code__)):
+            why = "its backward pass would get one rank's share of a gradient"
+            raise shard_error(cls, [given], why, remedy=f"call {cls.__name__}.apply itself")
         return unwrap(given)
 
     try:
         utils.unwrap_dead_wrappers = unwrapped
         Tensor.register_hook = hooked  # type: ignore[method-assign]
+        Tensor.retain_grad = retained  # type: ignore[assignment,method-assign]
         torch.autograd.Function.apply = classmethod(checked)  # type: ignore[assignment,method-assign]
         autograd._engine_run_backward = run
         # ranks have to issue the same collectives when blocks run again
@@ -128,12 +146,13 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
     finally:
         utils.unwrap_dead_wrappers = unwrap
         Tensor.register_hook = register_hook  # type: ignore[method-assign]
+        Tensor.retain_grad = retain_grad  # type: ignore[method-assign]
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         autograd._engine_run_backward = engine
 
 
 def _in_handler(apply: Any) -> bool:
-    """Whether a handler calls an autograd Function, with parts."""
+    """Whether a handler, or what stands for `apply`, calls an autograd Function."""
     codes = {apply, *(getattr(ShardedTensor, f"__torch_{kind}__").__code__ for kind in ("function", "dispatch"))}
     frame = sys._getframe(2)
     while frame is not None and frame.f_code not in codes:
@@ -141,9 +160,8 @@ def _in_handler(apply: Any) -> bool:
     return frame is not None
 
 
-def _refuse_other_leaves(outputs: Sequence[Tensor]) -> None:
-    """Refuse a backward pass that would leave one rank's share of a gradient on a whole tensor."""
-    # the engine adds to `.grad` of such a leaf by itself, and nothing tells a share from a sum afterwards
+def _leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The tensors that a backward pass leaves gradients on."""
     nodes, seen = [t.grad_fn for t in outputs], set[Any]()
     while nodes:
         node = nodes.pop()
@@ -152,8 +170,16 @@ def _refuse_other_leaves(outputs: Sequence[Tensor]) -> None:
         seen.add(node)
         nodes += [other for other, _ in node.next_functions]
         leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            yield leaf
+
+
+def _refuse_shares(tensors: Iterable[Tensor]) -> None:
+    """Refuse a backward pass that would leave one rank's share of a gradient on a whole tensor."""
+    for leaf in tensors:
+        # the engine adds to `.grad` of such a leaf by itself, and nothing tells a share from a sum afterwards;
         # gradients of parameters are averaged after the backward pass
-        if isinstance(leaf, Tensor) and not isinstance(leaf, Parameter) and not hasattr(leaf, "is_part"):
+        if not isinstance(leaf, Parameter) and not hasattr(leaf, "is_part"):
             why = "it would leave one rank's share of a gradient on a tensor that is no parameter"
             remedy = "take its gradient with torch.autograd.grad"
             raise shard_error(Tensor.backward, [leaf], why, remedy=remedy)

@@ -123,6 +123,7 @@ def keep(key: Any, plan: CallPlan, tensors: Sequence[Tensor]) -> None:
         # shapes that vary from step to step would fill it without end
         PLANS.clear()
     # the common case in a step, of which a lookup and the operator itself are all that is left
+    # Splits are interned, so identity is equality: a hit costs no comparison of owners.
     stays = all(splits_of(t) is splits for t, splits in zip(tensors, plan.arguments, strict=True))
     PLANS[key] = plan, stays and not plan.sums and plan.settled is None
 
@@ -173,6 +174,7 @@ def _finished(part: Tensor, plan: CallPlan, i: int, parts: list[Tensor], tensors
     # a rule that is wrong must not train
     assert part.shape == plan.shapes[i], f"a part of shape {tuple(part.shape)} for {plan.shapes[i]}"
     strides, view = (None, plan.view) if plan.layout is None else (plan.layout.strides[i], plan.layout.view)
+    # Before anything else: until then a part is one rank's summand, and its memory is new, no view.
     for axis in plan.sums:
         part = all_reduce(part, axis)
     splits = plan.result
@@ -184,6 +186,8 @@ def _finished(part: Tensor, plan: CallPlan, i: int, parts: list[Tensor], tensors
     copied = False
     if view:
         # a view of what was sent, or of another memory, is a copy: whoever writes to it is refused
+        # Memory that is not the first tensor's, though torch has a view: on the same device it was sent or copied here,
+        # so that a write would be lost; on another device torch copies as well.
         moved = plan.settled is not None or plan.arguments[0] is not splits_of(tensors[0])
         shares = is_view(part, parts[0])
         copied = moved or (getattr(tensors[0], "copied", False) if shares else part.device == parts[0].device)

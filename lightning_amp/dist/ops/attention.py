@@ -61,6 +61,10 @@ def _attention(
     n, scale = len(shape_of(q)), shape_of(q)[-1] ** -0.5 if scale is None else scale
     if causal and mask is not None:
         raise shard_error(func, [q, k, v, mask], "it has a mask and is causal", remedy="put both into the mask")
+    # samples, and heads, of which keys may have one for all: parts of it would not be those of the queries
+    own = -3 if enable_gqa else -2
+    whole = torch.broadcast_shapes(*(shape_of(t)[:own] for t in (q, k, v)))
+    q, k, v = (t if shape_of(t)[:own] == whole else t.expand(*whole, *shape_of(t)[own:]) for t in (q, k, v))
     if n != 4:
         lead = shape_of(q)[:-2]
         if n < 4:
@@ -124,7 +128,12 @@ def _with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float
         mask = torch.ones(shape_of(scores)[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    weights = torch.softmax(scores, -1)
+    if mask is None:
+        weights = torch.softmax(scores, -1)
+    else:
+        # as of torch, rows that see nothing have weights of zero, and gradients
+        blind = (scores == -math.inf).all(-1, keepdim=True)
+        weights = torch.softmax(scores.masked_fill(blind, 0), -1).masked_fill(blind, 0)
     if p:
         rest = 1 / (1 - p) if p < 1 else 0.0
         keep = kept(shape_of(weights), splits_of(weights), p, local_of(q).device)

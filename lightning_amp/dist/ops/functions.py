@@ -99,6 +99,10 @@ def _backward(x: Any, *args: Any, **kwargs: Any) -> None:
     if any(splits_of(t) for t in tensors_in(x)):
         why = "a loss is a number, which every rank has"
         raise shard_error(Tensor.backward, [x], why, remedy="sum or average it")
+    for t in tensors_in((args, kwargs)):
+        if type(t) is ShardedTensor:
+            # one of `inputs`, whose gradient is read as that of the whole
+            t.held.is_part = True  # type: ignore[attr-defined]
     torch.autograd.backward(*mapped((x, *args), local_of), **mapped(kwargs, local_of))
 
 

@@ -12,9 +12,10 @@ from lightning_amp.dist._torch import no_modes
 from lightning_amp.dist.collectives import exchange, pick
 from lightning_amp.dist.dispatch.plans import TENSOR, CallPlan, plan_of_call
 from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.registry import BY_RULE, LOST, function, name_of, operator, shard_error
+from lightning_amp.dist.registry import BY_RULE, FUNCTIONS, LOST, function, mapped, name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import (
     COMPUTE,
+    ShardedTensor,
     dim_of,
     held_by,
     local_of,
@@ -53,12 +54,27 @@ def _slice(func: Any, x: Tensor, dim: int = 0, start: Any = None, end: Any = Non
 
 
 @operator("narrow")
-def _narrow(func: Any, x: Tensor, dim: int, start: Any, length: int) -> CallPlan:
+def _narrow(func: Any, x: Tensor, dim: int, start: int, length: int) -> CallPlan:
     dim = dim_of(x, dim)
-    indices = range(shape_of(x)[dim])[int(start) :][:length]
+    indices = range(shape_of(x)[dim])[start:][:length]
     if len(indices) < length:
-        raise IndexError(f"narrow of {length} indices from {int(start)} on, of {shape_of(x)[dim]}")
+        raise IndexError(f"narrow of {length} indices from {start} on, of {shape_of(x)[dim]}")
     return take(func, x, dim, [indices], True)
+
+
+def _at_numbers(func: Any) -> Any:
+    """A call whose places are numbers, where a tensor has them: a plan does not depend on values."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = mapped((args, kwargs), lambda t: t if type(t) is ShardedTensor else t.tolist())
+        return COMPUTE["function"](func, *given)
+
+    return call
+
+
+FUNCTIONS.update(
+    {func: _at_numbers(func) for func in (Tensor.narrow, torch.narrow, Tensor.tensor_split, torch.tensor_split)}
+)
 
 
 @operator("select")
@@ -96,6 +112,8 @@ def _split(func: Any, x: Tensor, sizes: Any, dim: int = 0) -> Any:
 
 @operator("flip")
 def _flip(func: Any, x: Tensor, dims: Sequence[int]) -> Any:
+    if not dims:
+        return x.clone()
     *others, dim = [dim_of(x, d) for d in dims]
     return x.flip(dim).flip(others) if others else take(func, x, dim, [range(shape_of(x)[dim])[::-1]])
 
@@ -185,6 +203,9 @@ def _setitem(x: Tensor, index: Any, value: Any) -> None:
             part = part.unsqueeze(dim)
             splits = Splits.of([split._replace(dim=split.dim + (split.dim >= dim)) for split in splits])
             continue
+        if isinstance(i, slice) and (i.step or 1) < 1:
+            # what is picked in reverse is a copy, and a write to it would be lost
+            raise ValueError("step must be greater than zero")
         n = splits.global_shape(part.shape)[dim]
         indices = range(n)[i] if isinstance(i, slice) else range(n)[range(n)[i] :][:1]
         split, (splits, local) = splits.at(dim), taken(splits, dim, [indices])

@@ -58,6 +58,8 @@ class _Indexing:
             raise shard_error(func, [x, *given], "how many values a mask selects differs between ranks")
         shape = torch.broadcast_shapes(*map(shape_of, given))
         self.indices = [index if shape_of(index) == shape else index.expand(shape) for index in given]
+        # torch puts the dims of positions in the place of the dims that are looked up along if these are neighbours,
+        # and first otherwise.
         adjacent = self.used == list(range(self.used[0], self.used[0] + len(self.used)))
         self.at, self.rank = self.used[0] if adjacent else 0, len(shape)
         self.splits = WHOLE
@@ -105,7 +107,8 @@ def _index(func: Any, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     found = local_of(x)[tuple(_places(x, how.used, own, slice(None)))]
     if inside is not None:
         inside = inside.view([*inside.shape, *[1] * (found.dim() - how.at - how.rank)])
-        found = torch.where(inside, found, 0)
+        # not torch.where, which would make booleans numbers
+        found = found.masked_fill(~inside, 0)
         for split in along:
             found = all_reduce(found, split.axis)
     return wrap(found, how.of_values(splits_of(x)))
@@ -136,6 +139,7 @@ def _index_put(
         own = [part_in(index, how.splits) for index in how.indices]
         added = aten.index_put.default(local_of(zeros), _places(x, how.used, own, None), part, True)
         return _added(x, wrap(added, splits_of(zeros)), [s.axis for s in how.splits])
+    # Of positions that are named twice torch keeps the last value: each owner has to see all of them, in their order.
     how.splits = WHOLE
     rest = splits_of(x).without(*how.used)
     own, inside = how.own(WHOLE, [s for s in splits_of(x) if s.dim in how.used])
@@ -214,7 +218,7 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
     if not along:
         return wrap(torch.gather(local_of(x), dim, own), splits)
     own, inside = own_positions(own, along[0])
-    found = torch.where(inside, torch.gather(local_of(x), dim, own), 0)
+    found = torch.gather(local_of(x), dim, own).masked_fill(~inside, 0)
     return wrap(all_reduce(found, along[0].axis), splits)
 
 

@@ -34,7 +34,7 @@ from lightning_amp.dist.splits import WHOLE, MeshAxis
 @operator("linear")
 def _linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """Without the bias where sums are added up: it would be added by every rank."""
-    if bias is not None and (splits_of(x).at(len(shape_of(x)) - 1) or splits_of(weight).at(1)):
+    if bias is not None and any(splits_of(t).at(len(shape_of(t)) - 1) for t in (x, weight)):
         found = F.linear(x, weight)
         return found + bias.to(found.dtype)
     tensors = [x, weight, *([] if bias is None else [bias])]
@@ -89,6 +89,9 @@ def _added(func: Any, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha
     name = name_of(func)
     product = torch.outer(a, b) if name == "addr" else torch.matmul(a, b)
     product = product.sum(0) if name == "addbmm" else product
+    if not beta:
+        # what it has may be no number, such as memory without values
+        return product * alpha
     c = c.to(product.dtype)
     return product * alpha + c * beta if (alpha, beta) != (1, 1) else product + c
 

@@ -71,9 +71,15 @@ def _dropout(func: Any, x: Tensor, p: float, train: bool) -> Tensor:
 
 
 @operator("rand_like", "randn_like")
-def _random_like(func: Any, x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def _random_like(func: Any, x: Tensor, *, dtype: torch.dtype | None = None, generator: Any = None, **_: Any) -> Tensor:
+    _refuse_generator(func, x, generator)
     draw = _normal if name_of(func) == "randn_like" else lambda x: _uniform(x)[0]
     return wrap(_rounded(draw(x), dtype or local_of(x).dtype), splits_of(x))
+
+
+def _refuse_generator(func: Any, x: Tensor, generator: Any) -> None:
+    if generator is not None:
+        raise shard_error(func, [x], f"a generator {generator!r} is given, from which parts cannot be drawn")
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -84,8 +90,7 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @operator("bernoulli", "bernoulli_", "uniform_", "normal_", "exponential_")
 def _filled(func: Any, x: Tensor, *args: Any, generator: Any = None) -> Tensor:
-    if generator is not None:
-        raise shard_error(func, [x], f"a generator {generator!r} is given, from which parts cannot be drawn")
+    _refuse_generator(func, x, generator)
     name, local = name_of(func), local_of(x)
     if name == "bernoulli":
         return wrap((_uniform(x)[0] < (args[0] if args else local)).to(local.dtype), splits_of(x))

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_amp.dist.collectives import reduce_now, stacked
 from lightning_amp.dist.dispatch.by_rule import by_rule, with_whole
 from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.registry import BY_RULE, composed, name_of, operator
+from lightning_amp.dist.registry import BY_RULE, composed, mapped, name_of, operator
 from lightning_amp.dist.sharded_tensor import dim_of, local_of, redistribute, shape_of, splits_of, wrap
 from lightning_amp.dist.splits import Splits
 from lightning_amp.graph.rewrites import BY_CLASS, BY_ROW, BY_VALUE
@@ -41,10 +41,12 @@ def _crosses(x: Tensor, gone: Sequence[int]) -> bool:
 
 @operator("mean")
 def _mean(func: Any, x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    gone = dims_of(dim, len(shape_of(x)))
-    if not _crosses(x, gone):
+    gone, kind = dims_of(dim, len(shape_of(x))), dtype or x.dtype
+    if not _crosses(x, gone) or not (kind.is_floating_point or kind.is_complex):
         return BY_RULE
-    return torch.sum(x, gone, keepdim, dtype=dtype) / prod(shape_of(x)[d] for d in gone)
+    # a sum may have no room in 16 bits where its mean has
+    total = torch.sum(x, gone, keepdim, dtype=torch.promote_types(kind, torch.float32))
+    return (total / prod(shape_of(x)[d] for d in gone)).to(kind)
 
 
 @operator("var", "std", "var_mean", "std_mean")
@@ -55,14 +57,19 @@ def _variance(
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     gone = dims_of(dim, len(shape))
-    if not _crosses(x, gone) and "mean" not in name:
+    if not (x.is_floating_point() or x.is_complex()) or (not _crosses(x, gone) and "mean" not in name):
         return BY_RULE
-    less = int(unbiased) if correction is None else correction
+    less, kind = int(unbiased) if correction is None else correction, x.dtype
+    # squares may have no room in 16 bits
+    x = x.to(torch.promote_types(kind, torch.float32))
     mean = torch.mean(x, gone, True)
     # real, for complex values too
     apart = (x - mean).abs() if x.is_complex() else x - mean
     found = torch.sum(apart.square(), gone, keepdim) / max(prod(shape[d] for d in gone) - less, 0)
-    found = found.sqrt() if name.startswith("std") else found
+    if name.startswith("std"):
+        # the root has no slope at zero, where torch's gradient is zero
+        found = found.masked_fill(found == 0, 0).sqrt()
+    mean, found = mean.to(kind), found.to(kind.to_real())
     return (found, mean if keepdim else mean.squeeze(gone)) if name.endswith("mean") else found
 
 
@@ -92,7 +99,10 @@ def _extreme(func: Any, x: Tensor, dim: Any = None, keepdim: bool = False) -> An
         return best if keepdim else best.squeeze(gone)
     # as in torch, equal values share the gradient
     hit = (x.detach() == best) | (x.detach().isnan() & best.isnan())
-    return torch.where(hit, x, 0).sum(gone, keepdim) / hit.sum(gone, keepdim)
+    found = torch.where(hit, x / hit.sum(gone, True), 0).sum(gone, keepdim)
+    # that sum has the gradient, but rounds: its value may be no value of the tensor
+    best = best if keepdim else best.squeeze(gone)
+    return torch.where(best.isfinite(), best + (found - found.detach()), found)
 
 
 @operator("argmax", "argmin")
@@ -120,7 +130,10 @@ def _count(func: Any, x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
         return BY_RULE
     # a dry run counts those of its rank alone
     found = torch.sum((x == 0) if name_of(func) == "all" else (x != 0), gone, keepdim)
-    return found if name_of(func) == "count_nonzero" else found == 0 if name_of(func) == "all" else found > 0
+    if name_of(func) == "count_nonzero":
+        return found
+    found = found == 0 if name_of(func) == "all" else found > 0
+    return found.to(x.dtype) if x.dtype == torch.uint8 else found
 
 
 @operator("prod", "logsumexp", "linalg_vector_norm")
@@ -194,6 +207,10 @@ def _loss(func: Any, *args: Any, **kwargs: Any) -> Any:
     tensors = [value for value in given.values() if isinstance(value, Tensor)]
     x, target, weight = tensors[0], tensors[1], given.get("weight")
     n_dims = len(shape_of(x))
+    if given["reduction"] == MEAN and x.dtype == torch.float16 and not torch.is_autocast_enabled(x.device.type):
+        # a sum may have no room where its mean has
+        wide = mapped(given, lambda t: t.float() if t.is_floating_point() else t)
+        return func(**wide).to(x.dtype)
     if name in BY_CLASS and splits_of(x).at(min(1, n_dims - 1)) and not target.is_floating_point():
         return _over_classes(given)
     if given["reduction"] != MEAN:
@@ -206,7 +223,8 @@ def _loss(func: Any, *args: Any, **kwargs: Any) -> Any:
     if target.is_floating_point():
         return total / (prod(shape_of(x)) // shape_of(x)[min(1, n_dims - 1)])
     kept = target != given["ignore_index"]
-    count = kept if weight is None else weight[target.clamp(min=0)] * kept
+    # the class that is ignored may be no class
+    count = kept if weight is None else weight[torch.where(kept, target, 0)] * kept
     return total / count.sum()
 
 
@@ -218,7 +236,8 @@ def _over_classes(given: dict[str, Any]) -> Tensor:
         x = x.to(torch.promote_types(x.dtype, torch.float32))
     n_dims = len(shape_of(x))
     dim = min(1, n_dims - 1)
-    kept, place, n = target != ignored, target.clamp(min=0), shape_of(x)[dim]
+    kept, n = target != ignored, shape_of(x)[dim]
+    place = torch.where(kept, target, 0)
     own = torch.gather(x, dim, place.unsqueeze(dim)).squeeze(dim)
     # only cross-entropy has smoothing as an argument
     total = x.logsumexp(dim) if "label_smoothing" in given else 0.0

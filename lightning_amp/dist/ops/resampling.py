@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_amp.dist.ops.windows import WindowRows, in_parts, with_rows
 from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.registry import BY_RULE, name_of, operator
+from lightning_amp.dist.registry import BY_RULE, name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import local_of, shape_of, splits_of, wrap
 from lightning_amp.dist.splits import Split, Splits
 
@@ -105,6 +105,10 @@ def _resample(func: Any, x: Tensor, size: Any, *rest: Any) -> Any:
     scales = scales if any(scales) else [None] * (len(shape) - 2)
     if size is None:
         size = [floor(m * f) for m, f in zip(shape[2:], scales, strict=True)]
+    if any(f not in (None, 1.0) and n == m for f, n, m in zip(scales, size, shape[2:], strict=True)):
+        # some kernels of torch copy such a dim, others take values between its own
+        why = f"scale_factor={scales!r} leaves a dim of {tuple(shape[2:])!r} as long as it is"
+        raise shard_error(func, [x], why, remedy="give the size, or recompute_scale_factor=True")
     x, parts = in_parts(x, range(2, len(shape)), size)
     part, local = local_of(x), list(size)
     for split, outputs in parts:

@@ -31,6 +31,8 @@ def _view(func: Any, x: Tensor, *args: Any) -> CallPlan:
     splits = splits_of(x) if prod(old) else WHOLE
     for before, _ in pairs:
         # of dims that are merged, only the first one that is split stays split
+        # Two dims of a group that are split over two axes would be a grid of the merged dim, which one vector of owners
+        # over one axis does not describe.
         others = [d for d in before if splits.at(d)][1:]
         splits = splits_with_whole(func, x, splits, others, stay=before)
     changed = [d for before, after in pairs if len(before) > 1 or len(after) != 1 for d in before]
@@ -54,6 +56,9 @@ def _group_of(dim: int, pairs: Groups) -> tuple[list[int], list[int]]:
 def _through(owners: Owners, sizes: Sequence[int], i: int, others: Sequence[int], j: int) -> Owners | None:
     """Owners of dim j after dims of some sizes, of which dim i has owners, are reshaped to other sizes."""
     # through the one dim that all dims of a group merge into
+    # Row-major order: an index of dim i stands for a run of what lies behind it, once for each index of what lies
+    # before. The new dims are read off in the same way: one of them has owners of its own only where its index alone
+    # decides.
     merged = owners.widened(prod(sizes[i + 1 :])).repeated(prod(sizes[:i]))
     found = merged.inner(prod(others[:j]))
     return found and found.outer(prod(others[j + 1 :]))

@@ -143,6 +143,8 @@ def _convolution(
         n_out = [w.outputs(m) for w, m in zip(windows, shape_of(x)[first:], strict=True)]
         x, parts = in_parts(x, dims, n_out)
         # over an axis that splits positions weights are whole: it cannot split the result's channels too
+        # Its ranks compute other positions with the same weight: autograd leaves each its share of the weight's
+        # gradient, and the average over the ranks adds them up.
         spatial = [split.axis for split, _ in parts]
         given = (*(_whole_over(spatial, t) for t in given[:2]), *given[2:])
         plan = plan_without(conv, x, dims, *given)
@@ -229,6 +231,8 @@ def _transposed(
             s, p = stride[i], padding[i]
             for (out,) in outputs.spans:
                 # an output between the reach of two inputs is zero; the one before keeps the count
+                # Input i reaches outputs i s - p to i s - p + span - 1: the first that matters is rounded down, which
+                # may take one input too many, whose outputs before `own` are cut off below.
                 start = min(max(0, (out.start + p - spans[i] + 1) // s), size[i] - 1)
                 rows.append(WindowRows(range(start, max(start + 1, min(size[i], (out.stop - 1 + p) // s + 1)))))
             part = with_rows(part, split, rows)
@@ -253,14 +257,18 @@ def _pool(func: Any, x: Tensor, kernel: Any, stride: Any = (), padding: Any = 0,
     names = ("dilation", "ceil_mode") if is_max else ("ceil_mode", "count_include_pad", "divisor")
     more = dict(zip(names, rest, strict=False))
     ceil = bool(more.get("ceil_mode"))
-    if not is_max and more.get("divisor") is None and (ceil or not more.get("count_include_pad", True)):
-        # windows at the border count fewer values
-        return BY_RULE
     kernel, dilation = each(kernel, n), each(more.get("dilation", 1), n)
     spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
     strides = each(stride, n) if stride not in ((), []) else kernel
     windows = [Window(*w) for w in zip(spans, strides, each(padding, n), strict=True)]
-    n_out = [w.outputs(m, ceil) for w, m in zip(windows, shape_of(x)[first:], strict=True)]
+    sizes = shape_of(x)[first:]
+    n_out = [w.outputs(m, ceil) for w, m in zip(windows, sizes, strict=True)]
+    # With ceil_mode the last window may hang over the padding, and then its mean is that of fewer values.
+    over = any((k - 1) * w.stride + w.span > m + 2 * w.padding for k, w, m in zip(n_out, windows, sizes, strict=True))
+    pads = any(w.padding for w in windows) and not more.get("count_include_pad", True)
+    if not is_max and more.get("divisor") is None and (over or pads):
+        # windows at the border count fewer values
+        return BY_RULE
     x, parts = in_parts(x, range(first, first + n), n_out)
     part, left, done = _with_windows(x, parts, first, windows, -torch.inf if is_max else 0.0)
     rest_of_x = splits_of(x).without(*range(first, first + n))

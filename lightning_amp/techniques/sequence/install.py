@@ -17,7 +17,7 @@ from lightning_amp.dist.splits import MeshAxis, axis_of
 from lightning_amp.errors import InstallError
 from lightning_amp.techniques.sequence.row import SequenceParallel, written_dims
 from lightning_amp.techniques.sequence.split_batch import HowToSplit, read_dims, read_grid
-from lightning_amp.techniques.sharded_step import STEPS, run_sharded, tensors
+from lightning_amp.techniques.sharded_step import RUNNING, STEPS, run_sharded, tensors
 
 
 def step_of(step: Callable[..., Any], name: str, how: HowToSplit) -> Callable[..., Any]:
@@ -25,6 +25,9 @@ def step_of(step: Callable[..., Any], name: str, how: HowToSplit) -> Callable[..
 
     @wraps(step)
     def split(module: nn.Module, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if RUNNING.get():
+            # another step has called it, with what may be no batch
+            return step(module, batch, *args, **kwargs)
         return run_sharded(name, lambda: step(module, how.batch(batch), *args, **kwargs), module, how.axes)
 
     return split
@@ -43,10 +46,16 @@ def install(module: LightningModule, spec: SequenceParallel, mesh: DeviceMesh | 
         mesh: The ranks of the model axis.
 
     Raises:
-        InstallError: A step that was replaced by the user, or a torch that is too old.
+        InstallError: A step that was replaced by the user, a parameter with hooks, or a torch that is too old.
     """
     if skip_one_torch_function is None:
         raise InstallError(f"sequence requires torch 2.13 or newer, found {torch.__version__}; leave it out")
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise InstallError(
+                f"sequence: the parameter {name!r} has hooks, which would see a rank's share of its gradient; change"
+                " gradients in on_before_optimizer_step"
+            )
     how = HowToSplit(
         dims=read_dims(spec.dims),
         sizes=spec.sizes if spec.sizes in ("even", "causal") else tuple(map(int, spec.sizes.split(","))),

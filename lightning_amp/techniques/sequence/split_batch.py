@@ -87,6 +87,8 @@ def causal_sizes(n: int, size: int) -> tuple[int, ...]:
     """Parts of equal work where index i attends to i + 1 indices: borders at n * sqrt(rank / ranks)."""
     ends = [isqrt(n * n * (rank + 1) // size) for rank in range(size)]
     # every rank has an index
+    # Borders stay apart: where two of them round to one, the borders after them are less than one index apart, so that
+    # the upper bound, which rises by one, lies below the first of the two.
     ends = [min(max(end, rank + 1), n - size + rank + 1) for rank, end in enumerate(ends)]
     return tuple(b - a for a, b in zip([0, *ends], ends, strict=False))
 

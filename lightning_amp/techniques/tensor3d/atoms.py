@@ -67,6 +67,8 @@ class Atoms:
         touched = np.isin(sets, known)
         new = sets.copy()
         new[touched] = first[part[np.searchsorted(known, sets[touched])]]
+        # All dims that the union touches are looked at, not those of the tensor alone: sets are shared, and it may
+        # leave the dim of another parameter with fewer sets than ranks.
         for family in np.unique(self._family[axis][touched]):
             if len(np.unique(new[self._family[axis] == family])) < self.sizes[axis]:
                 return False

@@ -119,6 +119,8 @@ class InStep:
         do_later()
         self._kept.clear()
         self._leave()
+        # After the rest of the order, so that all ranks get here whatever each of them has left out; and before
+        # anything uses the gradients, to which a rank that left the order has added zeros.
         self._agree(f"{what} after {len(self._done)} collectives")
         self._orders[self._part] = self._done
         self._arrive()
@@ -211,6 +213,7 @@ class InStep:
 
     def _gather_ahead(self, order: list[InStepCollective]) -> None:
         """Begin the next gathers, up to a bound. All ranks must decide the same, so it is not that of the own parts."""
+        # `_at` lies behind the collective that is read now, whose pass is the one that goes on.
         backward, held = order[self._at - 1].backward, self._bytes(of for of, _ in self._ahead)
         at = max(self._begun_to, self._at)
         # between the passes activations are at their most

@@ -98,6 +98,8 @@ class GridParameter:
         self._block = splits.local_shape(self.shape)
         self._flat: list[tuple[MeshAxis, int]] = []
         n = prod(self._block)
+        # Each axis that splits no dim cuts the run of the one before it once more. Lengths are rounded up, so that all
+        # ranks of an axis send as many entries, with padding at the end.
         for axis in grid.axes:
             if splits.on(axis) is None and axis.size > 1:
                 self._flat.append((axis, n))

@@ -121,6 +121,9 @@ class GridUnits:
 
     def run(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step; what it returns is whole."""
+        if self._running:
+            # another step has called it, and goes on with what is in the parameters' places
+            return step(*args, **kwargs)
         self._put_back()
         # a tied parameter stays one object
         made = {id(one): one.wrapper() for _, _, one in self._places}

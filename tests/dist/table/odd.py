@@ -69,6 +69,7 @@ ODD = [
     case("backward of a sharded tensor", lambda x: (x * 2).backward(torch.ones(X).double()), X, refused="backward"),
     case("autograd Function", lambda x: _Twice.apply(x), X, refused="autograd Functions"),
     case("autograd Function of whole values", lambda x, w: x * _Twice.apply(w), X, ROW),
+    case("autograd Function of whole values by another name", lambda x, w: x * twice(w), X, ROW, refused="call _Twice.apply itself"),
     case("reentrant checkpoint", lambda x, w: checkpoint(lambda x: (x @ w).tanh(), x, use_reentrant=True), X, W, refused="use_reentrant"),
     case("checkpointed sequence", lambda x: checkpoint_sequential([torch.tanh, torch.exp], 2, x, use_reentrant=False), X),
     case("hook that clamps", lambda x: _then(x * 1, lambda y: y.register_hook(_clamped)) * 3, X),
@@ -107,6 +108,7 @@ ODD = [
     case("random integers like", lambda x: torch.randint_like(x, 5), X, refused="randint_like"),
     case("multinomial", lambda x: torch.multinomial(x.softmax(-1)[0], 1), X, refused="multinomial"),
     case("random numbers of a generator", lambda x: (x * 1).detach().normal_(generator=torch.Generator()), X, refused="generator"),
+    case("random numbers like, of a generator", lambda x: torch.rand_like(x, generator=torch.Generator()), X, refused="generator"),
     case("dropout in evaluation", lambda x: F.dropout(x, 0.5, False) + F.alpha_dropout(x, 0.5, False) + nn.Dropout1d()(x).mean() * 0, X),
     # --- transforms ---
     case("vmap", lambda x: torch.vmap(torch.sin)(x), X, refused="torch.func"),
@@ -126,6 +128,10 @@ class _Twice(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return g * 2
+
+
+twice = _Twice.apply
+"""Under a name that was taken before the step."""
 
 
 def _clamped(grad):
@@ -181,6 +187,10 @@ STEPS = [
     case("gradient of an input after two backwards", lambda x: _leaf(x, lambda y: [(y**3).sum().backward(), (y @ y.mT).mean().backward()]), X),
     case("hook after a gradient is added up", lambda x: _leaf(x, lambda y: [y.register_post_accumulate_grad_hook(lambda t: None), (y**3).sum().backward()]), X, refused="?"),
     case("gradient of a whole tensor after backward", lambda x: _of_whole(x), X, refused="no parameter"),
+    case("gradient of a whole input of backward", lambda x: _of_whole(x, True), X, refused="no parameter"),
+    case("gradient kept of a whole intermediate", lambda x: _kept_of_whole(x), X),
+    case("gradients of zeros twice", lambda x: [_of_zeros(x), _of_zeros(x)], X),
+    case("write in reverse", lambda x: _raises(lambda: _set(x * 1, "x[:, ::-1] = 0"), ValueError), X),
     case("a gradient set", lambda x: _leaf(x, lambda y: setattr(y, "grad", y.detach())), X, refused="grad"),
     case("a gradient of none", lambda x: _leaf(x, lambda y: [(y**3).sum().backward(), setattr(y, "grad", None)]) is None, X),
     case("gradient kept of an intermediate", lambda x: _kept(x), X),
@@ -281,10 +291,23 @@ def _written_into(x, make):
     return y
 
 
-def _of_whole(x):
+def _of_whole(x, named=False):
     w = torch.ones(6, dtype=x.dtype, requires_grad=True)
+    (x.detach() * w).sin().mean().backward(inputs=[w] if named else None)
+    return w.grad
+
+
+def _kept_of_whole(x):
+    w = nn.Parameter(torch.ones(6, dtype=x.dtype)) * 2
+    w.retain_grad()
     (x.detach() * w).sin().mean().backward()
     return w.grad
+
+
+def _of_zeros(x):
+    z = torch.zeros_like(x, requires_grad=True)
+    (z.exp() * x.detach()).sum().backward()
+    return z.grad
 
 
 def _kept(x):

@@ -18,6 +18,9 @@ PRODUCTS = [
     case("bilinear", F.bilinear, (9, 4), (9, 3), (2, 4, 3), (2,), at={0: 0, 1: 0}),
     case("scores", lambda q, k: q @ k.transpose(1, 2), X, (2, 7, 6), at={0: 1, 1: 1}),
     case("baddbmm with factors", lambda c, a, b: torch.baddbmm(c, a, b, beta=0.5, alpha=2), (2, 9, 4), X, (2, 6, 4), at={0: 1, 1: 1}),
+    case("baddbmm without a factor", lambda a, b: torch.baddbmm(torch.full((2, 9, 4), torch.nan).double(), a, b, beta=0), X, (2, 6, 4)),
+    case("linear of a vector", lambda x, w, b: F.linear(x, w, b), X, (6,), (), at=2),
+    case("linear of a split vector", lambda x, w: F.linear(x, w), X, (6,), at={1: 0}),
     case("addmm", lambda c, a, b: torch.addmm(c, a, b, beta=2), (4,), (9, 6), (6, 4), at={1: 0}),
     case("mv and dot", lambda a, x: (a @ x).dot(a @ x) + torch.dot(x, x), (9, 6), (6,), at=0),
     case("tensordot", lambda x, y: torch.tensordot(x, y, 1), X, (6, 5)),
@@ -50,6 +53,14 @@ PRODUCTS = [
     case("causal attention", lambda q: sdpa(q, q * 2, q + 1, is_causal=True), HEADS, at=2),
     case("attention with a scale", lambda q: sdpa(q, q, q, scale=0.3), HEADS, at=2),
     case("attention with a mask", lambda q, m: sdpa(q, q, q + 1, attn_mask=m > 0), HEADS, (9, 9), at=2),
+    case("attention of rows that see nothing", lambda q: sdpa(q, q, q, _blind()), HEADS, at=2),
+    case("attention by hand in two types", lambda x: _by_hand(x), (4, 9, 6), at=0, tolerance=2e-2),
+    case("attention of split heads to one head of keys", lambda q, k: sdpa(q, k, k + 1, is_causal=True), (2, 4, 9, 6), (2, 1, 9, 6)),
+    case("attention of split samples to one of keys", lambda q, k: sdpa(q, k, k), (4, 3, 9, 6), (1, 3, 9, 6), at=0),
+    case("attention of one sample to several of keys", lambda q, k: sdpa(q, k, k), (1, 3, 9, 6), (4, 3, 9, 6), at={0: 2, 1: 2}),
+    case("attention of more dims to one of keys", lambda q, k: sdpa(q, k, k), (2, 3, 4, 9, 6), (1, 3, 4, 9, 6), at=3),
+    case("attention with dropout of rows that see nothing", lambda q: sdpa(q, q, q, _blind(), 1e-13), HEADS, at=2),
+    case("attention of rows that see nothing with split keys", lambda q, k: sdpa(q, k, k, _blind()), HEADS, HEADS, at={1: 2}),
     case("attention with a padding mask", lambda q, m: sdpa(q, q, q, m[:, None, None]), HEADS, _padding := (lambda: torch.arange(9) < torch.tensor([[9], [6]])), at={0: 2, 1: 1}),
     case("attention of grouped heads", lambda q, k: sdpa(q, k, k, enable_gqa=True), (2, 4, 9, 4), (2, 2, 9, 4), at={0: 2, 1: 2}),
     case("attention of scale 0", lambda x: sdpa(x, x, x, scale=0.0), X),
@@ -99,6 +110,17 @@ PRODUCTS = [
 def _of_neighbours(x):
     places = torch.cdist(x, x).topk(3, largest=False).indices
     return (x[places] - x[:, None]).pow(2).sum(-1).amax(1)
+
+
+def _by_hand(x):
+    with torch.autocast("cpu", torch.bfloat16):
+        q = F.linear(x.float(), torch.eye(6))
+        return ((q @ q.mT).float().softmax(-1) @ q).double()
+
+
+def _blind():
+    """A mask with rows that see nothing."""
+    return torch.arange(9)[:, None] % 4 > 0
 
 
 def _mha(x, memory, w, b, o, **masks):

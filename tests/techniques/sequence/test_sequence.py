@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_amp import AMPStrategy
 from lightning_amp.costs.device_rates import CPU_CORE
-from lightning_amp.errors import PlanError, ShardError
+from lightning_amp.errors import InstallError, PlanError, ShardError
 from lightning_amp.footprint.inner_run import BY_ITSELF
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
@@ -170,6 +170,14 @@ class Recurrent(Noisy):
         return self.net(batch)[0]
 
 
+class Clipped(Noisy):
+    """By a hook that is no linear function of the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+
+
 class PerPosition(Noisy):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.loss(batch)
@@ -189,6 +197,8 @@ REFUSED: dict[str, tuple[Callable[[], Case], dict[str, Any], type[Exception], st
     "pipeline": (lambda: CASES["text"], {"strategies": "sequence,pipeline"}, PlanError, "pipeline"),
     "an operator": (lambda: Case(Recurrent, CASES["noise"].batch, CASES["noise"].options), {}, ShardError,
         "lstm' in 'Recurrent', .*test_sequence.py"),
+    "a hook of a parameter": (lambda: Case(Clipped, CASES["noise"].batch, CASES["noise"].options), {}, InstallError,
+        "'net.0.weight' has hooks"),
     "a loss that is no number": (lambda: Case(PerPosition, CASES["noise"].batch, CASES["noise"].options), {},
         ShardError, "a loss is a number"),
 }  # fmt: skip

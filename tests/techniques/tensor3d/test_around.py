@@ -14,9 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_amp import AMPStrategy
+from lightning_amp.techniques.tensor3d.grid import Grid as RankGrid
+from lightning_amp.techniques.tensor3d.row import TensorParallel3D
+from lightning_amp.techniques.tensor3d.units import GridUnits
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
-from tests.techniques.tensor3d.cases import CASES, GPT
+from tests.techniques.tensor3d.cases import CASES, GPT, Gated
 from tests.techniques.tensor3d.test_tensor3d import QUIET, Grid, close
 
 
@@ -143,3 +146,28 @@ def test_what_a_trainer_does_around_a_step_is_exact(tmp_path: Path) -> None:
         close(found["saved"]["state"], one["state"], "after saving")
         close(found["resumed"]["state"], two["state"], "on another grid")
         close(found["from one"]["state"], two["state"], "from one process")
+
+
+class TwoSteps(Gated):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.one.weight.grad = None
+        self.validation_step(batch, batch_idx)
+        return self.loss(batch)
+
+
+def test_a_step_may_call_another_and_drop_a_gradient() -> None:
+    module = TwoSteps()
+    weight = module.one.weight
+    units = GridUnits(module, TensorParallel3D(grid="2x1x1"), RankGrid.dry((2, 1, 1)), begun=True)
+    units.cut()
+    units.wrap_steps()
+    weight.grad = torch.ones_like(weight)
+    loss = module.training_step(torch.randn(4, 5), 0)
+    assert weight.grad is None
+    with units.backward(loss):
+        loss.backward()
+    assert all(p.grad is not None for p in module.parameters() if p.requires_grad)
+    units.undo()
