@@ -21,6 +21,7 @@ from lightning_amp.techniques.pipeline.run.block_walk import BlockWalk, Span, St
 from lightning_amp.techniques.pipeline.run.placeholders import Absent, AbsentParameter, Placeholders, absent_parameter
 from lightning_amp.techniques.pipeline.run.run_stages import Rest, Stages, Work, joined
 from lightning_amp.techniques.pipeline.schedule.schedules import schedule
+from lightning_amp.techniques.pipeline.steps.sample_check import SampleCheck
 
 CPU = torch.device("cpu")
 X = torch.arange(6.0).view(3, 2)
@@ -151,7 +152,21 @@ def penalty(net: Net, x: Tensor) -> Tensor:
     return torch.autograd.grad(plain(net, x).sum(), x, create_graph=True)[0]
 
 
+class Overwrites(nn.Linear):
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h.relu_())
+
+
+def overwrites(net: Net, x: Tensor) -> Tensor:
+    h = x = x - 2
+    net.blocks[0].__class__ = Overwrites
+    for block in net.blocks:
+        h = block(h)
+    return h + x
+
+
 @pytest.mark.parametrize(("walk", "told"), [
+    (overwrites, "writes in place into an argument of shape \\(3, 2\\)"),
     (by_row, r"block 0 of 'blocks' is called inside a function that torch.func \(vmap"),
     (penalty, r"computes gradients \(torch.autograd.grad, as for a gradient penalty\)"),
     (reads_other, "that the block before it does not return"),
@@ -164,6 +179,26 @@ def penalty(net: Net, x: Tensor) -> Tensor:
 def test_a_step_that_cannot_be_cut_is_refused(walk: Callable[[Net, Tensor], Tensor], told: str) -> None:
     with pytest.raises(InstallError, match=told):
         through(walk, (3, 4))
+
+
+def test_a_validation_refuses_what_blocks_overwrite_and_leaves_what_training_can_keep() -> None:
+    with torch.inference_mode(), pytest.raises(InstallError, match="writes in place into an argument"):
+        through(overwrites, (3, 4))
+    net, span, gain = Net(plain), Span(2, 4, 4), nn.Parameter(torch.ones(2))
+    walk = staged(net)
+    without(net, span)
+
+    def step(x: Tensor) -> Tensor:
+        h = gain * net.embed.weight.sum() + net.embed(x)
+        for block in net.blocks:
+            h = block(h) * gain
+        return h
+
+    # blocks that stay in one mode, as a frozen part of a model does
+    for context in (torch.inference_mode, torch.enable_grad):
+        with context():
+            found = walk.run(span, lambda: step(X), receive=lambda _: X.clone(), device=CPU)[1]
+    assert found.requires_grad
 
 
 def test_what_no_block_hands_on_cannot_be_read_after_the_blocks() -> None:
@@ -246,6 +281,51 @@ def test_draws_of_the_inputs_alone_are_each_micro_batch_s_own(mesh: DeviceMesh) 
         assert ours.grad is not None
         assert theirs.grad is not None
         assert torch.allclose(ours.grad, theirs.grad)
+
+
+def lstm(h: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return nn.LSTM(2, 2)(h)[0]
+
+
+MIXES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a mean": lambda h: h - h.mean(0),
+    "the first sample": lambda h: h - h[:1],
+    "the last sample": lambda h: h - h[-1:],
+    "samples before": lambda h: h.cumsum(0),
+    "samples after": lambda h: h.flip(0).cumsum(0).flip(0),
+    "a recurrence over samples": lstm,
+}
+
+
+class Mixes(nn.Module):
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mix = mix
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.mix(h)
+
+
+def checked(mix: Callable[[Tensor], Tensor], mesh: DeviceMesh, parts: int) -> Any:
+    net = Hides(of_hidden=False)
+    net.blocks[1] = Mixes(mix)
+    walk = BlockWalk("blocks", 2)
+    for i, block in enumerate(net.blocks):
+        add_override(str(i), block, Override("pipeline", StageBlock(walk, i), StageBlock.position))
+    check = SampleCheck(Stages(walk, spans([2]), mesh, torch.device("cpu")), dict(net.blocks.named_children()))
+    cut = CELLS.chunk(parts)
+    before = torch.get_rng_state()
+    found = check.look(net, CELLS, cut[0], [len(part) for part in cut], seed=0)
+    assert torch.equal(torch.get_rng_state(), before), "draws of one rank only"
+    return found
+
+
+@pytest.mark.parametrize("parts", [2, 3, 6])
+def test_samples_that_depend_on_others_of_the_batch_are_found(mesh: DeviceMesh, parts: int) -> None:
+    assert checked(torch.tanh, mesh, parts) is None
+    for name, mix in MIXES.items():
+        assert "other samples of the batch" in str(checked(mix, mesh, parts)), name
 
 
 SQUARE = torch.randn(3, 3)

@@ -194,7 +194,13 @@ class BlockWalk:
     def _placeholder(self, now: _Pass, index: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
         """What the block would return, computed once for inputs of the same shapes, and the attributes it would set."""
         on = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        key = (index, block.training, on, *map(_print_of, tree_leaves((args, kwargs))))
+        key = (
+            index,
+            block.training,
+            torch.is_inference_mode_enabled(),
+            on,
+            *map(_print_of, tree_leaves((args, kwargs))),
+        )
         made, sets = self._shapes.get(key) or self._run_on_placeholders(block, args, kwargs)
         if None not in key:
             self._shapes[key] = made, sets
@@ -209,7 +215,20 @@ class BlockWalk:
         before = [(table, dict(table)) for part in block.modules() for table in (vars(part), part._buffers)]
         with torch.no_grad():
             inputs = tree_map(self._mode.of, (args, kwargs))
+            # of tensors with values `of` has made others: what is written into these is not in the tensors themselves
+            stands = [
+                (value, stand, stand._version)
+                for value, stand in zip(tree_leaves((args, kwargs)), tree_leaves(inputs), strict=True)
+                if stand is not value
+            ]
             made = type(block).forward(block, *inputs[0], **inputs[1])
+        for value, stand, version in stands:
+            if stand._version != version:
+                raise InstallError(
+                    f"pipeline: a block of {self.name!r}, a {type(block).__name__!r} of another rank, writes in place"
+                    f" into an argument of shape {tuple(value.shape)!r}, which this rank has made too and would go on"
+                    " reading as it was; let blocks write into copies, or leave 'pipeline' out"
+                )
         sets = [
             (table, name, table.get(name, GONE))
             for table, held in before

@@ -133,14 +133,16 @@ class Stages:
         return self.walk.run(self._after_all, step, receive=receive, device=self.device)[1]
 
     def placeholders(self, step: Callable[[], Any]) -> Any:
-        """What the last of all blocks would return, without values."""
+        """What the last of all blocks would return, without values; random numbers stay where they are."""
         found = []
 
         def receive(placeholders: Any) -> Any:
             found.append(placeholders)
             raise Leave
 
-        self.walk.run(self._after_all, step, receive=receive, device=self.device)
+        # only the rank of the last stage calls it: others, which read the same samples, would draw other numbers then
+        with isolated_random_streams():
+            self.walk.run(self._after_all, step, receive=receive, device=self.device)
         return found[0]
 
     def _forward(self, now: Pass, work: Work, messages: Messages, ran: Ran) -> tuple[Any, list[Tensor]]:
