@@ -27,6 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_amp.errors import InstallError
+from lightning_amp.lightning._compat import rank_zero_warn
+from lightning_amp.lightning.checkpoints.probe_optimizer import mixes_parameters
 from lightning_amp.lightning.checkpoints.shards import Shards, numbered
 from lightning_amp.techniques.pipeline.run.placeholders import AbsentParameter, absent_parameter
 
@@ -185,9 +187,18 @@ class StageParameters(Shards):
         """Refuse those that see all parameters at once."""
         self._optimizers = list(optimizers)
         for optimizer in optimizers:
-            if any(kind.__name__ == "LBFGS" for kind in type(optimizer).__mro__):
+            name, coupled = type(optimizer).__name__, any(kind.__name__ == "LBFGS" for kind in type(optimizer).__mro__)
+            known = coupled or type(optimizer).__module__.startswith("torch.optim")
+            tried = coupled if known else mixes_parameters(optimizer)
+            if tried is None:
+                rank_zero_warn(
+                    f"It could not be tried whether the optimizer {name!r} updates each parameter separately: if it"
+                    " does not, a pipeline, in which a rank has the parameters of its stage, trains otherwise than one"
+                    " device. Leave 'pipeline' out if you do not know."
+                )
+            if tried:
                 raise InstallError(
-                    "the optimizer 'LBFGS' is not supported: its step depends on all parameters, and a "
+                    f"the optimizer {name!r} is not supported: its step depends on all parameters, and a "
                     "rank of a pipeline has those of its stage; use an optimizer that updates each "
                     "parameter separately (Adam, SGD), or leave 'pipeline' out"
                 )
