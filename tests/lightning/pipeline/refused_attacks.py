@@ -258,6 +258,35 @@ class Overwritten(Net):
         return self.head(h + first)
 
 
+class Doubles(Block):
+    """Returns one tensor twice, and writes into one of the two that it is given."""
+
+    def forward(self, h: Any) -> Any:
+        if isinstance(h, tuple):
+            h[0].mul_(2)
+            h = h[0] + h[1]
+        h = super().forward(h)
+        return h, h
+
+
+class Doubled(Net):
+    block = Doubles
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h[0])
+
+
+class Scales(Net):
+    """Its batch, in place."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        batch["x"].div_(2)
+        return super().loss(batch)
+
+
 class NoList(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -287,6 +316,8 @@ REFUSED: dict[type[Net], str] = {
     Wrapped: "and ['Held']",
     Normalised: "compute a sample from other samples",
     Referred: "compute a sample from other samples",
+    Scales: "writes in place into a tensor of its batch",
+    Doubled: "several tensors in one memory",
     Overwritten: "writes in place into an argument",
     Coupled: "its step depends on all parameters",
     LossInAttributes: "outside the blocks of",

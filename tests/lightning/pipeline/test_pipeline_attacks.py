@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -19,10 +19,12 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
+from lightning_amp.techniques.pipeline.row import PipelineStages
+from lightning_amp.techniques.pipeline.steps.pipelined_steps import PipelinedSteps
 from lightning_amp.techniques.pipeline.steps.sample_check import cut
 from tests.each import BEFORE_A_RELEASE
 from tests.lightning.pipeline import manual_steps
-from tests.lightning.pipeline.attacks import EXACT, Net, batches
+from tests.lightning.pipeline.attacks import EXACT, Net, Takes, batches
 from tests.lightning.pipeline.pipeline_cases import trainer_of
 from tests.lightning.pipeline.refused_attacks import REFUSED, Contrastive, Masked, Summed, Ticks
 from tests.ranks import run_ranks
@@ -110,6 +112,21 @@ def test_what_cannot_is_refused(table: dict[type[Net], str], tmp_path: Path) -> 
         assert any(words in text for text in said), f"{kind.__name__}: {said}"
         # whose step changes it by itself
         assert all(unchanged for _, unchanged in found) or kind is Ticks, kind.__name__
+
+
+def test_batches_without_a_number_draw_anew() -> None:
+    seeds, module = list[int](), Takes()
+    trainer: Any = Mock(current_epoch=0)
+    module.trainer = trainer
+    with patch.object(
+        PipelinedSteps, "_train", lambda self, _, name, *given: seeds.append(self._seed(name, given[1:], 0))
+    ):
+        stages: Any = Mock(spans=(), forward_only=())
+        steps = PipelinedSteps(module, {}, stages, Mock(), PipelineStages(), data_rank=0)
+        for trainer.current_epoch in (0, 0, 1):
+            module.training_step({})
+        steps.undo()
+    assert len({*seeds}) == 3
 
 
 def test_a_batch_is_cut_by_samples_or_refused() -> None:

@@ -160,6 +160,7 @@ class Stages:
         whole = work.rest is not None
         result, returned = self.walk.run(span, step, receive=receive, device=self.device, leave=whole)
         ran.times.end(now)
+        messages.refuse_written()
         if not span.is_last:
             messages.send_on(now.stage, j, result)
         if whole or not span.is_last:

@@ -26,6 +26,7 @@ are samples that begin to depend on each other after the first step.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
@@ -38,13 +39,14 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_amp._torch import tree_map
+from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import DataError, InstallError, ModelError
 from lightning_amp.random_streams import isolated_random_streams
 from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.run.run_stages import Ran, Rest, Stages, Work, detached, loss_of
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, PassTimes, fills_rounds, schedule
 from lightning_amp.techniques.pipeline.steps.manual_step import ManualStep
-from lightning_amp.techniques.pipeline.steps.sample_check import SampleCheck, cut
+from lightning_amp.techniques.pipeline.steps.sample_check import SampleCheck, cut, repacked
 from lightning_amp.techniques.pipeline.steps.step_record import StageStepRecorder, StepRecord
 from lightning_amp.techniques.precomputed_gradients import Gradients, with_gradients
 
@@ -98,6 +100,7 @@ class PipelinedSteps:
         self._manual = None if module.automatic_optimization else ManualStep(module)
         self._check: SampleCheck | None = SampleCheck(stages, blocks)
         self._changed: list[str] = []
+        self._calls = Counter[tuple[str, int]]()
         self.times: PassTimes | None = None
         self._replace("training_step", self._train)
         for name in EVALUATED:
@@ -118,6 +121,7 @@ class PipelinedSteps:
 
         @wraps(plain)
         def step(batch: Any, *rest: Any) -> Any:
+            self._calls[name, self._module.trainer.current_epoch] += 1
             return run(plain, name, batch, *rest)
 
         setattr(self._module, name, step)
@@ -133,12 +137,13 @@ class PipelinedSteps:
     def _with_gradients(self, plain: Step, name: str, batch: Any, *rest: Any) -> Any:
         parts, sizes = self._cut(batch)
         total, n, record = sum(sizes), len(parts), StepRecord()
-        whole, part = (lambda: plain(batch, *rest)), (lambda j: plain(parts[j], *rest))
+        # in containers of their own: a step may take something out of its batch, and is called again
+        whole, part = (lambda: plain(repacked(batch), *rest)), (lambda j: plain(repacked(parts[j]), *rest))
         seen, muted = partial(self._recorder.recording, record), self._recorder.muted
         at_once = n > 1 and self._spec.schedule == "gpipe"
         if n > 1 and self._check is not None:
-            run = within(lambda own: plain(own, *rest), muted)
-            with self._same_tensors():
+            run = within(lambda own: plain(repacked(own), *rest), muted)
+            with self._same_tensors(batch):
                 error = self._check.look(run, batch, parts[0], sizes, seed=self._seed(name, rest, n))
             self._broadcast(StepRecord(error=error))
             self._check = None
@@ -152,7 +157,7 @@ class PipelinedSteps:
             else None,
         )
         with self._gradients_aside() as parameters:
-            with self._same_tensors():
+            with self._same_tensors(batch if n * self._spec.stages_per_rank > 1 else None):
                 ran = self._stages.run(self._order(n), work)
             self.times = ran.times
             # before gradients are read: tied parameters get the sum over the stages that hold them
@@ -182,8 +187,10 @@ class PipelinedSteps:
         return orders[self._stages.mesh.get_local_rank()]
 
     def _seed(self, name: str, rest: tuple[Any, ...], micro_batch: int) -> int:
-        trainer = self._module.trainer
-        return seed_of(torch.initial_seed(), name, trainer.current_epoch, *rest[:2], self._data_rank, micro_batch)
+        epoch = self._module.trainer.current_epoch
+        # a step need not take the number of its batch: all batches of an epoch would draw the same
+        told = rest[:2] or (self._calls[name, epoch],)
+        return seed_of(torch.initial_seed(), name, epoch, *told, self._data_rank, micro_batch)
 
     @contextmanager
     def _gradients_aside(self) -> Iterator[list[nn.Parameter]]:
@@ -201,17 +208,26 @@ class PipelinedSteps:
                 parameter.grad = grad
 
     @contextmanager
-    def _same_tensors(self) -> Iterator[None]:
+    def _same_tensors(self, batch: object = None) -> Iterator[None]:
         """Refuse, with a ModelError, a step that changes parameters, or buffers that are no metric's, in place.
 
-        Of a buffer that a checkpoint has, another tensor in its place is refused too.
+        Of a buffer that a checkpoint has, another tensor in its place is refused too, and so is a step that writes into
+        a batch that it is called with again: the second time it would find what the first one has left.
         """
         of_metrics = {id(b) for m in self._module.modules() if isinstance(m, Metric) for b in m.buffers()}
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
         before = [(n, t, t._version) for n, t in named if id(t) not in of_metrics and not t.is_inference()]
         kept = self._kept_buffers()
+        read = [(tensor, tensor._version) for tensor in tensors_in(batch) if not tensor.is_inference()]
         yield
         now = self._kept_buffers()
+        written = next((tensor for tensor, version in read if tensor._version != version), None)
+        if written is not None:
+            raise ModelError(
+                f"pipeline: the step writes in place into a tensor of its batch, of shape {tuple(written.shape)!r}, and"
+                " is called again with the same one; do that in on_after_batch_transfer, let it write into a copy, or"
+                " leave 'pipeline' out"
+            )
         changed = [name for name, tensor, version in before if tensor._version != version]
         changed += [name for name, buffer in kept.items() if now.get(name) is not buffer]
         if changed:
@@ -251,8 +267,9 @@ class PipelinedSteps:
     def _evaluate(self, plain: Step, name: str, batch: Any, *rest: Any) -> Any:
         record = StepRecord()
         seen = partial(self._recorder.recording, record)
-        work = Work(step=within(lambda j: plain(batch, *rest), seen), seeds=[self._seed(name, rest, 0)])
-        with self._same_tensors():
+        work = Work(step=within(lambda j: plain(repacked(batch), *rest), seen), seeds=[self._seed(name, rest, 0)])
+        # each stage of the rank calls the step
+        with self._same_tensors(batch if self._spec.stages_per_rank > 1 else None):
             ran = self._stages.run(self._stages.forward_only, work)
         record.returned = ran.returned[0]
         return self._share(record).returned
@@ -306,7 +323,9 @@ def _with_gradients(returned: Any, parameters: list[nn.Parameter], grads: list[T
     always = torch.zeros((), requires_grad=True)
     inputs = [always, *(parameter for parameter, _ in reached)]
     ready: Gradients = [torch.zeros(()), *(grad for _, grad in reached)]
-    total = with_gradients(lambda needed: (loss.detach().clone(), ready), inputs)
+    # gradients are scaled by a number without a dimension
+    own = loss.detach().clone().reshape(())
+    total = with_gradients(lambda needed: (own, ready), inputs).reshape(loss.shape)
     return {**returned, "loss": total} if isinstance(returned, dict) else total
 
 

@@ -87,6 +87,11 @@ def alike(batch: Any, size: int, total: int) -> tuple[Any, Any, range]:
     return _of(batch, first), _of(batch, second), same
 
 
+def repacked(batch: Any) -> Any:
+    """The same tensors in other dictionaries, lists and dataclasses."""
+    return apply_to_collection(batch, get_args(Samples), lambda values: values)
+
+
 def _of(batch: Any, run: slice | list[int]) -> Any:
     def own(values: Any) -> Any:
         if isinstance(values, SparseCounts) and isinstance(run, list):
