@@ -24,7 +24,7 @@ from lightning_amp.techniques.pipeline.steps.pipelined_steps import PipelinedSte
 from lightning_amp.techniques.pipeline.steps.sample_check import cut
 from tests.each import BEFORE_A_RELEASE
 from tests.lightning.pipeline import manual_steps
-from tests.lightning.pipeline.attacks import EXACT, Net, Takes, batches
+from tests.lightning.pipeline.attacks import EXACT, Net, Resets, Takes, batches
 from tests.lightning.pipeline.pipeline_cases import trainer_of
 from tests.lightning.pipeline.refused_attacks import REFUSED, Contrastive, Masked, Summed, Ticks
 from tests.ranks import run_ranks
@@ -39,7 +39,7 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
 EVERY = [0, *(pytest.param(n, marks=BEFORE_A_RELEASE) for n in (1, 2))]
 UNCUT: Cases = [
     (Masked, {"micro_batches": 1}),
-    *((kind, {"schedule": "gpipe"}) for kind in (Masked, Summed, Contrastive)),
+    *((kind, {"schedule": "gpipe"}) for kind in (Masked, Summed, Contrastive, Resets)),
 ]
 """Any loss, computed for the whole batch."""
 SETTINGS: dict[str, dict[str, Any]] = {
