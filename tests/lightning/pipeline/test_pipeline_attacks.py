@@ -6,6 +6,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import seed_everything
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_amp.errors import DataError
@@ -129,15 +131,25 @@ def test_batches_without_a_number_draw_anew() -> None:
     assert len({*seeds}) == 3
 
 
+@dataclass
+class Named:
+    x: Tensor
+    names: list[Any]
+
+
 def test_a_batch_is_cut_by_samples_or_refused() -> None:
     parts, sizes = cut({"x": torch.arange(7), "scale": torch.tensor(2.0), "name": "a"}, 3)
     assert sizes == [2, 2, 3]
     assert [len(part["x"]) for part in parts] == sizes
     assert all(part["scale"] == 2.0 and part["name"] == "a" for part in parts)
     assert cut([torch.arange(2)], 5)[1] == [1, 1]
+    (first, _), _ = cut(Named(torch.arange(7), [torch.tensor(1), "a"]), 2)
+    assert (len(first.x), first.names) == (3, [1, "a"])
     for odd in (
         {"x": torch.arange(7), "edges": torch.ones(2, 9)},
         {"x": torch.arange(7), "names": list("abcdefg")},
+        Named(torch.arange(7), list("abcdefg")),
+        Named(torch.arange(7), list(torch.arange(7))),
         {"x": torch.arange(7), "graph": object()},
         {"scale": torch.tensor(2.0)},
     ):

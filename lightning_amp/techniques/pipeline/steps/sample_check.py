@@ -16,9 +16,10 @@ Known limit: samples that are all equal show nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -102,20 +103,21 @@ def _of(batch: Any, run: slice | list[int]) -> Any:
 
 
 def _refuse_lists(batch: Any, n: int) -> None:
-    """A list of texts, one for each sample, would be given whole to every micro-batch."""
+    """A list of texts or of numbers, one for each sample, would be given whole to every micro-batch."""
+    inside: Sequence[Any] = batch if isinstance(batch, list | tuple) else ()
+    has_samples = any(isinstance(part, get_args(Samples)) and part.shape for part in parts_in(batch))
+    if inside and not has_samples and len(inside) == n:
+        raise DataError(
+            f"the batch cannot be cut into micro-batches: it has a list of {n!r} values without a "
+            f"dimension, such as {inside[0]!r}, perhaps one for each sample; make it a tensor, take it "
+            "out of the batch, or set micro_batches=1"
+        )
     if isinstance(batch, Mapping):
-        for value in batch.values():
-            _refuse_lists(value, n)
-    elif isinstance(batch, list | tuple):
-        has_samples = any(isinstance(part, get_args(Samples)) for part in parts_in(batch))
-        if not has_samples and len(batch) == n:
-            raise DataError(
-                f"the batch cannot be cut into micro-batches: it has a list of {n!r} values that are no "
-                f"tensors, such as {batch[0]!r}, perhaps one for each sample; make it a tensor, take it "
-                "out of the batch, or set micro_batches=1"
-            )
-        for value in cast(list[Any], batch):
-            _refuse_lists(value, n)
+        inside = list(batch.values())
+    elif is_dataclass(batch):
+        inside = [getattr(batch, field.name) for field in fields(batch)]
+    for value in inside:
+        _refuse_lists(value, n)
 
 
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
