@@ -181,6 +181,63 @@ def test_a_step_that_cannot_be_cut_is_refused(walk: Callable[[Net, Tensor], Tens
         through(walk, (3, 4))
 
 
+def drawn(net: Net, x: Tensor) -> Tensor:
+    """Noise for all blocks, drawn after a draw for the first one; what is drawn between blocks is for the next one."""
+    h = F.dropout(net.embed(x), 0.5)
+    noise = torch.rand(2)
+    for block in net.blocks:
+        h = block(h + noise)
+    return h
+
+
+def between(net: Net, x: Tensor) -> Tensor:
+    h = F.dropout(net.embed(x), 0.5)
+    for block in net.blocks:
+        h = block(h + torch.rand(2))
+    return h
+
+
+class Drops(nn.Linear):
+    def forward(self, h: Tensor) -> Tensor:
+        return F.dropout(super().forward(h), 0.5) * torch.rand(())
+
+
+def drawn_later(net: Net, x: Tensor) -> Tensor:
+    net.blocks[0].__class__ = Drops
+    h = net.blocks[0](net.embed(x))
+    noise = torch.rand(2)
+    for block in list(net.blocks)[1:]:
+        h = block(h + noise)
+    return h
+
+
+class Noises(nn.Linear):
+    def forward(self, h: Tensor) -> Any:
+        return super().forward(h), torch.empty(2).normal_()
+
+
+def from_a_block(net: Net, x: Tensor) -> Tensor:
+    net.blocks[0].__class__ = Noises
+    h, noise = net.blocks[0](net.embed(x))
+    for block in list(net.blocks)[1:]:
+        h = block(h + noise)
+    return h
+
+
+def test_what_is_drawn_after_another_rank_has_drawn_is_not_read() -> None:
+    middle, last = spans((1, 3, 4))[1:]
+    # draws follow those of the first block where a stage has received its result
+    for walk, span in ((drawn, middle), (drawn, last), (drawn_later, last), (from_a_block, last)):
+        net = Net(walk)
+        staged_walk = staged(net)
+        without(net, span)
+        # the second time a block's shapes are known
+        for _ in range(2):
+            with pytest.raises(InstallError, match="an earlier stage"):
+                staged_walk.run(span, lambda net=net: net(X), receive=lambda _: X.clone(), device=CPU)
+    through(between)
+
+
 def test_a_validation_refuses_what_blocks_overwrite_and_leaves_what_training_can_keep() -> None:
     with torch.inference_mode(), pytest.raises(InstallError, match="writes in place into an argument"):
         through(overwrites, (3, 4))

@@ -201,20 +201,25 @@ class BlockWalk:
             on,
             *map(_print_of, tree_leaves((args, kwargs))),
         )
-        made, sets = self._shapes.get(key) or self._run_on_placeholders(block, args, kwargs)
+        made, sets, draws = self._shapes.get(key) or self._run_on_placeholders(block, args, kwargs)
         if None not in key:
-            self._shapes[key] = made, sets
+            self._shapes[key] = made, sets, draws
+        assert self._mode is not None, "on since the pass began"
+        self._mode.missed += draws
         for table, name, value in sets:
             now.set_before.append((table, name, table.get(name, GONE)))
             _set(table, name, value)
         return made
 
-    def _run_on_placeholders(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, list[Attribute]]:
-        assert self._mode is not None, "on since the pass began"
+    def _run_on_placeholders(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, list[Attribute], int]:
+        """What it returns, the attributes that it sets, and how often it draws."""
+        mode = self._mode
+        assert mode is not None, "on since the pass began"
+        missed, mode.in_block = mode.missed, True
         # the block runs on placeholders to learn what it returns, and must not keep any of them
         before = [(table, dict(table)) for part in block.modules() for table in (vars(part), part._buffers)]
         with torch.no_grad():
-            inputs = tree_map(self._mode.of, (args, kwargs))
+            inputs = tree_map(mode.of, (args, kwargs))
             # of tensors with values `of` has made others: what is written into these is not in the tensors themselves
             stands = [
                 (value, stand, stand._version)
@@ -238,7 +243,9 @@ class BlockWalk:
         for table, held in before:
             table.clear()
             table.update(held)
-        return made, sets
+        draws, mode.missed, mode.in_block = mode.missed - missed, missed, False
+        # what it has drawn from nothing is another number on the block's own rank
+        return (tree_map(mode.of, made) if draws else made), sets, draws
 
     def _refuse_reentrant(self, index: int) -> None:
         frame = sys._getframe()

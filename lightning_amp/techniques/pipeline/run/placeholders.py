@@ -118,19 +118,29 @@ def without_values(values: Any) -> Iterator[Tensor]:
 class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is on, operators that read a tensor without values give placeholders.
 
+    A draw without values takes nothing from this rank's random numbers, and one in a block of another rank is made here
+    the first time only. They are not those of the other ranks from there on, so what the step draws after it has no
+    values either.
+
     Args:
         device: Of the run, which placeholders report.
+
+    Attributes:
+        missed: How many such draws there were, since it is on.
+        in_block: Whether a block of another rank runs.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device, self._fake = device, FakeTensorMode()
+        self._device, self._fake, self.missed = device, FakeTensorMode(), 0
+        self.in_block = False
         # with the parameter, whose id stays taken as long as it is kept
         self._absent: dict[int, tuple[Tensor, Tensor]] = {}
         self._made = ExitStack()
 
     def __enter__(self) -> "Placeholders":
         """Let absent parameters be read together with values."""
+        self.missed, self.in_block = 0, False
         self._made.enter_context(placeholders_are_made(self.of))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -159,7 +169,9 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator on values, where all are there."""
         kwargs = kwargs or {}
         flat, form = tree_flatten((args, kwargs))
-        if not any(map(has_no_values, flat)):
+        draws, without = torch.Tag.nondeterministic_seeded in func.tags, any(map(has_no_values, flat))
+        self.missed += draws and (without or self.in_block)
+        if not without and (self.in_block or not (draws and self.missed)):
             return func(*args, **kwargs)
         _refuse_writing(func, args, kwargs)
         args, kwargs = tree_unflatten([self.of(value) for value in flat], form)
