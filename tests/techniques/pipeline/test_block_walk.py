@@ -4,14 +4,12 @@ that another stage should have computed is ever taken for a number: it is refuse
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from lightning_amp._torch import has_no_values
@@ -21,7 +19,6 @@ from lightning_amp.techniques.pipeline.run.block_walk import BlockWalk, Span, St
 from lightning_amp.techniques.pipeline.run.placeholders import Absent, AbsentParameter, Placeholders, absent_parameter
 from lightning_amp.techniques.pipeline.run.run_stages import Rest, Stages, Work, joined
 from lightning_amp.techniques.pipeline.schedule.schedules import schedule
-from lightning_amp.techniques.pipeline.steps.sample_check import SampleCheck
 
 CPU = torch.device("cpu")
 X = torch.arange(6.0).view(3, 2)
@@ -286,12 +283,6 @@ def test_results_of_micro_batches_are_joined_where_they_differ_from_the_batch() 
 CELLS, P = torch.arange(12.0).view(6, 2) / 9, 3
 
 
-@pytest.fixture
-def mesh(tmp_path: Path) -> DeviceMesh:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    return init_device_mesh("cpu", (1,), mesh_dim_names=("model",))
-
-
 class Hides(nn.Module):
     """Dropout of the inputs before the blocks; the loss is of what was hidden, or of all."""
 
@@ -338,51 +329,6 @@ def test_draws_of_the_inputs_alone_are_each_micro_batch_s_own(mesh: DeviceMesh) 
         assert ours.grad is not None
         assert theirs.grad is not None
         assert torch.allclose(ours.grad, theirs.grad)
-
-
-def lstm(h: Tensor) -> Tensor:
-    torch.manual_seed(0)
-    return nn.LSTM(2, 2)(h)[0]
-
-
-MIXES: dict[str, Callable[[Tensor], Tensor]] = {
-    "a mean": lambda h: h - h.mean(0),
-    "the first sample": lambda h: h - h[:1],
-    "the last sample": lambda h: h - h[-1:],
-    "samples before": lambda h: h.cumsum(0),
-    "samples after": lambda h: h.flip(0).cumsum(0).flip(0),
-    "a recurrence over samples": lstm,
-}
-
-
-class Mixes(nn.Module):
-    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.mix = mix
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.mix(h)
-
-
-def checked(mix: Callable[[Tensor], Tensor], mesh: DeviceMesh, parts: int) -> Any:
-    net = Hides(of_hidden=False)
-    net.blocks[1] = Mixes(mix)
-    walk = BlockWalk("blocks", 2)
-    for i, block in enumerate(net.blocks):
-        add_override(str(i), block, Override("pipeline", StageBlock(walk, i), StageBlock.position))
-    check = SampleCheck(Stages(walk, spans([2]), mesh, torch.device("cpu")), dict(net.blocks.named_children()))
-    cut = CELLS.chunk(parts)
-    before = torch.get_rng_state()
-    found = check.look(net, CELLS, cut[0], [len(part) for part in cut], seed=0)
-    assert torch.equal(torch.get_rng_state(), before), "draws of one rank only"
-    return found
-
-
-@pytest.mark.parametrize("parts", [2, 3, 6])
-def test_samples_that_depend_on_others_of_the_batch_are_found(mesh: DeviceMesh, parts: int) -> None:
-    assert checked(torch.tanh, mesh, parts) is None
-    for name, mix in MIXES.items():
-        assert "other samples of the batch" in str(checked(mix, mesh, parts)), name
 
 
 SQUARE = torch.randn(3, 3)

@@ -11,7 +11,8 @@ parts have other weights. So in every step the last stage then runs what follows
 and for the whole batch, from what the blocks have returned for its micro-batches; where the loss is another one, the
 step is refused on all ranks, before any parameter changes. That run is also what logs, updates metrics and returns
 outputs, as one run of the step would. Where random numbers are drawn after the blocks (dropout in a head), the two are
-compared in evaluation mode instead, and what is logged is of its own draw.
+compared in evaluation mode instead, and what is logged is of its own draw. Under autocast the first step compares them
+without it.
 
 What comes before the loss has to compute every sample by itself. In the first step two micro-batches pass the blocks,
 of which half the samples are the same: where these have another result the step is refused, and so it is where a block
@@ -22,7 +23,8 @@ A step that optimises by hand is one that returns its loss, until its gradients 
 Validation, test and prediction run the whole batch as one micro-batch.
 
 Known limits: a loss whose value agrees and whose gradient does not (as of x / x.detach()) is not noticed, and neither
-are samples that begin to depend on each other after the first step.
+are samples that begin to depend on each other after the first step, and weights that differ by less than a module whose
+parameters have half precision rounds.
 """
 
 import hashlib
@@ -99,6 +101,7 @@ class PipelinedSteps:
         self._recorder = StageStepRecorder(module, list(blocks.values()))
         self._manual = None if module.automatic_optimization else ManualStep(module)
         self._check: SampleCheck | None = SampleCheck(stages, blocks)
+        self._exactly = True
         self._changed: list[str] = []
         self._calls = Counter[tuple[str, int]]()
         self.times: PassTimes | None = None
@@ -252,15 +255,16 @@ class PipelinedSteps:
             with self._recorder.recording(record):
                 record.returned = detached(self._stages.run_rest(whole, ran.results))
             losses = [loss_of(returned) for returned in ran.returned]
-            loss = loss_of(record.returned)
-            if ran.drew:
+            loss, rounds = loss_of(record.returned), torch.is_autocast_enabled("cpu")
+            if ran.drew or (rounds and self._exactly):
                 part, whole = within(part, self._recorder.muted), within(whole, self._recorder.muted)
-                with _evaluating(self._module):
-                    loss = loss_of(self._stages.run_rest(whole, ran.results))
-                    losses = [
-                        loss_of(self._stages.run_rest(partial(part, j), [own])) for j, own in enumerate(ran.results)
-                    ]
-            record.error = _compare(loss, losses, work.weights)
+                # weights of a mean may differ by less than half precision rounds, in every step: once it is not rounded
+                with _evaluating(self._module, ran.drew), torch.autocast("cpu", enabled=False):
+                    results = tree_map(_single, ran.results)
+                    loss = loss_of(self._stages.run_rest(whole, results))
+                    losses = [loss_of(self._stages.run_rest(partial(part, j), [own])) for j, own in enumerate(results)]
+                rounds = self._exactly = False
+            record.error = _compare(loss, losses, work.weights, rounds=rounds)
 
     # --- the rest ---
 
@@ -329,10 +333,16 @@ def _with_gradients(returned: Any, parameters: list[nn.Parameter], grads: list[T
     return {**returned, "loss": total} if isinstance(returned, dict) else total
 
 
-def _compare(loss: Tensor, losses: list[Tensor], weights: Any) -> Exception | None:
+def _single(value: Any) -> Any:
+    """A tensor of half precision in single precision; anything else as it is."""
+    half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if half else value
+
+
+def _compare(loss: Tensor, losses: list[Tensor], weights: Any, *, rounds: bool) -> Exception | None:
     mean = float(sum(weight * float(own) for weight, own in zip(weights, losses, strict=True)))
     found = float(loss)
-    rounding = HALF if torch.is_autocast_enabled("cpu") else TOLERANCE.get(loss.dtype, HALF)
+    rounding = HALF if rounds else TOLERANCE.get(loss.dtype, HALF)
     # written so that nan, which one process would train on too, passes where both are
     if abs(found - mean) <= rounding * max(abs(found), *(abs(float(own)) for own in losses)):
         return None
@@ -348,9 +358,10 @@ def _compare(loss: Tensor, losses: list[Tensor], weights: Any) -> Exception | No
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def _evaluating(module: nn.Module, evaluates: bool) -> Iterator[None]:
     modes = [(part, part.training) for part in module.modules()]
-    module.eval()
+    if evaluates:
+        module.eval()
     try:
         yield
     finally:
