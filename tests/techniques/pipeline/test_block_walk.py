@@ -16,7 +16,6 @@ from lightning_amp._torch import has_no_values
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.forward_overrides import Override, add_override
 from lightning_amp.techniques.pipeline.run.block_walk import BlockWalk, Span, StageBlock, spans
-from lightning_amp.techniques.pipeline.run.placeholders import Absent, AbsentParameter, Placeholders, absent_parameter
 from lightning_amp.techniques.pipeline.run.run_stages import Rest, Stages, Work, joined
 from lightning_amp.techniques.pipeline.schedule.schedules import schedule
 
@@ -235,6 +234,32 @@ def test_what_is_drawn_after_another_rank_has_drawn_is_not_read() -> None:
     through(between)
 
 
+class Rated(nn.Linear):
+    rate = 1.0
+
+    def forward(self, h: Tensor) -> Any:
+        return super().forward(h), self.rate
+
+
+def test_a_number_that_another_block_returns_is_that_of_the_step() -> None:
+    def rated(net: Net, x: Tensor) -> Any:
+        (h, rate), total = net.blocks[0](net.embed(x)), 0.0
+        for block in list(net.blocks)[1:]:
+            total += rate
+            h = block(h)
+        return h * total
+
+    net, span = Net(rated), Span(2, 4, 4)
+    first: Any = net.blocks[0]
+    first.__class__ = Rated
+    walk = staged(net)
+    without(net, span)
+    found = []
+    for first.rate in (1.0, 2.0):
+        found.append(walk.run(span, lambda: net(X), receive=lambda _: X.clone(), device=CPU)[1])
+    assert torch.equal(2 * found[0], found[1])
+
+
 def test_a_validation_refuses_what_blocks_overwrite_and_leaves_what_training_can_keep() -> None:
     with torch.inference_mode(), pytest.raises(InstallError, match="writes in place into an argument"):
         through(overwrites, (3, 4))
@@ -329,61 +354,3 @@ def test_draws_of_the_inputs_alone_are_each_micro_batch_s_own(mesh: DeviceMesh) 
         assert ours.grad is not None
         assert theirs.grad is not None
         assert torch.allclose(ours.grad, theirs.grad)
-
-
-SQUARE = torch.randn(3, 3)
-
-
-def added_in_place(p: Tensor) -> Tensor:
-    loss = SQUARE.clone()
-    loss += p
-    return loss
-
-
-OPERATORS: dict[str, Callable[[Tensor], object]] = {
-    "product": lambda p: SQUARE @ p,
-    "layer": lambda p: F.linear(SQUARE, p),
-    "table": lambda p: F.embedding(torch.tensor([0, 2]), p),
-    "added in place": added_in_place,
-    "a sum of it": lambda p: SQUARE.sum().add_(p.square().sum()),
-    "list": lambda p: torch._foreach_add_([SQUARE.clone()], [p]),
-    "copy": lambda p: SQUARE.clone().copy_(p),
-    "cat": lambda p: torch.cat([SQUARE, p]),
-}
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_no_operator_reads_it_beside_values(name: str) -> None:
-    absent = absent_parameter(nn.Parameter(SQUARE))
-    with pytest.raises(InstallError, match="a parameter that another rank holds"):
-        OPERATORS[name](absent)
-
-
-def test_what_is_computed_from_it_alone_is_absent_too() -> None:
-    absent = absent_parameter(nn.Parameter(SQUARE))
-    penalty = absent.square().sum() * 2
-    assert isinstance(penalty, Absent)
-    assert has_no_values(penalty)
-    assert isinstance(absent.shape, torch.Size)
-    with pytest.raises(InstallError, match="another rank holds"):
-        SQUARE.sum() + penalty
-    with Placeholders(torch.device("cpu")):
-        assert has_no_values(SQUARE @ absent)
-
-
-def test_a_module_with_it_is_a_module() -> None:
-    layer = nn.Linear(3, 3)
-    layer._parameters["weight"] = absent = absent_parameter(layer.weight)
-    assert isinstance(absent, nn.Parameter)
-    assert absent.is_meta
-    assert absent.requires_grad
-    layer.load_state_dict({"weight": absent, "bias": SQUARE[0]})
-    nn.init.normal_(layer.weight)
-    layer.requires_grad_(False).requires_grad_(True)
-    optimizer = torch.optim.AdamW(layer.parameters())
-    layer.bias.sum().backward()
-    optimizer.step()
-    assert list(optimizer.state_dict()["state"]) == [1]
-    assert isinstance(layer.double().weight, AbsentParameter)
-    assert has_no_values(copy.deepcopy(layer).weight)
-    assert torch.empty_like(absent, device="cpu", requires_grad=False).sum().device.type == "cpu"

@@ -202,7 +202,9 @@ class BlockWalk:
             *map(_print_of, tree_leaves((args, kwargs))),
         )
         made, sets, draws = self._shapes.get(key) or self._run_on_placeholders(block, args, kwargs)
-        if None not in key:
+        # a number may be another one in every step, such as a rate that a callback sets
+        numbers = any(isinstance(value, int | float | complex) for value in [*tree_leaves(made), *(s[2] for s in sets)])
+        if None not in key and not numbers:
             self._shapes[key] = made, sets, draws
         assert self._mode is not None, "on since the pass began"
         self._mode.missed += draws
