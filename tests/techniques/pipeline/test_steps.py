@@ -1,7 +1,6 @@
 """Claim: a step whose micro-batches compute something else than its batch is refused (a pipeline of one rank)."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from lightning_amp.errors import DataError
+from lightning_amp.errors import DataError, ModelError
 from lightning_amp.footprint.forward_overrides import Override, add_override
 from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.run.block_walk import BlockWalk, StageBlock, spans
@@ -100,19 +99,36 @@ class NearlyEven(Even):
         return (losses * weights).sum() / weights.sum()
 
 
-@pytest.mark.parametrize("kind", [Even, NearlyEven])
-@pytest.mark.parametrize("half", [False, True])
-def test_a_loss_that_is_no_mean_is_found_in_half_precision_too(mesh: DeviceMesh, half: bool, kind: type[Net]) -> None:
+class Clamps(Even):
+    """Parameters of the second step, by a way that has no version."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for parameter in self.parameters() if batch_idx else ():
+            parameter.data.clamp_(-0.1, 0.1)
+        return loss
+
+
+def two_steps(kind: type[Net], mesh: DeviceMesh, *, half: bool = False, micro_batches: int = 3) -> None:
     module = kind().float()
     module.trainer = Mock(current_epoch=0)
     parameters = Mock(here=list(module.parameters()))
-    spec = PipelineStages(ends=str(BLOCKS), micro_batches=3)
-    PipelinedSteps(
-        module, dict(module.blocks.named_children()), staged(module.blocks, mesh), parameters, spec, data_rank=0
-    )
+    spec, blocks = PipelineStages(ends=str(BLOCKS), micro_batches=micro_batches), dict(module.blocks.named_children())
+    PipelinedSteps(module, blocks, staged(module.blocks, mesh), parameters, spec, data_rank=0)
     draw = torch.Generator().manual_seed(0)
     batch = {"x": torch.randn(7, 3, generator=draw), "y": torch.randint(3, (7,), generator=draw)}
-    refused = nullcontext() if kind is Even else pytest.raises(DataError, match="it is no mean over samples")
-    with torch.autocast("cpu", torch.bfloat16, enabled=half), refused:
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
         for i in range(2):
             module.training_step(batch, i)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_loss_that_is_no_mean_is_found_in_half_precision_too(mesh: DeviceMesh, half: bool) -> None:
+    two_steps(Even, mesh, half=half)
+    with pytest.raises(DataError, match="it is no mean over samples"):
+        two_steps(NearlyEven, mesh, half=half)
+
+
+def test_a_parameter_that_is_changed_by_its_data_is_found(mesh: DeviceMesh) -> None:
+    with pytest.raises(ModelError, match="has changed the parameters or buffers \\['embed.weight'"):
+        two_steps(Clamps, mesh, micro_batches=1)

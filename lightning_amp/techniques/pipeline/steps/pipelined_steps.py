@@ -43,6 +43,7 @@ from torchmetrics import Metric
 from lightning_amp._torch import tree_map
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import DataError, InstallError, ModelError
+from lightning_amp.footprint.recompute_state import digests, same_digests
 from lightning_amp.random_streams import isolated_random_streams
 from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.run.run_stages import Ran, Rest, Stages, Work, detached, loss_of
@@ -56,6 +57,7 @@ EVALUATED = ("validation_step", "test_step", "predict_step")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 HALF = 1e-2
 """Of other types, and under autocast: difference of two losses that counts as rounding, relative to the larger."""
+LOOKS = 2
 
 Step = Callable[..., Any]
 
@@ -101,7 +103,7 @@ class PipelinedSteps:
         self._recorder = StageStepRecorder(module, list(blocks.values()))
         self._manual = None if module.automatic_optimization else ManualStep(module)
         self._check: SampleCheck | None = SampleCheck(stages, blocks)
-        self._exactly = True
+        self._exactly, self._looks = True, LOOKS
         self._changed: list[str] = []
         self._calls = Counter[tuple[str, int]]()
         self.times: PassTimes | None = None
@@ -162,7 +164,7 @@ class PipelinedSteps:
         with self._gradients_aside() as parameters:
             with self._same_tensors(batch if n * self._spec.stages_per_rank > 1 else None):
                 ran = self._stages.run(self._order(n), work)
-            self.times = ran.times
+            self.times, self._looks = ran.times, max(0, self._looks - 1)
             # before gradients are read: tied parameters get the sum over the stages that hold them
             self._parameters.settle()
             grads = [parameter.grad for parameter in parameters]
@@ -215,11 +217,13 @@ class PipelinedSteps:
         """Refuse, with a ModelError, a step that changes parameters, or buffers that are no metric's, in place.
 
         Of a buffer that a checkpoint has, another tensor in its place is refused too, and so is a step that writes into
-        a batch that it is called with again: the second time it would find what the first one has left.
+        a batch that it is called with again: the second time it would find what the first one has left. What is written
+        into parameters by way of `.data`, which has no version, is seen in the first `LOOKS` training steps.
         """
         of_metrics = {id(b) for m in self._module.modules() if isinstance(m, Metric) for b in m.buffers()}
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
         before = [(n, t, t._version) for n, t in named if id(t) not in of_metrics and not t.is_inference()]
+        values = {name: digests(p) for name, p in self._module.named_parameters() if self._looks and not p.is_meta}
         kept = self._kept_buffers()
         read = [(tensor, tensor._version) for tensor in tensors_in(batch) if not tensor.is_inference()]
         yield
@@ -233,6 +237,7 @@ class PipelinedSteps:
             )
         changed = [name for name, tensor, version in before if tensor._version != version]
         changed += [name for name, buffer in kept.items() if now.get(name) is not buffer]
+        changed += [name for name, p in named if name in values and not same_digests(values[name], digests(p))]
         if changed:
             raise ModelError(
                 f"pipeline: the step has changed the parameters or buffers {changed[:5]!r}, once for every"
