@@ -58,6 +58,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 HALF = 1e-2
 """Of other types, and under autocast: difference of two losses that counts as rounding, relative to the larger."""
 LOOKS = 2
+"""Training steps in which values of parameters and buffers are looked at, which takes as long as reading them twice."""
 
 Step = Callable[..., Any]
 
@@ -218,12 +219,12 @@ class PipelinedSteps:
 
         Of a buffer that a checkpoint has, another tensor in its place is refused too, and so is a step that writes into
         a batch that it is called with again: the second time it would find what the first one has left. What is written
-        into parameters by way of `.data`, which has no version, is seen in the first `LOOKS` training steps.
+        into one by way of `.data`, which has no version, is seen in the first `LOOKS` training steps.
         """
         of_metrics = {id(b) for m in self._module.modules() if isinstance(m, Metric) for b in m.buffers()}
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
         before = [(n, t, t._version) for n, t in named if id(t) not in of_metrics and not t.is_inference()]
-        values = {name: digests(p) for name, p in self._module.named_parameters() if self._looks and not p.is_meta}
+        values = {n: digests(t) for n, t in named if self._looks and id(t) not in of_metrics}
         kept = self._kept_buffers()
         read = [(tensor, tensor._version) for tensor in tensors_in(batch) if not tensor.is_inference()]
         yield
@@ -237,7 +238,7 @@ class PipelinedSteps:
             )
         changed = [name for name, tensor, version in before if tensor._version != version]
         changed += [name for name, buffer in kept.items() if now.get(name) is not buffer]
-        changed += [name for name, p in named if name in values and not same_digests(values[name], digests(p))]
+        changed += [name for name, t in named if name in values and not same_digests(values[name], digests(t))]
         if changed:
             raise ModelError(
                 f"pipeline: the step has changed the parameters or buffers {changed[:5]!r}, once for every"
