@@ -153,6 +153,8 @@ class StageParameters(Shards):
         dist.all_gather(everyones, mine)
         # row-major: of one stage are the ranks with the same remainder
         n = self._model.size()
+        # What one of the pipelines has reached counts for all: gradients are averaged between ranks of the same stage,
+        # which therefore have to hold the same parameters.
         reached = [torch.stack(everyones[rank::n]).amax(0).tolist() for rank in range(n)]
         for i, held in enumerate(shared):
             users = tuple(rank for rank in range(n) if reached[rank][i])
@@ -163,6 +165,8 @@ class StageParameters(Shards):
                     for optimizer in self._optimizers:
                         optimizer.state.pop(held.whole, None)
                     held.free()
+            # With the ranks that hold it and not those that have reached it in this step: their copies have to stay
+            # equal.
             if held.ranks is not None and len(held.ranks) > 1 and users and self._rank in held.ranks:
                 self._sum(held, held.ranks, tag=i)
 

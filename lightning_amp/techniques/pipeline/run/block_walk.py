@@ -171,6 +171,8 @@ class BlockWalk:
         now.next += 1
         if index == 0:
             self.random_state_before = packed_draws()
+        # Placeholders of the block right before the stage are made too: their shapes are what `receive` expects, and
+        # the digest of them is compared with that of the sender.
         if index < now.span.first:
             made = self._placeholder(now, index, block, args, kwargs)
             if index < now.span.first - 1:
@@ -193,6 +195,8 @@ class BlockWalk:
 
     def _placeholder(self, now: _Pass, index: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
         """What the block would return, computed once for inputs of the same shapes, and the attributes it would set."""
+        # Whatever a result's shape or type can depend on has to be in the key. What is left out is noticed where the
+        # stage receives, because the sender's digest is of the real result.
         on = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         key = (
             index,
@@ -208,6 +212,8 @@ class BlockWalk:
             self._shapes[key] = made, sets, draws
         assert self._mode is not None, "on since the pass began"
         self._mode.missed += draws
+        # A step may read what a block has set, as an attention that is kept for a plot: it finds a placeholder, and is
+        # refused, where it would find what an earlier step has left.
         for table, name, value in sets:
             now.set_before.append((table, name, table.get(name, GONE)))
             _set(table, name, value)

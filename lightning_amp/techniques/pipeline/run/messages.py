@@ -150,6 +150,8 @@ class Messages:
         """Send the gradients of what a stage has received, those that there are, to the stage before."""
         # a gradient of zeros in place of none would let an optimiser with weight decay move a parameter
         there = torch.tensor([leaf.grad is not None for leaf in leaves], dtype=torch.uint8)
+        # Tag 0 is the list, so that the receiver knows which of the others will come: it waits for no gradient that is
+        # not sent.
         for i, value in enumerate([there, *(leaf.grad for leaf in leaves)]):
             if value is not None and leaves:
                 self._send(value, stage - 1, self._tag(self._stages + stage, micro_batch, i))
@@ -163,6 +165,8 @@ class Messages:
                 continue
             grad = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device) if i else there
             self._receive(grad, stage + 1, self._tag(self._stages + stage + 1, micro_batch, i))
+            # Received in any case, or the message would be taken for that of the next step, which has the same tag. A
+            # result that needs no gradient here (blocks under no_grad) was a leaf with one over there.
             if i and tensor.requires_grad:
                 outputs.append(tensor)
                 grads.append(grad)

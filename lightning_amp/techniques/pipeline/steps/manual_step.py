@@ -101,6 +101,7 @@ class _ManualRun:
             _refuse_arguments("self.manual_backward", args, kwargs)
             self._ask(*BACKWARD)
             self.loss = loss
+            # From here on one process has gradients, and this run has none: whatever reads them would go another way.
             stack.enter_context(_ReadsNoParameters())
 
         def clip_gradients(optimizer: Any, *args: Any, **kwargs: Any) -> None:

@@ -162,6 +162,9 @@ class PipelinedSteps:
             if at_once
             else None,
         )
+        # Passes leave gradients in `.grad`, where those of batches before may lie that are accumulated. These are put
+        # back, and the new ones come to them by the loss's own backward pass: so the Trainer's scaling applies to the
+        # new ones.
         with self._gradients_aside() as parameters:
             with self._same_tensors(batch if n * self._spec.stages_per_rank > 1 else None):
                 ran = self._stages.run(self._order(n), work)
@@ -304,6 +307,7 @@ class PipelinedSteps:
                 box[0] = self._recorder.packed(record)
         dist.broadcast_object_list(box, dist.get_global_rank(group, self._stages.last_rank), group=group)
         # here with the objects that the step has handed out
+        # The error is raised by all ranks after the collective, so that none of them waits for one that has left.
         shared = record if is_last else self._recorder.unpacked(box[0])
         if shared.error is not None:
             raise shared.error

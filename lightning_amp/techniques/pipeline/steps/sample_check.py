@@ -79,6 +79,8 @@ def alike(batch: Any, size: int, total: int) -> tuple[Any, Any, range]:
     Returns:
         The two, and the places of the samples that are the same.
     """
+    # With other samples both before and after those that are compared: a recurrence over samples shows in those that
+    # follow a change, and its reverse in those that precede one.
     n = max(3, size)
     same = range(n // 3, n - n // 3)
     # samples of other micro-batches where there are enough; a step of one never gives the same samples in another order

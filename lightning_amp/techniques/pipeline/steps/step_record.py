@@ -99,6 +99,7 @@ class StageStepRecorder:
         kept = [(name, metric, {way: vars(metric).get(way) for way in MUTED}) for name, metric in self._metrics()]
         attributes = self._attributes()
         for name, metric, _ in kept:
+            # On the instance, which a metric's own wrappers are on too: a class is shared by metrics of other modules.
             vars(metric).update(dict.fromkeys(MUTED, self._noting(_updated(name))))
         try:
             with self._logging(lambda name: lambda *args, **kw: self._noted.add(_logged(name, args, kw))):
