@@ -176,6 +176,8 @@ class Rates:
             )
         if not (is_number(self.overhead_seconds) and 0 <= self.overhead_seconds < inf):
             raise PlanError(f"{self!r} is invalid; overhead_seconds is 0 or more: correct it")
+        if type(self.launches) is not bool:
+            raise PlanError(f"{self!r} is invalid; launches is true or false: correct it")
         if not isinstance(self.device, str) or not self.device.strip():
             raise PlanError(f"{self!r} is invalid; device is whose rates they are, in words: correct it")
 
@@ -203,13 +205,14 @@ class Rates:
             plain: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise PlanError(f"expected rates as JSON, {source} is not JSON: {error}") from error
-        schema = plain.get("schema") if isinstance(plain, dict) else plain
+        # not the value itself: 1 is a text of JSON too
+        schema = plain.get("schema") if isinstance(plain, dict) else f"no mapping, but {plain!r}"
         if schema != SCHEMA:
             raise PlanError(f"expected rates of schema {SCHEMA}, {source} has schema {schema!r}; calibrate again")
         plain.pop("schema")
         try:
             return cls(**{**plain, "links": Links(**plain["links"])})
-        except (TypeError, KeyError) as error:
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
             names = sorted(f.name for f in fields(cls))
             raise PlanError(f"{source} does not read as rates: {error}; their fields are {names}") from error
 

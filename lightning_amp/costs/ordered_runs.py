@@ -105,6 +105,8 @@ class OrderedRuns:
             if device.bytes_before:
                 most = device.bytes_before[start] + device.cap
                 end = bisect_right(device.bytes_before, most, start, end + 1) - 1
+            # Bounds of computing hold for any earlier end too, and those of sending need not: they do not grow with the
+            # run.
             while end > start and (self.send_forward[end] > f or self.send_backward[end] > b):
                 end -= 1
             ends.append(end)
@@ -117,6 +119,7 @@ class OrderedRuns:
         """The slowest run or sending forward, and backward: the least bound that these runs meet."""
         f = b = start = 0
         forward_ends = self.ends_forward
+        # Of an idle device `forward_ends` could be more than `forward` at the same place, which no run takes.
         for device, end in zip(self.devices, ends, strict=False):
             if end > start:
                 f = max(f, (forward_ends[end] - self.forward[start]) * device.pace, self.send_forward[end])
@@ -138,6 +141,8 @@ class OrderedRuns:
                 # runs only grow from here on, so nothing further away can be met earlier
                 if least is not None and time >= least:
                     break
+                # An end whose gradients take too long to send is skipped, and not the last one: a later cut may carry
+                # less.
                 if self.send_backward[at] <= b:
                     found = max(time, self.send_forward[at])
                     least = found if least is None else min(least, found)

@@ -107,7 +107,10 @@ def edited(**changes: Any) -> str:
     ("text", "message"),
     [
         ("{", "here is not JSON"),
-        ("[1]", r"schema 1, here has schema \[1\]"),
+        ("[1]", r"schema 1, here has schema 'no mapping, but \[1\]'"),
+        ("1", "schema 1, here has schema 'no mapping, but 1'"),
+        (edited(launches="no"), "launches is true or false"),
+        (edited(links=json.loads(CPU_CORE.to_json())["links"] | {"collectives": []}), "here does not read as rates"),
         (edited(schema=2), "here has schema 2; calibrate again"),
         (edited(speed=1), "here does not read as rates: .*'speed'.*their fields are"),
         (edited(links=None), "here does not read as rates"),

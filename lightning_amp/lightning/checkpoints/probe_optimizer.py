@@ -1,4 +1,4 @@
-"""Test whether an optimiser updates every element of a parameter by that element's gradient and state alone."""
+"""Test whether an optimiser updates an element, or a parameter, by its own gradient and state alone."""
 
 from collections import OrderedDict, defaultdict
 from typing import Any
@@ -15,7 +15,7 @@ NOT_TRIED = ("params", "param_names", "lr", "initial_lr", "max_lr", "min_lr")
 
 
 def mixes_elements(optimizer: Optimizer, *, flat: bool) -> bool | None:
-    """Whether two parts of a parameter are trained otherwise than the whole; None where it cannot be tried.
+    """Whether two ranks train two parts of a parameter otherwise than one the whole; None where it cannot be tried.
 
     An optimiser of the same kind, with the options of each group in turn, takes three steps on the CPU; the run's is
     left as it is. The learning rate is `LR`, for that of a schedule may begin at zero, where nothing moves.
@@ -24,25 +24,42 @@ def mixes_elements(optimizer: Optimizer, *, flat: bool) -> bool | None:
         optimizer: Of any class.
         flat: Whether a rank has elements in a row, as of a flattened parameter; else it has rows.
     """
+    values = _values()
+    return _mixes(optimizer, [[value] for value in values], [_halves(value, flat) for value in values])
+
+
+def mixes_parameters(optimizer: Optimizer) -> bool | None:
+    """Whether two ranks train two parameters otherwise than one trains both, in the same way."""
+    halves = [_halves(value, False) for value in _values()]
+    return _mixes(optimizer, halves, halves)
+
+
+def _values() -> list[Tensor]:
+    """Of a parameter, and of its gradients."""
     draw = torch.Generator().manual_seed(0)
-    values, *gradients = (torch.randn(SHAPE, generator=draw, dtype=torch.float64) for _ in range(STEPS + 1))
+    return [torch.randn(SHAPE, generator=draw, dtype=torch.float64) for _ in range(STEPS + 1)]
+
+
+def _mixes(optimizer: Optimizer, together: list[list[Tensor]], apart: list[list[Tensor]]) -> bool | None:
+    """Whether parameters of one optimiser are trained otherwise than those that have one each."""
     if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
         # the steps of one that wraps another would be the other's, on the run's parameters
         return None
-    halves, mixes = [_halves(value, flat) for value in (values, *gradients)], False
+    mixes, before = False, torch.cat([value.flatten() for value in together[0]])
     # of hundreds of groups most differ in nothing but the learning rate
     options = [{k: v for k, v in group.items() if k not in NOT_TRIED} for group in optimizer.param_groups]
     for group in {repr(one): one for one in options}.values():
         try:
             with torch.random.fork_rng(devices=[]):
-                whole = _trained(optimizer, group, [values], [[grad] for grad in gradients])
-                parts = _trained(optimizer, group, halves[0], halves[1:])
+                whole = _trained(optimizer, group, together)
+                # an optimiser for each: one that reads all of its parameters, such as for a norm, would see both halves
+                parts = [_trained(optimizer, group, [[value] for value in own]) for own in zip(*apart, strict=True)]
         except Exception:
             return None
-        if torch.equal(whole, values.flatten()):
+        if torch.equal(whole, before):
             # nothing moves, from which nothing can be seen
             return None
-        mixes |= not torch.allclose(parts, whole, rtol=1e-9, atol=1e-12)
+        mixes |= not torch.allclose(torch.cat(parts), whole, rtol=1e-9, atol=1e-12)
     return mixes
 
 
@@ -50,10 +67,9 @@ def _halves(x: Tensor, flat: bool) -> list[Tensor]:
     return list((x.flatten() if flat else x).chunk(2))
 
 
-def _trained(
-    optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], gradients: list[list[Tensor]]
-) -> Tensor:
-    """All elements after a few steps."""
+def _trained(optimizer: Optimizer, group: dict[str, Any], trained: list[list[Tensor]]) -> Tensor:
+    """All elements after a few steps, of parameters of which values are given, and then the gradients of each step."""
+    values, *gradients = trained
     parameters = [nn.Parameter(value.clone()) for value in values]
     other: Any = object.__new__(type(optimizer))
     # a scheduler puts its own step on the instance, and hooks belong to the run

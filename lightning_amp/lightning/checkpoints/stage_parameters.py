@@ -27,6 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_amp.errors import InstallError
+from lightning_amp.lightning._compat import rank_zero_warn
+from lightning_amp.lightning.checkpoints.probe_optimizer import mixes_parameters
 from lightning_amp.lightning.checkpoints.shards import Shards, numbered
 from lightning_amp.techniques.pipeline.run.placeholders import AbsentParameter, absent_parameter
 
@@ -151,6 +153,8 @@ class StageParameters(Shards):
         dist.all_gather(everyones, mine)
         # row-major: of one stage are the ranks with the same remainder
         n = self._model.size()
+        # What one of the pipelines has reached counts for all: gradients are averaged between ranks of the same stage,
+        # which therefore have to hold the same parameters.
         reached = [torch.stack(everyones[rank::n]).amax(0).tolist() for rank in range(n)]
         for i, held in enumerate(shared):
             users = tuple(rank for rank in range(n) if reached[rank][i])
@@ -161,6 +165,8 @@ class StageParameters(Shards):
                     for optimizer in self._optimizers:
                         optimizer.state.pop(held.whole, None)
                     held.free()
+            # With the ranks that hold it and not those that have reached it in this step: their copies have to stay
+            # equal.
             if held.ranks is not None and len(held.ranks) > 1 and users and self._rank in held.ranks:
                 self._sum(held, held.ranks, tag=i)
 
@@ -185,9 +191,18 @@ class StageParameters(Shards):
         """Refuse those that see all parameters at once."""
         self._optimizers = list(optimizers)
         for optimizer in optimizers:
-            if any(kind.__name__ == "LBFGS" for kind in type(optimizer).__mro__):
+            name, coupled = type(optimizer).__name__, any(kind.__name__ == "LBFGS" for kind in type(optimizer).__mro__)
+            known = coupled or type(optimizer).__module__.startswith("torch.optim")
+            tried = coupled if known else mixes_parameters(optimizer)
+            if tried is None:
+                rank_zero_warn(
+                    f"It could not be tried whether the optimizer {name!r} updates each parameter separately: if it"
+                    " does not, a pipeline, in which a rank has the parameters of its stage, trains otherwise than one"
+                    " device. Leave 'pipeline' out if you do not know."
+                )
+            if tried:
                 raise InstallError(
-                    "the optimizer 'LBFGS' is not supported: its step depends on all parameters, and a "
+                    f"the optimizer {name!r} is not supported: its step depends on all parameters, and a "
                     "rank of a pipeline has those of its stage; use an optimizer that updates each "
                     "parameter separately (Adam, SGD), or leave 'pipeline' out"
                 )

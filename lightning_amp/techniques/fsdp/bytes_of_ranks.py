@@ -127,6 +127,8 @@ class _FsdpWalk:
         whole = sum(unit.whole_bytes() for unit in units)
         self._buffers = profile.timeline[0].by_kind[PARAMETERS] - whole
         self._rows = 0 if offload else sum(self._padded.values()) // ranks
+        # Rows of state and of old gradients are padded as those that are sent: their share of what one device has of
+        # both.
         self._part = 0.0 if offload else sum(self._sent.values()) / ranks / max(1, sum(self._whole.values()))
         # such as how many steps were taken: numbers that have no rows
         self._numbers = sum(t.n_bytes for t in profile.tensors if t.kind == STATE and not t.shape)
@@ -168,6 +170,7 @@ class _FsdpWalk:
             at = self._held(moment) + self._other(moment)
             worked.add(moment.fqn)
             # gradients that the profile has by now, less those of units that have reduced theirs
+            # The profile of one device keeps all gradients to the end. What units have reduced by now is rows here.
             come = moment.by_kind[GRADIENTS] - done["whole"] - root
             if self._added:
                 at += sum(self._sent.values()) // self._ranks * (not self._offload)

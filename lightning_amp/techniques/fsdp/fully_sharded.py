@@ -119,6 +119,7 @@ class FullySharded:
         self.parameters = tuple(shards_of(self._places, among))
         # kept to see an assignment to .data, which neither the object nor its version shows
         self._storages = [parameter.shard.untyped_storage() for parameter in self.parameters]
+        # After the split: hooks of units have to be called with what torch has gathered.
         self._watch({**units, "": module})
         self._gather_once([*units.values(), module])
         for name in (*STEPS, *ON_ALL):
@@ -152,6 +153,7 @@ class FullySharded:
             self._begun = False
         self._agreement.on("ends the backward pass")
         self._agreement.look()
+        # A step by hand goes on after its backward pass, and may read the root's parameters or clip their gradients.
         if self._depth:
             # the pass has let go of the root's
             self._gather_root()
@@ -225,6 +227,7 @@ class FullySharded:
 
     def _whole_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step with the root's parameters at hand."""
+        # A step may call another one, as a training step that validates: the outermost gathers.
         if self._depth == 0:
             self._refuse_replaced()
             # of a step without a backward pass they are still there, and may be old

@@ -69,6 +69,7 @@ class ReachedParameters:
             if parameter is None:
                 continue
             self._written[label] = parameter, parameter._version
+            # One that a callback unfreezes later is watched from then on, for torch keeps the object.
             if not parameter.requires_grad or id(parameter) in self._watched:
                 continue
             if torch.is_grad_enabled():

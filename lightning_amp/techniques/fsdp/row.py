@@ -71,6 +71,7 @@ def fsdp_seconds(step: ProfiledStep, units: Sequence[ParameterUnit], spec: Fully
     shard, links = spec.shard_ranks or ranks, step.rates.links
     whole = sum(unit.whole_bytes() for unit in units)
     handling = 0.0 if step.rates.launches or shard == 1 else HANDLING_S
+    # The step's prediction has this average already, which fsdp does not do.
     sent = -collective_seconds("all_reduce", whole, ranks, links)
     for own in filter(None, (unit.whole_bytes() for unit in units)):
         sent += 2 * collective_seconds("all_gather", own / shard, shard, links)

@@ -57,6 +57,8 @@ def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
 
     # where a time lies once the forward passes that come again are put in before it
     def later(t: Any) -> Any:
+        # To the right: the first operator of a backward pass itself comes after the forward pass that is put in before
+        # it.
         return t + added[np.searchsorted(starts, t, side="right")]
 
     places = later(np.arange(len(passes.segment)))
@@ -75,6 +77,8 @@ def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
         own = _made_by(passes, i)
         of_own = (uses[:, 1] == i) & own[uses[:, 0]]
         # a storage of the second pass lives as in the first one, or until the backward pass has read it
+        # What the first pass leaves beyond its end, as the result of the block, the second one makes and drops: no
+        # later operator reads that copy.
         until = start - begin + np.minimum(passes.held, end - 1)
         np.maximum.at(until, uses[of_own, 0], uses[of_own, 2])
         births.append(start - begin + passes.birth[own])

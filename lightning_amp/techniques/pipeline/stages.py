@@ -284,6 +284,8 @@ def _draft(shape: _Shape, run: StagesInChunks, *, ends: tuple[int, ...] | None, 
     layers = shape.seconds(part)
     if ends is None:
         ends = _cut(shape, part, layers)
+    # Over unlike devices the peak that counts is not the largest one: that of the rank with the least room left is, as
+    # if all had the smallest device.
     pipeline = shape.pipeline(part, ends)
     peaks = rank_peaks(pipeline)
     peak, more = max((peak - more, more) for peak, more in zip(peaks, shape.more, strict=True))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.errors import DataError, InstallError
-from lightning_amp.lightning.checkpoints.probe_optimizer import mixes_elements
+from lightning_amp.lightning.checkpoints.probe_optimizer import mixes_elements, mixes_parameters
 from lightning_amp.lightning.checkpoints.shards import Shards, check_optimizers, restore
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, shard_parameter
 from lightning_amp.techniques.ranks.shards import Runs
@@ -227,11 +227,26 @@ class Fails(Plain):
         raise RuntimeError("only as it was made")
 
 
-def test_an_optimiser_that_mixes_elements_is_known() -> None:
-    for kind, right in ((ByNorm, True), (ByNormLater, True), (Plain, False), (Fails, None), (Wraps, None)):
+class ByNormOfAll(Plain):
+    """As one that clips by itself, or that finds its learning rate from all parameters."""
+
+    def step(self, closure: Any = None) -> None:
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        for grad in grads:
+            grad /= nn.utils.get_total_norm(grads).clone()
+        super().step()
+
+
+def test_an_optimiser_that_mixes_elements_or_parameters_is_known() -> None:
+    cases: list[tuple[Any, bool | None, bool | None]] = [
+        (ByNorm, True, False), (ByNormLater, True, False), (ByNormOfAll, True, True), (Plain, False, False),
+        (Fails, None, None), (Wraps, None, None),
+    ]  # fmt: skip
+    for kind, right, of_parameters in cases:
         optimizer: Any = kind([nn.Parameter(torch.randn(3))])
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
         before = torch.random.get_rng_state()
         assert [mixes_elements(optimizer, flat=flat) for flat in (True, False)] == [right, right], kind
+        assert mixes_parameters(optimizer) is of_parameters, kind
         assert torch.equal(torch.random.get_rng_state(), before)
         assert not optimizer.state

@@ -4,6 +4,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+import torchmetrics
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -203,7 +204,38 @@ class Cached(Net):
     block = Caches
 
 
-EXACT = (Net, Counts, Keeps, Probes, Tuples, Shared, Checkpointed, Frozen, Steps, Penalised, Cached)
+class Takes(Net):
+    """Takes its targets out of its batch, and has no number of it; the loss has a dimension."""
+
+    def training_step(self, batch: Batch) -> Any:  # type: ignore[override]
+        y = batch.pop("y")
+        self.log("count", float(len(batch)))
+        return F.cross_entropy(self(batch["x"]), y)[None]
+
+
+class Resets(Net):
+    """Every second step logs the mean since the last time, and begins anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if batch_idx % 2 == 0:
+            self.mean.reset()
+        self.mean.update(loss.detach())
+        if (batch_idx + 1) % 2 == 0:
+            self.log("two", self.mean.compute())
+            self.mean.reset()
+            self.mean.update(1.0)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", self.mean.compute())
+
+
+EXACT = (Net, Resets, Counts, Takes, Keeps, Probes, Tuples, Shared, Checkpointed, Frozen, Steps, Penalised, Cached)
 
 
 def batches() -> list[Batch]:

@@ -210,6 +210,83 @@ class HookedGradient(Net):
             parameter.register_hook(lambda grad: grad / 2)
 
 
+class ByNormOfAll(torch.optim.SGD):
+    """Clips by itself, by the norm of all that it has."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads).clone()
+        for grad in grads:
+            grad /= norm
+        super().step()
+        return loss
+
+
+class Coupled(Net):
+    def configure_optimizers(self) -> Any:
+        return ByNormOfAll(self.parameters(), lr=1e-2)
+
+
+class FromTheFirst(Block):
+    """Of every sample the difference from the first one."""
+
+    def forward(self, h: Tensor) -> Any:
+        return super().forward(h - h[:1])
+
+
+class Referred(Net):
+    block = FromTheFirst
+
+
+class Rectifies(Block):
+    """Writes into what it is given."""
+
+    def forward(self, h: Tensor) -> Any:
+        return super().forward(h.relu_())
+
+
+class Overwritten(Net):
+    """What the first block has written into is read after the last one."""
+
+    block = Rectifies
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = first = torch.cat([x, x[:, :1]], 1)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h + first)
+
+
+class Doubles(Block):
+    """Returns one tensor twice, and writes into one of the two that it is given."""
+
+    def forward(self, h: Any) -> Any:
+        if isinstance(h, tuple):
+            h[0].mul_(2)
+            h = h[0] + h[1]
+        h = super().forward(h)
+        return h, h
+
+
+class Doubled(Net):
+    block = Doubles
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h[0])
+
+
+class Scales(Net):
+    """Its batch, in place."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        batch["x"].div_(2)
+        return super().loss(batch)
+
+
 class NoList(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -238,6 +315,11 @@ REFUSED: dict[type[Net], str] = {
     MetricInside: "inside or between blocks",
     Wrapped: "and ['Held']",
     Normalised: "compute a sample from other samples",
+    Referred: "compute a sample from other samples",
+    Scales: "writes in place into a tensor of its batch",
+    Doubled: "several tensors in one memory",
+    Overwritten: "writes in place into an argument",
+    Coupled: "its step depends on all parameters",
     LossInAttributes: "outside the blocks of",
     Tracked: "changes 'blocks.",
     Ticks: "has changed the parameters or buffers ['ticks']",

@@ -6,23 +6,27 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import seed_everything
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
+from lightning_amp.techniques.pipeline.row import PipelineStages
+from lightning_amp.techniques.pipeline.steps.pipelined_steps import PipelinedSteps
 from lightning_amp.techniques.pipeline.steps.sample_check import cut
 from tests.each import BEFORE_A_RELEASE
 from tests.lightning.pipeline import manual_steps
-from tests.lightning.pipeline.attacks import EXACT, Net, batches
+from tests.lightning.pipeline.attacks import EXACT, Net, Resets, Takes, batches
 from tests.lightning.pipeline.pipeline_cases import trainer_of
 from tests.lightning.pipeline.refused_attacks import REFUSED, Contrastive, Masked, Summed, Ticks
 from tests.ranks import run_ranks
@@ -37,7 +41,7 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
 EVERY = [0, *(pytest.param(n, marks=BEFORE_A_RELEASE) for n in (1, 2))]
 UNCUT: Cases = [
     (Masked, {"micro_batches": 1}),
-    *((kind, {"schedule": "gpipe"}) for kind in (Masked, Summed, Contrastive)),
+    *((kind, {"schedule": "gpipe"}) for kind in (Masked, Summed, Contrastive, Resets)),
 ]
 """Any loss, computed for the whole batch."""
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -112,15 +116,40 @@ def test_what_cannot_is_refused(table: dict[type[Net], str], tmp_path: Path) -> 
         assert all(unchanged for _, unchanged in found) or kind is Ticks, kind.__name__
 
 
+def test_batches_without_a_number_draw_anew() -> None:
+    seeds, module = list[int](), Takes()
+    trainer: Any = Mock(current_epoch=0)
+    module.trainer = trainer
+    with patch.object(
+        PipelinedSteps, "_train", lambda self, _, name, *given: seeds.append(self._seed(name, given[1:], 0))
+    ):
+        stages: Any = Mock(spans=(), forward_only=())
+        steps = PipelinedSteps(module, {}, stages, Mock(), PipelineStages(), data_rank=0)
+        for trainer.current_epoch in (0, 0, 1):
+            module.training_step({})
+        steps.undo()
+    assert len({*seeds}) == 3
+
+
+@dataclass
+class Named:
+    x: Tensor
+    names: list[Any]
+
+
 def test_a_batch_is_cut_by_samples_or_refused() -> None:
     parts, sizes = cut({"x": torch.arange(7), "scale": torch.tensor(2.0), "name": "a"}, 3)
     assert sizes == [2, 2, 3]
     assert [len(part["x"]) for part in parts] == sizes
     assert all(part["scale"] == 2.0 and part["name"] == "a" for part in parts)
     assert cut([torch.arange(2)], 5)[1] == [1, 1]
+    (first, _), _ = cut(Named(torch.arange(7), [torch.tensor(1), "a"]), 2)
+    assert (len(first.x), first.names) == (3, [1, "a"])
     for odd in (
         {"x": torch.arange(7), "edges": torch.ones(2, 9)},
         {"x": torch.arange(7), "names": list("abcdefg")},
+        Named(torch.arange(7), list("abcdefg")),
+        Named(torch.arange(7), list(torch.arange(7))),
         {"x": torch.arange(7), "graph": object()},
         {"scale": torch.tensor(2.0)},
     ):

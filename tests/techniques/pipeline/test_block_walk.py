@@ -4,21 +4,18 @@ that another stage should have computed is ever taken for a number: it is refuse
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from lightning_amp._torch import has_no_values
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.forward_overrides import Override, add_override
 from lightning_amp.techniques.pipeline.run.block_walk import BlockWalk, Span, StageBlock, spans
-from lightning_amp.techniques.pipeline.run.placeholders import Absent, AbsentParameter, Placeholders, absent_parameter
 from lightning_amp.techniques.pipeline.run.run_stages import Rest, Stages, Work, joined
 from lightning_amp.techniques.pipeline.schedule.schedules import schedule
 
@@ -151,7 +148,21 @@ def penalty(net: Net, x: Tensor) -> Tensor:
     return torch.autograd.grad(plain(net, x).sum(), x, create_graph=True)[0]
 
 
+class Overwrites(nn.Linear):
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h.relu_())
+
+
+def overwrites(net: Net, x: Tensor) -> Tensor:
+    h = x = x - 2
+    net.blocks[0].__class__ = Overwrites
+    for block in net.blocks:
+        h = block(h)
+    return h + x
+
+
 @pytest.mark.parametrize(("walk", "told"), [
+    (overwrites, "writes in place into an argument of shape \\(3, 2\\)"),
     (by_row, r"block 0 of 'blocks' is called inside a function that torch.func \(vmap"),
     (penalty, r"computes gradients \(torch.autograd.grad, as for a gradient penalty\)"),
     (reads_other, "that the block before it does not return"),
@@ -164,6 +175,109 @@ def penalty(net: Net, x: Tensor) -> Tensor:
 def test_a_step_that_cannot_be_cut_is_refused(walk: Callable[[Net, Tensor], Tensor], told: str) -> None:
     with pytest.raises(InstallError, match=told):
         through(walk, (3, 4))
+
+
+def drawn(net: Net, x: Tensor) -> Tensor:
+    """Noise for all blocks, drawn after a draw for the first one; what is drawn between blocks is for the next one."""
+    h = F.dropout(net.embed(x), 0.5)
+    noise = torch.rand(2)
+    for block in net.blocks:
+        h = block(h + noise)
+    return h
+
+
+def between(net: Net, x: Tensor) -> Tensor:
+    h = F.dropout(net.embed(x), 0.5)
+    for block in net.blocks:
+        h = block(h + torch.rand(2))
+    return h
+
+
+class Drops(nn.Linear):
+    def forward(self, h: Tensor) -> Tensor:
+        return F.dropout(super().forward(h), 0.5) * torch.rand(())
+
+
+def drawn_later(net: Net, x: Tensor) -> Tensor:
+    net.blocks[0].__class__ = Drops
+    h = net.blocks[0](net.embed(x))
+    noise = torch.rand(2)
+    for block in list(net.blocks)[1:]:
+        h = block(h + noise)
+    return h
+
+
+class Noises(nn.Linear):
+    def forward(self, h: Tensor) -> Any:
+        return super().forward(h), torch.empty(2).normal_()
+
+
+def from_a_block(net: Net, x: Tensor) -> Tensor:
+    net.blocks[0].__class__ = Noises
+    h, noise = net.blocks[0](net.embed(x))
+    for block in list(net.blocks)[1:]:
+        h = block(h + noise)
+    return h
+
+
+def test_what_is_drawn_after_another_rank_has_drawn_is_not_read() -> None:
+    middle, last = spans((1, 3, 4))[1:]
+    # draws follow those of the first block where a stage has received its result
+    for walk, span in ((drawn, middle), (drawn, last), (drawn_later, last), (from_a_block, last)):
+        net = Net(walk)
+        staged_walk = staged(net)
+        without(net, span)
+        # the second time a block's shapes are known
+        for _ in range(2):
+            with pytest.raises(InstallError, match="an earlier stage"):
+                staged_walk.run(span, lambda net=net: net(X), receive=lambda _: X.clone(), device=CPU)
+    through(between)
+
+
+class Rated(nn.Linear):
+    rate = 1.0
+
+    def forward(self, h: Tensor) -> Any:
+        return super().forward(h), self.rate
+
+
+def test_a_number_that_another_block_returns_is_that_of_the_step() -> None:
+    def rated(net: Net, x: Tensor) -> Any:
+        (h, rate), total = net.blocks[0](net.embed(x)), 0.0
+        for block in list(net.blocks)[1:]:
+            total += rate
+            h = block(h)
+        return h * total
+
+    net, span = Net(rated), Span(2, 4, 4)
+    first: Any = net.blocks[0]
+    first.__class__ = Rated
+    walk = staged(net)
+    without(net, span)
+    found = []
+    for first.rate in (1.0, 2.0):
+        found.append(walk.run(span, lambda: net(X), receive=lambda _: X.clone(), device=CPU)[1])
+    assert torch.equal(2 * found[0], found[1])
+
+
+def test_a_validation_refuses_what_blocks_overwrite_and_leaves_what_training_can_keep() -> None:
+    with torch.inference_mode(), pytest.raises(InstallError, match="writes in place into an argument"):
+        through(overwrites, (3, 4))
+    net, span, gain = Net(plain), Span(2, 4, 4), nn.Parameter(torch.ones(2))
+    walk = staged(net)
+    without(net, span)
+
+    def step(x: Tensor) -> Tensor:
+        h = gain * net.embed.weight.sum() + net.embed(x)
+        for block in net.blocks:
+            h = block(h) * gain
+        return h
+
+    # blocks that stay in one mode, as a frozen part of a model does
+    for context in (torch.inference_mode, torch.enable_grad):
+        with context():
+            found = walk.run(span, lambda: step(X), receive=lambda _: X.clone(), device=CPU)[1]
+    assert found.requires_grad
 
 
 def test_what_no_block_hands_on_cannot_be_read_after_the_blocks() -> None:
@@ -192,12 +306,6 @@ def test_results_of_micro_batches_are_joined_where_they_differ_from_the_batch() 
 
 
 CELLS, P = torch.arange(12.0).view(6, 2) / 9, 3
-
-
-@pytest.fixture
-def mesh(tmp_path: Path) -> DeviceMesh:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    return init_device_mesh("cpu", (1,), mesh_dim_names=("model",))
 
 
 class Hides(nn.Module):
@@ -246,61 +354,3 @@ def test_draws_of_the_inputs_alone_are_each_micro_batch_s_own(mesh: DeviceMesh) 
         assert ours.grad is not None
         assert theirs.grad is not None
         assert torch.allclose(ours.grad, theirs.grad)
-
-
-SQUARE = torch.randn(3, 3)
-
-
-def added_in_place(p: Tensor) -> Tensor:
-    loss = SQUARE.clone()
-    loss += p
-    return loss
-
-
-OPERATORS: dict[str, Callable[[Tensor], object]] = {
-    "product": lambda p: SQUARE @ p,
-    "layer": lambda p: F.linear(SQUARE, p),
-    "table": lambda p: F.embedding(torch.tensor([0, 2]), p),
-    "added in place": added_in_place,
-    "a sum of it": lambda p: SQUARE.sum().add_(p.square().sum()),
-    "list": lambda p: torch._foreach_add_([SQUARE.clone()], [p]),
-    "copy": lambda p: SQUARE.clone().copy_(p),
-    "cat": lambda p: torch.cat([SQUARE, p]),
-}
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_no_operator_reads_it_beside_values(name: str) -> None:
-    absent = absent_parameter(nn.Parameter(SQUARE))
-    with pytest.raises(InstallError, match="a parameter that another rank holds"):
-        OPERATORS[name](absent)
-
-
-def test_what_is_computed_from_it_alone_is_absent_too() -> None:
-    absent = absent_parameter(nn.Parameter(SQUARE))
-    penalty = absent.square().sum() * 2
-    assert isinstance(penalty, Absent)
-    assert has_no_values(penalty)
-    assert isinstance(absent.shape, torch.Size)
-    with pytest.raises(InstallError, match="another rank holds"):
-        SQUARE.sum() + penalty
-    with Placeholders(torch.device("cpu")):
-        assert has_no_values(SQUARE @ absent)
-
-
-def test_a_module_with_it_is_a_module() -> None:
-    layer = nn.Linear(3, 3)
-    layer._parameters["weight"] = absent = absent_parameter(layer.weight)
-    assert isinstance(absent, nn.Parameter)
-    assert absent.is_meta
-    assert absent.requires_grad
-    layer.load_state_dict({"weight": absent, "bias": SQUARE[0]})
-    nn.init.normal_(layer.weight)
-    layer.requires_grad_(False).requires_grad_(True)
-    optimizer = torch.optim.AdamW(layer.parameters())
-    layer.bias.sum().backward()
-    optimizer.step()
-    assert list(optimizer.state_dict()["state"]) == [1]
-    assert isinstance(layer.double().weight, AbsentParameter)
-    assert has_no_values(copy.deepcopy(layer).weight)
-    assert torch.empty_like(absent, device="cpu", requires_grad=False).sum().device.type == "cpu"

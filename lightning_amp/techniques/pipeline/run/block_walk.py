@@ -171,6 +171,8 @@ class BlockWalk:
         now.next += 1
         if index == 0:
             self.random_state_before = packed_draws()
+        # Placeholders of the block right before the stage are made too: their shapes are what `receive` expects, and
+        # the digest of them is compared with that of the sender.
         if index < now.span.first:
             made = self._placeholder(now, index, block, args, kwargs)
             if index < now.span.first - 1:
@@ -193,23 +195,53 @@ class BlockWalk:
 
     def _placeholder(self, now: _Pass, index: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
         """What the block would return, computed once for inputs of the same shapes, and the attributes it would set."""
+        # Whatever a result's shape or type can depend on has to be in the key. What is left out is noticed where the
+        # stage receives, because the sender's digest is of the real result.
         on = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        key = (index, block.training, on, *map(_print_of, tree_leaves((args, kwargs))))
-        made, sets = self._shapes.get(key) or self._run_on_placeholders(block, args, kwargs)
-        if None not in key:
-            self._shapes[key] = made, sets
+        key = (
+            index,
+            block.training,
+            torch.is_inference_mode_enabled(),
+            on,
+            *map(_print_of, tree_leaves((args, kwargs))),
+        )
+        made, sets, draws = self._shapes.get(key) or self._run_on_placeholders(block, args, kwargs)
+        # a number may be another one in every step, such as a rate that a callback sets
+        numbers = any(isinstance(value, int | float | complex) for value in [*tree_leaves(made), *(s[2] for s in sets)])
+        if None not in key and not numbers:
+            self._shapes[key] = made, sets, draws
+        assert self._mode is not None, "on since the pass began"
+        self._mode.missed += draws
+        # A step may read what a block has set, as an attention that is kept for a plot: it finds a placeholder, and is
+        # refused, where it would find what an earlier step has left.
         for table, name, value in sets:
             now.set_before.append((table, name, table.get(name, GONE)))
             _set(table, name, value)
         return made
 
-    def _run_on_placeholders(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, list[Attribute]]:
-        assert self._mode is not None, "on since the pass began"
+    def _run_on_placeholders(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, list[Attribute], int]:
+        """What it returns, the attributes that it sets, and how often it draws."""
+        mode = self._mode
+        assert mode is not None, "on since the pass began"
+        missed, mode.in_block = mode.missed, True
         # the block runs on placeholders to learn what it returns, and must not keep any of them
         before = [(table, dict(table)) for part in block.modules() for table in (vars(part), part._buffers)]
         with torch.no_grad():
-            inputs = tree_map(self._mode.of, (args, kwargs))
+            inputs = tree_map(mode.of, (args, kwargs))
+            # of tensors with values `of` has made others: what is written into these is not in the tensors themselves
+            stands = [
+                (value, stand, stand._version)
+                for value, stand in zip(tree_leaves((args, kwargs)), tree_leaves(inputs), strict=True)
+                if stand is not value
+            ]
             made = type(block).forward(block, *inputs[0], **inputs[1])
+        for value, stand, version in stands:
+            if stand._version != version:
+                raise InstallError(
+                    f"pipeline: a block of {self.name!r}, a {type(block).__name__!r} of another rank, writes in place"
+                    f" into an argument of shape {tuple(value.shape)!r}, which this rank has made too and would go on"
+                    " reading as it was; let blocks write into copies, or leave 'pipeline' out"
+                )
         sets = [
             (table, name, table.get(name, GONE))
             for table, held in before
@@ -219,7 +251,9 @@ class BlockWalk:
         for table, held in before:
             table.clear()
             table.update(held)
-        return made, sets
+        draws, mode.missed, mode.in_block = mode.missed - missed, missed, False
+        # what it has drawn from nothing is another number on the block's own rank
+        return (tree_map(mode.of, made) if draws else made), sets, draws
 
     def _refuse_reentrant(self, index: int) -> None:
         frame = sys._getframe()

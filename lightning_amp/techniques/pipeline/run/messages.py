@@ -14,6 +14,7 @@ Known limit: generators that a module or a data set keeps for itself.
 
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,6 +83,7 @@ class Messages:
         self._stages, self._device = stages, device
         # with what is sent, which has to stay until it is
         self._sent: list[tuple[Work | None, Tensor]] = []
+        self._shared: list[tuple[Tensor, int]] = []
 
     def send_on(self, stage: int, micro_batch: int, result: Any) -> None:
         """Send what a stage's last block has returned, and the state of its random numbers, to the next stage."""
@@ -110,24 +112,46 @@ class Messages:
                 " depend on the values of tensors or on the step: leave 'pipeline' out"
             )
         flat, form = tree_flatten(placeholders)
+        memory = Counter(value.untyped_storage()._cdata for value in flat if isinstance(value, Tensor))
         leaves, values, i = [], [], 0
         for value in flat:
             if isinstance(value, Tensor):
                 i += 1
-                own = torch.empty(value.shape, dtype=value.dtype, device=self._device)
+                shares = memory[value.untyped_storage()._cdata] > 1
+                # with versions, in a validation too
+                with torch.inference_mode(False):
+                    own = torch.empty(value.shape, dtype=value.dtype, device=self._device)
                 self._receive(own, stage - 1, self._tag(stage - 1, micro_batch, i))
                 value = own
                 if _has_gradients(own):
                     leaves.append(own)
                     # a block may write into what it is handed, which it may not into a leaf
                     value = own.requires_grad_().clone() if torch.is_grad_enabled() else own
+                if shares:
+                    self._shared.append((value, value._version))
             values.append(value)
         return tree_unflatten(values, form), leaves
+
+    def refuse_written(self) -> None:
+        """After a forward pass: refuse, with an InstallError, writes into one of received tensors that had one memory.
+
+        The one was a view of the other, or both are one tensor, and a write into either is in both. Here it is not.
+        """
+        shared, self._shared = self._shared, []
+        for value, version in shared:
+            if value._version != version:
+                raise InstallError(
+                    "pipeline: the block before a stage returns several tensors in one memory, and the stage writes in"
+                    f" place into that of shape {tuple(value.shape)!r}, which the others would not follow; let the"
+                    " block return copies, or leave 'pipeline' out"
+                )
 
     def send_back(self, stage: int, micro_batch: int, leaves: Sequence[Tensor]) -> None:
         """Send the gradients of what a stage has received, those that there are, to the stage before."""
         # a gradient of zeros in place of none would let an optimiser with weight decay move a parameter
         there = torch.tensor([leaf.grad is not None for leaf in leaves], dtype=torch.uint8)
+        # Tag 0 is the list, so that the receiver knows which of the others will come: it waits for no gradient that is
+        # not sent.
         for i, value in enumerate([there, *(leaf.grad for leaf in leaves)]):
             if value is not None and leaves:
                 self._send(value, stage - 1, self._tag(self._stages + stage, micro_batch, i))
@@ -141,6 +165,8 @@ class Messages:
                 continue
             grad = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device) if i else there
             self._receive(grad, stage + 1, self._tag(self._stages + stage + 1, micro_batch, i))
+            # Received in any case, or the message would be taken for that of the next step, which has the same tag. A
+            # result that needs no gradient here (blocks under no_grad) was a leaf with one over there.
             if i and tensor.requires_grad:
                 outputs.append(tensor)
                 grads.append(grad)

@@ -118,19 +118,29 @@ def without_values(values: Any) -> Iterator[Tensor]:
 class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is on, operators that read a tensor without values give placeholders.
 
+    A draw without values takes nothing from this rank's random numbers, and one in a block of another rank is made here
+    the first time only. They are not those of the other ranks from there on, so what the step draws after it has no
+    values either.
+
     Args:
         device: Of the run, which placeholders report.
+
+    Attributes:
+        missed: How many such draws there were, since it is on.
+        in_block: Whether a block of another rank runs.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device, self._fake = device, FakeTensorMode()
+        self._device, self._fake, self.missed = device, FakeTensorMode(), 0
+        self.in_block = False
         # with the parameter, whose id stays taken as long as it is kept
         self._absent: dict[int, tuple[Tensor, Tensor]] = {}
         self._made = ExitStack()
 
     def __enter__(self) -> "Placeholders":
         """Let absent parameters be read together with values."""
+        self.missed, self.in_block = 0, False
         self._made.enter_context(placeholders_are_made(self.of))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -145,18 +155,23 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         if not value.is_meta:
-            return self._fake.from_tensor(value.detach())
+            return self._like(value) if value.layout is torch.strided else self._fake.from_tensor(value.detach())
         if id(value) not in self._absent:
-            with self._fake:
-                made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self._device)
-            self._absent[id(value)] = (value, made)
+            self._absent[id(value)] = (value, self._like(value))
         return self._absent[id(value)][1]
+
+    def _like(self, value: Tensor) -> Tensor:
+        # a validation may make it, under torch.inference_mode, and a training step keep it for its backward pass
+        with torch.inference_mode(False), self._fake:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self._device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on values, where all are there."""
         kwargs = kwargs or {}
         flat, form = tree_flatten((args, kwargs))
-        if not any(map(has_no_values, flat)):
+        draws, without = torch.Tag.nondeterministic_seeded in func.tags, any(map(has_no_values, flat))
+        self.missed += draws and (without or self.in_block)
+        if not without and (self.in_block or not (draws and self.missed)):
             return func(*args, **kwargs)
         _refuse_writing(func, args, kwargs)
         args, kwargs = tree_unflatten([self.of(value) for value in flat], form)

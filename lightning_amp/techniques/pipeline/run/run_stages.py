@@ -106,9 +106,13 @@ class Stages:
         messages = Messages(self.mesh, len(self.spans), self.device)
         ran, last = Ran(len(work.seeds)), len(self.spans) - 1
         alive: dict[tuple[int, int], tuple[Any, list[Tensor]]] = {}
+        # Draws of a step come from seeds of micro-batches. The rank's own stream has to be where it was: data that the
+        # main process augments is drawn from it, and all ranks of a pipeline have to read the same batch.
         with isolated_random_streams():
             for now in order:
                 ran.times.begin()
+                # By the order of "gpipe" all forward passes of the last stage are done here, so that `alive` has what
+                # the blocks return for the whole batch.
                 if now.backward and now.stage == last and work.rest and ran.returned[0] is None:
                     self._run_rest(work.rest, alive, ran)
                     ran.times.rested()
@@ -133,19 +137,23 @@ class Stages:
         return self.walk.run(self._after_all, step, receive=receive, device=self.device)[1]
 
     def placeholders(self, step: Callable[[], Any]) -> Any:
-        """What the last of all blocks would return, without values."""
+        """What the last of all blocks would return, without values; random numbers stay where they are."""
         found = []
 
         def receive(placeholders: Any) -> Any:
             found.append(placeholders)
             raise Leave
 
-        self.walk.run(self._after_all, step, receive=receive, device=self.device)
+        # only the rank of the last stage calls it: others, which read the same samples, would draw other numbers then
+        with isolated_random_streams():
+            self.walk.run(self._after_all, step, receive=receive, device=self.device)
         return found[0]
 
     def _forward(self, now: Pass, work: Work, messages: Messages, ran: Ran) -> tuple[Any, list[Tensor]]:
         """What the backward pass starts from, and the leaves at which it ends."""
         span, j, leaves = self.spans[now.stage], now.micro_batch, list[Tensor]()
+        # For a later stage too: what its step draws before the blocks is drawn on every rank, and has to be the same.
+        # `receive` replaces the state by that of the stage before.
         seed_draws(work.seeds[j])
 
         def receive(placeholders: Any) -> Any:
@@ -158,12 +166,15 @@ class Stages:
         whole = work.rest is not None
         result, returned = self.walk.run(span, step, receive=receive, device=self.device, leave=whole)
         ran.times.end(now)
+        messages.refuse_written()
         if not span.is_last:
             messages.send_on(now.stage, j, result)
         if whole or not span.is_last:
             return result, leaves
         _refuse_placeholders(returned)
         ran.results[j], ran.returned[j] = detached(result), detached(returned)
+        # A head with dropout gives another loss for the same samples each time, so that the losses of parts and whole
+        # can only be compared without it.
         ran.drew |= not torch.equal(self.walk.random_state_after, packed_draws())
         return (work.weights[j] * loss_of(returned) if work.weights else None), leaves
 
@@ -211,6 +222,7 @@ class Stages:
                 else:
                     outputs, grads = messages.receive_back(now.stage, now.micro_batch, result)
                     ran.times.begin()
+                # All results in one call: they share a graph, which a first of several calls would free.
                 if outputs:
                     torch.autograd.backward(outputs, grads)
         ran.times.end(now)
@@ -264,6 +276,8 @@ def _join(whole: Any, parts: tuple[Any, ...]) -> Any:
                 " that of the batch cannot be computed from them. Leave 'pipeline' out, or take"
                 " micro_batches=1"
             )
+        # The first stands for all, and its gradient goes back by the first micro-batch alone. That is the whole
+        # gradient: the value does not depend on the samples.
         return parts[0]
     unlike = dim_of_samples(whole, parts[0])
     if unlike is None or sum(part.shape[unlike] for part in parts) != whole.shape[unlike]:

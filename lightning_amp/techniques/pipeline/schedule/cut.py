@@ -151,6 +151,8 @@ def cut_pipeline(
         [[0.0] * layers] if given is None else rows_of(name, given, n_stages, layers)
         for name, given in (("send_forward", send_forward), ("send_backward", send_backward))
     ]
+    # A layer takes its cost over the speed. Multiplied by `unit` that is a whole number, cost times pace, and times of
+    # sending, which no speed divides, are multiplied by it too.
     pace, unit = paces([1] * n_stages if speeds is None else numbers_of("speeds", speeds, n_stages, above_zero=True))
     columns, scale = _whole_columns([*costs, *sends[0], *sends[1]])
     there, back = (list(accumulate(column, initial=0)) for column in columns[:2])

@@ -52,6 +52,7 @@ def least_sum(runs: OrderedRuns) -> list[int] | None:
             continue
         high = min(high, search.most_forward)
         if lowest <= high and search.met(high, search.least - 1 - lowest):
+            # `met` may have lowered the best sum, and with it the highest forward time that is worth a look.
             middle = (lowest + min(high, search.most_forward)) // 2
             intervals += [(lowest, middle), (middle + 1, high)]
     return search.best
@@ -140,6 +141,8 @@ def least_step(forward: Way, backward: Way, devices: Sequence[Device], more: int
     seen = defaultdict[tuple[int, int], list[tuple[int, int, int]]](list)
     # by the bound, of equal ones the longest partial cut first
     heap: list[tuple[int, int, tuple[int, ...], int, int, int]] = [(0, 0, (), 0, 0, 0)]
+    # Best-first: the bound of a partial cut is no more than the time of any cut that goes on from it, so the first
+    # whole cut that is taken from the heap is an optimum.
     while heap:
         _, _, ends, f, b, spent = heappop(heap)
         n, start = len(ends), ends[-1] if ends else 0
@@ -163,6 +166,8 @@ def least_step(forward: Way, backward: Way, devices: Sequence[Device], more: int
             new_f = max(f, takes_f, on[n][end], least_f[n + 1][end])
             new_b = max(b, takes_b, returned[n][end], least_b[n + 1][end])
             total = spent + takes_f + takes_b + both[1][n][end]
+            # rho_1 + rho_2 is no less than what any one stage or link takes both ways together, which is what
+            # `least_both` has of the rest: new_f and new_b may come from two stages, and each be less than that.
             bound = total + least_sum[n + 1][end] + more * max(new_f + new_b, least_both[n + 1][end])
             heappush(heap, (bound, -n - 1, (*ends, end), new_f, new_b, total))
     return None
@@ -178,6 +183,8 @@ def _least(way: Way, devices: Sequence[Device], join: Callable[[int, int, int], 
         rest, own = table[-1], nothing.copy()
         for start in range(last):
             for end in range(start + 1, last + 1):
+                # Both ways to join give no less than this time itself, and it only grows with `end`: what was found by
+                # now stays the least.
                 time = (before[end] - before[start]) * device.pace
                 if time >= own[start] or not device.holds(start, end):
                     break

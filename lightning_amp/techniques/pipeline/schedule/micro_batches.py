@@ -183,6 +183,8 @@ def gpipe_seconds(times: LayerTimes, ends: Sequence[int], speeds: Sequence[float
         ends: One past the last layer of every stage, as `cut_pipeline` returns them.
         speeds: Of every stage's device; none: all 1.
     """
+    # Of a device that is left idle start and end are equal, and `reduceat` would count the block that begins there for
+    # it.
     starts = np.array((0, *ends[:-1]))
     used = np.flatnonzero(starts < np.array(ends))
     speed = np.array(speeds or [1.0] * len(ends))[used]

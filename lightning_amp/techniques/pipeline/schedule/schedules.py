@@ -254,6 +254,7 @@ def timeline(orders: Sequence[Order], stages: Sequence[Stage]) -> Timeline:
                     # the last stage goes back at once, the first one has nobody to go back to
                     to, takes = step._replace(backward=True), 0.0
                 link = device, to.stage % len(orders)
+                # Where one device has both stages nothing is sent.
                 if link[0] != link[1]:
                     # a link carries one micro-batch after the other, and the device goes on meanwhile
                     end = link_free[link] = max(end, link_free.get(link, 0.0)) + takes

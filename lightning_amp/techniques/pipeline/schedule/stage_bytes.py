@@ -226,6 +226,7 @@ class _StageWalk:
         # a window of the backward pass counts what is kept itself, from which it goes down
         self._now -= own.kept
         self._reach(own.first_backward if first else own.backward)
+        # A later micro-batch adds its gradients to these, and has its own only until then (`own.backward`).
         if first:
             # those of what follows the blocks have come before
             came = min(self._gradients - self._came, own.gradients)
@@ -251,6 +252,7 @@ class _StageWalk:
     def after(self) -> None:
         """What follows the passes of a step."""
         pipeline, whole = self._pipeline, self._pipeline.whole
+        # What was sent is kept until `Messages.wait`, after the last pass, whenever it has arrived.
         self._now -= self._sent
         self._reach(self._tied())
         last = self._last % len(pipeline.orders) == self._rank

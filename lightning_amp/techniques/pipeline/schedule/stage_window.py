@@ -40,6 +40,8 @@ class StageWindow:
         segments_here = sorted({*range(start, segments), *rank})
         present = np.concatenate([passes.needs[i] for i in segments_here])
         of_own = np.isin(np.searchsorted(passes.first[1:], passes.birth, side="right"), segments_here)
+        # Whatever is neither the batch's, nor needed by a segment of this rank, nor made in one, is a placeholder here,
+        # which has no bytes.
         made_here = ~passes.computed | np.isin(passes.birth, present) | of_own
         self._before = made_here & ~passes.of_blocks & (passes.birth < begin)
         shared = self._before & ((passes.held >= begin) | (self._until > NEVER))

@@ -61,7 +61,7 @@ class ManualStep:
         module = self._module
         for whom, what, args, kwargs in found["asked"]:
             if whom == OPTIMIZER:
-                getattr(module.optimizers(), what)()
+                getattr(module.optimizers(), what)(*args, **kwargs)
             elif whom == SCHEDULER:
                 getattr(module.lr_schedulers(), what)(*args, **kwargs)
             elif (whom, what) == BACKWARD:
@@ -90,7 +90,7 @@ class _ManualRun:
 
     def names(self, stack: ExitStack) -> dict[str, Any]:
         """What the module has instead of its own methods; once backward is called, `stack` watches what is read."""
-        optimizer = _Recorded(OPTIMIZER, {"zero_grad": self._zero_grad, "step": self._step})
+        optimizer = _Recorded(OPTIMIZER, {"zero_grad": partial(self._ask, OPTIMIZER, "zero_grad"), "step": self._step})
         # there is no other whose parameters would have to stand still
         vars(optimizer)["toggle_model"] = lambda sync_grad=True: nullcontext()
         scheduler = _Recorded(SCHEDULER, {"step": partial(self._ask, SCHEDULER, "step")})
@@ -101,9 +101,10 @@ class _ManualRun:
             _refuse_arguments("self.manual_backward", args, kwargs)
             self._ask(*BACKWARD)
             self.loss = loss
+            # From here on one process has gradients, and this run has none: whatever reads them would go another way.
             stack.enter_context(_ReadsNoParameters())
 
-        def clip_gradients(of: Any, *args: Any, **kwargs: Any) -> None:
+        def clip_gradients(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             self._ask(MODULE, "clip_gradients", *args, **kwargs)
 
         return {
@@ -111,15 +112,12 @@ class _ManualRun:
             "lr_schedulers": lambda: scheduler if self._has_scheduler else None,
             "manual_backward": manual_backward,
             "clip_gradients": clip_gradients,
-            "toggle_optimizer": lambda of: None,
-            "untoggle_optimizer": lambda of: None,
+            "toggle_optimizer": lambda optimizer: None,
+            "untoggle_optimizer": lambda optimizer: None,
         }
 
     def _ask(self, whom: str, what: str, *args: Any, **kwargs: Any) -> None:
         self.asked.append((whom, what, args, kwargs))
-
-    def _zero_grad(self, set_to_none: bool = True) -> None:
-        self._ask(OPTIMIZER, "zero_grad")
 
     def _step(self, *args: Any, **kwargs: Any) -> None:
         _refuse_arguments("step of its optimizer", args, kwargs)

@@ -11,7 +11,8 @@ parts have other weights. So in every step the last stage then runs what follows
 and for the whole batch, from what the blocks have returned for its micro-batches; where the loss is another one, the
 step is refused on all ranks, before any parameter changes. That run is also what logs, updates metrics and returns
 outputs, as one run of the step would. Where random numbers are drawn after the blocks (dropout in a head), the two are
-compared in evaluation mode instead, and what is logged is of its own draw.
+compared in evaluation mode instead, and what is logged is of its own draw. Under autocast the first step compares them
+without it.
 
 What comes before the loss has to compute every sample by itself. In the first step two micro-batches pass the blocks,
 of which half the samples are the same: where these have another result the step is refused, and so it is where a block
@@ -22,10 +23,12 @@ A step that optimises by hand is one that returns its loss, until its gradients 
 Validation, test and prediction run the whole batch as one micro-batch.
 
 Known limits: a loss whose value agrees and whose gradient does not (as of x / x.detach()) is not noticed, and neither
-are samples that begin to depend on each other after the first step.
+are samples that begin to depend on each other after the first step, and weights that differ by less than a module whose
+parameters have half precision rounds.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
@@ -38,13 +41,15 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_amp._torch import tree_map
+from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import DataError, InstallError, ModelError
+from lightning_amp.footprint.recompute_state import digests, same_digests
 from lightning_amp.random_streams import isolated_random_streams
 from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.run.run_stages import Ran, Rest, Stages, Work, detached, loss_of
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, PassTimes, fills_rounds, schedule
 from lightning_amp.techniques.pipeline.steps.manual_step import ManualStep
-from lightning_amp.techniques.pipeline.steps.sample_check import SampleCheck, cut
+from lightning_amp.techniques.pipeline.steps.sample_check import SampleCheck, cut, repacked
 from lightning_amp.techniques.pipeline.steps.step_record import StageStepRecorder, StepRecord
 from lightning_amp.techniques.precomputed_gradients import Gradients, with_gradients
 
@@ -52,6 +57,8 @@ EVALUATED = ("validation_step", "test_step", "predict_step")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 HALF = 1e-2
 """Of other types, and under autocast: difference of two losses that counts as rounding, relative to the larger."""
+LOOKS = 2
+"""Training steps in which values of parameters and buffers are looked at, which takes as long as reading them twice."""
 
 Step = Callable[..., Any]
 
@@ -97,7 +104,9 @@ class PipelinedSteps:
         self._recorder = StageStepRecorder(module, list(blocks.values()))
         self._manual = None if module.automatic_optimization else ManualStep(module)
         self._check: SampleCheck | None = SampleCheck(stages, blocks)
+        self._exactly, self._looks = True, LOOKS
         self._changed: list[str] = []
+        self._calls = Counter[tuple[str, int]]()
         self.times: PassTimes | None = None
         self._replace("training_step", self._train)
         for name in EVALUATED:
@@ -118,6 +127,7 @@ class PipelinedSteps:
 
         @wraps(plain)
         def step(batch: Any, *rest: Any) -> Any:
+            self._calls[name, self._module.trainer.current_epoch] += 1
             return run(plain, name, batch, *rest)
 
         setattr(self._module, name, step)
@@ -133,12 +143,13 @@ class PipelinedSteps:
     def _with_gradients(self, plain: Step, name: str, batch: Any, *rest: Any) -> Any:
         parts, sizes = self._cut(batch)
         total, n, record = sum(sizes), len(parts), StepRecord()
-        whole, part = (lambda: plain(batch, *rest)), (lambda j: plain(parts[j], *rest))
+        # in containers of their own: a step may take something out of its batch, and is called again
+        whole, part = (lambda: plain(repacked(batch), *rest)), (lambda j: plain(repacked(parts[j]), *rest))
         seen, muted = partial(self._recorder.recording, record), self._recorder.muted
         at_once = n > 1 and self._spec.schedule == "gpipe"
         if n > 1 and self._check is not None:
-            run = within(lambda own: plain(own, *rest), muted)
-            with self._same_tensors():
+            run = within(lambda own: plain(repacked(own), *rest), muted)
+            with self._same_tensors(batch):
                 error = self._check.look(run, batch, parts[0], sizes, seed=self._seed(name, rest, n))
             self._broadcast(StepRecord(error=error))
             self._check = None
@@ -151,10 +162,13 @@ class PipelinedSteps:
             if at_once
             else None,
         )
+        # Passes leave gradients in `.grad`, where those of batches before may lie that are accumulated. These are put
+        # back, and the new ones come to them by the loss's own backward pass: so the Trainer's scaling applies to the
+        # new ones.
         with self._gradients_aside() as parameters:
-            with self._same_tensors():
+            with self._same_tensors(batch if n * self._spec.stages_per_rank > 1 else None):
                 ran = self._stages.run(self._order(n), work)
-            self.times = ran.times
+            self.times, self._looks = ran.times, max(0, self._looks - 1)
             # before gradients are read: tied parameters get the sum over the stages that hold them
             self._parameters.settle()
             grads = [parameter.grad for parameter in parameters]
@@ -182,8 +196,10 @@ class PipelinedSteps:
         return orders[self._stages.mesh.get_local_rank()]
 
     def _seed(self, name: str, rest: tuple[Any, ...], micro_batch: int) -> int:
-        trainer = self._module.trainer
-        return seed_of(torch.initial_seed(), name, trainer.current_epoch, *rest[:2], self._data_rank, micro_batch)
+        epoch = self._module.trainer.current_epoch
+        # a step need not take the number of its batch: all batches of an epoch would draw the same
+        told = rest[:2] or (self._calls[name, epoch],)
+        return seed_of(torch.initial_seed(), name, epoch, *told, self._data_rank, micro_batch)
 
     @contextmanager
     def _gradients_aside(self) -> Iterator[list[nn.Parameter]]:
@@ -201,19 +217,31 @@ class PipelinedSteps:
                 parameter.grad = grad
 
     @contextmanager
-    def _same_tensors(self) -> Iterator[None]:
+    def _same_tensors(self, batch: object = None) -> Iterator[None]:
         """Refuse, with a ModelError, a step that changes parameters, or buffers that are no metric's, in place.
 
-        Of a buffer that a checkpoint has, another tensor in its place is refused too.
+        Of a buffer that a checkpoint has, another tensor in its place is refused too, and so is a step that writes into
+        a batch that it is called with again: the second time it would find what the first one has left. What is written
+        into one by way of `.data`, which has no version, is seen in the first `LOOKS` training steps.
         """
         of_metrics = {id(b) for m in self._module.modules() if isinstance(m, Metric) for b in m.buffers()}
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
         before = [(n, t, t._version) for n, t in named if id(t) not in of_metrics and not t.is_inference()]
+        values = {n: digests(t) for n, t in named if self._looks and id(t) not in of_metrics}
         kept = self._kept_buffers()
+        read = [(tensor, tensor._version) for tensor in tensors_in(batch) if not tensor.is_inference()]
         yield
         now = self._kept_buffers()
+        written = next((tensor for tensor, version in read if tensor._version != version), None)
+        if written is not None:
+            raise ModelError(
+                f"pipeline: the step writes in place into a tensor of its batch, of shape {tuple(written.shape)!r}, and"
+                " is called again with the same one; do that in on_after_batch_transfer, let it write into a copy, or"
+                " leave 'pipeline' out"
+            )
         changed = [name for name, tensor, version in before if tensor._version != version]
         changed += [name for name, buffer in kept.items() if now.get(name) is not buffer]
+        changed += [name for name, t in named if name in values and not same_digests(values[name], digests(t))]
         if changed:
             raise ModelError(
                 f"pipeline: the step has changed the parameters or buffers {changed[:5]!r}, once for every"
@@ -236,23 +264,25 @@ class PipelinedSteps:
             with self._recorder.recording(record):
                 record.returned = detached(self._stages.run_rest(whole, ran.results))
             losses = [loss_of(returned) for returned in ran.returned]
-            loss = loss_of(record.returned)
-            if ran.drew:
+            loss, rounds = loss_of(record.returned), torch.is_autocast_enabled("cpu")
+            if ran.drew or (rounds and self._exactly):
                 part, whole = within(part, self._recorder.muted), within(whole, self._recorder.muted)
-                with _evaluating(self._module):
-                    loss = loss_of(self._stages.run_rest(whole, ran.results))
-                    losses = [
-                        loss_of(self._stages.run_rest(partial(part, j), [own])) for j, own in enumerate(ran.results)
-                    ]
-            record.error = _compare(loss, losses, work.weights)
+                # weights of a mean may differ by less than half precision rounds, in every step: once it is not rounded
+                with _evaluating(self._module, ran.drew), torch.autocast("cpu", enabled=False):
+                    results = tree_map(_single, ran.results)
+                    loss = loss_of(self._stages.run_rest(whole, results))
+                    losses = [loss_of(self._stages.run_rest(partial(part, j), [own])) for j, own in enumerate(results)]
+                rounds = self._exactly = False
+            record.error = _compare(loss, losses, work.weights, rounds=rounds)
 
     # --- the rest ---
 
     def _evaluate(self, plain: Step, name: str, batch: Any, *rest: Any) -> Any:
         record = StepRecord()
         seen = partial(self._recorder.recording, record)
-        work = Work(step=within(lambda j: plain(batch, *rest), seen), seeds=[self._seed(name, rest, 0)])
-        with self._same_tensors():
+        work = Work(step=within(lambda j: plain(repacked(batch), *rest), seen), seeds=[self._seed(name, rest, 0)])
+        # each stage of the rank calls the step
+        with self._same_tensors(batch if self._spec.stages_per_rank > 1 else None):
             ran = self._stages.run(self._stages.forward_only, work)
         record.returned = ran.returned[0]
         return self._share(record).returned
@@ -277,6 +307,7 @@ class PipelinedSteps:
                 box[0] = self._recorder.packed(record)
         dist.broadcast_object_list(box, dist.get_global_rank(group, self._stages.last_rank), group=group)
         # here with the objects that the step has handed out
+        # The error is raised by all ranks after the collective, so that none of them waits for one that has left.
         shared = record if is_last else self._recorder.unpacked(box[0])
         if shared.error is not None:
             raise shared.error
@@ -306,14 +337,22 @@ def _with_gradients(returned: Any, parameters: list[nn.Parameter], grads: list[T
     always = torch.zeros((), requires_grad=True)
     inputs = [always, *(parameter for parameter, _ in reached)]
     ready: Gradients = [torch.zeros(()), *(grad for _, grad in reached)]
-    total = with_gradients(lambda needed: (loss.detach().clone(), ready), inputs)
+    # gradients are scaled by a number without a dimension
+    own = loss.detach().clone().reshape(())
+    total = with_gradients(lambda needed: (own, ready), inputs).reshape(loss.shape)
     return {**returned, "loss": total} if isinstance(returned, dict) else total
 
 
-def _compare(loss: Tensor, losses: list[Tensor], weights: Any) -> Exception | None:
+def _single(value: Any) -> Any:
+    """A tensor of half precision in single precision; anything else as it is."""
+    half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if half else value
+
+
+def _compare(loss: Tensor, losses: list[Tensor], weights: Any, *, rounds: bool) -> Exception | None:
     mean = float(sum(weight * float(own) for weight, own in zip(weights, losses, strict=True)))
     found = float(loss)
-    rounding = HALF if torch.is_autocast_enabled("cpu") else TOLERANCE.get(loss.dtype, HALF)
+    rounding = HALF if rounds else TOLERANCE.get(loss.dtype, HALF)
     # written so that nan, which one process would train on too, passes where both are
     if abs(found - mean) <= rounding * max(abs(found), *(abs(float(own)) for own in losses)):
         return None
@@ -329,9 +368,10 @@ def _compare(loss: Tensor, losses: list[Tensor], weights: Any) -> Exception | No
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def _evaluating(module: nn.Module, evaluates: bool) -> Iterator[None]:
     modes = [(part, part.training) for part in module.modules()]
-    module.eval()
+    if evaluates:
+        module.eval()
     try:
         yield
     finally:

@@ -2,22 +2,24 @@
 
 Micro-batches are runs of samples whose sizes differ by one at most.
 
-    first        n samples                       f(x_1 .. x_k, x_k+1 .. x_n)
-    second       the first k of them, others     f(x_1 .. x_k, y_k+1 .. y_n)
+    first        n samples                       f(x_1 .. x_j, x_j+1 .. x_k, x_k+1 .. x_n)
+    second       those in the middle, others     f(y_1 .. y_j, x_j+1 .. x_k, y_k+1 .. y_n)
 
-Both have the same shapes and draw the same random numbers, so what is computed of the first k samples has to be the
-same. It is not where a statistic of the batch is in it (a normalisation by hand, a limit for all samples together),
-where a block returns something of the batch besides its samples (its own loss), and where samples are not in one
-dimension in their order. And a block whose attributes are others after the second pass than after the first one
-remembers samples, or counts its calls.
+Both have the same shapes and draw the same random numbers, so what is computed of the samples in the middle has to be
+the same. It is not where a statistic of the batch is in it (a normalisation by hand, a limit for all samples together),
+where a sample reads those before it or after it (a recurrence over the samples, a difference from the first one), where
+a block returns something of the batch besides its samples (its own loss), and where samples are not in one dimension in
+their order. And a block whose attributes are others after the second pass than after the first one remembers samples,
+or counts its calls.
 
 Known limit: samples that are all equal show nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -66,21 +68,31 @@ def cut(batch: Any, parts: int) -> tuple[list[Any], list[int]]:
     return [_of(batch, run) for run in runs], [run.stop - run.start for run in runs]
 
 
-def alike(batch: Any, size: int, total: int) -> tuple[Any, Any, int]:
-    """Two batches whose first samples are the same and whose others are not.
+def alike(batch: Any, size: int, total: int) -> tuple[Any, Any, range]:
+    """Two batches whose samples in the middle are the same and whose others are not.
 
     Args:
         batch: As for `cut`.
-        size: Of a micro-batch: how many samples they have, or two.
+        size: Of a micro-batch: how many samples they have, or three.
         total: Samples of the batch, two or more.
 
     Returns:
-        The two, and how many of their samples are the same.
+        The two, and the places of the samples that are the same.
     """
-    n = max(2, size)
-    same = n // 2
-    others = [*range(same), *((n + i) % total for i in range(n - same))]
-    return _of(batch, list(range(n))), _of(batch, others), same
+    # With other samples both before and after those that are compared: a recurrence over samples shows in those that
+    # follow a change, and its reverse in those that precede one.
+    n = max(3, size)
+    same = range(n // 3, n - n // 3)
+    # samples of other micro-batches where there are enough; a step of one never gives the same samples in another order
+    step = n if total >= 2 * n else 1
+    first = [i % total for i in range(n)]
+    second = [i if place in same else (i + step) % total for place, i in enumerate(first)]
+    return _of(batch, first), _of(batch, second), same
+
+
+def repacked(batch: Any) -> Any:
+    """The same tensors in other dictionaries, lists and dataclasses."""
+    return apply_to_collection(batch, get_args(Samples), lambda values: values)
 
 
 def _of(batch: Any, run: slice | list[int]) -> Any:
@@ -93,20 +105,21 @@ def _of(batch: Any, run: slice | list[int]) -> Any:
 
 
 def _refuse_lists(batch: Any, n: int) -> None:
-    """A list of texts, one for each sample, would be given whole to every micro-batch."""
+    """A list of texts or of numbers, one for each sample, would be given whole to every micro-batch."""
+    inside: Sequence[Any] = batch if isinstance(batch, list | tuple) else ()
+    has_samples = any(isinstance(part, get_args(Samples)) and part.shape for part in parts_in(batch))
+    if inside and not has_samples and len(inside) == n:
+        raise DataError(
+            f"the batch cannot be cut into micro-batches: it has a list of {n!r} values without a "
+            f"dimension, such as {inside[0]!r}, perhaps one for each sample; make it a tensor, take it "
+            "out of the batch, or set micro_batches=1"
+        )
     if isinstance(batch, Mapping):
-        for value in batch.values():
-            _refuse_lists(value, n)
-    elif isinstance(batch, list | tuple):
-        has_samples = any(isinstance(part, get_args(Samples)) for part in parts_in(batch))
-        if not has_samples and len(batch) == n:
-            raise DataError(
-                f"the batch cannot be cut into micro-batches: it has a list of {n!r} values that are no "
-                f"tensors, such as {batch[0]!r}, perhaps one for each sample; make it a tensor, take it "
-                "out of the batch, or set micro_batches=1"
-            )
-        for value in cast(list[Any], batch):
-            _refuse_lists(value, n)
+        inside = list(batch.values())
+    elif is_dataclass(batch):
+        inside = [getattr(batch, field.name) for field in fields(batch)]
+    for value in inside:
+        _refuse_lists(value, n)
 
 
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -175,16 +188,17 @@ class SampleCheck:
         )
 
 
-def _difference(whole: Any, part: Any, first: Any, second: Any, *, same: int, size: int) -> str:
+def _difference(whole: Any, part: Any, first: Any, second: Any, *, same: range, size: int) -> str:
     """What of a result differs, though its samples are the same; "" for nothing."""
     if not isinstance(first, Tensor):
         return "" if first == second else f"{first!r} and {second!r}"
     if whole.shape != part.shape:
         dim = dim_of_samples(whole, part)
-        if dim is None or part.shape[dim] % size:
+        each = 0 if dim is None else part.shape[dim] // size
+        # a sample has as many entries whatever their number is
+        if dim is None or part.shape[dim] != each * size or first.shape[dim] != each * (same.start + same.stop):
             return f"tensors of shape {tuple(part.shape)!r}, and {tuple(whole.shape)!r} for the batch"
-        kept = same * (part.shape[dim] // size)
-        first, second = (own.narrow(dim, 0, min(kept, own.shape[dim])) for own in (first, second))
+        first, second = (own.narrow(dim, each * same.start, each * len(same)) for own in (first, second))
     if not close(first, second, rtol=ROUNDING.get(first.dtype, HALF), equal_nan=True):
         return f"other values for the same samples, in a tensor of shape {tuple(part.shape)!r}"
     return ""

@@ -82,6 +82,7 @@ class Attributes:
             table.update(values)
         for _, part, training in self._modes:
             part.training = training
+        # The objects themselves are filled anew: a hook or another module may hold the same list.
         for container, content in self._contents.values():
             _fill(container, content)
         for name, is_buffer, _, values in self._tables:

@@ -23,9 +23,10 @@ from torchmetrics import Metric
 
 from lightning_amp._torch import has_no_values, tree_map
 from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.footprint.recompute_state import DEPTH, mark_of
 from lightning_amp.techniques.pipeline.steps.step_attributes import AttributeChange, Attributes, apply
 
-MUTED = ("update", "forward", "compute")
+MUTED = ("update", "forward", "compute", "reset")
 
 
 @dataclass
@@ -67,7 +68,9 @@ class StageStepRecorder:
 
         A step that does not come to its end leaves attributes as they were.
         """
-        before = {name: metric._update_count for name, metric in self._metrics()}
+        # not the number of updates alone, which is the same again where a step resets a metric and updates it once;
+        # with the states themselves, for marks of tensors that are gone may be those of new ones
+        before = {name: (state := _state(metric), _mark(state)) for name, metric in self._metrics()}
         attributes = self._attributes()
 
         def recorder(name: str) -> Any:
@@ -85,7 +88,7 @@ class StageStepRecorder:
             attributes.put_back()
             raise
         finally:
-            updated = [(n, metric) for n, metric in self._metrics() if metric._update_count != before[n]]
+            updated = [(n, metric) for n, metric in self._metrics() if _mark(_state(metric)) != before[n][1]]
             self._noted |= {_updated(name) for name, _ in updated}
         record.metrics |= {name: self._sendable(_state(metric)) for name, metric in updated}
         record.attributes += attributes.changes()
@@ -96,6 +99,7 @@ class StageStepRecorder:
         kept = [(name, metric, {way: vars(metric).get(way) for way in MUTED}) for name, metric in self._metrics()]
         attributes = self._attributes()
         for name, metric, _ in kept:
+            # On the instance, which a metric's own wrappers are on too: a class is shared by metrics of other modules.
             vars(metric).update(dict.fromkeys(MUTED, self._noting(_updated(name))))
         try:
             with self._logging(lambda name: lambda *args, **kw: self._noted.add(_logged(name, args, kw))):
@@ -249,6 +253,10 @@ def _refuse_all_gather(*args: Any, **kwargs: Any) -> None:
 def _state(metric: Metric) -> dict[str, Any]:
     names = (*metric._defaults, "_update_count", "_forward_cache")
     return {name: getattr(metric, name) for name in names}
+
+
+def _mark(state: dict[str, Any]) -> Any:
+    return mark_of(state, {}, DEPTH)
 
 
 def _set_state(metric: Any, state: dict[str, Any], device: torch.device) -> None:
