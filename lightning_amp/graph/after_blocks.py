@@ -38,8 +38,6 @@ class AfterBlocks(nn.Module):
         blocks = find_blocks(owner)
         self.owner = _without(owner, {id(block) for block in blocks.values()}, {})
         self._before = tuple(before)
-        self.before = repr(self._before)
-        """What a graph depends on of it."""
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
         """What the module returns.

@@ -26,6 +26,7 @@ from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
 from lightning_amp._torch import (
+    FakeTensor,
     FakeTensorMode,
     PythonNode,
     failures_unlogged,
@@ -152,7 +153,7 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
         call_args, call_kwargs = tree_unflatten(given, spec)
         # a tensor and its views share one counter of writes
         versions = [tensor._version for tensor in tensors]
-        with _NoHooks():
+        with _NoPython():
             results, found["output"] = tree_flatten(functional_call(twin, own, call_args, call_kwargs))
         left, form = tree_flatten((call_args, call_kwargs))
         if form != spec or any(new is not old for new, old in zip(left, given, strict=True)):
@@ -211,12 +212,23 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
     }
 
 
-class _NoHooks(TorchFunctionMode):
-    """Refuses hooks on tensors that a forward makes: they are Python, and no operator shows them."""
+HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad)
+NUMBERS = (
+    *(Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__complex__),
+    *(Tensor.is_nonzero, Tensor.equal, torch.equal, torch.is_nonzero),
+)
+
+
+class _NoPython(TorchFunctionMode):
+    """Refuses what no operator shows: hooks on tensors, and numbers that are read of tensors with values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad):
+        if func in HOOKS:
             raise CannotCapture(f"its forward calls {func.__name__!r} of a tensor, which is Python")
+        # arguments, parameters and buffers are fake here: a number of another tensor would become a constant, which
+        # stays when that tensor is written to
+        if func in NUMBERS and not any(isinstance(arg, FakeTensor) for arg in args):
+            raise CannotCapture("its forward reads a number of a tensor that is no argument, parameter or buffer")
         return func(*args, **(kwargs or {}))
 
 
