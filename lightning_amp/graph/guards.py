@@ -2,7 +2,8 @@
 
 Shapes, strides, dtypes, devices and gradients of arguments, parameters and buffers; which of them are one tensor; other
 arguments; training mode and all attributes of the block and its submodules, their classes, and whether they have hooks;
-what objects among all these hold, such as a configuration or a module that is no submodule; gradient mode and autocast.
+what objects among all these hold, such as a configuration or a module that is no submodule; gradient mode, default
+dtype and autocast.
 
 Known limits: what functions have closed over, and what objects of C hold that are none of these.
 """
@@ -68,6 +69,7 @@ def signature(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         tuple([_tensor(tensor) for tensor in state.values()]),
         tuple(_settings_of(modules, state)),
         torch.is_grad_enabled(),
+        torch.get_default_dtype(),
         autocast_now(),
         # which tensors are one and the same, by the first of them
         tuple([first.setdefault(id(tensor), k) for k, tensor in enumerate(tensors)]),

@@ -68,10 +68,18 @@ def test_what_a_block_holds_under_a_private_name_is_a_guard(held: Any, read: Any
     assert [found.reason for found in captures.all] == [""] * 3
 
 
+def caught(read: Any, of: Any) -> float:
+    try:
+        return float(read(of))
+    except Exception:
+        return 3.0
+
+
 @pytest.mark.parametrize(("held", "read", "reason"), [
     ([torch.tensor(2.0)], lambda o: o[0].item(), "reads a number of a tensor that is no argument"),
     (torch.tensor(2.0), float, "reads a number of a tensor that is no argument"),
     ([torch.ones(2), torch.ones(2)], lambda o: 2.0 if torch.equal(*o) else 3.0, "reads a number of a tensor"),
+    (torch.tensor(2.0), lambda o: caught(float, o), "reads a number of a tensor that is no argument"),
     (random.Random(0), lambda o: o.random(), "changes the attribute '_held'"),
     (np.random.default_rng(0), lambda o: o.random(), "changes the attribute '_held'"),
     (np.random.RandomState(0), lambda o: o.rand(), "changes the attribute '_held'"),
