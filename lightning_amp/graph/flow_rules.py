@@ -91,6 +91,9 @@ def _attention(call: OperatorCall) -> Follows:
         rows = (*call.result[:-1], call.shapes[1][-2])
         pairs += [(d, source) for d, source in broadcast(call.shapes[mask], mask, rows) if d < last]
     found = collect(call.result, pairs)
+    if call.arguments.get("enable_gqa") and call.shapes[1][-3] not in (1, call.result[-3]):
+        # several heads in a row share a key: a piece of the heads has to have its own part of the keys
+        found[-3] += [(k, len(call.shapes[k]) - 3) for k in (1, 2)]
     if call.arguments.get("is_causal"):
         # a causal row is determined by its number, which a piece of the rows does not know
         found[last - 1] = []
@@ -170,6 +173,8 @@ def _of_positions(call: OperatorCall) -> Follows:
         whole = apart and all(n == k * m for n, k, m in zip(call.shapes[0][-2:], kernel, call.result[-2:], strict=True))
     else:
         nearest = call.op == "upsample_nearest2d" and call.arguments.get("output_size") is None
+        # by 1.4 two positions become two, and both are the first one
+        nearest = nearest and all(float(scale).is_integer() for scale in call.arguments["scale_factors"])
         whole = nearest and all(m % n == 0 for n, m in zip(call.shapes[0][2:], call.result[2:], strict=True))
     return [[(0, d)] for d in range(rank)] if whole and rank == 4 else found
 
@@ -210,10 +215,12 @@ def _reorder(call: OperatorCall) -> Follows:
 def _reshape(call: OperatorCall) -> Follows:
     """Dims that are merged or split follow by their outermost factor; dims of size 1 follow none."""
     found = nothing(call)
-    for before, after in groups(call.shapes[0], call.result):
+    for before, after in groups(call.shapes[0], call.result) if 0 not in call.result else ():
         if before and after:
             # entries that follow each other share the outermost index; a piece along an inner one would be scattered
             found[after[0]] = [(0, before[0])]
+            if call.op == "view_as":  # the other one has the sizes of the result
+                found[after[0]].append((1, after[0]))
     return found
 
 
@@ -226,7 +233,9 @@ def _parts(call: OperatorCall) -> Follows:
     if call.op in ("select", "unbind"):
         gone = dim % len(call.shapes[0])
         return [[(0, d)] for d in range(len(call.shapes[0])) if d != gone]
-    sources = range(len(call.shapes)) if call.op in ("cat", "stack") else (0,)
+    # `cat` leaves out what has the shape (0,), whatever the shapes of the others are
+    whole = [k for k, shape in enumerate(call.shapes) if shape != (0,) or len(call.result) == 1]
+    sources = whole if call.op in ("cat", "stack") else (0,)
     dim %= len(call.result)
     moved = 1 if call.op == "stack" else 0
     return [[] if d == dim else [(k, d - moved * (d > dim)) for k in sources] for d in range(len(call.result))]
@@ -235,7 +244,9 @@ def _parts(call: OperatorCall) -> Follows:
 @register_flow("embedding")
 def _embedding(call: OperatorCall) -> Follows:
     """Rows follow the indices, columns the table's."""
-    return [*([(1, d)] for d in range(len(call.result) - 1)), [(0, 1)]]
+    # gradients of a row are divided by how often all of the indices name it
+    alone = not call.arguments.get("scale_grad_by_freq")
+    return [*([(1, d)] if alone else [] for d in range(len(call.result) - 1)), [(0, 1)]]
 
 
 @register_flow("renorm")
