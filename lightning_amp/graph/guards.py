@@ -2,10 +2,10 @@
 
 Shapes, strides, dtypes, devices and gradients of arguments, parameters and buffers; which of them are one tensor; other
 arguments; training mode and all attributes of the block and its submodules, their classes, and whether they have hooks;
-what objects among all these hold, such as a configuration or a module that is no submodule; gradient mode, default
-dtype and autocast.
+what objects among all these hold, such as a configuration or a module that is no submodule, and what functions have
+closed over; gradient mode, default dtype and autocast.
 
-Known limits: what functions have closed over, and what objects of C hold that are none of these.
+Known limits: attributes of classes, and of objects more than `DEPTH` deep; what other objects of C hold.
 """
 
 import pickle
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import tree_flatten
 from lightning_amp.footprint.chain.block_call import autocast_now
+from lightning_amp.footprint.copies.as_before import contents
+from lightning_amp.footprint.copies.fake_copy import holds_something
 from lightning_amp.footprint.forward_overrides import overrides_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -32,7 +34,8 @@ INTERNAL |= {"_trainer", "_fabric", "_flat_weights", "_flat_weight_refs"}
 an LSTM or another RNN gathers anew when its parameters are others."""
 ITEMS = (list, tuple, set, frozenset, deque, bytearray)
 OPAQUE = (nn.Module, Tensor, type, ModuleType, FunctionType)
-"""Of these, it matters only which one it is; of a module that is no submodule, also its settings."""
+"""Of these, it matters only which one it is; of a module that is no submodule also its settings, and of a function what
+it has closed over."""
 DEPTH = 5
 """How many objects deep it is looked at what they hold."""
 _Module = tuple[str, nn.Module]
@@ -185,7 +188,7 @@ def _tensor(value: Tensor) -> tuple[Any, ...]:
 @cache
 def _first_of(kind: type) -> Any:
     """Of the groups of classes the first that has this one; a class that is looked up costs less than `isinstance`."""
-    groups = (PLAIN, nn.Module, ITEMS, Mapping, np.ndarray, ReferenceType, OPAQUE)
+    groups = (PLAIN, nn.Module, ITEMS, Mapping, np.ndarray, ReferenceType, FunctionType, OPAQUE)
     return next((group for group in groups if issubclass(kind, group)), None)
 
 
@@ -214,7 +217,7 @@ def _plain(value: Any, seen: dict[int, Any], depth: int) -> Any:
         modules = [(start, child) for start, child in _modules_of(value) if id(child) not in seen]
         seen.update((id(child), _Same(child)) for _, child in modules)
         return kind, _Same(value), tuple(_settings(modules, seen))
-    if group is OPAQUE or depth == 0:
+    if group is OPAQUE or depth == 0 or (group is FunctionType and not holds_something(value)):
         return kind, _Same(value)
     fixed = getattr(of, "__dataclass_params__", None)
     # a frozen dataclass is what it holds, as a `Like` of another step
@@ -225,6 +228,9 @@ def _plain(value: Any, seen: dict[int, Any], depth: int) -> Any:
 def _contents(value: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds, by name."""
     kind: Any = type(value)
+    if kind is FunctionType:
+        yield "", (value.__defaults__, value.__kwdefaults__, *map(contents, value.__closure__ or ()))
+        return
     if hasattr(value, "__dict__"):
         yield from vars(value).items()
     for name in _slots(kind):

@@ -36,6 +36,10 @@ class Private(Base):
         return self.layer(x) * self._read(self._held)
 
 
+def closed(numbers: list[float]) -> Any:
+    return lambda: numbers[0]
+
+
 LATER = Settings()
 
 
@@ -49,6 +53,7 @@ LATER = Settings()
     (partial(max, Slotted()), lambda o: o.args[0].scale, lambda o: setattr(o.args[0], "scale", 3.0)),
     (LATER.__eq__, lambda o: o.__self__.scale, lambda o: setattr(LATER, "scale", 3.0)),
     (weakref.ref(LATER), lambda o: o().scale, lambda o: setattr(LATER, "scale", 5.0)),
+    (closed(later := [2.0]), lambda o: o(), lambda o: later.append(later.pop() + 1)),
     ({1: 2.0}, lambda o: 3.0 if "1" in o else 2.0, lambda o: o.update({"1": o.pop(1)})),
 ])  # fmt: skip
 def test_what_a_block_holds_under_a_private_name_is_a_guard(held: Any, read: Any, change: Any) -> None:
