@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
-import lightning_amp.graph.flow_rules  # noqa: F401  (it registers rules)
+import lightning_amp.graph.sum_rules  # noqa: F401  (it registers rules, as those of dims that it reads)
 from lightning_amp._torch import tree_leaves, tree_map
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes

@@ -5,10 +5,11 @@ above autograd, so the graph is differentiated as the block's own forward is. Pa
 the graph: one graph serves all blocks of the same class and signature, and updates their own buffers.
 
 What Python decides is fixed in a graph. A graph is used where everything is as it was when it was captured: shapes,
-dtypes, other arguments, training mode, gradient mode, autocast, and plain attributes of the block; elsewhere the block
-is captured again. A block that cannot be captured runs as it is, and `Capture.reason` says why.
+dtypes, other arguments, training mode, gradient mode, autocast, and attributes of the block; elsewhere the block is
+captured again. A block that cannot be captured runs as it is, and `Capture.reason` says why.
 
-Known limits: a branch on a global variable or on the clock is not seen.
+Known limits: a branch on a global variable or on the clock is not seen, and neither are hooks of all modules, a seed
+under `torch.random.fork_rng`, and of an argument whether it is a leaf or of a class derived from Tensor.
 """
 
 import copy
@@ -176,6 +177,8 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         # two arguments that are one tensor stay one
         given_tensors = [*state.values(), *(values[i] for i in at)]
+        if any(t.layout is not torch.strided for t in given_tensors):
+            raise CannotCapture("it has, or is called with, a tensor that is not dense")
         tensors = [made.setdefault(id(t), fresh(t).requires_grad_(t.requires_grad)) for t in given_tensors]
     # what the forward changes of other objects than tensors, it changes in a copy
     twin, objects = copy_of(block, fake), _copied(values)

@@ -3,17 +3,7 @@
 `embedding_bag` has none: which rows are in one bag depends on values.
 """
 
-from lightning_amp.graph.flow import (
-    Follows,
-    OperatorCall,
-    broadcast,
-    collect,
-    groups,
-    nothing,
-    register_flow,
-    same_but,
-    sums_over,
-)
+from lightning_amp.graph.flow import Follows, OperatorCall, broadcast, collect, groups, nothing, register_flow, same_but
 
 
 @register_flow(
@@ -148,11 +138,12 @@ def _convolution(call: OperatorCall) -> Follows:
             found[d] = [(0, d)] if size == 1 and call.shapes[0][d] == call.result[d] else []
     if call.arguments.get("groups", 1) == 1:
         # in a transposed convolution the weight has the channels of the input first
-        found[1] = [(1, int(_transposed(call))), *[(k, 0) for k in range(2, len(call.shapes))]]
+        found[1] = [(1, int(is_transposed(call))), *[(k, 0) for k in range(2, len(call.shapes))]]
     return found
 
 
-def _transposed(call: OperatorCall) -> bool:
+def is_transposed(call: OperatorCall) -> bool:
+    """Whether a convolution is one of those that go the other way."""
     return "transpose" in call.op or bool(call.arguments.get("transposed", False))
 
 
@@ -187,14 +178,17 @@ def _reduction(call: OperatorCall) -> Follows:
     """All dims but those that are reduced; of two tensors value by value."""
     if len(call.shapes) > 1:
         return _pointwise(call)
-    gone = _reduced(call)
+    gone = reduced_dims(call)
     if call.arguments.get("keepdim"):
         return same_but(call, gone)
     return [[(0, d)] for d in range(len(call.shapes[0])) if d not in gone]
 
 
-def _reduced(call: OperatorCall) -> list[int]:
+def reduced_dims(call: OperatorCall) -> list[int]:
+    """Dims of the argument that a reduction goes over."""
     dim, rank = call.arguments.get("dim"), len(call.shapes[0])
+    if dim == [] and call.op in ("all", "any"):  # of which no dims are none, and not all
+        return []
     return [d % rank for d in ([dim] if isinstance(dim, int) else dim or range(rank))]
 
 
@@ -370,41 +364,3 @@ def _of_samples(call: OperatorCall) -> Follows:
     """Samples stay apart, where there is a dim of samples."""
     samples = len(call.result) == (3 if call.op == "im2col" else 4)
     return [[(0, 0)] if samples and d == 0 else [] for d in range(len(call.result))]
-
-
-sums_over("sum", "nansum")(lambda call: [[(0, d)] for d in _reduced(call)])
-
-
-@sums_over("matmul", "mm", "bmm")
-def _sum_of_products(call: OperatorCall) -> Follows:
-    """Columns of the first with rows of the second; what addmm adds would be added with every piece."""
-    a, b = call.shapes[:2]
-    return [[(0, len(a) - 1), (1, max(len(b) - 2, 0))]]
-
-
-@sums_over("linear")
-def _sum_of_features(call: OperatorCall) -> Follows:
-    """Features of the input with the weight's columns; a bias would be added with every piece."""
-    return [] if len(call.shapes) > 2 else [[(0, len(call.shapes[0]) - 1), (1, 1)]]
-
-
-@sums_over(*CONVOLUTIONS)
-def _sum_of_channels(call: OperatorCall) -> Follows:
-    """Channels of the input with those of the weight, without a bias."""
-    alone = len(call.shapes) == 2 and len(call.shapes[0]) == len(call.shapes[1])
-    alone = alone and call.arguments.get("groups", 1) == 1
-    return [[(0, 1), (1, 1 - int(_transposed(call)))]] if alone else []
-
-
-@sums_over("einsum")
-def _sum_of_letters(call: OperatorCall) -> Follows:
-    """A letter that the result lacks, in all arguments; a dim of size 1 is broadcast."""
-    left, arrow, right = str(call.arguments["equation"]).replace(" ", "").partition("->")
-    if not arrow or "." in left:
-        return []
-    places: dict[str, list[tuple[int, int]]] = {}
-    for k, part in enumerate(left.split(",")):
-        for d, letter in enumerate(part):
-            if letter not in right and call.shapes[k][d] != 1:
-                places.setdefault(letter, []).append((k, d))
-    return list(places.values())

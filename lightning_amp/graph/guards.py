@@ -182,7 +182,9 @@ def described(value: Any) -> tuple[Any, ...]:
 
 
 def _tensor(value: Tensor) -> tuple[Any, ...]:
-    return "tensor", value.shape, value.stride(), value.dtype, value.device.type, value.requires_grad
+    laid_out = value.stride() if value.layout is torch.strided else value.layout
+    # the device with its number: an operator that makes a tensor has it as an argument
+    return "tensor", value.shape, laid_out, value.dtype, value.device, value.requires_grad
 
 
 @cache

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_amp._torch import FakeTensorMode
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.graph.capture import Captures
+from lightning_amp.graph.guards import signature
 from tests.any_module import NAMES, make
 from tests.graph.calls import calls_of, difference
 
@@ -274,6 +276,13 @@ def test_the_gradient_mode_and_autocast_are_guards() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(captures.run(block, x_of()), block(x_of()))
     assert len(captures.all) == 3
+
+
+def test_devices_of_one_type_are_told_apart_and_sparse_arguments_are_a_reason() -> None:
+    with FakeTensorMode():
+        keys = [signature(Base(), (torch.empty(2, device=f"cuda:{k}"),), {}) for k in (0, 1)]
+    assert keys[0] != keys[1]
+    assert "not dense" in Captures().of(Base(), (torch.eye(4).to_sparse(),), {}).reason
 
 
 def test_the_default_dtype_is_a_guard() -> None:

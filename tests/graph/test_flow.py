@@ -163,6 +163,7 @@ X, Y, S = torch.randn(4, 6, 8), torch.randn(4, 8, 2), torch.randn(4, 4)
     (lambda a, x: torch.cat([a, x]), (torch.ones(0), S), ((), ((1, 1),))),
     (lambda x, y: x.view_as(y), (S, torch.ones(4, 2, 2)), (((0, 0), (1, 0)), ((0, 1), (1, 1)), ())),
     (lambda x: x.flatten(), (torch.ones(4, 0),), ((),)),
+    (lambda x: torch.any(x > 0, dim=()), (S,), (((0, 0),), ((0, 1),))),
     (lambda x: F.interpolate(x, scale_factor=1.4), (torch.randn(2, 2, 2, 2),), (((0, 0),), ((0, 1),), (), ())),
     (lambda x: F.interpolate(x, scale_factor=2.0), (X[None],), (((0, 0),), ((0, 1),), ((0, 2),), ((0, 3),))),
 ])  # fmt: skip
