@@ -201,13 +201,17 @@ def _plain(value: Any, seen: dict[int, Any], depth: int) -> Any:
     if group is PLAIN:
         # 1, 1.0 and True are equal, and make different graphs
         return kind, value
-    if group is ITEMS:
-        kinds = tuple(map(type, value))
-        if _all_plain(kinds):
-            return kind, kinds, tuple(value)
-        return kind, tuple([_plain(item, seen, depth) for item in value])
-    if group is Mapping:
-        return kind, tuple([(_plain(key, seen, depth), _plain(item, seen, depth)) for key, item in value.items()])
+    if group is ITEMS and _all_plain(kinds := tuple(map(type, value))):
+        return kind, kinds, tuple(value)
+    if group in (ITEMS, Mapping):
+        if id(value) in seen:
+            return kind, seen[id(value)]
+        # while it is looked through, for it may hold itself; afterwards another one may take its address
+        seen[id(value)] = "itself"
+        items = [*value, *value.values()] if group is Mapping else value
+        found = tuple([_plain(item, seen, depth) for item in items])
+        del seen[id(value)]
+        return kind, found
     if group is np.ndarray:
         # which array it is does not say what it holds: it may be written to
         return kind, _Same(value), value.tobytes()

@@ -96,6 +96,16 @@ def test_what_it_holds_that_may_change_unseen_is_a_reason(held: Any, read: Any, 
     assert re.search(reason, found.reason), found.reason
 
 
+def test_a_list_may_hold_itself() -> None:
+    held: list[Any] = [2.0, {}]
+    held[1]["all"] = held
+    blocks, captures = [Private(held, lambda o: o[1]["all"][0]) for _ in range(2)], Captures()
+    for block in blocks:
+        assert torch.equal(captures.run(block, x_of()), block(x_of()))
+    held[0] = 3.0
+    assert torch.equal(captures.run(blocks[0], x_of()), blocks[0](x_of()))
+
+
 def test_blocks_that_hold_their_own_parts_in_lists_share_a_graph() -> None:
     class Listed(Base):
         def __init__(self) -> None:

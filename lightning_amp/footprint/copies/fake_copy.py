@@ -104,10 +104,13 @@ def _copy_functions(owners: Sequence[Any], memo: dict[int, Any]) -> None:
     cells: dict[int, tuple[CellType, CellType]] = {}
     copies: list[tuple[FunctionType, FunctionType]] = []
     waiting: list[Any] = [value for owner in owners for value in vars(owner).values()]
+    seen = set[int]()
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict | list | tuple):
-            waiting += value.values() if isinstance(value, dict) else value
+            # once: a list may hold itself
+            waiting += () if id(value) in seen else value.values() if isinstance(value, dict) else value
+            seen.add(id(value))
         elif isinstance(value, partial):
             waiting += [value.func, *value.args]
         elif holds_something(value) and id(value) not in memo:
