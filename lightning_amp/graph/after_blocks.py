@@ -126,6 +126,7 @@ def leave_out_before(graph: Graph, results: int) -> str:
     given = [node for node in nodes if node.op == "placeholder"]
     at = {node: k for k, node in enumerate(nodes)}
     # operators before the first one that reads the last block's result were computed on the way to the blocks
+    # the arguments of the module are placeholders too: only the last ones are what the last block has returned
     reads = [at[user] for node in given[len(given) - results :] for user in node.users]
     first = min(reads, default=len(nodes))
     before = [node for node in nodes[:first] if node.op == "call_function"]

@@ -148,6 +148,7 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
 
     def call(*tensors: Tensor) -> list[Any]:
         # parameters and buffers come first, then the tensors of the call
+        # state is shorter: what is left of the tensors are those of the call
         own = dict(zip(state, tensors, strict=False))
         given = [objects.get(i, value) for i, value in enumerate(values)]
         for i, tensor in zip(at, tensors[len(own) :], strict=True):

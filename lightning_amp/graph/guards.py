@@ -63,6 +63,7 @@ def signature(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     modules = _modules_of(block)
     state = _state_of(modules)
     tensors = [*state.values(), *(value for value in values if isinstance(value, Tensor))]
+    # by place and not by id: the key outlives the tensors, and others may take their addresses
     first: dict[int, int] = {}
     return (
         type(block),
@@ -215,10 +216,14 @@ def _plain(value: Any, seen: dict[int, Any], depth: int) -> Any:
     if group is np.ndarray:
         # which array it is does not say what it holds: it may be written to
         return kind, _Same(value), value.tobytes()
+    # the reference itself is another object in every block, where what it refers to may be the same, or a part of its
+    # own
     if group is ReferenceType:
         return kind, _plain(value(), seen, depth)
     if id(value) in seen:
         return kind, seen[id(value)]
+    # a module in a plain list is no child: `train`, `to` and the walk over submodules pass it by. Its tensors need no
+    # place here, for a graph that reads one is refused as a constant
     if group is nn.Module:
         modules = [(start, child) for start, child in _modules_of(value) if id(child) not in seen]
         seen.update((id(child), _Same(child)) for _, child in modules)
@@ -239,8 +244,12 @@ def _contents(value: Any) -> Iterator[tuple[str, Any]]:
         return
     if hasattr(value, "__dict__"):
         yield from vars(value).items()
+    # not by `__reduce_ex__`, which names the same things for more classes: it is user code, and what it makes is new
+    # each time, so that no key would ever be found again
     for name in _slots(kind):
         yield name, getattr(value, name, None)
+    # the state of a generator stands in no attribute. It is here for the comparison after a capture: a forward that
+    # draws from it would have its first number as a constant
     if isinstance(value, random.Random):
         yield "", value.getstate()
     elif isinstance(value, np.random.Generator):

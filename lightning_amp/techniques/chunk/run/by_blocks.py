@@ -53,6 +53,7 @@ def plan_blocks(
         ModelError: The module does not run on fake tensors, or none of its blocks can be captured.
     """
     with_gradients = torch.is_grad_enabled()
+    # bytes are counted without gradients, for which the budget is, and signatures are taken as the module is called
     with torch.no_grad():
         calls, whole_bytes = _dry_run(module, args, kwargs, lambda *_: None, reason)
     # whether a block's arguments have gradients is part of its signature
