@@ -38,8 +38,6 @@ class AfterBlocks(nn.Module):
         blocks = find_blocks(owner)
         self.owner = _without(owner, {id(block) for block in blocks.values()}, {})
         self._before = tuple(before)
-        self.before = repr(self._before)
-        """What a graph depends on of it."""
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
         """What the module returns.
@@ -128,6 +126,7 @@ def leave_out_before(graph: Graph, results: int) -> str:
     given = [node for node in nodes if node.op == "placeholder"]
     at = {node: k for k, node in enumerate(nodes)}
     # operators before the first one that reads the last block's result were computed on the way to the blocks
+    # the arguments of the module are placeholders too: only the last ones are what the last block has returned
     reads = [at[user] for node in given[len(given) - results :] for user in node.users]
     first = min(reads, default=len(nodes))
     before = [node for node in nodes[:first] if node.op == "call_function"]

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
-import lightning_amp.graph.flow_rules  # noqa: F401  (it registers rules)
+import lightning_amp.graph.sum_rules  # noqa: F401  (it registers rules, as those of dims that it reads)
 from lightning_amp._torch import tree_leaves, tree_map
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
@@ -106,6 +106,8 @@ class _Builder:
             if not isinstance(value, Tensor):
                 return value
             # a leaf, for the backward pass of this operator alone; in the same memory, so that views are seen
+            # each reader of a value gets a separate leaf: were it the same one, gradients of two arguments could not be
+            # told apart
             leaves.append(value.detach().requires_grad_(value.requires_grad))
             return leaves[-1]
 
@@ -118,6 +120,8 @@ class _Builder:
         else:
             result, kept, found = _looked_at(node, args, kwargs, leaves)
             self._put(node, result, kind=OPERATOR, op=op)
+            # what the operator keeps for its backward pass was noted by storage, before its result had a row: of memory
+            # that is known by now, the row answers for the bytes, and only the rest is counted as hidden
             # in the memory of no row: a mask, a copy in another layout, statistics
             hidden = [tensor for memory, tensor in kept.items() if memory not in self._of_storage]
             places = {self._of_storage[memory] for memory in kept if memory in self._of_storage}

@@ -5,10 +5,11 @@ above autograd, so the graph is differentiated as the block's own forward is. Pa
 the graph: one graph serves all blocks of the same class and signature, and updates their own buffers.
 
 What Python decides is fixed in a graph. A graph is used where everything is as it was when it was captured: shapes,
-dtypes, other arguments, training mode, gradient mode, autocast, and plain attributes of the block; elsewhere the block
-is captured again. A block that cannot be captured runs as it is, and `Capture.reason` says why.
+dtypes, other arguments, training mode, gradient mode, autocast, and attributes of the block; elsewhere the block is
+captured again. A block that cannot be captured runs as it is, and `Capture.reason` says why.
 
-Known limits: a branch on a global variable or on the clock is not seen.
+Known limits: a branch on a global variable or on the clock is not seen, and neither are hooks of all modules, a seed
+under `torch.random.fork_rng`, and of an argument whether it is a leaf or of a class derived from Tensor.
 """
 
 import copy
@@ -26,6 +27,7 @@ from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
 from lightning_amp._torch import (
+    FakeTensor,
     FakeTensorMode,
     PythonNode,
     failures_unlogged,
@@ -35,6 +37,7 @@ from lightning_amp._torch import (
     tree_leaves,
     tree_unflatten,
 )
+from lightning_amp.footprint.copies.as_before import as_before
 from lightning_amp.footprint.copies.fake_copy import copy_of
 from lightning_amp.footprint.forward_overrides import hooked
 from lightning_amp.graph.after_blocks import AfterBlocks, leave_out_before
@@ -127,7 +130,7 @@ def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *,
     try:
         _refuse(block)
         # a library's warning says nothing of the block, also where warnings are errors
-        with failures_unlogged(), warnings.catch_warnings(action="ignore"):
+        with failures_unlogged(), warnings.catch_warnings(action="ignore"), as_before(block):
             return Capture(**common, **_trace(block, args, kwargs, key))
     except CannotCapture as reason:
         return Capture(**common, reason=str(reason))
@@ -145,6 +148,7 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
 
     def call(*tensors: Tensor) -> list[Any]:
         # parameters and buffers come first, then the tensors of the call
+        # state is shorter: what is left of the tensors are those of the call
         own = dict(zip(state, tensors, strict=False))
         given = [objects.get(i, value) for i, value in enumerate(values)]
         for i, tensor in zip(at, tensors[len(own) :], strict=True):
@@ -152,8 +156,14 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
         call_args, call_kwargs = tree_unflatten(given, spec)
         # a tensor and its views share one counter of writes
         versions = [tensor._version for tensor in tensors]
-        with _NoHooks():
+        with _NoPython() as python:
             results, found["output"] = tree_flatten(functional_call(twin, own, call_args, call_kwargs))
+        if python.reason:
+            raise CannotCapture(python.reason)
+        # `self.mean = ...` of a buffer is a new tensor, which no operator of the graph writes to the block
+        replaced = [name for name, tensor in zip(own, tensors, strict=False) if own[name] is not tensor]
+        if replaced := [*replaced, *(state.keys() ^ state_of(twin).keys())]:
+            raise CannotCapture(f"its forward replaces its parameter or buffer {replaced[0]!r}; write to it in place")
         left, form = tree_flatten((call_args, call_kwargs))
         if form != spec or any(new is not old for new, old in zip(left, given, strict=True)):
             raise CannotCapture("its forward changes a list or a dictionary that it is called with")
@@ -168,23 +178,29 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         # two arguments that are one tensor stay one
         given_tensors = [*state.values(), *(values[i] for i in at)]
+        if any(t.layout is not torch.strided for t in given_tensors):
+            raise CannotCapture("it has, or is called with, a tensor that is not dense")
         tensors = [made.setdefault(id(t), fresh(t).requires_grad_(t.requires_grad)) for t in given_tensors]
     # what the forward changes of other objects than tensors, it changes in a copy
     twin, objects = copy_of(block, fake), _copied(values)
     held = {i: described(value) for i, value in objects.items()}
-    before = settings_of(twin), random.getstate(), np.random.get_state()
+    before = settings_of(twin), random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         graph = make_fx(call, REWRITES, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*tensors)
         if before[0] != (after := settings_of(twin)):
             raise CannotCapture(f"its forward changes the attribute {first_change(before[0], after)!r}")
         if before[1] != random.getstate() or not all(map(np.array_equal, before[2], np.random.get_state())):
             raise CannotCapture("its forward draws from Python's or NumPy's random numbers")
+        # operators without values draw nothing: this is a seed, which is no operator
+        if not np.array_equal(before[3].numpy(), torch.get_rng_state().numpy()):
+            raise CannotCapture("its forward sets the seed of torch's random numbers")
         for i, value in objects.items():
             if described(value) != held[i]:
                 raise CannotCapture(f"its forward changes what an argument of type {type(value).__name__!r} holds")
     finally:
         random.setstate(before[1])
         np.random.set_state(before[2])
+        torch.set_rng_state(before[3])
     for node in reversed(graph.graph.nodes):
         # a sum that was only tried
         if node.target in REWRITES and not node.users:
@@ -211,12 +227,35 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
     }
 
 
-class _NoHooks(TorchFunctionMode):
-    """Refuses hooks on tensors that a forward makes: they are Python, and no operator shows them."""
+PYTHON = {
+    Tensor.register_hook: "register_hook",
+    Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
+    Tensor.retain_grad: "retain_grad",
+    Tensor.requires_grad_: "requires_grad_",
+    Tensor.requires_grad.__set__: "requires_grad",  # type: ignore[attr-defined]
+    Tensor.backward: "backward",
+}
+NUMBERS = (
+    *(Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__complex__),
+    *(Tensor.is_nonzero, Tensor.equal, torch.equal, torch.is_nonzero),
+)
+
+
+class _NoPython(TorchFunctionMode):
+    """Refuses what no operator shows: hooks on tensors, leaves, and numbers that are read of tensors with values."""
+
+    reason = ""
+    """Stays where the forward itself catches what is raised here, and goes on."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad):
-            raise CannotCapture(f"its forward calls {func.__name__!r} of a tensor, which is Python")
+        if func in PYTHON:
+            self.reason = f"its forward calls {PYTHON[func]!r} of a tensor, which is Python"
+        # arguments, parameters and buffers are fake here: a number of another tensor would become a constant, which
+        # stays when that tensor is written to
+        if func in NUMBERS and not any(isinstance(arg, FakeTensor) for arg in args):
+            self.reason = "its forward reads a number of a tensor that is no argument, parameter or buffer"
+        if self.reason:
+            raise CannotCapture(self.reason)
         return func(*args, **(kwargs or {}))
 
 

@@ -149,7 +149,7 @@ def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
     groups, a, b = [], list[int](), list[int]()
     # the side with fewer entries takes its next dim, until both have as many: then a group is complete
     while left or right:
-        if prod(before[d] for d in a) <= prod(after[d] for d in b) and left:
+        if left and (not right or prod(before[d] for d in a) <= prod(after[d] for d in b)):
             a.append(left.pop(0))
         else:
             b.append(right.pop(0))

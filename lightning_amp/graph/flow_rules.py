@@ -3,17 +3,7 @@
 `embedding_bag` has none: which rows are in one bag depends on values.
 """
 
-from lightning_amp.graph.flow import (
-    Follows,
-    OperatorCall,
-    broadcast,
-    collect,
-    groups,
-    nothing,
-    register_flow,
-    same_but,
-    sums_over,
-)
+from lightning_amp.graph.flow import Follows, OperatorCall, broadcast, collect, groups, nothing, register_flow, same_but
 
 
 @register_flow(
@@ -93,6 +83,9 @@ def _attention(call: OperatorCall) -> Follows:
         rows = (*call.result[:-1], call.shapes[1][-2])
         pairs += [(d, source) for d, source in broadcast(call.shapes[mask], mask, rows) if d < last]
     found = collect(call.result, pairs)
+    if call.arguments.get("enable_gqa") and call.shapes[1][-3] not in (1, call.result[-3]):
+        # several heads in a row share a key: a piece of the heads has to have its own part of the keys
+        found[-3] += [(k, len(call.shapes[k]) - 3) for k in (1, 2)]
     if call.arguments.get("is_causal"):
         # a causal row is determined by its number, which a piece of the rows does not know
         found[last - 1] = []
@@ -147,11 +140,12 @@ def _convolution(call: OperatorCall) -> Follows:
             found[d] = [(0, d)] if size == 1 and call.shapes[0][d] == call.result[d] else []
     if call.arguments.get("groups", 1) == 1:
         # in a transposed convolution the weight has the channels of the input first
-        found[1] = [(1, int(_transposed(call))), *[(k, 0) for k in range(2, len(call.shapes))]]
+        found[1] = [(1, int(is_transposed(call))), *[(k, 0) for k in range(2, len(call.shapes))]]
     return found
 
 
-def _transposed(call: OperatorCall) -> bool:
+def is_transposed(call: OperatorCall) -> bool:
+    """Whether a convolution is one of those that go the other way."""
     return "transpose" in call.op or bool(call.arguments.get("transposed", False))
 
 
@@ -172,6 +166,8 @@ def _of_positions(call: OperatorCall) -> Follows:
         whole = apart and all(n == k * m for n, k, m in zip(call.shapes[0][-2:], kernel, call.result[-2:], strict=True))
     else:
         nearest = call.op == "upsample_nearest2d" and call.arguments.get("output_size") is None
+        # by 1.4 two positions become two, and both are the first one
+        nearest = nearest and all(float(scale).is_integer() for scale in call.arguments["scale_factors"])
         whole = nearest and all(m % n == 0 for n, m in zip(call.shapes[0][2:], call.result[2:], strict=True))
     return [[(0, d)] for d in range(rank)] if whole and rank == 4 else found
 
@@ -184,14 +180,17 @@ def _reduction(call: OperatorCall) -> Follows:
     """All dims but those that are reduced; of two tensors value by value."""
     if len(call.shapes) > 1:
         return _pointwise(call)
-    gone = _reduced(call)
+    gone = reduced_dims(call)
     if call.arguments.get("keepdim"):
         return same_but(call, gone)
     return [[(0, d)] for d in range(len(call.shapes[0])) if d not in gone]
 
 
-def _reduced(call: OperatorCall) -> list[int]:
+def reduced_dims(call: OperatorCall) -> list[int]:
+    """Dims of the argument that a reduction goes over."""
     dim, rank = call.arguments.get("dim"), len(call.shapes[0])
+    if dim == [] and call.op in ("all", "any"):  # of which no dims are none, and not all
+        return []
     return [d % rank for d in ([dim] if isinstance(dim, int) else dim or range(rank))]
 
 
@@ -212,10 +211,12 @@ def _reorder(call: OperatorCall) -> Follows:
 def _reshape(call: OperatorCall) -> Follows:
     """Dims that are merged or split follow by their outermost factor; dims of size 1 follow none."""
     found = nothing(call)
-    for before, after in groups(call.shapes[0], call.result):
+    for before, after in groups(call.shapes[0], call.result) if 0 not in call.result else ():
         if before and after:
             # entries that follow each other share the outermost index; a piece along an inner one would be scattered
             found[after[0]] = [(0, before[0])]
+            if call.op == "view_as":  # the other one has the sizes of the result
+                found[after[0]].append((1, after[0]))
     return found
 
 
@@ -228,7 +229,9 @@ def _parts(call: OperatorCall) -> Follows:
     if call.op in ("select", "unbind"):
         gone = dim % len(call.shapes[0])
         return [[(0, d)] for d in range(len(call.shapes[0])) if d != gone]
-    sources = range(len(call.shapes)) if call.op in ("cat", "stack") else (0,)
+    # `cat` leaves out what has the shape (0,), whatever the shapes of the others are
+    whole = [k for k, shape in enumerate(call.shapes) if shape != (0,) or len(call.result) == 1]
+    sources = whole if call.op in ("cat", "stack") else (0,)
     dim %= len(call.result)
     moved = 1 if call.op == "stack" else 0
     return [[] if d == dim else [(k, d - moved * (d > dim)) for k in sources] for d in range(len(call.result))]
@@ -237,7 +240,9 @@ def _parts(call: OperatorCall) -> Follows:
 @register_flow("embedding")
 def _embedding(call: OperatorCall) -> Follows:
     """Rows follow the indices, columns the table's."""
-    return [*([(1, d)] for d in range(len(call.result) - 1)), [(0, 1)]]
+    # gradients of a row are divided by how often all of the indices name it
+    alone = not call.arguments.get("scale_grad_by_freq")
+    return [*([(1, d)] if alone else [] for d in range(len(call.result) - 1)), [(0, 1)]]
 
 
 @register_flow("renorm")
@@ -361,41 +366,3 @@ def _of_samples(call: OperatorCall) -> Follows:
     """Samples stay apart, where there is a dim of samples."""
     samples = len(call.result) == (3 if call.op == "im2col" else 4)
     return [[(0, 0)] if samples and d == 0 else [] for d in range(len(call.result))]
-
-
-sums_over("sum", "nansum")(lambda call: [[(0, d)] for d in _reduced(call)])
-
-
-@sums_over("matmul", "mm", "bmm")
-def _sum_of_products(call: OperatorCall) -> Follows:
-    """Columns of the first with rows of the second; what addmm adds would be added with every piece."""
-    a, b = call.shapes[:2]
-    return [[(0, len(a) - 1), (1, max(len(b) - 2, 0))]]
-
-
-@sums_over("linear")
-def _sum_of_features(call: OperatorCall) -> Follows:
-    """Features of the input with the weight's columns; a bias would be added with every piece."""
-    return [] if len(call.shapes) > 2 else [[(0, len(call.shapes[0]) - 1), (1, len(call.shapes[1]) - 1)]]
-
-
-@sums_over(*CONVOLUTIONS)
-def _sum_of_channels(call: OperatorCall) -> Follows:
-    """Channels of the input with those of the weight, without a bias."""
-    alone = len(call.shapes) == 2 and len(call.shapes[0]) == len(call.shapes[1])
-    alone = alone and call.arguments.get("groups", 1) == 1
-    return [[(0, 1), (1, 1 - int(_transposed(call)))]] if alone else []
-
-
-@sums_over("einsum")
-def _sum_of_letters(call: OperatorCall) -> Follows:
-    """A letter that the result lacks, in all arguments; a dim of size 1 is broadcast."""
-    left, arrow, right = str(call.arguments["equation"]).replace(" ", "").partition("->")
-    if not arrow or "." in left:
-        return []
-    places: dict[str, list[tuple[int, int]]] = {}
-    for k, part in enumerate(left.split(",")):
-        for d, letter in enumerate(part):
-            if letter not in right and call.shapes[k][d] != 1:
-                places.setdefault(letter, []).append((k, d))
-    return list(places.values())

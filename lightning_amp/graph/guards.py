@@ -1,14 +1,21 @@
 """Compute the key of a block's graph: a new key requires a new graph.
 
 Shapes, strides, dtypes, devices and gradients of arguments, parameters and buffers; which of them are one tensor; other
-arguments; training mode and all plain attributes of the block and its submodules, their classes, and whether they have
-hooks; what objects among all these hold, such as a configuration; gradient mode and autocast.
+arguments; training mode and all attributes of the block and its submodules, their classes, and whether they have hooks;
+what objects among all these hold, such as a configuration or a module that is no submodule, and what functions have
+closed over; gradient mode, default dtype and autocast.
+
+Known limits: attributes of classes, and of objects more than `DEPTH` deep; what other objects of C hold.
 """
 
+import pickle
+import random
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from types import FunctionType, ModuleType
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
+from weakref import ReferenceType
 
 import numpy as np
 import torch
@@ -16,14 +23,19 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import tree_flatten
 from lightning_amp.footprint.chain.block_call import autocast_now
+from lightning_amp.footprint.copies.as_before import contents
+from lightning_amp.footprint.copies.fake_copy import holds_something
 from lightning_amp.footprint.forward_overrides import overrides_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 INTERNAL = frozenset(name for name, value in vars(nn.Module()).items() if not isinstance(value, PLAIN))
-"""Attributes that every module has, of which only hooks matter here."""
-ITEMS = (list, tuple, set, frozenset)
+INTERNAL |= {"_trainer", "_fabric", "_flat_weights", "_flat_weight_refs"}
+"""Attributes that every module has, of which only hooks matter here; a Trainer, which changes with every step; and what
+an LSTM or another RNN gathers anew when its parameters are others."""
+ITEMS = (list, tuple, set, frozenset, deque, bytearray)
 OPAQUE = (nn.Module, Tensor, type, ModuleType, FunctionType)
-"""Of these, it matters only which one it is."""
+"""Of these, it matters only which one it is; of a module that is no submodule also its settings, and of a function what
+it has closed over."""
 DEPTH = 5
 """How many objects deep it is looked at what they hold."""
 _Module = tuple[str, nn.Module]
@@ -51,6 +63,7 @@ def signature(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     modules = _modules_of(block)
     state = _state_of(modules)
     tensors = [*state.values(), *(value for value in values if isinstance(value, Tensor))]
+    # by place and not by id: the key outlives the tensors, and others may take their addresses
     first: dict[int, int] = {}
     return (
         type(block),
@@ -58,8 +71,9 @@ def signature(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         str(spec),
         tuple(state),
         tuple([_tensor(tensor) for tensor in state.values()]),
-        tuple(_settings_of(modules)),
+        tuple(_settings_of(modules, state)),
         torch.is_grad_enabled(),
+        torch.get_default_dtype(),
         autocast_now(),
         # which tensors are one and the same, by the first of them
         tuple([first.setdefault(id(tensor), k) for k, tensor in enumerate(tensors)]),
@@ -73,7 +87,8 @@ def state_of(block: nn.Module) -> dict[str, Tensor]:
 
 def settings_of(block: nn.Module) -> list[_Setting]:
     """Of a block and its submodules: class, attributes on which a branch may depend, and whether they have hooks."""
-    return _settings_of(_modules_of(block))
+    modules = _modules_of(block)
+    return _settings_of(modules, _state_of(modules))
 
 
 def first_change(before: list[_Setting], after: list[_Setting]) -> str:
@@ -113,8 +128,14 @@ def _state_of(modules: Sequence[_Module]) -> dict[str, Tensor]:
     return found
 
 
-def _settings_of(modules: Sequence[_Module]) -> list[_Setting]:
-    found, seen = list[_Setting](), set[int]()
+def _settings_of(modules: Sequence[_Module], state: Mapping[str, Tensor]) -> list[_Setting]:
+    # by name: what one block holds of its own parts is the same as what another one holds of its own
+    seen: dict[int, Any] = {id(own): name for own_of in (modules, state.items()) for name, own in own_of}
+    return _settings(modules, seen)
+
+
+def _settings(modules: Sequence[_Module], seen: dict[int, Any]) -> list[_Setting]:
+    found = list[_Setting]()
     for start, child in modules:
         own = vars(child)
         names, hooks = _names(tuple(own))
@@ -128,15 +149,15 @@ def _settings_of(modules: Sequence[_Module]) -> list[_Setting]:
     return found
 
 
-def _held(module: nn.Module, own: Iterable[tuple[str, type, Any]], seen: set[int]) -> Iterator[tuple[Any, ...]]:
-    """Names, classes and keys of a module's attributes, of those with an underscore the plain ones."""
+def _held(module: nn.Module, own: Iterable[tuple[str, type, Any]], seen: dict[int, Any]) -> Iterator[tuple[Any, ...]]:
+    """Names, classes and keys of a module's attributes."""
     for name, kind, value in own:
         if _first_of(kind) is PLAIN:
             yield name, kind, value
         elif name == "forward" and (overrides := overrides_of(module)):
             # the object in which they are set is another in every copy
             yield name, kind, tuple((one.position, _Same(one.run)) for one in overrides)
-        elif name[0] != "_":
+        else:
             yield name, kind, _plain(value, seen, DEPTH)
 
 
@@ -144,7 +165,8 @@ def _held(module: nn.Module, own: Iterable[tuple[str, type, Any]], seen: set[int
 def _names(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Of a module's attributes those that not every module has, and those of hooks."""
     hooks = tuple(name for name in names if name[0] == "_" and name.endswith("_hooks"))
-    return tuple(name for name in names if name not in INTERNAL and name not in hooks), hooks
+    # with two underscores: what torch keeps of a module, such as the state of fully_shard
+    return tuple(name for name in names if name not in INTERNAL and name not in hooks and name[:2] != "__"), hooks
 
 
 @cache
@@ -156,39 +178,87 @@ def described(value: Any) -> tuple[Any, ...]:
     """What a graph depends on of an argument."""
     if isinstance(value, Tensor):
         return _tensor(value)
-    found: tuple[Any, ...] = _plain(value, set(), DEPTH)
+    found: tuple[Any, ...] = _plain(value, {}, DEPTH)
     return found
 
 
 def _tensor(value: Tensor) -> tuple[Any, ...]:
-    return "tensor", value.shape, value.stride(), value.dtype, value.device.type, value.requires_grad
+    laid_out = value.stride() if value.layout is torch.strided else value.layout
+    # the device with its number: an operator that makes a tensor has it as an argument
+    return "tensor", value.shape, laid_out, value.dtype, value.device, value.requires_grad
 
 
 @cache
 def _first_of(kind: type) -> Any:
     """Of the groups of classes the first that has this one; a class that is looked up costs less than `isinstance`."""
-    return next((group for group in (PLAIN, ITEMS, Mapping, np.ndarray, OPAQUE) if issubclass(kind, group)), None)
+    groups = (PLAIN, nn.Module, ITEMS, Mapping, np.ndarray, ReferenceType, FunctionType, OPAQUE)
+    return next((group for group in groups if issubclass(kind, group)), None)
 
 
-def _plain(value: Any, seen: set[int], depth: int) -> Any:
-    """A key of a value; `seen` are objects whose attributes stand in it already."""
+def _plain(value: Any, seen: dict[int, Any], depth: int) -> Any:
+    """A key of a value; `seen` are objects that stand in it already, with what stands for them from then on."""
     of: Any = type(value)
     kind, group = of.__name__, _first_of(of)
     if group is PLAIN:
         # 1, 1.0 and True are equal, and make different graphs
         return kind, value
-    if group is ITEMS:
-        kinds = tuple(map(type, value))
-        if _all_plain(kinds):
-            return kind, kinds, tuple(value)
-        return kind, tuple([_plain(item, seen, depth) for item in value])
-    if group is Mapping:
-        return kind, tuple([(str(key), _plain(item, seen, depth)) for key, item in value.items()])
+    if group is ITEMS and _all_plain(kinds := tuple(map(type, value))):
+        return kind, kinds, tuple(value)
+    if group in (ITEMS, Mapping):
+        if id(value) in seen:
+            return kind, seen[id(value)]
+        # while it is looked through, for it may hold itself; afterwards another one may take its address
+        seen[id(value)] = "itself"
+        items = [*value, *value.values()] if group is Mapping else value
+        found = tuple([_plain(item, seen, depth) for item in items])
+        del seen[id(value)]
+        return kind, found
     if group is np.ndarray:
         # which array it is does not say what it holds: it may be written to
         return kind, _Same(value), value.tobytes()
-    if group is OPAQUE or id(value) in seen or depth == 0 or not hasattr(value, "__dict__"):
+    # the reference itself is another object in every block, where what it refers to may be the same, or a part of its
+    # own
+    if group is ReferenceType:
+        return kind, _plain(value(), seen, depth)
+    if id(value) in seen:
+        return kind, seen[id(value)]
+    # a module in a plain list is no child: `train`, `to` and the walk over submodules pass it by. Its tensors need no
+    # place here, for a graph that reads one is refused as a constant
+    if group is nn.Module:
+        modules = [(start, child) for start, child in _modules_of(value) if id(child) not in seen]
+        seen.update((id(child), _Same(child)) for _, child in modules)
+        return kind, _Same(value), tuple(_settings(modules, seen))
+    if group is OPAQUE or depth == 0 or (group is FunctionType and not holds_something(value)):
         return kind, _Same(value)
-    seen.add(id(value))
-    held = [(name, _plain(item, seen, depth - 1)) for name, item in vars(value).items()]
-    return kind, _Same(value), tuple(held)
+    fixed = getattr(of, "__dataclass_params__", None)
+    # a frozen dataclass is what it holds, as a `Like` of another step
+    same = of if fixed is not None and fixed.frozen else seen.setdefault(id(value), _Same(value))
+    return kind, same, tuple([(name, _plain(item, seen, depth - 1)) for name, item in _contents(value)])
+
+
+def _contents(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, by name."""
+    kind: Any = type(value)
+    if kind is FunctionType:
+        yield "", (value.__defaults__, value.__kwdefaults__, *map(contents, value.__closure__ or ()))
+        return
+    if hasattr(value, "__dict__"):
+        yield from vars(value).items()
+    # not by `__reduce_ex__`, which names the same things for more classes: it is user code, and what it makes is new
+    # each time, so that no key would ever be found again
+    for name in _slots(kind):
+        yield name, getattr(value, name, None)
+    # the state of a generator stands in no attribute. It is here for the comparison after a capture: a forward that
+    # draws from it would have its first number as a constant
+    if isinstance(value, random.Random):
+        yield "", value.getstate()
+    elif isinstance(value, np.random.Generator):
+        yield "", pickle.dumps(value.bit_generator.state)
+    elif isinstance(value, np.random.RandomState):
+        yield "", pickle.dumps(value.get_state())
+
+
+@cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """Names of what objects of a class hold besides their dictionary: `__slots__`, and what a `partial` binds."""
+    return tuple(n for base in kind.__mro__ for n, own in vars(base).items() if isinstance(own, MemberDescriptorType))

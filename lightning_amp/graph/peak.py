@@ -195,6 +195,7 @@ class _Waiting:
         during = self.n_bytes + new
         own = self.pop(i)
         # the gradient of a view is a view of the gradient: its memory is handed on
+        # where the backward makes new gradients, the one that came in is no longer needed once it has run
         own = own if not any(row.grad_bytes) else 0
         alive = self.n_bytes + new + own
         for k, n in made:

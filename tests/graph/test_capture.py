@@ -1,6 +1,7 @@
 """Claim: a captured block computes what the block computes, or stays as it is for a reason that is named."""
 
 import copy
+import functools
 import random
 import re
 import threading
@@ -11,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_amp._torch import FakeTensorMode
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.graph.capture import Captures
+from lightning_amp.graph.guards import signature
 from tests.any_module import NAMES, make
 from tests.graph.calls import calls_of, difference
 
@@ -140,6 +143,30 @@ class TensorHook(Base):
         return y.relu()
 
 
+def replaced(block: Base, x: Tensor) -> Tensor:
+    block.count = block.count + 1
+    return block.layer(x) * block.count
+
+
+def made(block: Base, x: Tensor) -> Tensor:
+    block.register_buffer("mask", torch.ones(4))
+    return block.layer(x) * block.mask
+
+
+def seeded(block: Base, x: Tensor) -> Tensor:
+    torch.manual_seed(3)
+    return nn.functional.dropout(block.layer(x))
+
+
+def goes_back(block: Base, x: Tensor) -> Tensor:
+    block.layer(x).sum().backward()
+    return block.layer(x)
+
+
+Replaces, Makes, Seeded, GoesBack = (of(f.__name__, f) for f in (replaced, made, seeded, goes_back))
+Leaf = of("Leaf", lambda m, x: m.layer(x).detach().requires_grad_())
+
+
 class HasTo(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -177,6 +204,11 @@ def test_nasty_blocks_are_captured_exactly(kind: type[Base]) -> None:
     (Hooked, r"its submodule 'layer' has hooks \(forward_hooks\)"),
     (TensorHook, "its forward calls 'register_hook' of a tensor, which is Python"),
     (Compiled, "its submodule 'inner' is compiled"),
+    (Replaces, "its forward replaces its parameter or buffer 'count'; write to it in place"),
+    (Makes, "its forward replaces its parameter or buffer 'mask'"),
+    (Seeded, "its forward sets the seed of torch's random numbers"),
+    (GoesBack, "its forward calls 'backward' of a tensor, which is Python"),
+    (Leaf, "its forward calls 'requires_grad_' of a tensor, which is Python"),
 ])  # fmt: skip
 def test_what_a_graph_would_get_wrong_stays_as_it_is(kind: type[Base], reason: str) -> None:
     block = kind()
@@ -187,8 +219,23 @@ def test_what_a_graph_would_get_wrong_stays_as_it_is(kind: type[Base], reason: s
     right = kind.forward(block, x_of()) if kind is Hooked else block(x_of())
     if kind is Counting:
         block.calls -= 1
+    block.count.zero_()
     random.seed(0)
     assert torch.equal(Captures().run(block, x_of()), right)
+
+
+@functools.cache
+def cached_mask(size: int) -> Tensor:
+    return torch.arange(size) % 2 == 0
+
+
+def test_what_functions_remember_of_a_capture_is_forgotten() -> None:
+    """A mask without values would be what the block itself finds from then on."""
+    block = of("Masked", lambda m, x: m.layer(x).masked_fill(cached_mask(4), 0.0))()
+    found = Captures()
+    assert found.of(block, (x_of(),), {}).reason == ""
+    assert type(cached_mask(4)) is Tensor
+    assert torch.equal(found.run(block, x_of()), block(x_of()))
 
 
 def test_an_attribute_named_to_is_a_reason() -> None:
@@ -229,6 +276,24 @@ def test_the_gradient_mode_and_autocast_are_guards() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(captures.run(block, x_of()), block(x_of()))
     assert len(captures.all) == 3
+
+
+def test_devices_of_one_type_are_told_apart_and_sparse_arguments_are_a_reason() -> None:
+    with FakeTensorMode():
+        keys = [signature(Base(), (torch.empty(2, device=f"cuda:{k}"),), {}) for k in (0, 1)]
+    assert keys[0] != keys[1]
+    assert "not dense" in Captures().of(Base(), (torch.eye(4).to_sparse(),), {}).reason
+
+
+def test_the_default_dtype_is_a_guard() -> None:
+    """A number of float32 is another one than that of float64."""
+    captures, block, x = Captures(), of("Tenth", lambda m, x: m.layer(x) * torch.tensor(0.1))().double(), x_of()
+    captures.of(block, (x.double(),), {})
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(captures.run(block, x.double()), block(x.double()))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_one_and_true_have_graphs_of_their_own() -> None:

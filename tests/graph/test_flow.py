@@ -159,6 +159,13 @@ X, Y, S = torch.randn(4, 6, 8), torch.randn(4, 8, 2), torch.randn(4, 4)
     (lambda x, w: F.conv1d(x, w, padding=1), (X, torch.randn(4, 6, 3)), (((0, 0),), ((1, 0),), ())),
     (lambda x, w: F.conv1d(x, w, groups=2), (X, torch.randn(4, 3, 3)), (((0, 0),), (), ())),
     (lambda w, i: F.embedding(i, w), (S, torch.zeros(6, 2, dtype=torch.long)), (((1, 0),), ((1, 1),), ((0, 1),))),
+    (lambda w, i: F.embedding(i, w, scale_grad_by_freq=True), (S, torch.arange(2)), ((), ((0, 1),))),
+    (lambda a, x: torch.cat([a, x]), (torch.ones(0), S), ((), ((1, 1),))),
+    (lambda x, y: x.view_as(y), (S, torch.ones(4, 2, 2)), (((0, 0), (1, 0)), ((0, 1), (1, 1)), ())),
+    (lambda x: x.flatten(), (torch.ones(4, 0),), ((),)),
+    (lambda x: torch.any(x > 0, dim=()), (S,), (((0, 0),), ((0, 1),))),
+    (lambda x: F.interpolate(x, scale_factor=1.4), (torch.randn(2, 2, 2, 2),), (((0, 0),), ((0, 1),), (), ())),
+    (lambda x: F.interpolate(x, scale_factor=2.0), (X[None],), (((0, 0),), ((0, 1),), ((0, 2),), ((0, 3),))),
 ])  # fmt: skip
 def test_rules_by_hand(function: Any, args: Any, dims: Any) -> None:
     table, _ = check(Op(function), args)
@@ -166,6 +173,14 @@ def test_rules_by_hand(function: Any, args: Any, dims: Any) -> None:
     if dims is None:
         dims = (((0, 0), (1, 0), (2, 0)), (), ((2, 2),))
     assert last.dims == dims
+
+
+@pytest.mark.parametrize("keys", [1, 2, 4, 8])
+def test_a_piece_of_the_heads_has_the_keys_that_they_share(keys: int) -> None:
+    """Of grouped heads: with all keys a piece of the heads would share others."""
+    x, y = torch.randn(2, 8, 6, 4), torch.randn(2, keys, 6, 4)
+    table, _ = check(Op(lambda x, y: F.scaled_dot_product_attention(x, y, y.sin(), enable_gqa=True)), (x, y))
+    assert table.rows[-1].dims[1] == ((0, 1), *(((1, 1), (2, 1)) if keys > 1 else ()))  # type: ignore[index]
 
 
 def test_an_unknown_operator_ends_the_flow_and_is_named() -> None:

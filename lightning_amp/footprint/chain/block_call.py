@@ -24,8 +24,8 @@ class Like:
 
     def make(self) -> Tensor:
         """A tensor of this kind, of whatever mode is active."""
-        found = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        return found.requires_grad_(self.requires_grad)
+        learns = self.requires_grad
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device, requires_grad=learns)
 
 
 def likeness(values: Any) -> Any:

@@ -104,13 +104,16 @@ def _copy_functions(owners: Sequence[Any], memo: dict[int, Any]) -> None:
     cells: dict[int, tuple[CellType, CellType]] = {}
     copies: list[tuple[FunctionType, FunctionType]] = []
     waiting: list[Any] = [value for owner in owners for value in vars(owner).values()]
+    seen = set[int]()
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict | list | tuple):
-            waiting += value.values() if isinstance(value, dict) else value
+            # once: a list may hold itself
+            waiting += () if id(value) in seen else value.values() if isinstance(value, dict) else value
+            seen.add(id(value))
         elif isinstance(value, partial):
             waiting += [value.func, *value.args]
-        elif _holds_something(value) and id(value) not in memo:
+        elif holds_something(value) and id(value) not in memo:
             # empty cells first: functions may have closed over each other, or over themselves
             own = value.__closure__ or ()
             cells.update({id(cell): (CellType(), cell) for cell in own if id(cell) not in cells})
@@ -130,7 +133,8 @@ def _copy_functions(owners: Sequence[Any], memo: dict[int, Any]) -> None:
         twin.__kwdefaults__ = {name: copied(given) for name, given in (value.__kwdefaults__ or {}).items()}
 
 
-def _holds_something(value: Any) -> bool:
+def holds_something(value: Any) -> bool:
+    """Whether a value is a function of the user's that has closed over something, or has defaults."""
     return (
         isinstance(value, FunctionType)
         and bool(value.__closure__ or value.__defaults__ or value.__kwdefaults__)

@@ -85,6 +85,7 @@ def close(found: Tensor, right: Tensor, *, rtol: float, scale: float | None = No
     """Whether two tensors have the same shape, type and numbers; arguments as of `difference`."""
     if found.shape != right.shape or found.dtype != right.dtype:
         return False
+    # the difference of booleans is an error in torch, and that of unsigned numbers wraps around
     if rtol == 0 or not (right.is_floating_point() or right.is_complex()):
         return torch.equal(found, right)
     error = (found - right).abs()

@@ -12,12 +12,13 @@ import lightning_amp
 from benchmarks.chunks.models import GPT, Fused, Language
 from benchmarks.chunks.paper_models import KINDS
 from lightning_amp._torch import make_fx
-from lightning_amp.errors import PlanError
+from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.graph.capture import Captures
 from lightning_amp.techniques.chunk.regions.choose_chunks import choose_chunks
 from lightning_amp.techniques.chunk.run.lower import BINDINGS, binding, table_of
 from tests.any_module import load
 from tests.graph.calls import calls_of
+from tests.techniques.chunk.small_blocks import FeedForward
 from tests.techniques.chunk.test_chunk_module import bytes_of, close
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -187,3 +188,34 @@ def test_a_binding_starts_the_same_operator(name: str) -> None:
     traced = make_fx(lambda *given: function(*given, **out), pre_dispatch=True)(*args)
     assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [target]
     assert torch.equal(function(*args, **out), target(*args, **out))
+
+
+class Counting(nn.Module):
+    """No graph of two positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = FeedForward(16), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += x.shape[1] == 2
+        y: Tensor = self.inner(x)
+        return y
+
+
+class InTwoWays(nn.Module):
+    """No graph as a whole; its block is one in one of two calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Counting()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.blocks[0](x) + self.blocks[0](x[:, :2]).sum()
+        return y
+
+
+def test_a_block_that_is_no_graph_in_one_of_its_calls_is_in_chunks_in_none() -> None:
+    """It was in chunks until what it changes of itself had changed, and then ran whole in silence."""
+    with pytest.raises(ModelError, match=r"of blocks\.0 its forward changes the attribute 'calls'"):
+        lightning_amp.chunk(InTwoWays(), torch.randn(2, 48, 16), budget=100_000)

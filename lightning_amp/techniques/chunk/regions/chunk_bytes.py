@@ -133,6 +133,7 @@ class Pieces:
             row, copied = x.row, sum(map(part, x.copied))
             passing = max(copied, part(x.passing))
             # a copy that is made of an argument is saved in its place
+            # an operator that saves nothing, as of an argument that does not learn, lets go of its copy at once
             kept = copied if train and (row.saved or row.hidden_bytes) else 0
             found = PieceRow(
                 OPERATOR,
@@ -223,6 +224,8 @@ class _Outer:
     def count(self) -> BlockBytes:
         """Bytes by the rows of the block as it was captured."""
         outputs = tuple(self._place[k] for k in self._table.outputs)
+        # `last_use` of the rows themselves is that of the block without regions, where an input of a region may end
+        # inside
         # rows have other places than in the block, and regions read their inputs and outputs until they end
         last = {k: n for n, row in enumerate(self._rows) for k in row.inputs}
         last |= dict.fromkeys(outputs, len(self._rows))

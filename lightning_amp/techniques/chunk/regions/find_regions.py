@@ -144,6 +144,7 @@ class RegionSearch:
                 continue
             if self._held and self._nearest[above - 1] < first and self._held[first] >= least:
                 continue
+            # known also where it was None: walks for other rows around the peak pass the same places again
             key = flow.last, dim, first
             if key not in self._found:
                 self._found[key] = flow.region(first)
@@ -244,6 +245,7 @@ class _Flow:
 
     def region(self, first: int) -> Region | None:
         """The run from a first row; None if sizes do not go together, or a row above it is cut already."""
+        # a row of several results is cut as soon as one of them is, which may be above `first`
         if min(self.cut, default=first) < first:
             return None
         # what is wanted and not cut is an input of the run from here on, which pieces read cut
@@ -313,6 +315,8 @@ class _Flow:
         if row.random or row.dims is None or i in self.whole:
             return False
         pairs = row.sums[~dim] if dim < 0 else row.dims[dim]
+        # `dict` keeps the last dim of every argument, so that a second, other dim of the same argument is seen as
+        # unequal
         # one tensor as two arguments, or along two of its dims, has to be cut in one way
         asked = dict(pairs)
         if not pairs or any(asked[k] != d for k, d in pairs):
@@ -331,6 +335,7 @@ class _Flow:
 
     def _read(self, row: OperatorRow, asked: dict[int, int]) -> bool:
         """Ask a row's arguments for what it reads of them."""
+        # by place and not by row: `x @ x` reads one row twice, once along its rows and once whole, which no cut allows
         for k, j in enumerate(row.inputs):
             inside = j in self.cut
             if j in self.summed:

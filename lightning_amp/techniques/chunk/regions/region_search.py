@@ -119,6 +119,8 @@ class Line:
     def search(self, candidates: Sequence[RegionCandidate], budget: int | None) -> Label | None:
         """The cheapest label at the end within a budget; without one, that of the least peak. None if there is none."""
         # a region is a step from its first row to the row behind its last
+        # a step over a region never begins inside of another one, so that regions of one plan share no row by
+        # construction
         starting: dict[int, list[RegionCandidate]] = {}
         for candidate in candidates:
             starting.setdefault(candidate.region.first, []).append(candidate)
@@ -203,6 +205,8 @@ class Line:
             moved.forget(needed)
         homes = moved.homes
         # outputs are made whole before the first piece, or take the place of an input
+        # ~i and not i: a view that a region hands on is whole, separate memory, where row i as it is has none of its
+        # own
         homes |= {i: homes[candidate.over[i]] if i in candidate.over else ~i for i in candidate.outputs}
         if candidate.learns:
             moved.saved |= {home for i in candidate.inputs if (home := homes.get(i)) is not None}
@@ -266,6 +270,7 @@ class _Moved:
 
     def forget(self, needed: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Let go of rows that are not needed, and return the others."""
+        # in the order of the rows, for the tuple is a part of the name of a state: equal states have to be one object
         kept = tuple((k, home) for k in needed if (home := self.homes.get(k)) is not None)
         self.homes = dict(kept)
         gone = self.saved.difference(self.homes.values())

@@ -53,21 +53,24 @@ def plan_blocks(
         ModelError: The module does not run on fake tensors, or none of its blocks can be captured.
     """
     with_gradients = torch.is_grad_enabled()
+    # bytes are counted without gradients, for which the budget is, and signatures are taken as the module is called
     with torch.no_grad():
         calls, whole_bytes = _dry_run(module, args, kwargs, lambda *_: None, reason)
     # whether a block's arguments have gradients is part of its signature
     asked = _dry_run(module, args, kwargs, lambda *_: None, reason)[0] if with_gradients else calls
     blocks, captures = find_blocks(module), Captures()
     fake, names = QuickFakes(), [call.fqn for call, _ in calls]
-    found = [captures.of(plain(blocks[call.fqn]), *call.arguments(fake)) for call, _ in asked]
-    reasons = {"": reason} | {fqn: f.reason for fqn, f in zip(names, found, strict=True) if f.reason}
+    known = [captures.of(plain(blocks[call.fqn]), *call.arguments(fake)) for call, _ in asked]
+    reasons = {"": reason} | {fqn: f.reason for fqn, f in zip(names, known, strict=True) if f.reason}
+    # a block that is no graph in one of its calls runs as it is in all of them: what it changes may be in its key
+    found = [None if fqn in reasons else f for fqn, f in zip(names, known, strict=True)]
     by_key: dict[Any, Checked] = {}
     regions: dict[str, tuple[Region, ...]] = {}
     for capture in captures.all:
-        if capture.graph is None:
-            continue
         # one plan has to fit wherever a block of its kind is called, so where the most bytes are alive outside
         own = [call for call, other in zip(calls, found, strict=True) if other is capture]
+        if not own:
+            continue
         fullest, outside_bytes = max(own, key=lambda one: one[1])
         try:
             own_bytes = budget_bytes - outside_bytes
@@ -78,7 +81,7 @@ def plan_blocks(
         regions |= {call.fqn: chosen.regions for call, _ in own}
     if not by_key:
         raise ModelError(_no_graph(module, reasons))
-    in_order = iter([by_key.get(capture.key) for capture in found])
+    in_order = iter([by_key[f.key] if f else None for f in found])
     with torch.no_grad():
         if with_gradients:  # the budget is for inference, where results are written over others
             peak_bytes = plan_blocks(module, args, kwargs, budget_bytes, reason, costs).chunks.peak_bytes
@@ -91,7 +94,7 @@ def plan_blocks(
             " budget",
             peak_bytes,
         )
-    code = {fqn: by_key[f.key].code for fqn, f in zip(names, found, strict=True) if f.key in by_key}
+    code = {fqn: by_key[f.key].code for fqn, f in zip(names, found, strict=True) if f}
     chunks = ModuleChunks(
         budget_bytes=budget_bytes, peak_bytes=peak_bytes, whole_bytes=whole_bytes,
         regions=regions, code=code, reasons=reasons,

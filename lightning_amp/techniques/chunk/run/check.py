@@ -173,6 +173,8 @@ def _outcome(
     given = [leaves.get(id(value), value) for value in values]
     if inputs:  # what a block changes in place may not be a leaf
         given = [v + 0 if isinstance(v, Tensor) and v.requires_grad else v for v in given]
+    # both forms draw the same numbers, and after them the same seeds of gradients, unless one of the two draws another
+    # number of times, which then shows as a difference too
     torch.manual_seed(0)
     with _without_autocast(), InFloat64():  # type: ignore[no-untyped-call]
         if own:

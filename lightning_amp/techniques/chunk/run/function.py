@@ -154,6 +154,8 @@ class _Chunked(torch.autograd.Function):
         # no zeros of the whole size for results that the loss does not read
         ctx.set_materialize_grads(False)
         ctx.region, ctx.autocast = region, _autocast_of(inputs)
+        # not as attributes of ctx: only saved tensors have their versions checked, and an input that is changed in
+        # place before the backward pass would be computed again with its new values
         ctx.save_for_backward(*inputs)
         results = run_region(region, inputs)
         pairs = zip(results, region.outputs, strict=True)
@@ -198,6 +200,8 @@ def _backward_of_chunk(
         if grad is not None and result.requires_grad:
             wanted.append(result)
             given.append(region.piece(grad, output.dim, start, size))
+    # also a leaf that no wanted result depends on: `allow_unused` leaves its hook uncalled, and its sum without a
+    # number
     leaves = [piece for piece in pieces if piece.requires_grad]
     if wanted:
         torch.autograd.grad(wanted, leaves, given, allow_unused=True)
@@ -211,6 +215,8 @@ class _Gradient:
 
     def __init__(self, of: Tensor, dim: int | None) -> None:
         self._of, self._dim, self._found = of, dim, False
+        # of what is cut, a place has the gradient of one chunk (neighbours aside): as in eager, nothing is added up in
+        # 16 bits
         wide = dim is None and of.dtype in NARROW
         self._sum = torch.zeros_like(of, dtype=torch.float32 if wide else of.dtype)
 

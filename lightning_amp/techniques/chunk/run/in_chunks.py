@@ -74,6 +74,7 @@ class InChunks:
             PlanError: The budget cannot be met.
             ModelError: The module cannot be captured.
         """
+        # without its own override, which is another object in every block: blocks that are equal share one plan
         own = plain(module)
         call = signature(own, args, kwargs)
         # most calls are as the last one; to compare a key takes less than its hash

@@ -168,6 +168,7 @@ class _Writer:
         code = "\n\n\n".join([*parts, self._forward(named)])
         space = _compiled(code, self._values)
         chunked = {name: self._chunked(space[name], region) for name, region in named.items()}
+        # `space` is the dictionary that the functions have as their globals: what is put there is what their calls find
         # the code of forward calls what runs all chunks under the name of what computes one
         space |= chunked
         return Lowered(capture=self._capture, code=code, forward=space["forward"], regions=chunked, cut=tuple(regions))
@@ -194,6 +195,8 @@ class _Writer:
         """Rows one by one; of a region what comes before its chunks, then all chunks at once."""
         within = {i: name for name, region in regions.items() for i in region.inside(self._table)}
         before = {i for region in regions.values() for i in region.before}
+        # a region is called where its last row stood. Rows of it that are computed before the pieces were written at
+        # their own places by then, which come earlier
         ends = {region.last: name for name, region in regions.items()}
         for i, node in enumerate(self._nodes):
             if node.op == "get_attr":
@@ -272,6 +275,7 @@ class _Writer:
             holder, key = (args, place) if place < len(args) else (kwargs, argument.name)
             sizes = list(holder[key])  # type: ignore[index]
             # the graph's own list stays as it is: the same graph is lowered for other plans
+            # -1 is worked out by torch from the piece that is given, and is right for pieces of any length
             if 0 <= at < len(sizes) and sizes[at] != -1:
                 each = shape[dim] // region.units
                 sizes[at] = _Size("size" if each == 1 else f"{each} * size")

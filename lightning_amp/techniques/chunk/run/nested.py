@@ -66,6 +66,7 @@ def lower_nested(capture: Capture, table: Table, region: Region, plan: Plan[Foun
 def _of_piece(capture: Capture, table: Table, region: Region, chunked: ChunkedRegion) -> Capture:
     """What one piece computes, as a block whose arguments are the region's inputs."""
     inputs = region.inputs(table)
+    # all pieces are as long as the first: `outermost` takes the most pieces, of one unit each
     ((start, size), *_) = chunked.bounds
 
     def run(*tensors: Tensor) -> list[Any]:

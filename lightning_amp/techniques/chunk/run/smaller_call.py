@@ -59,6 +59,7 @@ def lowered_like(lowered: Lowered, found: Capture) -> Lowered | None:
 def _lowered_like(lowered: Lowered, found: Capture) -> Lowered:
     n_norms = len(norms_of(found))
     own = in_two_steps(found, [k for k in lowered.norms if k < n_norms])
+    # rows are named by their number in the plan: with another list of operators the same number would be another row
     if _operators(own) != _operators(lowered.capture):
         raise PlanError("the block makes other operators of fewer positions")
     # rows of an image are cut through convolutions where the plan does so

@@ -72,6 +72,8 @@ def _for_every_reader(graph: Graph) -> None:
 
     A reader that follows another at once has the same copy, which nothing has to hold in between.
     """
+    # from the end, so that a copy of a reader exists before what it reads is looked at, and counts as one of its
+    # readers
     for node in reversed(list(graph.nodes)):
         own, before = node, None
         for reader in list(node.users) if node.target in CHEAP else ():
