@@ -126,7 +126,8 @@ def counted_step(
             raise PlanError(
                 f"the step of {name!r} cannot be counted without values: {reason}. It was run with values on"
                 " a copy of the module, and the memory it may take has no room for it together with the"
-                f" module itself: {failed}"
+                f" module itself: {failed}. To let the count take more, and still plan the training within that"
+                " memory, use AMPStrategy(unfit='train'), in YAML `unfit: train`; or a smaller batch"
             ) from failed
         if not with_values:
             reason = why_values(failed)
