@@ -13,6 +13,9 @@ so that held + saved (or at work) <= bound has to be true of every segment, with
 hold. That is a shortest path over places and bytes held, found by dynamic programming. Places are those between
 operators across which few bytes are carried; bytes are counted in parts of the bound. What a rank then really holds is
 counted on the step with the segments in it.
+
+A backward pass inside the step, as of manual optimization, frees what autograd saved before it: no segment goes across,
+and held from there on is only what is read later, whatever the segments before are.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,6 +44,7 @@ class Stretches:
         seconds: [p, q] of its operators.
         at_work: [p, q] bytes while the backward pass is in it, one tensor after the other.
         one_by_one_seconds: [p, q] of all replays then.
+        borders: Of the places, those at which a backward pass frees what was saved.
     """
 
     places: Array
@@ -49,6 +53,7 @@ class Stretches:
     seconds: Array
     at_work: Array
     one_by_one_seconds: Array
+    borders: tuple[int, ...] = ()
 
     def of_kind(self, kind: int) -> tuple[Array, Array, Array]:
         """Of segments of a kind, [p, q]: bytes in their backward pass, bytes held from then on, seconds of replays."""
@@ -63,8 +68,8 @@ class Stretches:
 
     @property
     def all_saved(self) -> int:
-        """Bytes that autograd keeps of the step as it is."""
-        return int(self.saved[0, -1])
+        """Most bytes that autograd keeps at once of the step as it is."""
+        return _most(self, [])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +109,10 @@ def _fastest(stretches: Stretches, bound: float, kinds: Sequence[int]) -> Cuts |
     more = np.rint(held_on / unit).astype(int)
     # the segment itself has to fit in addition to what is held
     room = (bound - inside) // unit
+    border = 0
     for q in range(1, k):
         (starts,) = np.nonzero((room[:q, q] >= 0).any(1))
+        starts = starts[starts >= border]
         if not len(starts):
             continue
         # [p, kind, bytes held at q] -> bytes held at p
@@ -117,6 +124,11 @@ def _fastest(stretches: Stretches, bound: float, kinds: Sequence[int]) -> Cuts |
         time[q, :-1] = found[best, held]
         came_from = at.reshape(n * len(starts), -1)[best, held]
         before[q] = np.stack([starts[best // n], came_from, np.array(kinds)[best % n]], 1)
+        if q in stretches.borders:
+            border, h, read = q, int(np.argmin(time[q, :-1])), int(np.rint(stretches.out[0, q] / unit))
+            fewest = min(read, PARTS), time[q, h], before[q, h].copy()
+            time[q] = np.inf
+            time[q, fewest[0]], before[q, fewest[0]] = fewest[1:]
     h = int(np.argmin(time[-1]))
     seconds = float(time[-1, h])
     if not np.isfinite(seconds):
@@ -136,10 +148,14 @@ def _fastest(stretches: Stretches, bound: float, kinds: Sequence[int]) -> Cuts |
 def _most(stretches: Stretches, segments: list[tuple[int, int]]) -> int:
     held, most, p = 0.0, 0.0, 0
     of = {kind: stretches.of_kind(kind) for kind in {KEPT, *(kind for _, kind in segments)}}
-    for end, kind in [*segments, (int(stretches.places[-1]), KEPT)]:
-        q = int(np.searchsorted(stretches.places, end))
+    ends = [(int(np.searchsorted(stretches.places, end)), kind) for end, kind in segments]
+    # as is what comes after the last segment, up to each border and the end
+    kept_from = ends[-1][0] if ends else 0
+    ends += [(q, KEPT) for q in (*stretches.borders, len(stretches.places) - 1) if q > kept_from]
+    for q, kind in ends:
         inside, held_on, _ = of[kind]
         most, held, p = max(most, held + inside[p, q]), held + held_on[p, q], q
+        held = stretches.out[0, q] if q in stretches.borders else held
     return int(most)
 
 

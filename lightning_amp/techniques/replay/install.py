@@ -46,6 +46,7 @@ class Look(Tape):  # type: ignore[no-untyped-call]
         super().__init__([(2**62, True)])
         self.seconds: list[float] = []
         self.saved: dict[int, int] = {}
+        self.backwards: set[int] = set()
         self._rates = rates
 
     def _pack(self, x: Tensor) -> Kept:
@@ -64,6 +65,9 @@ class Look(Tape):  # type: ignore[no-untyped-call]
             moved = sum(storage.nbytes() for _, storage in storages_of(tensors_of((args, kwargs, found))))
             self.seconds += [0.0] * (before + 1 - len(self.seconds))
             self.seconds[before] += self._rates.seconds(func, args, kwargs or {}, found, moved)
+        elif not torch.is_grad_enabled():
+            # with gradients the graph stays, for a second backward pass
+            self.backwards.add(before)
         return found
 
 
@@ -85,7 +89,8 @@ def stretches_of(look: Look) -> Stretches:
         saved[slot] = True
         # by the operator before, or the one after as its argument
         last[slot] = max(last[slot], place - 1)
-    places = _places(made, last, n_bytes, np.array(seconds), n)
+    borders = sorted(place for place in look.backwards if 0 < place < n)
+    places = np.union1d(_places(made, last, n_bytes, np.array(seconds), n), np.array(borders, int))
     birth, death = np.searchsorted(places, made, "right") - 1, np.searchsorted(places, last, "right") - 1
     k = len(places)
     # [b, l]: made in stretch b, read last in stretch l
@@ -111,6 +116,7 @@ def stretches_of(look: Look) -> Stretches:
         seconds=since[None, :] - since[:, None],
         at_work=_at_work(places, made, last, n_bytes),
         one_by_one_seconds=until - n_saved * since[:, None],
+        borders=tuple(np.searchsorted(places, borders).tolist()),
     )
 
 

@@ -1,11 +1,12 @@
 """Claim: segments are chosen within their bound wherever there are any, from the fewest bytes to those of no replay."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 
 from lightning_amp.costs.profiled_step import Draft
-from lightning_amp.techniques.replay.choose_cuts import ONE_BY_ONE, Stretches, fastest, least
+from lightning_amp.techniques.replay.choose_cuts import KEPT, ONE_BY_ONE, Stretches, fastest, least
 from lightning_amp.techniques.replay.row import add
 
 
@@ -38,6 +39,23 @@ def test_every_bound_that_can_be_met_is_met() -> None:
         assert found.seconds <= 1.1 * took, (bound, found.seconds, took)
         took = found.seconds
     assert took == 0
+
+
+def test_what_a_backward_pass_frees_is_held_no_longer() -> None:
+    whole = chain(40)
+    parts = replace(whole, borders=(25,))
+    crosses = whole.out[0, 25]
+    assert parts.all_saved == max(whole.saved[0, 25], crosses + whole.saved[25, 40]) < whole.all_saved
+    fewest = least(parts)
+    for bound in np.linspace(1.01 * fewest.n_bytes, parts.all_saved, 20):
+        found = fastest(parts, bound)
+        assert found is not None
+        assert found.n_bytes <= bound
+        p = 0
+        for q, kind in found.segments:
+            assert kind == KEPT or not p < 25 < q
+            p = q
+    assert found.seconds == 0
 
 
 def test_a_plan_counts_each_stretch_once() -> None:
