@@ -56,6 +56,11 @@ class Simulation:
         return {k: held for one in own for k, held in zip(one.strata, one.strata_bytes, strict=True)}
 
     @property
+    def strata_bytes(self) -> tuple[int, ...]:
+        """The same, in the order of the strata."""
+        return tuple(self.bytes_of_strata.values())
+
+    @property
     def peak_bytes(self) -> tuple[int, ...]:
         """Every rank's peak."""
         return tuple(result.peak_bytes for result in self.ranks)

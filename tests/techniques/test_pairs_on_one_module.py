@@ -44,7 +44,9 @@ def test_techniques_on_one_module_train_as_one_process(few: bool, tmp_path: Any)
         for run in found:
             assert run["warnings"] == [], where
             assert run["changed"] == [], where
-            assert run["ran"] == names - {"fsdp"}, where
+            # in chunks a graph stands for the forward, which leaves no trace in Python
+            in_graph = {"S6"} if "chunk" in names else set[str]()
+            assert run["ran"] | in_graph & names == names - {"fsdp"}, where
             for key in ("gradients", "state"):
                 torch.testing.assert_close(
                     run[key], expected[key], **EXACT, msg=lambda text, w=where, k=key: f"{w}, {k}: {text}"

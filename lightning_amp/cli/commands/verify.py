@@ -52,6 +52,9 @@ def _verify(arguments: argparse.Namespace) -> None:
 def _decided(options: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """The configuration's plan, unless one is requested here; the two do not mix, but for the size of a model axis."""
     asked = {name: getattr(arguments, name) for name in OF_THE_PLAN if getattr(arguments, name) is not None}
-    dropped = {*OF_THE_PLAN, *options_of_techniques()} if {*asked} - {"model_parallel_size"} else set()
+    dropped = {*OF_THE_PLAN, *options_of_techniques()}
+    if not {*asked} - {"model_parallel_size"}:
+        # what has a size already, which would be followed instead
+        dropped = {"plan", "tensor_grid"} if asked else set()
     kept = {name: value for name, value in options.items() if name not in dropped}
     return kept | asked

@@ -114,11 +114,14 @@ def write_annotations(file: Any, *, obs: pd.DataFrame, var: pd.DataFrame, uns: d
 
 def _with_categories(table: pd.DataFrame) -> pd.DataFrame:
     """Return a table whose text is categories where some is missing, as `AnnData.write_h5ad` has it."""
-    missing = {name: c for name, c in table.items() if c.dtype == object and c.isna().any()}
-    # other columns, such as numbers, have a value of their type for what is missing
-    text = {name: c for name, c in missing.items() if infer_dtype(c, skipna=True) in ("string", "empty")}
-    text |= {name: c.astype(object) for name, c in table.items() if isinstance(c.dtype, pd.StringDtype)}
-    return table.assign(**{str(name): pd.Categorical(column) for name, column in text.items()})
+    found = table.copy()
+    for name, column in table.items():
+        text = column.astype(object) if isinstance(column.dtype, pd.StringDtype) else column
+        # other columns, such as numbers, have a value of their type for what is missing
+        if text.dtype == object and text.isna().any() and infer_dtype(text, skipna=True) in ("string", "empty"):
+            text = pd.Categorical(text)
+        found[name] = text
+    return found
 
 
 COOLER_PACKED: dict[str, Any] = {"compression": "gzip", "compression_opts": 6, "shuffle": True}

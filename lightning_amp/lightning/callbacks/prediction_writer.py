@@ -126,8 +126,9 @@ class PredictionWriter(pl.Callback):
                 f"impute_rna=True requires RNA cells; loaded are {sorted(data.tables)!r}: leave impute_rna out"
             )
         rows = self._rows_to_impute(data)
-        if data.layout is not None and (len(rows) or self.celltype_key is not None):
-            check_maps(data.layout, data.tables[HIC].obs_names[rows].tolist())
+        by_type = HIC in data.tables and self.celltype_key in data.tables[HIC].read_obs().columns
+        if data.layout is not None and (len(rows) or (by_type and hasattr(pl_module, "impute"))):
+            check_maps(data.layout, data.tables[HIC].obs_names[np.unique(rows)].tolist())
         asked = {f"contact_map_cells={self.contact_map_cells!r}": len(rows) > 0, "impute_rna=True": self.impute_rna}
         for option in (option for option, is_asked in asked.items() if is_asked):
             if not hasattr(pl_module, "impute"):

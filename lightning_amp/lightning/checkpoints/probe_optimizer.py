@@ -51,13 +51,13 @@ def _mixes(optimizer: Optimizer, together: list[list[Tensor]], apart: list[list[
     for group in {repr(one): one for one in options}.values():
         try:
             with torch.random.fork_rng(devices=[]):
-                whole = _trained(optimizer, group, together)
+                whole, again = (_trained(optimizer, group, together) for _ in range(2))
                 # an optimiser for each: one that reads all of its parameters, such as for a norm, would see both halves
                 parts = [_trained(optimizer, group, [[value] for value in own]) for own in zip(*apart, strict=True)]
         except Exception:
             return None
-        if torch.equal(whole, before):
-            # nothing moves, from which nothing can be seen
+        if torch.equal(whole, before) or not torch.equal(whole, again):
+            # from what does not move, or draws random numbers, nothing can be seen
             return None
         mixes |= not torch.allclose(torch.cat(parts), whole, rtol=1e-9, atol=1e-12)
     return mixes

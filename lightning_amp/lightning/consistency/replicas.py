@@ -125,7 +125,8 @@ def take_buffers_of_first(module: nn.Module, group: ProcessGroup) -> None:
                 # NCCL sends contiguous tensors only
                 sent = buffer.contiguous()
                 dist.broadcast(sent, group=group, group_src=0)
-                if sent is not buffer:
+                # one that repeats its memory cannot be written to, and mostly need not be
+                if sent is not buffer and not torch.equal(sent, buffer):
                     buffer.copy_(sent)
 
 
