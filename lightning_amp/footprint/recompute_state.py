@@ -17,6 +17,7 @@ way of `.data`.
 """
 
 import os
+import pickle
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -264,10 +265,11 @@ def _held(value: Any, seen: dict[int, Any], depth: int) -> Any:
     """What an object holds that is no container."""
     if isinstance(value, np.ndarray):
         return value.tobytes()
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.Generator | np.random.RandomState):
+        # not `repr`, which shortens long states
+        return pickle.dumps(value)
     if isinstance(value, torch.Generator):
         return value.initial_seed(), bytes(value.get_state().tolist())
     if isinstance(value, os.PathLike):

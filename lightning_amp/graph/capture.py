@@ -227,12 +227,13 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
     }
 
 
+REQUIRES: Any = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 PYTHON = {
     Tensor.register_hook: "register_hook",
     Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
     Tensor.retain_grad: "retain_grad",
     Tensor.requires_grad_: "requires_grad_",
-    Tensor.requires_grad.__set__: "requires_grad",  # type: ignore[attr-defined]
+    REQUIRES: "requires_grad",
     Tensor.backward: "backward",
 }
 NUMBERS = (
@@ -248,15 +249,37 @@ class _NoPython(TorchFunctionMode):
     """Stays where the forward itself catches what is raised here, and goes on."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in PYTHON:
+        if func in PYTHON and not _changes_nothing(func, args, kwargs or {}):
             self.reason = f"its forward calls {PYTHON[func]!r} of a tensor, which is Python"
         # arguments, parameters and buffers are fake here: a number of another tensor would become a constant, which
         # stays when that tensor is written to
-        if func in NUMBERS and not any(isinstance(arg, FakeTensor) for arg in args):
+        if (
+            _as_number(args, kwargs or {})
+            if func not in NUMBERS
+            else not any(isinstance(arg, FakeTensor) for arg in args)
+        ):
             self.reason = "its forward reads a number of a tensor that is no argument, parameter or buffer"
         if self.reason:
             raise CannotCapture(self.reason)
         return func(*args, **(kwargs or {}))
+
+
+def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a tensor is told whether it requires gradients, and does so already."""
+    if func not in (Tensor.requires_grad_, REQUIRES):
+        return False
+    wants = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+    return bool(wants) == bool(args[0].requires_grad)
+
+
+def _as_number(args: Any, kwargs: Any) -> bool:
+    """Whether a tensor with values stands for a number, as in an index or a shape; the first argument is none."""
+    leaves = [
+        part
+        for leaf in tree_leaves((args[1:], kwargs))
+        for part in ((leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,))
+    ]
+    return any(isinstance(t, Tensor) and t.dim() == 0 and not isinstance(t, FakeTensor) for t in leaves)
 
 
 def _refuse(block: nn.Module) -> None:

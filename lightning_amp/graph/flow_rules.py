@@ -83,9 +83,9 @@ def _attention(call: OperatorCall) -> Follows:
         rows = (*call.result[:-1], call.shapes[1][-2])
         pairs += [(d, source) for d, source in broadcast(call.shapes[mask], mask, rows) if d < last]
     found = collect(call.result, pairs)
-    if call.arguments.get("enable_gqa") and call.shapes[1][-3] not in (1, call.result[-3]):
+    if call.arguments.get("enable_gqa"):
         # several heads in a row share a key: a piece of the heads has to have its own part of the keys
-        found[-3] += [(k, len(call.shapes[k]) - 3) for k in (1, 2)]
+        found[-3] += [(k, len(call.shapes[k]) - 3) for k in (1, 2) if call.shapes[k][-3] not in (1, call.result[-3])]
     if call.arguments.get("is_causal"):
         # a causal row is determined by its number, which a piece of the rows does not know
         found[last - 1] = []

@@ -11,19 +11,21 @@ Known limits: attributes of classes, and of objects more than `DEPTH` deep; what
 import pickle
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from types import FunctionType, MemberDescriptorType, ModuleType
+from types import FunctionType, MappingProxyType, MemberDescriptorType, ModuleType
 from typing import Any
 from weakref import ReferenceType
 
 import numpy as np
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_amp._torch import tree_flatten
 from lightning_amp.footprint.chain.block_call import autocast_now
-from lightning_amp.footprint.copies.as_before import contents
+from lightning_amp.footprint.copies.as_before import OWNERS, contents
 from lightning_amp.footprint.copies.fake_copy import holds_something
 from lightning_amp.footprint.forward_overrides import overrides_of
 
@@ -33,7 +35,7 @@ INTERNAL |= {"_trainer", "_fabric", "_flat_weights", "_flat_weight_refs"}
 """Attributes that every module has, of which only hooks matter here; a Trainer, which changes with every step; and what
 an LSTM or another RNN gathers anew when its parameters are others."""
 ITEMS = (list, tuple, set, frozenset, deque, bytearray)
-OPAQUE = (nn.Module, Tensor, type, ModuleType, FunctionType)
+OPAQUE = (nn.Module, Tensor, type, ModuleType, FunctionType, Trainer, DataLoader, Dataset, *OWNERS)
 """Of these, it matters only which one it is; of a module that is no submodule also its settings, and of a function what
 it has closed over."""
 DEPTH = 5
@@ -88,7 +90,7 @@ def state_of(block: nn.Module) -> dict[str, Tensor]:
 def settings_of(block: nn.Module) -> list[_Setting]:
     """Of a block and its submodules: class, attributes on which a branch may depend, and whether they have hooks."""
     modules = _modules_of(block)
-    return _settings_of(modules, _state_of(modules))
+    return _settings_of(modules, _state_of(modules), {STATES: True})
 
 
 def first_change(before: list[_Setting], after: list[_Setting]) -> str:
@@ -128,10 +130,16 @@ def _state_of(modules: Sequence[_Module]) -> dict[str, Tensor]:
     return found
 
 
-def _settings_of(modules: Sequence[_Module], state: Mapping[str, Tensor]) -> list[_Setting]:
+STATES = -1
+"""Among the ids of objects that were seen: states of generators count too, which any draw in the process changes."""
+
+
+def _settings_of(
+    modules: Sequence[_Module], state: Mapping[str, Tensor], seen: Mapping[int, Any] = MappingProxyType({})
+) -> list[_Setting]:
     # by name: what one block holds of its own parts is the same as what another one holds of its own
-    seen: dict[int, Any] = {id(own): name for own_of in (modules, state.items()) for name, own in own_of}
-    return _settings(modules, seen)
+    own_of = (modules, state.items())
+    return _settings(modules, {**seen, **{id(own): name for one in own_of for name, own in one}})
 
 
 def _settings(modules: Sequence[_Module], seen: dict[int, Any]) -> list[_Setting]:
@@ -170,7 +178,7 @@ def _names(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 @cache
-def _all_plain(kinds: tuple[type, ...]) -> bool:
+def _all_plain(kinds: Collection[type]) -> bool:
     return all(_first_of(kind) is PLAIN for kind in kinds)
 
 
@@ -202,7 +210,8 @@ def _plain(value: Any, seen: dict[int, Any], depth: int) -> Any:
     if group is PLAIN:
         # 1, 1.0 and True are equal, and make different graphs
         return kind, value
-    if group is ITEMS and _all_plain(kinds := tuple(map(type, value))):
+    # by the set of classes: a list that grows is not to leave an entry in the cache for each of its lengths
+    if group is ITEMS and _all_plain(frozenset(kinds := tuple(map(type, value)))):
         return kind, kinds, tuple(value)
     if group in (ITEMS, Mapping):
         if id(value) in seen:
@@ -215,7 +224,7 @@ def _plain(value: Any, seen: dict[int, Any], depth: int) -> Any:
         return kind, found
     if group is np.ndarray:
         # which array it is does not say what it holds: it may be written to
-        return kind, _Same(value), value.tobytes()
+        return kind, _Same(value), hash(value.tobytes())
     # the reference itself is another object in every block, where what it refers to may be the same, or a part of its
     # own
     if group is ReferenceType:
@@ -233,7 +242,8 @@ def _plain(value: Any, seen: dict[int, Any], depth: int) -> Any:
     fixed = getattr(of, "__dataclass_params__", None)
     # a frozen dataclass is what it holds, as a `Like` of another step
     same = of if fixed is not None and fixed.frozen else seen.setdefault(id(value), _Same(value))
-    return kind, same, tuple([(name, _plain(item, seen, depth - 1)) for name, item in _contents(value)])
+    held = [(name, _plain(item, seen, depth - 1)) for name, item in _contents(value)]
+    return kind, same, tuple(held), _drawn(value) if STATES in seen else None
 
 
 def _contents(value: Any) -> Iterator[tuple[str, Any]]:
@@ -248,14 +258,18 @@ def _contents(value: Any) -> Iterator[tuple[str, Any]]:
     # each time, so that no key would ever be found again
     for name in _slots(kind):
         yield name, getattr(value, name, None)
-    # the state of a generator stands in no attribute. It is here for the comparison after a capture: a forward that
-    # draws from it would have its first number as a constant
-    if isinstance(value, random.Random):
-        yield "", value.getstate()
-    elif isinstance(value, np.random.Generator):
-        yield "", pickle.dumps(value.bit_generator.state)
-    elif isinstance(value, np.random.RandomState):
-        yield "", pickle.dumps(value.get_state())
+
+
+def _drawn(value: Any) -> Any:
+    """The state of a generator, which stands in no attribute; None of anything else.
+
+    For the comparison after a capture: a forward that draws from it would have its first number as a constant.
+    """
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return pickle.dumps(value.bit_generator.state)
+    return pickle.dumps(value.get_state()) if isinstance(value, np.random.RandomState) else None
 
 
 @cache

@@ -224,6 +224,17 @@ def test_what_a_graph_would_get_wrong_stays_as_it_is(kind: type[Base], reason: s
     assert torch.equal(Captures().run(block, x_of()), right)
 
 
+def test_a_tensor_that_is_told_what_it_knows_is_no_reason() -> None:
+    def forward(block: Any, x: Tensor) -> Tensor:
+        mask = torch.zeros_like(x)
+        mask.requires_grad = False
+        return block.layer(x + block.count.requires_grad_(False)) + mask
+
+    captures, block = Captures(), of("Told", forward)()
+    assert torch.equal(captures.run(block, x_of()), block(x_of()))
+    assert [found.reason for found in captures.all] == [""]
+
+
 @functools.cache
 def cached_mask(size: int) -> Tensor:
     return torch.arange(size) % 2 == 0

@@ -85,6 +85,10 @@ def caught(read: Any, of: Any) -> float:
     (torch.tensor(2.0), float, "reads a number of a tensor that is no argument"),
     ([torch.ones(2), torch.ones(2)], lambda o: 2.0 if torch.equal(*o) else 3.0, "reads a number of a tensor"),
     (torch.tensor(2.0), lambda o: caught(float, o), "reads a number of a tensor that is no argument"),
+    (torch.tensor(2), lambda o: torch.ones(4, 4)[1, :o].sum(), "reads a number of a tensor that is no argument"),
+    (torch.tensor(2), lambda o: torch.ones(4, 4).select(1, o).sum(), "reads a number of a tensor that is no argument"),
+    (torch.tensor(2.0), lambda o: torch.full((4,), o), "reads a number of a tensor that is no argument"),
+    (torch.tensor(2.0), lambda o: torch.add(torch.ones(4), 1.0, alpha=o), "reads a number of a tensor"),
     (random.Random(0), lambda o: o.random(), "changes the attribute '_held'"),
     (np.random.default_rng(0), lambda o: o.random(), "changes the attribute '_held'"),
     (np.random.RandomState(0), lambda o: o.rand(), "changes the attribute '_held'"),
@@ -94,6 +98,15 @@ def test_what_it_holds_that_may_change_unseen_is_a_reason(held: Any, read: Any, 
     found = Captures().of(Private(held, read), (x_of(),), {})
     assert found.graph is None
     assert re.search(reason, found.reason), found.reason
+
+
+@pytest.mark.parametrize("held", [np.random.default_rng(0), random.choice, np.random.uniform, random.SystemRandom()])
+def test_what_is_drawn_elsewhere_is_no_guard(held: Any) -> None:
+    captures, block = Captures(), Private(held, lambda o: 2.0)
+    for _ in range(3):
+        assert torch.equal(captures.run(block, x_of()), block(x_of()))
+        random.random(), np.random.rand(), getattr(held, "random", random.random)()
+    assert len(captures.all) == 1
 
 
 def test_a_list_may_hold_itself() -> None:

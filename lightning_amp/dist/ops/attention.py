@@ -58,13 +58,14 @@ class _SplitColumns(torch.autograd.Function):
 def _attention(
     func: Any, q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, *, scale: Any, enable_gqa: bool
 ) -> Any:
-    n, scale = len(shape_of(q)), shape_of(q)[-1] ** -0.5 if scale is None else scale
+    scale = shape_of(q)[-1] ** -0.5 if scale is None else scale
     if causal and mask is not None:
         raise shard_error(func, [q, k, v, mask], "it has a mask and is causal", remedy="put both into the mask")
     # samples, and heads, of which keys may have one for all: parts of it would not be those of the queries
     own = -3 if enable_gqa else -2
     whole = torch.broadcast_shapes(*(shape_of(t)[:own] for t in (q, k, v)))
     q, k, v = (t if shape_of(t)[:own] == whole else t.expand(*whole, *shape_of(t)[own:]) for t in (q, k, v))
+    n = len(shape_of(q))
     if n != 4:
         lead = shape_of(q)[:-2]
         if n < 4:

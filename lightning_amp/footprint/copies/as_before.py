@@ -110,7 +110,7 @@ class _Before:
             self._undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
         elif issubclass(kind, np.random.RandomState):
             self._undo.append(partial(value.set_state, value.get_state()))
-        elif issubclass(kind, random.Random):
+        elif issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
             self._undo.append(partial(value.setstate, value.getstate()))
         elif issubclass(kind, CellType):
             for content in contents(value):
@@ -193,6 +193,9 @@ def apart(value: Any, memo: dict[int, Any]) -> Any:
     """
     if id(value) in memo:
         return memo[id(value)]
+    if isinstance(value, random.SystemRandom):
+        # the machine's own, which has no state
+        return value
     if isinstance(value, GENERATORS):
         memo[id(value)] = value.clone_state() if isinstance(value, torch.Generator) else copy.deepcopy(value)
     elif isinstance(value, dict | list | tuple) and type(value) in (dict, list, tuple):

@@ -340,8 +340,9 @@ def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedP
         if coupled:
             raise InstallError(
                 f"the optimizer {type(optimizer).__name__!r} was given {own!r} parameters that {_who(sharded)} splits"
-                f" over ranks; its update mixes elements, of a parameter as those of {COUPLED!r} do or of all"
-                f" parameters, and would see a part of them: use an elementwise one (RMSprop, Adam, SGD), or leave {_who(sharded)} out"
+                f" over ranks; its update mixes the elements of a parameter or of several, as those of {COUPLED!r} do,"
+                " and would see a part of them: use an elementwise one (RMSprop, Adam, SGD), or leave"
+                f" {_who(sharded)} out"
             )
 
 

@@ -157,7 +157,8 @@ def plan_module(
         # a prediction that fits was too low by the difference; one that does not fit either, of techniques that a
         # person has named, has less room by what the count is above the limit
         seen = seen.exceeding(chosen, peak - limit if over and named is not None else max(peak - best.peak_bytes, 1))
-    return finished(base, seen, compared, rules)
+    # of techniques that a person has named it says by how much they exceed the limit, not the prediction
+    return finished(base, seen if named is None else replace(seen, beyond={}), compared, rules)
 
 
 def _without_refused(

@@ -83,7 +83,7 @@ class Pending(Tensor):
             for one in (ref() for ref in self._family):
                 if one is not None:
                     # metrics may be what reads it first, without gradients
-                    with torch.set_grad_enabled(one.rows.requires_grad):
+                    with torch.inference_mode(False), torch.set_grad_enabled(one.rows.requires_grad):
                         one._made = one.rows.product() if one._of is None else one._of[1](one._of[0].made())
         assert self._made is not None, "it is one of its family"
         return self._made
@@ -139,7 +139,7 @@ class PutOff(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Put off a linear layer, or call the function."""
         kwargs = kwargs or {}
-        if func in DATA:
+        if func in DATA and has_storage(args[0]):
             # before the write: no version would show that a product comes after it
             self._compute(of=args[0])
         found = self._put_off(*args, **kwargs) if func is F.linear else None
@@ -174,8 +174,10 @@ class PutOff(TorchFunctionMode):
 
     def _compute(self, of: Tensor | None = None) -> None:
         """Compute products that are put off: all of them, or those of one tensor."""
+        memory = None if of is None else of.untyped_storage()._cdata
         for found in (ref() for ref in self._alive):
-            if found is not None and (of is None or any(t is of for t, _ in found.rows.given)):
+            given = () if found is None else [t.untyped_storage()._cdata for t, _ in found.rows.given]
+            if found is not None and (memory is None or memory in given):
                 found.made()
 
 

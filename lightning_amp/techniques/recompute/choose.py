@@ -224,11 +224,14 @@ class _FormSearch:
     def _promising(self, found: dict[Key, _Points], i: int) -> dict[Key, _Points]:
         """About `MOST_KEYS` of the combinations: of the frontier of all points, then of what is left without these."""
         later = {k: self._later(*k, i) for k in set().union(*found) if not isinstance(k, int)}
-        more = [np.array([later[k] for k in key if k in later]).reshape(-1, 2).sum(0) for key in found]
+        # in one order in every process, for the sum of seconds depends on it
+        decided = [sorted(k for k in key if not isinstance(k, int)) for key in found]
+        more = [np.array([later[k] for k in key]).reshape(-1, 2).sum(0) for key in decided]
         n_bytes = np.concatenate([p.n_bytes + n for p, (n, _) in zip(found.values(), more, strict=True)])
         seconds = np.concatenate([p.seconds + n for p, (_, n) in zip(found.values(), more, strict=True)])
         owner = np.repeat(np.arange(len(found)), [len(points.n_bytes) for points in found.values()])
-        kept, left = set[int](), np.arange(len(owner))
+        # with everything as it is, which a budget of all it takes has to find
+        kept, left = {n for n, key in enumerate(decided) if not key}, np.arange(len(owner))
         while (room := MOST_KEYS - len(kept)) > 0:
             front = left[_best(n_bytes[left], seconds[left])]
             # of ranges of bytes the fastest choice, and the leanest of all: a budget may need any of them

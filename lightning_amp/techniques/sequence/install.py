@@ -54,7 +54,7 @@ def install(module: LightningModule, spec: SequenceParallel, mesh: DeviceMesh | 
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise InstallError(
                 f"sequence: the parameter {name!r} has hooks, which would see a rank's share of its gradient; change"
-                " gradients in on_before_optimizer_step"
+                " gradients in on_before_optimizer_step, and leave out what watches parameters, as a logger's `watch`"
             )
     how = HowToSplit(
         dims=read_dims(spec.dims),

@@ -243,6 +243,13 @@ def test_a_write_before_the_product_is_refused() -> None:
         head.weight.data.mul_(0.5)
         return entropy(logits, x)
 
+    def looked_at(module: Any) -> Tensor:
+        logits = head(embed(x))
+        with torch.inference_mode():
+            head.weight.data.norm()
+        return entropy(logits, x)
+
+    assert in_chunks(looked_at)(None).requires_grad
     weight = head.weight.detach().clone()
     plain = written_data(None)
     head.weight.data = weight

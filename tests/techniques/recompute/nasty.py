@@ -223,6 +223,15 @@ class OwnGenerator(Plain):
         return super().forward(x) * float(self.generator.random())
 
 
+class OwnRandomState(OwnGenerator):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator: Any = np.random.RandomState(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Plain.forward(self, x) * float(self.generator.rand())
+
+
 class ChangesParameter(Plain):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -269,6 +278,7 @@ REFUSED_IN_FIRST_PASS = {
     Memory: "it changes what 'store' holds",
     SlottedMemory: "it changes what 'store' holds",
     OwnGenerator: "it changes what 'generator' holds",
+    OwnRandomState: "it changes what 'generator' holds",
     ChangesParameter: "it changes 'a.weight' in place",
 }
 REFUSED_IN_BACKWARD = {GlobalGenerator: "its second pass gives other numbers than its first"}
