@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.graph.capture import Captures
-from tests.graph.test_capture import Base, Settings, x_of
+from tests.graph.nasty_blocks import Base, Settings, x_of
 
 
 class Slotted:

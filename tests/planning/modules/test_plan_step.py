@@ -20,7 +20,7 @@ from lightning_amp.techniques.chunk.forms import ChunkForms
 from lightning_amp.techniques.chunk.look import block_tables
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.recompute.row import RecomputeBlock
-from tests.graph.test_capture import Custom
+from tests.graph.nasty_blocks import Custom
 from tests.planning import profiles as sizes
 from tests.techniques.chunk.small_blocks import Attention, FeedForward
 

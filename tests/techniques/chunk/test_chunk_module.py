@@ -21,7 +21,7 @@ from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.run import planned
 from lightning_amp.techniques.chunk.run.chunk_module import show_code
 from lightning_amp.techniques.chunk.run.planned import lower_within
-from tests.graph.test_capture import Buffer, ByValue, Custom, Nested, Shared
+from tests.graph.nasty_blocks import Buffer, ByValue, Custom, Nested, Shared
 from tests.techniques.chunk.case import Case
 from tests.techniques.chunk.small_blocks import Attention, FeedForward, x_of
 

@@ -27,7 +27,7 @@ from lightning_amp.techniques.chunk.run.chunk_module import chunk_block
 from lightning_amp.techniques.chunk.run.function import ChunkedRegion
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 from tests.graph.calls import difference
-from tests.graph.test_capture import Custom
+from tests.graph.nasty_blocks import Custom
 from tests.lightning.strategy.strategy_cases import trainer_of
 from tests.techniques.chunk.small_blocks import Attention, FeedForward, x_of
 
