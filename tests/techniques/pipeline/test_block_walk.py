@@ -193,6 +193,37 @@ def between(net: Net, x: Tensor) -> Tensor:
     return h
 
 
+def skips_layers(net: Net, x: Tensor) -> Tensor:
+    """As transformers do it that skip a layer with some probability: 0 if it is not set."""
+    h = F.dropout(net.embed(x), 0.5)
+    for block in net.blocks:
+        if torch.rand([]) < 0.0 or torch.rand(1) >= 1:
+            continue
+        h = block(h)
+    return h
+
+
+def skips_some(net: Net, x: Tensor) -> Tensor:
+    h = F.dropout(net.embed(x), 0.5)
+    for block in net.blocks:
+        chance = torch.rand([])
+        chance *= 2
+        if chance < 1.0:
+            h = h + 1
+        h = block(h)
+    return h
+
+
+def attends(net: Net, x: Tensor) -> Tensor:
+    h = net.embed(x)
+    h = F.scaled_dot_product_attention(h[None, None], h[None, None], h[None, None])[0, 0]
+    h = torch.native_dropout(h, 0.5, train=False)[0]
+    noise = torch.rand(3, 2)
+    for block in net.blocks:
+        h = block(h + noise)
+    return h
+
+
 class Drops(nn.Linear):
     def forward(self, h: Tensor) -> Tensor:
         return F.dropout(super().forward(h), 0.5) * torch.rand(())
@@ -232,6 +263,14 @@ def test_what_is_drawn_after_another_rank_has_drawn_is_not_read() -> None:
             with pytest.raises(InstallError, match="an earlier stage"):
                 staged_walk.run(span, lambda net=net: net(X), receive=lambda _: X.clone(), device=CPU)
     through(between)
+
+
+def test_what_an_earlier_draw_does_not_decide_is_no_reason_to_refuse() -> None:
+    for walk in (skips_layers, attends):
+        torch.manual_seed(1)
+        through(walk)
+    with pytest.raises(InstallError, match="needs values that another rank computed"):
+        through(skips_some)
 
 
 class Rated(nn.Linear):
