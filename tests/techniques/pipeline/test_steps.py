@@ -99,6 +99,23 @@ class NearlyEven(Even):
         return (losses * weights).sum() / weights.sum()
 
 
+class HalfHead(Even):
+    """Has dropout after the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.last(super().forward(x)), 0.5, self.training)
+
+
+class MixedHead(HalfHead):
+    def to(self, *_: Any) -> Any:
+        self.last.bfloat16()
+        return self
+
+
 class Clamps(Even):
     """Parameters of the second step, by a way that has no version."""
 
@@ -119,14 +136,16 @@ class Counts(Even):
         return super().training_step(batch, batch_idx)
 
 
-def two_steps(kind: type[Net], mesh: DeviceMesh, *, half: bool = False, micro_batches: int = 3) -> None:
-    module = kind().float()
+def two_steps(
+    kind: type[Net], mesh: DeviceMesh, *, half: bool = False, micro_batches: int = 3, dtype: torch.dtype = torch.float32
+) -> None:
+    module = kind().float().to(dtype)
     module.trainer = Mock(current_epoch=0)
     parameters = Mock(here=list(module.parameters()))
     spec, blocks = PipelineStages(ends=str(BLOCKS), micro_batches=micro_batches), dict(module.blocks.named_children())
     PipelinedSteps(module, blocks, staged(module.blocks, mesh), parameters, spec, data_rank=0)
     draw = torch.Generator().manual_seed(0)
-    batch = {"x": torch.randn(7, 3, generator=draw), "y": torch.randint(3, (7,), generator=draw)}
+    batch = {"x": torch.randn(7, 3, generator=draw).to(dtype), "y": torch.randint(3, (7,), generator=draw)}
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
         for i in range(2):
             module.training_step(batch, i)
@@ -137,6 +156,14 @@ def test_a_loss_that_is_no_mean_is_found_in_half_precision_too(mesh: DeviceMesh,
     two_steps(Even, mesh, half=half)
     with pytest.raises(DataError, match="it is no mean over samples"):
         two_steps(NearlyEven, mesh, half=half)
+
+
+def test_a_head_that_runs_in_half_precision_only_is_compared_in_it(mesh: DeviceMesh) -> None:
+    two_steps(MixedHead, mesh, half=True)
+
+
+def test_results_of_blocks_in_half_precision_without_autocast_stay_so(mesh: DeviceMesh) -> None:
+    two_steps(HalfHead, mesh, dtype=torch.bfloat16)
 
 
 def test_a_parameter_that_is_changed_by_its_data_is_found(mesh: DeviceMesh) -> None:

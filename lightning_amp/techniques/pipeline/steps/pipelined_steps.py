@@ -12,11 +12,11 @@ and for the whole batch, from what the blocks have returned for its micro-batche
 step is refused on all ranks, before any parameter changes. That run is also what logs, updates metrics and returns
 outputs, as one run of the step would. Where random numbers are drawn after the blocks (dropout in a head), the two are
 compared in evaluation mode instead, and what is logged is of its own draw. Under autocast the first step compares them
-without it.
+without it, if what follows the blocks runs so.
 
 What comes before the loss has to compute every sample by itself. In the first step two micro-batches pass the blocks,
-of which half the samples are the same: where these have another result the step is refused, and so it is where a block
-remembers what it was given (sample_check.py).
+whose middle third of samples is the same: where these have another result the step is refused, and so it is where a
+block remembers what it was given (sample_check.py).
 
 A step that optimises by hand is one that returns its loss, until its gradients are ready (manual_step.py).
 
@@ -42,21 +42,19 @@ from torchmetrics import Metric
 
 from lightning_amp._torch import tree_map
 from lightning_amp.data.batch import tensors_in
-from lightning_amp.errors import DataError, InstallError, ModelError
+from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.recompute_state import digests, same_digests
 from lightning_amp.random_streams import isolated_random_streams
 from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.run.run_stages import Ran, Rest, Stages, Work, detached, loss_of
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, PassTimes, fills_rounds, schedule
+from lightning_amp.techniques.pipeline.steps.loss_check import compare, evaluating, single
 from lightning_amp.techniques.pipeline.steps.manual_step import ManualStep
 from lightning_amp.techniques.pipeline.steps.sample_check import SampleCheck, cut, repacked
 from lightning_amp.techniques.pipeline.steps.step_record import StageStepRecorder, StepRecord
 from lightning_amp.techniques.precomputed_gradients import Gradients, with_gradients
 
 EVALUATED = ("validation_step", "test_step", "predict_step")
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
-HALF = 1e-2
-"""Of other types, and under autocast: difference of two losses that counts as rounding, relative to the larger."""
 LOOKS = 2
 """Training steps in which values of parameters and buffers are looked at, which takes as long as reading them twice."""
 
@@ -266,14 +264,27 @@ class PipelinedSteps:
             losses = [loss_of(returned) for returned in ran.returned]
             loss, rounds = loss_of(record.returned), torch.is_autocast_enabled("cpu")
             if ran.drew or (rounds and self._exactly):
+                self._exactly = False
                 part, whole = within(part, self._recorder.muted), within(whole, self._recorder.muted)
-                # weights of a mean may differ by less than half precision rounds, in every step: once it is not rounded
-                with _evaluating(self._module, ran.drew), torch.autocast("cpu", enabled=False):
-                    results = tree_map(_single, ran.results)
-                    loss = loss_of(self._stages.run_rest(whole, results))
-                    losses = [loss_of(self._stages.run_rest(partial(part, j), [own])) for j, own in enumerate(results)]
-                rounds = self._exactly = False
-            record.error = _compare(loss, losses, work.weights, rounds=rounds)
+                with evaluating(self._module, ran.drew):
+                    try:
+                        # weights of a mean may differ by less than half precision rounds, in every step: once it is
+                        # not rounded
+                        with torch.autocast("cpu", enabled=False):
+                            results = tree_map(single, ran.results) if rounds else ran.results
+                            loss, losses = self._losses(whole, part, results)
+                        rounds = False
+                    except RuntimeError:
+                        if not rounds:
+                            raise
+                        # what follows the blocks may mix types, and then runs under autocast only
+                        loss, losses = self._losses(whole, part, ran.results)
+            record.error = compare(loss, losses, work.weights, rounds=rounds)
+
+    def _losses(self, whole: Step, part: Callable[[int], Any], results: list[Any]) -> tuple[Tensor, list[Tensor]]:
+        """Of the batch, and of each micro-batch, from what the blocks have returned for these."""
+        own = [loss_of(self._stages.run_rest(partial(part, j), [result])) for j, result in enumerate(results)]
+        return loss_of(self._stages.run_rest(whole, results)), own
 
     # --- the rest ---
 
@@ -341,42 +352,6 @@ def _with_gradients(returned: Any, parameters: list[nn.Parameter], grads: list[T
     own = loss.detach().clone().reshape(())
     total = with_gradients(lambda needed: (own, ready), inputs).reshape(loss.shape)
     return {**returned, "loss": total} if isinstance(returned, dict) else total
-
-
-def _single(value: Any) -> Any:
-    """A tensor of half precision in single precision; anything else as it is."""
-    half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if half else value
-
-
-def _compare(loss: Tensor, losses: list[Tensor], weights: Any, *, rounds: bool) -> Exception | None:
-    mean = float(sum(weight * float(own) for weight, own in zip(weights, losses, strict=True)))
-    found = float(loss)
-    rounding = HALF if rounds else TOLERANCE.get(loss.dtype, HALF)
-    # written so that nan, which one process would train on too, passes where both are
-    if abs(found - mean) <= rounding * max(abs(found), *(abs(float(own)) for own in losses)):
-        return None
-    if found != found and mean != mean:
-        return None
-    return DataError(
-        f"a batch was trained on in {len(losses)!r} micro-batches, whose losses have a mean over samples of"
-        f" {mean!r}, and the loss of the batch is {found!r}: it is no mean over samples. A mean over entries"
-        " that are not masked has other weights; a sum, a contrastive loss and one that draws random"
-        " numbers cannot be cut. Nothing was changed: take schedule='gpipe', which computes the loss of the"
-        " whole batch at once, or micro_batches=1, or leave 'pipeline' out"
-    )
-
-
-@contextmanager
-def _evaluating(module: nn.Module, evaluates: bool) -> Iterator[None]:
-    modes = [(part, part.training) for part in module.modules()]
-    if evaluates:
-        module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 def refuse_hooks(parameter: nn.Parameter) -> None:

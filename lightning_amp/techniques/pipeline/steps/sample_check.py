@@ -183,8 +183,8 @@ class SampleCheck:
             return None
         return DataError(
             "the batch cannot be cut into micro-batches: blocks compute a sample from other samples of the batch"
-            f" (BatchNorm by hand, a loss within a block), which in a micro-batch are others; found {found}. Let blocks"
-            " compute each sample separately, set micro_batches=1, or leave 'pipeline' out"
+            " (BatchNorm by hand, a recurrence over samples, a loss within a block), which in a micro-batch are others;"
+            f" found {found}. Let blocks compute each sample separately, set micro_batches=1, or leave 'pipeline' out"
         )
 
 
