@@ -50,7 +50,7 @@ from lightning_amp.techniques.pipeline.run.run_stages import Ran, Rest, Stages, 
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, PassTimes, fills_rounds, schedule
 from lightning_amp.techniques.pipeline.steps.loss_check import compare, evaluating, single
 from lightning_amp.techniques.pipeline.steps.manual_step import ManualStep
-from lightning_amp.techniques.pipeline.steps.sample_check import SampleCheck, cut, repacked
+from lightning_amp.techniques.pipeline.steps.sample_check import Given, SampleCheck, cut
 from lightning_amp.techniques.pipeline.steps.step_record import StageStepRecorder, StepRecord
 from lightning_amp.techniques.precomputed_gradients import Gradients, with_gradients
 
@@ -141,15 +141,18 @@ class PipelinedSteps:
     def _with_gradients(self, plain: Step, name: str, batch: Any, *rest: Any) -> Any:
         parts, sizes = self._cut(batch)
         total, n, record = sum(sizes), len(parts), StepRecord()
-        # in containers of their own: a step may take something out of its batch, and is called again
-        whole, part = (lambda: plain(repacked(batch), *rest)), (lambda j: plain(repacked(parts[j]), *rest))
+        given = Given()
+        # a step that is called once gets the batch itself
+        call = given.call if n * self._spec.stages_per_rank > 1 else lambda step, *own: step(*own)
+        whole, part = (lambda: call(plain, batch, *rest)), (lambda j: call(plain, parts[j], *rest))
         seen, muted = partial(self._recorder.recording, record), self._recorder.muted
         at_once = n > 1 and self._spec.schedule == "gpipe"
         if n > 1 and self._check is not None:
-            run = within(lambda own: plain(repacked(own), *rest), muted)
-            with self._same_tensors(batch):
+            run, looked = within(lambda own: Given().call(plain, own, *rest), muted), StepRecord()
+            with self._same_tensors(looked, batch, values=True):
                 error = self._check.look(run, batch, parts[0], sizes, seed=self._seed(name, rest, n))
-            self._broadcast(StepRecord(error=error))
+            looked.error = looked.error or error
+            self._broadcast(looked)
             self._check = None
         work = Work(
             # a single micro-batch is the batch itself
@@ -164,7 +167,8 @@ class PipelinedSteps:
         # back, and the new ones come to them by the loss's own backward pass: so the Trainer's scaling applies to the
         # new ones.
         with self._gradients_aside() as parameters:
-            with self._same_tensors(batch if n * self._spec.stages_per_rank > 1 else None):
+            again = batch if n * self._spec.stages_per_rank > 1 else None
+            with self._same_tensors(record, again, values=self._looks > 0):
                 ran = self._stages.run(self._order(n), work)
             self.times, self._looks = ran.times, max(0, self._looks - 1)
             # before gradients are read: tied parameters get the sum over the stages that hold them
@@ -172,9 +176,10 @@ class PipelinedSteps:
             grads = [parameter.grad for parameter in parameters]
         if self._stages.is_last:
             record.returned = ran.returned[0]
-            if n > 1 and not at_once:
+            if n > 1 and not at_once and record.error is None:
                 self._whole(whole, part, ran, work, record)
         record = self._share(record)
+        given.write()
         return _with_gradients(record.returned, parameters, grads)
 
     def _cut(self, batch: Any) -> tuple[list[Any], list[int]]:
@@ -215,33 +220,33 @@ class PipelinedSteps:
                 parameter.grad = grad
 
     @contextmanager
-    def _same_tensors(self, batch: object = None) -> Iterator[None]:
-        """Refuse, with a ModelError, a step that changes parameters, or buffers that are no metric's, in place.
+    def _same_tensors(self, record: StepRecord, batch: object, *, values: bool) -> Iterator[None]:
+        """A step that changes parameters, or buffers that are no metric's, in place is an error in the record.
 
-        Of a buffer that a checkpoint has, another tensor in its place is refused too, and so is a step that writes into
-        a batch that it is called with again: the second time it would find what the first one has left. What is written
-        into one by way of `.data`, which has no version, is seen in the first `LOOKS` training steps.
+        Of a buffer that a checkpoint has, another tensor in its place is one too, and so is a step that writes into a
+        batch that it is called with again: the second time it would find what the first one has left. What is written
+        into floating-point numbers by way of `.data`, which has no version, is seen if `values` are looked at.
         """
         of_metrics = {id(b) for m in self._module.modules() if isinstance(m, Metric) for b in m.buffers()}
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
         before = [(n, t, t._version) for n, t in named if id(t) not in of_metrics and not t.is_inference()]
-        values = {n: digests(t) for n, t in named if self._looks and id(t) not in of_metrics}
+        sums = {n: digests(t) for n, t in named if values and id(t) not in of_metrics}
         kept = self._kept_buffers()
         read = [(tensor, tensor._version) for tensor in tensors_in(batch) if not tensor.is_inference()]
         yield
         now = self._kept_buffers()
         written = next((tensor for tensor, version in read if tensor._version != version), None)
-        if written is not None:
-            raise ModelError(
-                f"pipeline: the step writes in place into a tensor of its batch, of shape {tuple(written.shape)!r}, and"
-                " is called again with the same one; do that in on_after_batch_transfer, let it write into a copy, or"
-                " leave 'pipeline' out"
-            )
         changed = [name for name, tensor, version in before if tensor._version != version]
         changed += [name for name, buffer in kept.items() if now.get(name) is not buffer]
-        changed += [name for name, t in named if name in values and not same_digests(values[name], digests(t))]
-        if changed:
-            raise ModelError(
+        changed += [name for name, t in named if name in sums and not same_digests(sums[name], digests(t))]
+        if written is not None:
+            record.error = ModelError(
+                f"pipeline: the step writes in place into a tensor of its batch, of shape {tuple(written.shape)!r} and"
+                f" {written.dtype!r}, and is called again with the same one; do that in on_after_batch_transfer, let it"
+                " write into a copy, or leave 'pipeline' out"
+            )
+        elif changed:
+            record.error = ModelError(
                 f"pipeline: the step has changed the parameters or buffers {changed[:5]!r}, once for every"
                 " micro-batch and on one rank only; change them in on_train_batch_end, or leave 'pipeline' out"
             )
@@ -289,14 +294,17 @@ class PipelinedSteps:
     # --- the rest ---
 
     def _evaluate(self, plain: Step, name: str, batch: Any, *rest: Any) -> Any:
-        record = StepRecord()
-        seen = partial(self._recorder.recording, record)
-        work = Work(step=within(lambda j: plain(repacked(batch), *rest), seen), seeds=[self._seed(name, rest, 0)])
+        record, given = StepRecord(), Given()
         # each stage of the rank calls the step
-        with self._same_tensors(batch if self._spec.stages_per_rank > 1 else None):
+        again = self._spec.stages_per_rank > 1
+        step = (lambda _: given.call(plain, batch, *rest)) if again else lambda _: plain(batch, *rest)
+        work = Work(step=within(step, partial(self._recorder.recording, record)), seeds=[self._seed(name, rest, 0)])
+        with self._same_tensors(record, batch if again else None, values=False):
             ran = self._stages.run(self._stages.forward_only, work)
         record.returned = ran.returned[0]
-        return self._share(record).returned
+        returned = self._share(record).returned
+        given.write()
+        return returned
 
     def _share(self, record: StepRecord) -> StepRecord:
         """Of the last stage, on all ranks, which then log the same."""
@@ -307,7 +315,7 @@ class PipelinedSteps:
         return shared
 
     def _broadcast(self, record: StepRecord) -> StepRecord:
-        """From the last stage, or the error in it; a collective over the model axis."""
+        """From the last stage, or the error in it or here; a collective over the model axis."""
         group, is_last = self._stages.mesh.get_group(), self._stages.is_last
         box: list[Any] = [None]
         if is_last:
@@ -318,10 +326,12 @@ class PipelinedSteps:
                 box[0] = self._recorder.packed(record)
         dist.broadcast_object_list(box, dist.get_global_rank(group, self._stages.last_rank), group=group)
         # here with the objects that the step has handed out
-        # The error is raised by all ranks after the collective, so that none of them waits for one that has left.
         shared = record if is_last else self._recorder.unpacked(box[0])
-        if shared.error is not None:
-            raise shared.error
+        # The error is raised by all ranks after the collective, so that none of them waits for one that has left. One
+        # that this rank alone has found ends it here, too.
+        failed = shared.error or record.error
+        if failed is not None:
+            raise failed
         return shared
 
 
