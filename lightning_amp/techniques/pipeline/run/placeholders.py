@@ -165,15 +165,19 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         if not value.is_meta:
-            return self._like(value) if value.layout is torch.strided else self._fake.from_tensor(value.detach())
+            return self._like(value)
         if id(value) not in self._absent:
             self._absent[id(value)] = (value, self._like(value))
         return self._absent[id(value)][1]
 
     def _like(self, value: Tensor) -> Tensor:
         # a validation may make it, under torch.inference_mode, and a training step keep it for its backward pass
-        with torch.inference_mode(False), self._fake:
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self._device)
+        with torch.inference_mode(False):
+            if value.layout is not torch.strided:
+                # a copy, which is no tensor of inference mode
+                return self._fake.from_tensor(value.detach().clone())
+            with self._fake:
+                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self._device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on values, where all are there."""
