@@ -6,6 +6,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
@@ -225,6 +226,23 @@ def test_a_step_that_is_called_once_gets_the_batch_itself_and_validation_looks_a
     assert module.training_step(batch, 0) > 0
     with patch("lightning_amp.techniques.pipeline.steps.pipelined_steps.digests", Mock(side_effect=AssertionError)):
         assert module.validation_step(batch, 0) > 0
+
+
+class ResetsLists(Even):
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = torchmetrics.CatMetric()
+
+    def loss(self, batch: Batch) -> Tensor:
+        loss = super().loss(batch)
+        self.all.update(loss.detach())
+        self.all.reset()
+        return loss
+
+
+def test_a_metric_of_lists_that_a_step_resets_is_refused_with_the_reason(mesh: DeviceMesh) -> None:
+    with pytest.raises(ModelError, match="or the step updated and reset a metric whose states are lists"):
+        two_steps(ResetsLists, mesh)
 
 
 def test_a_parameter_that_is_changed_by_its_data_is_found(mesh: DeviceMesh) -> None:
