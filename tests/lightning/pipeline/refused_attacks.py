@@ -103,15 +103,16 @@ class Tracked(Net):
 
 
 class Ticks(Net):
-    """A counter of steps in a buffer of integers."""
+    """A counter of steps in a buffer of integers, which only the last rank's step reaches."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("ticks", torch.zeros((), dtype=torch.int64))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
         self.ticks += 1
-        return super().training_step(batch, batch_idx)
+        return loss
 
 
 class PenalisedInPlace(Net):

@@ -111,7 +111,9 @@ def test_what_cannot_is_refused(table: dict[type[Net], str], tmp_path: Path) -> 
     for (words, kind, _), *found in zip(cases, *of_ranks, strict=True):
         said = [text for text, _ in found]
         assert all(said), f"{kind.__name__} was trained: {said}"
-        assert any(words in text for text in said), f"{kind.__name__}: {said}"
+        # of what one rank alone has found the others learn
+        enough = all if kind is Ticks else any
+        assert enough(words in text for text in said), f"{kind.__name__}: {said}"
         # whose step changes it by itself
         assert all(unchanged for _, unchanged in found) or kind is Ticks, kind.__name__
 

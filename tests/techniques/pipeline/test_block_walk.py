@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F
 
 from lightning_amp._torch import has_no_values
 from lightning_amp.errors import InstallError, ModelError
@@ -175,63 +174,6 @@ def overwrites(net: Net, x: Tensor) -> Tensor:
 def test_a_step_that_cannot_be_cut_is_refused(walk: Callable[[Net, Tensor], Tensor], told: str) -> None:
     with pytest.raises(InstallError, match=told):
         through(walk, (3, 4))
-
-
-def drawn(net: Net, x: Tensor) -> Tensor:
-    """Noise for all blocks, drawn after a draw for the first one; what is drawn between blocks is for the next one."""
-    h = F.dropout(net.embed(x), 0.5)
-    noise = torch.rand(2)
-    for block in net.blocks:
-        h = block(h + noise)
-    return h
-
-
-def between(net: Net, x: Tensor) -> Tensor:
-    h = F.dropout(net.embed(x), 0.5)
-    for block in net.blocks:
-        h = block(h + torch.rand(2))
-    return h
-
-
-class Drops(nn.Linear):
-    def forward(self, h: Tensor) -> Tensor:
-        return F.dropout(super().forward(h), 0.5) * torch.rand(())
-
-
-def drawn_later(net: Net, x: Tensor) -> Tensor:
-    net.blocks[0].__class__ = Drops
-    h = net.blocks[0](net.embed(x))
-    noise = torch.rand(2)
-    for block in list(net.blocks)[1:]:
-        h = block(h + noise)
-    return h
-
-
-class Noises(nn.Linear):
-    def forward(self, h: Tensor) -> Any:
-        return super().forward(h), torch.empty(2).normal_()
-
-
-def from_a_block(net: Net, x: Tensor) -> Tensor:
-    net.blocks[0].__class__ = Noises
-    h, noise = net.blocks[0](net.embed(x))
-    for block in list(net.blocks)[1:]:
-        h = block(h + noise)
-    return h
-
-
-def test_what_is_drawn_after_another_rank_has_drawn_is_not_read() -> None:
-    middle, last = spans((1, 3, 4))[1:]
-    # draws follow those of the first block where a stage has received its result
-    for walk, span in ((drawn, middle), (drawn, last), (drawn_later, last), (from_a_block, last)):
-        net = Net(walk)
-        staged_walk = staged(net)
-        without(net, span)
-        # the second time a block's shapes are known
-        for _ in range(2):
-            with pytest.raises(InstallError, match="an earlier stage"):
-                staged_walk.run(span, lambda net=net: net(X), receive=lambda _: X.clone(), device=CPU)
-    through(between)
 
 
 class Rated(nn.Linear):

@@ -52,6 +52,13 @@ def test_what_is_computed_from_it_alone_is_absent_too() -> None:
         assert has_no_values(SQUARE @ absent)
 
 
+def test_what_stands_for_a_sparse_tensor_of_inference_mode_has_a_version() -> None:
+    with torch.inference_mode(), Placeholders(torch.device("cpu")) as mode:
+        stand = mode.of(SQUARE.to_sparse())
+        assert stand.is_sparse
+        assert not stand.is_inference()
+
+
 def test_a_module_with_it_is_a_module() -> None:
     layer = nn.Linear(3, 3)
     layer._parameters["weight"] = absent = absent_parameter(layer.weight)

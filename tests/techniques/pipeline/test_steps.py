@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
@@ -99,6 +100,40 @@ class NearlyEven(Even):
         return (losses * weights).sum() / weights.sum()
 
 
+class HalfHead(Even):
+    """Has dropout after the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.last(super().forward(x)), 0.5, self.training)
+
+
+class MixedHead(HalfHead):
+    def to(self, *_: Any) -> Any:
+        self.last.bfloat16()
+        return self
+
+
+class Ignores(Even):
+    """Writes what it does not learn into its labels, after it has read them."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        y = batch["y"]
+        assert "seen" in batch or (y >= 0).all(), "as one process finds it"
+        count = (y == 2).sum()
+        y[y == 2] = -100
+        losses = F.cross_entropy(self(batch["x"]), y, reduction="none")
+        return losses.mean() + 0 * count
+
+
+class IgnoresBoth(Ignores):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return super().training_step({**batch, "y": batch["seen"]}, batch_idx)
+
+
 class Clamps(Even):
     """Parameters of the second step, by a way that has no version."""
 
@@ -119,17 +154,27 @@ class Counts(Even):
         return super().training_step(batch, batch_idx)
 
 
-def two_steps(kind: type[Net], mesh: DeviceMesh, *, half: bool = False, micro_batches: int = 3) -> None:
-    module = kind().float()
+def installed(kind: type[Net], mesh: DeviceMesh, *, micro_batches: int = 3, dtype: torch.dtype = torch.float32) -> Net:
+    module = kind().float().to(dtype)
     module.trainer = Mock(current_epoch=0)
     parameters = Mock(here=list(module.parameters()))
     spec, blocks = PipelineStages(ends=str(BLOCKS), micro_batches=micro_batches), dict(module.blocks.named_children())
     PipelinedSteps(module, blocks, staged(module.blocks, mesh), parameters, spec, data_rank=0)
+    return module
+
+
+def samples(dtype: torch.dtype = torch.float32) -> Batch:
     draw = torch.Generator().manual_seed(0)
-    batch = {"x": torch.randn(7, 3, generator=draw), "y": torch.randint(3, (7,), generator=draw)}
+    return {"x": torch.randn(7, 3, generator=draw).to(dtype), "y": torch.randint(3, (7,), generator=draw)}
+
+
+def two_steps(
+    kind: type[Net], mesh: DeviceMesh, *, half: bool = False, micro_batches: int = 3, dtype: torch.dtype = torch.float32
+) -> None:
+    module = installed(kind, mesh, micro_batches=micro_batches, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
         for i in range(2):
-            module.training_step(batch, i)
+            module.training_step(samples(dtype), i)
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -137,6 +182,67 @@ def test_a_loss_that_is_no_mean_is_found_in_half_precision_too(mesh: DeviceMesh,
     two_steps(Even, mesh, half=half)
     with pytest.raises(DataError, match="it is no mean over samples"):
         two_steps(NearlyEven, mesh, half=half)
+
+
+def test_a_head_that_runs_in_half_precision_only_is_compared_in_it(mesh: DeviceMesh) -> None:
+    two_steps(MixedHead, mesh, half=True)
+
+
+def test_results_of_blocks_in_half_precision_without_autocast_stay_so(mesh: DeviceMesh) -> None:
+    two_steps(HalfHead, mesh, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_labels_that_a_step_writes_into_are_each_call_s_own(mesh: DeviceMesh, micro_batches: int) -> None:
+    module, batch = installed(Ignores, mesh, micro_batches=micro_batches), samples()
+    expected = batch["y"].masked_fill(batch["y"] == 2, -100)
+    module.training_step(batch, 0)
+    assert torch.equal(batch["y"], expected), "hooks find what the step has left"
+
+
+def test_labels_that_another_name_has_too_are_not_written_into(mesh: DeviceMesh) -> None:
+    batch = samples()
+    with pytest.raises(ModelError, match="writes in place into a tensor of its batch"):
+        installed(IgnoresBoth, mesh).training_step({**batch, "seen": batch["y"]}, 0)
+
+
+class Encoding(dict[str, Tensor]):
+    """Has more than a dictionary."""
+
+    rows = 0
+
+
+class ReadsRows(Even):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * batch.rows
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+
+def test_a_step_that_is_called_once_gets_the_batch_itself_and_validation_looks_at_no_values(mesh: DeviceMesh) -> None:
+    module, batch = installed(ReadsRows, mesh, micro_batches=1), Encoding(samples())
+    batch.rows = 7
+    assert module.training_step(batch, 0) > 0
+    with patch("lightning_amp.techniques.pipeline.steps.pipelined_steps.digests", Mock(side_effect=AssertionError)):
+        assert module.validation_step(batch, 0) > 0
+
+
+class ResetsLists(Even):
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = torchmetrics.CatMetric()
+
+    def loss(self, batch: Batch) -> Tensor:
+        loss = super().loss(batch)
+        self.all.update(loss.detach())
+        self.all.reset()
+        return loss
+
+
+def test_a_metric_of_lists_that_a_step_resets_is_refused_with_the_reason(mesh: DeviceMesh) -> None:
+    with pytest.raises(ModelError, match="or the step updated and reset a metric whose states are lists"):
+        two_steps(ResetsLists, mesh)
 
 
 def test_a_parameter_that_is_changed_by_its_data_is_found(mesh: DeviceMesh) -> None:

@@ -252,8 +252,11 @@ class BlockWalk:
             table.clear()
             table.update(held)
         draws, mode.missed, mode.in_block = mode.missed - missed, missed, False
-        # what it has drawn from nothing is another number on the block's own rank
-        return (tree_map(mode.of, made) if draws else made), sets, draws
+        if draws:
+            # what it has drawn from nothing is another number on the block's own rank
+            made = tree_map(mode.of, made)
+            sets = [(table, name, tree_map(mode.of, value)) for table, name, value in sets]
+        return made, sets, draws
 
     def _refuse_reentrant(self, index: int) -> None:
         frame = sys._getframe()

@@ -76,6 +76,15 @@ def absent_parameter(like: nn.Parameter) -> AbsentParameter:
     return made
 
 
+UNIFORM = (torch.ops.aten.rand.default, torch.ops.aten.rand.generator)
+"""Draws of numbers in [0, 1)."""
+BELOW: dict[Any, bool] = {
+    torch.ops.aten.lt.Scalar: True,
+    torch.ops.aten.le.Scalar: True,
+    torch.ops.aten.gt.Scalar: False,
+    torch.ops.aten.ge.Scalar: False,
+}
+"""Comparisons with a number, and what they give for smaller ones."""
 _makers: list[Callable[[Any], Any]] = []
 
 
@@ -137,10 +146,11 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # with the parameter, whose id stays taken as long as it is kept
         self._absent: dict[int, tuple[Tensor, Tensor]] = {}
         self._made = ExitStack()
+        self._uniform: Tensor | None = None
 
     def __enter__(self) -> "Placeholders":
         """Let absent parameters be read together with values."""
-        self.missed, self.in_block = 0, False
+        self.missed, self.in_block, self._uniform = 0, False, None
         self._made.enter_context(placeholders_are_made(self.of))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -155,21 +165,29 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         if not value.is_meta:
-            return self._like(value) if value.layout is torch.strided else self._fake.from_tensor(value.detach())
+            return self._like(value)
         if id(value) not in self._absent:
             self._absent[id(value)] = (value, self._like(value))
         return self._absent[id(value)][1]
 
     def _like(self, value: Tensor) -> Tensor:
         # a validation may make it, under torch.inference_mode, and a training step keep it for its backward pass
-        with torch.inference_mode(False), self._fake:
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self._device)
+        with torch.inference_mode(False):
+            if value.layout is not torch.strided:
+                # a copy, which is no tensor of inference mode
+                return self._fake.from_tensor(value.detach().clone())
+            with self._fake:
+                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self._device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on values, where all are there."""
         kwargs = kwargs or {}
+        # for the next operator only: any other one may be a write into it
+        uniform, self._uniform = self._uniform, None
+        if uniform is not None and args and args[0] is uniform and (found := _decided(func, args[1:])) is not None:
+            return torch.full(uniform.shape, found, device=self._device)
         flat, form = tree_flatten((args, kwargs))
-        draws, without = torch.Tag.nondeterministic_seeded in func.tags, any(map(has_no_values, flat))
+        draws, without = _draws(func, args, kwargs), any(map(has_no_values, flat))
         self.missed += draws and (without or self.in_block)
         if not without and (self.in_block or not (draws and self.missed)):
             return func(*args, **kwargs)
@@ -177,13 +195,41 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = tree_unflatten([self.of(value) for value in flat], form)
         try:
             with self._fake:
-                return func(*args, **kwargs)
+                made = func(*args, **kwargs)
         except Exception as error:
             raise InstallError(
                 f"pipeline: the operator {func.name()!r} needs values that another rank computed: {error}. Before"
                 " its blocks a rank has only the batch and the parameters outside the blocks: compute it inside a"
                 " block, or leave 'pipeline' out"
             ) from error
+        # torch hands out what is drawn detached
+        same = func is torch.ops.aten.detach.default and args[0] is uniform
+        self._uniform = made if same or func in UNIFORM else None
+        return made
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator takes random numbers: attention has the tag without dropout too."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    given = {
+        argument.name: args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+        for i, argument in enumerate(func._schema.arguments)
+    }
+    never = given.get("dropout_p", given.get("dropout")) == 0, given.get("train", given.get("training")) is False
+    return not any(never)
+
+
+def _decided(func: Any, bound: Any) -> bool | None:
+    """How all numbers in [0, 1) compare with a bound; None where that depends on the number."""
+    below = BELOW.get(func)
+    if below is None:
+        return None
+    if bound[0] >= 1:
+        return below
+    # 0 itself may be drawn
+    zero_too = func in (torch.ops.aten.lt.Scalar, torch.ops.aten.ge.Scalar)
+    return not below if bound[0] < 0 or (zero_too and bound[0] == 0) else None
 
 
 def _refuse_writing(func: Any, args: Any, kwargs: Any) -> None:

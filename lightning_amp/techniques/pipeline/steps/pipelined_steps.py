@@ -12,11 +12,11 @@ and for the whole batch, from what the blocks have returned for its micro-batche
 step is refused on all ranks, before any parameter changes. That run is also what logs, updates metrics and returns
 outputs, as one run of the step would. Where random numbers are drawn after the blocks (dropout in a head), the two are
 compared in evaluation mode instead, and what is logged is of its own draw. Under autocast the first step compares them
-without it.
+without it, if what follows the blocks runs so.
 
 What comes before the loss has to compute every sample by itself. In the first step two micro-batches pass the blocks,
-of which half the samples are the same: where these have another result the step is refused, and so it is where a block
-remembers what it was given (sample_check.py).
+whose middle third of samples is the same: where these have another result the step is refused, and so it is where a
+block remembers what it was given (sample_check.py).
 
 A step that optimises by hand is one that returns its loss, until its gradients are ready (manual_step.py).
 
@@ -42,21 +42,19 @@ from torchmetrics import Metric
 
 from lightning_amp._torch import tree_map
 from lightning_amp.data.batch import tensors_in
-from lightning_amp.errors import DataError, InstallError, ModelError
+from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.recompute_state import digests, same_digests
 from lightning_amp.random_streams import isolated_random_streams
 from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.run.run_stages import Ran, Rest, Stages, Work, detached, loss_of
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, PassTimes, fills_rounds, schedule
+from lightning_amp.techniques.pipeline.steps.loss_check import compare, evaluating, single
 from lightning_amp.techniques.pipeline.steps.manual_step import ManualStep
-from lightning_amp.techniques.pipeline.steps.sample_check import SampleCheck, cut, repacked
+from lightning_amp.techniques.pipeline.steps.sample_check import Given, SampleCheck, cut
 from lightning_amp.techniques.pipeline.steps.step_record import StageStepRecorder, StepRecord
 from lightning_amp.techniques.precomputed_gradients import Gradients, with_gradients
 
 EVALUATED = ("validation_step", "test_step", "predict_step")
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
-HALF = 1e-2
-"""Of other types, and under autocast: difference of two losses that counts as rounding, relative to the larger."""
 LOOKS = 2
 """Training steps in which values of parameters and buffers are looked at, which takes as long as reading them twice."""
 
@@ -143,15 +141,18 @@ class PipelinedSteps:
     def _with_gradients(self, plain: Step, name: str, batch: Any, *rest: Any) -> Any:
         parts, sizes = self._cut(batch)
         total, n, record = sum(sizes), len(parts), StepRecord()
-        # in containers of their own: a step may take something out of its batch, and is called again
-        whole, part = (lambda: plain(repacked(batch), *rest)), (lambda j: plain(repacked(parts[j]), *rest))
+        given = Given()
+        # a step that is called once gets the batch itself
+        call = given.call if n * self._spec.stages_per_rank > 1 else lambda step, *own: step(*own)
+        whole, part = (lambda: call(plain, batch, *rest)), (lambda j: call(plain, parts[j], *rest))
         seen, muted = partial(self._recorder.recording, record), self._recorder.muted
         at_once = n > 1 and self._spec.schedule == "gpipe"
         if n > 1 and self._check is not None:
-            run = within(lambda own: plain(repacked(own), *rest), muted)
-            with self._same_tensors(batch):
+            run, looked = within(lambda own: Given().call(plain, own, *rest), muted), StepRecord()
+            with self._same_tensors(looked, batch, values=True):
                 error = self._check.look(run, batch, parts[0], sizes, seed=self._seed(name, rest, n))
-            self._broadcast(StepRecord(error=error))
+            looked.error = looked.error or error
+            self._broadcast(looked)
             self._check = None
         work = Work(
             # a single micro-batch is the batch itself
@@ -166,7 +167,8 @@ class PipelinedSteps:
         # back, and the new ones come to them by the loss's own backward pass: so the Trainer's scaling applies to the
         # new ones.
         with self._gradients_aside() as parameters:
-            with self._same_tensors(batch if n * self._spec.stages_per_rank > 1 else None):
+            again = batch if n * self._spec.stages_per_rank > 1 else None
+            with self._same_tensors(record, again, values=self._looks > 0):
                 ran = self._stages.run(self._order(n), work)
             self.times, self._looks = ran.times, max(0, self._looks - 1)
             # before gradients are read: tied parameters get the sum over the stages that hold them
@@ -174,9 +176,10 @@ class PipelinedSteps:
             grads = [parameter.grad for parameter in parameters]
         if self._stages.is_last:
             record.returned = ran.returned[0]
-            if n > 1 and not at_once:
+            if n > 1 and not at_once and record.error is None:
                 self._whole(whole, part, ran, work, record)
         record = self._share(record)
+        given.write()
         return _with_gradients(record.returned, parameters, grads)
 
     def _cut(self, batch: Any) -> tuple[list[Any], list[int]]:
@@ -217,33 +220,33 @@ class PipelinedSteps:
                 parameter.grad = grad
 
     @contextmanager
-    def _same_tensors(self, batch: object = None) -> Iterator[None]:
-        """Refuse, with a ModelError, a step that changes parameters, or buffers that are no metric's, in place.
+    def _same_tensors(self, record: StepRecord, batch: object, *, values: bool) -> Iterator[None]:
+        """A step that changes parameters, or buffers that are no metric's, in place is an error in the record.
 
-        Of a buffer that a checkpoint has, another tensor in its place is refused too, and so is a step that writes into
-        a batch that it is called with again: the second time it would find what the first one has left. What is written
-        into one by way of `.data`, which has no version, is seen in the first `LOOKS` training steps.
+        Of a buffer that a checkpoint has, another tensor in its place is one too, and so is a step that writes into a
+        batch that it is called with again: the second time it would find what the first one has left. What is written
+        into floating-point numbers by way of `.data`, which has no version, is seen if `values` are looked at.
         """
         of_metrics = {id(b) for m in self._module.modules() if isinstance(m, Metric) for b in m.buffers()}
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
         before = [(n, t, t._version) for n, t in named if id(t) not in of_metrics and not t.is_inference()]
-        values = {n: digests(t) for n, t in named if self._looks and id(t) not in of_metrics}
+        sums = {n: digests(t) for n, t in named if values and id(t) not in of_metrics}
         kept = self._kept_buffers()
         read = [(tensor, tensor._version) for tensor in tensors_in(batch) if not tensor.is_inference()]
         yield
         now = self._kept_buffers()
         written = next((tensor for tensor, version in read if tensor._version != version), None)
-        if written is not None:
-            raise ModelError(
-                f"pipeline: the step writes in place into a tensor of its batch, of shape {tuple(written.shape)!r}, and"
-                " is called again with the same one; do that in on_after_batch_transfer, let it write into a copy, or"
-                " leave 'pipeline' out"
-            )
         changed = [name for name, tensor, version in before if tensor._version != version]
         changed += [name for name, buffer in kept.items() if now.get(name) is not buffer]
-        changed += [name for name, t in named if name in values and not same_digests(values[name], digests(t))]
-        if changed:
-            raise ModelError(
+        changed += [name for name, t in named if name in sums and not same_digests(sums[name], digests(t))]
+        if written is not None:
+            record.error = ModelError(
+                f"pipeline: the step writes in place into a tensor of its batch, of shape {tuple(written.shape)!r} and"
+                f" {written.dtype!r}, and is called again with the same one; do that in on_after_batch_transfer, let it"
+                " write into a copy, or leave 'pipeline' out"
+            )
+        elif changed:
+            record.error = ModelError(
                 f"pipeline: the step has changed the parameters or buffers {changed[:5]!r}, once for every"
                 " micro-batch and on one rank only; change them in on_train_batch_end, or leave 'pipeline' out"
             )
@@ -266,26 +269,42 @@ class PipelinedSteps:
             losses = [loss_of(returned) for returned in ran.returned]
             loss, rounds = loss_of(record.returned), torch.is_autocast_enabled("cpu")
             if ran.drew or (rounds and self._exactly):
+                self._exactly = False
                 part, whole = within(part, self._recorder.muted), within(whole, self._recorder.muted)
-                # weights of a mean may differ by less than half precision rounds, in every step: once it is not rounded
-                with _evaluating(self._module, ran.drew), torch.autocast("cpu", enabled=False):
-                    results = tree_map(_single, ran.results)
-                    loss = loss_of(self._stages.run_rest(whole, results))
-                    losses = [loss_of(self._stages.run_rest(partial(part, j), [own])) for j, own in enumerate(results)]
-                rounds = self._exactly = False
-            record.error = _compare(loss, losses, work.weights, rounds=rounds)
+                with evaluating(self._module, ran.drew):
+                    try:
+                        # weights of a mean may differ by less than half precision rounds, in every step: once it is
+                        # not rounded
+                        with torch.autocast("cpu", enabled=False):
+                            results = tree_map(single, ran.results) if rounds else ran.results
+                            loss, losses = self._losses(whole, part, results)
+                        rounds = False
+                    except RuntimeError:
+                        if not rounds:
+                            raise
+                        # what follows the blocks may mix types, and then runs under autocast only
+                        loss, losses = self._losses(whole, part, ran.results)
+            record.error = compare(loss, losses, work.weights, rounds=rounds)
+
+    def _losses(self, whole: Step, part: Callable[[int], Any], results: list[Any]) -> tuple[Tensor, list[Tensor]]:
+        """Of the batch, and of each micro-batch, from what the blocks have returned for these."""
+        own = [loss_of(self._stages.run_rest(partial(part, j), [result])) for j, result in enumerate(results)]
+        return loss_of(self._stages.run_rest(whole, results)), own
 
     # --- the rest ---
 
     def _evaluate(self, plain: Step, name: str, batch: Any, *rest: Any) -> Any:
-        record = StepRecord()
-        seen = partial(self._recorder.recording, record)
-        work = Work(step=within(lambda j: plain(repacked(batch), *rest), seen), seeds=[self._seed(name, rest, 0)])
+        record, given = StepRecord(), Given()
         # each stage of the rank calls the step
-        with self._same_tensors(batch if self._spec.stages_per_rank > 1 else None):
+        again = self._spec.stages_per_rank > 1
+        step = (lambda _: given.call(plain, batch, *rest)) if again else lambda _: plain(batch, *rest)
+        work = Work(step=within(step, partial(self._recorder.recording, record)), seeds=[self._seed(name, rest, 0)])
+        with self._same_tensors(record, batch if again else None, values=False):
             ran = self._stages.run(self._stages.forward_only, work)
         record.returned = ran.returned[0]
-        return self._share(record).returned
+        returned = self._share(record).returned
+        given.write()
+        return returned
 
     def _share(self, record: StepRecord) -> StepRecord:
         """Of the last stage, on all ranks, which then log the same."""
@@ -296,7 +315,7 @@ class PipelinedSteps:
         return shared
 
     def _broadcast(self, record: StepRecord) -> StepRecord:
-        """From the last stage, or the error in it; a collective over the model axis."""
+        """From the last stage, or the error in it or here; a collective over the model axis."""
         group, is_last = self._stages.mesh.get_group(), self._stages.is_last
         box: list[Any] = [None]
         if is_last:
@@ -307,10 +326,12 @@ class PipelinedSteps:
                 box[0] = self._recorder.packed(record)
         dist.broadcast_object_list(box, dist.get_global_rank(group, self._stages.last_rank), group=group)
         # here with the objects that the step has handed out
-        # The error is raised by all ranks after the collective, so that none of them waits for one that has left.
         shared = record if is_last else self._recorder.unpacked(box[0])
-        if shared.error is not None:
-            raise shared.error
+        # The error is raised by all ranks after the collective, so that none of them waits for one that has left. One
+        # that this rank alone has found ends it here, too.
+        failed = shared.error or record.error
+        if failed is not None:
+            raise failed
         return shared
 
 
@@ -341,42 +362,6 @@ def _with_gradients(returned: Any, parameters: list[nn.Parameter], grads: list[T
     own = loss.detach().clone().reshape(())
     total = with_gradients(lambda needed: (own, ready), inputs).reshape(loss.shape)
     return {**returned, "loss": total} if isinstance(returned, dict) else total
-
-
-def _single(value: Any) -> Any:
-    """A tensor of half precision in single precision; anything else as it is."""
-    half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if half else value
-
-
-def _compare(loss: Tensor, losses: list[Tensor], weights: Any, *, rounds: bool) -> Exception | None:
-    mean = float(sum(weight * float(own) for weight, own in zip(weights, losses, strict=True)))
-    found = float(loss)
-    rounding = HALF if rounds else TOLERANCE.get(loss.dtype, HALF)
-    # written so that nan, which one process would train on too, passes where both are
-    if abs(found - mean) <= rounding * max(abs(found), *(abs(float(own)) for own in losses)):
-        return None
-    if found != found and mean != mean:
-        return None
-    return DataError(
-        f"a batch was trained on in {len(losses)!r} micro-batches, whose losses have a mean over samples of"
-        f" {mean!r}, and the loss of the batch is {found!r}: it is no mean over samples. A mean over entries"
-        " that are not masked has other weights; a sum, a contrastive loss and one that draws random"
-        " numbers cannot be cut. Nothing was changed: take schedule='gpipe', which computes the loss of the"
-        " whole batch at once, or micro_batches=1, or leave 'pipeline' out"
-    )
-
-
-@contextmanager
-def _evaluating(module: nn.Module, evaluates: bool) -> Iterator[None]:
-    modes = [(part, part.training) for part in module.modules()]
-    if evaluates:
-        module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 def refuse_hooks(parameter: nn.Parameter) -> None:

@@ -15,6 +15,7 @@ or counts its calls.
 Known limit: samples that are all equal show nothing.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -27,7 +28,7 @@ from lightning.fabric.utilities.apply_func import apply_to_collection  # type: i
 from torch import Tensor, nn
 
 from lightning_amp._torch import tree_leaves
-from lightning_amp.data.batch import parts_in
+from lightning_amp.data.batch import parts_in, tensors_in
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError, ModelError
 from lightning_amp.techniques.checks.same_function import close
@@ -90,9 +91,45 @@ def alike(batch: Any, size: int, total: int) -> tuple[Any, Any, range]:
     return _of(batch, first), _of(batch, second), same
 
 
-def repacked(batch: Any) -> Any:
-    """The same tensors in other dictionaries, lists and dataclasses."""
-    return apply_to_collection(batch, get_args(Samples), lambda values: values)
+class Given:
+    """Hands a batch to calls of a step, each of which finds it as it was.
+
+    Dictionaries, lists and dataclasses are others in every call, and so are tensors of integers, into which steps write
+    (labels that are not to be learned). `write` lets the batch have what the calls have written.
+    """
+
+    def __init__(self) -> None:
+        self._written: list[tuple[Tensor, Tensor]] = []
+
+    def call(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
+        """What the step returns for the batch."""
+        copies: list[tuple[Tensor, Tensor]] = []
+        tensors = [values for values in tensors_in(batch) if values.layout is torch.strided]
+        memory = Counter(values.untyped_storage().data_ptr() for values in tensors)
+
+        def own(values: Any) -> Any:
+            if not isinstance(values, Tensor) or values.layout is not torch.strided:
+                return values
+            # what is written into one of two that share memory is in the other one too, and stays refused
+            if values.is_floating_point() or values.is_complex() or memory[values.untyped_storage().data_ptr()] > 1:
+                return values
+            copies.append((values, values.clone()))
+            return copies[-1][1]
+
+        try:
+            return step(apply_to_collection(batch, get_args(Samples), own), *rest)
+        finally:
+            # in inference mode there are no versions
+            self._written += [
+                (values, copy)
+                for values, copy in copies
+                if (not torch.equal(values, copy) if copy.is_inference() else copy._version)
+            ]
+
+    def write(self) -> None:
+        """Write into the batch what the calls have written into theirs, in their order."""
+        for values, copy in self._written:
+            values.copy_(copy)
 
 
 def _of(batch: Any, run: slice | list[int]) -> Any:
@@ -183,8 +220,8 @@ class SampleCheck:
             return None
         return DataError(
             "the batch cannot be cut into micro-batches: blocks compute a sample from other samples of the batch"
-            f" (BatchNorm by hand, a loss within a block), which in a micro-batch are others; found {found}. Let blocks"
-            " compute each sample separately, set micro_batches=1, or leave 'pipeline' out"
+            " (BatchNorm by hand, a recurrence over samples, a loss within a block), which in a micro-batch are others;"
+            f" found {found}. Let blocks compute each sample separately, set micro_batches=1, or leave 'pipeline' out"
         )
 
 

@@ -5,8 +5,9 @@ before the last stage leave the step before any of it. The last stage records, a
 the same order. What a part of the step logs or updates, and the whole of it does not (within a block, say), would be
 lost, and is refused.
 
-Known limits: the states of metrics are sent whole after every step that updates them; a logger that a step calls by
-itself is that of the last stage's rank.
+Known limits: the states of metrics are sent whole after every step that updates them; a metric whose states are lists,
+and which a step updates and resets, has the states of before and is taken for one that a part has updated; a logger
+that a step calls by itself is that of the last stage's rank.
 """
 
 import io
@@ -123,8 +124,9 @@ class StageStepRecorder:
         lost, self._noted = self._noted - record.told, set()
         if lost:
             raise ModelError(
-                f"pipeline: {sorted(lost)!r} happened inside or between blocks, where one stage sees one"
-                " micro-batch: log and update metrics after the blocks, or leave 'pipeline' out"
+                f"pipeline: {sorted(lost)!r} happened inside or between blocks, where one stage sees one micro-batch,"
+                " or the step updated and reset a metric whose states are lists: log and update metrics after the"
+                " blocks, reset those at the end of the epoch, or leave 'pipeline' out"
             )
         named = dict(self._module.named_modules())
         if not recorded_here:
