@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.bounded_step import StepOverBudget, of_transform, users_line, why_values
-from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data, fake_batch, length_of, resize
+from lightning_amp.footprint.copies.fake_copy import cloned, copy_of, copy_of_data, fake_batch, length_of, resize
 from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.inner_run import BY_ITSELF, Around, run_two_steps
@@ -110,7 +110,7 @@ def counted_step(
                 if fake is not None:
                     given = fake_batch(batch, fake, batch_size)
                 else:
-                    given = batch if batch_size is None else resize(batch, batch_size)
+                    given = cloned(batch if batch_size is None else resize(batch, batch_size))
                 with as_guest(module, around.datamodule):
                     twin = copy_of(module, fake)
                     data = copy_of_data(around.datamodule, module, twin, fake)

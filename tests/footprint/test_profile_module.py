@@ -342,3 +342,23 @@ def test_an_error_leaves_no_settings_behind() -> None:
     with pytest.raises(ZeroDivisionError), settings_of("cuda"):
         raise ZeroDivisionError
     assert not launches_operators(torch.empty(2))
+
+
+def test_a_step_with_values_leaves_the_batch_as_it_was() -> None:
+    class Halves(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch["x"].sum() > 0:
+                batch["x"].div_(2)
+            loss: Tensor = self.layer(batch["x"]).mean()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    batch = {"x": torch.ones(3, 4)}
+    assert profile_module(Halves(), batch).measured == "a real step"
+    assert torch.equal(batch["x"], torch.ones(3, 4))

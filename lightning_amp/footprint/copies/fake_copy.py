@@ -226,6 +226,11 @@ def resize(batch: Any, batch_size: int) -> Any:
     return _map(batch, longer)
 
 
+def cloned(batch: Any) -> Any:
+    """The batch with copies of its tensors, for a step with values that may write into them."""
+    return _map(batch, Tensor.clone)
+
+
 def fake_batch(batch: Any, fake: FakeTensorMode, batch_size: int | None) -> Any:
     """The batch as fake tensors, of another length if one is given."""
     length = length_of(batch)
