@@ -83,6 +83,7 @@ class Around:
     @property
     def batches(self) -> int:
         """Of a step that is run."""
+        # the first batch makes gradients and the second adds to them; any further one holds what the second does
         return min(self.accumulate_grad_batches, 2)
 
 
@@ -169,6 +170,7 @@ def _trainer(device: torch.device, counter: "_Count", fake: FakeTensorMode | Non
 def _convert_made(convert: Callable[[torch.nn.Module], Any], module: torch.nn.Module) -> torch.nn.Module:
     """Convert what `setup` has made; fake parameters cannot be, and have the run's precision already."""
     for child in module.modules():
+        # with the child's tables and without its children, to which `convert` would go on although they may be fake
         own = torch.nn.Module()
         own._parameters, own._buffers = child._parameters, child._buffers
         if not any(isinstance(tensor, FakeTensor) for tensor in (*own.parameters(), *own.buffers())):

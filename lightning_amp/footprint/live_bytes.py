@@ -171,6 +171,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             key, n_bytes = id(storage), storage.nbytes()
             if key in self._alive:
+                # the operator has resized it, as it may an `out=` argument
                 if n_bytes != self._alive[key][1]:
                     self._change(key, n_bytes)
             elif key not in given:
@@ -180,11 +181,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak = max(self._peak, self.current)
 
     def _refer(self, storage: torch.UntypedStorage, key: int) -> _Ref:
+        # torch gives a storage one Python object for as long as it lives, so that its id is a key and its end is the
+        # memory's
         ref = _Ref(storage, self._forget)
         ref.key = key
         return ref
 
     def _forget(self, ref: Any) -> None:
+        # this runs before the address can be used again, so no later storage is taken for this one
         self._freed.append(self._alive.pop(ref.key)[1])
         self._died(ref.key)
 

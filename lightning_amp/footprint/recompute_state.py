@@ -114,6 +114,7 @@ class FirstPass:
             for place, tensor in self._tensors.items()
             if not isinstance(tensor, nn.Parameter)
             and id(tensor) not in read
+            # in the first pass of a mode it is not known which buffers change, and all are copied
             and (self._known is None or place in self._known)
         }
 
@@ -200,6 +201,7 @@ class FirstPass:
 
     def _marks_now(self) -> tuple[dict[Place, Any], list[LightningModule]]:
         """What all objects hold, and the LightningModules among them."""
+        # its own modules count as seen: what they hold is compared by itself, name by name
         seen: dict[int, Any] = {id(child): child for child in self._modules.values()}
         marks = {place: mark_of(value, seen, DEPTH) for place, value in self._objects.items()}
         return marks, [value for value in seen.values() if isinstance(value, LightningModule)]
@@ -232,6 +234,7 @@ def _difference(before: Mapping[str, int], now: Mapping[str, int]) -> str:
 def mark_of(value: Any, seen: dict[int, Any], depth: int) -> Any:
     """Something that is another if an object is changed."""
     if isinstance(value, PLAIN):
+        # nan differs from itself, and would count as a change each time
         return value if value == value else "nan"
     if isinstance(value, Tensor):
         # kept as all else that is known by identity: another one could take its place

@@ -63,6 +63,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
     def __init__(self, module: nn.Module, *, device_type: str | None = None) -> None:
         super().__init__(device_type=device_type)
         self.lives: list[Life] = []
+        # operator 0 stands for what is there before the step
         self.work: list[tuple[str, str]] = [(FORWARD, "")]
         self.head: Head | None = None
         self.optimising = self.in_step = False
@@ -231,6 +232,8 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         node of this order.
         """
         if self._owners[-1] != (fqn, order):
+            # `_place` searches the numbers, which must not fall: a mark that `made` sets back stops at the one before
+            # it
             self._orders.append(max(self._orders[-1], autograd_order() - made))
             self._owners.append((fqn, order))
 
@@ -245,6 +248,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
 
     def _resized(self, key: int, n_bytes: int) -> None:
         was = self._of_key[key]
+        # bytes over time follow from births and deaths alone, so with another size it is another Life
         self._died(key)
         self._born(key, n_bytes, None)
         life = self._of_key[key]

@@ -96,6 +96,7 @@ class ChainBuilder:
         """All blocks and moments."""
         starts = np.array([span.start for span in self._spans])
         for life in self._step.lives:
+            # calls do not nest and follow each other in time, so only the last one that began by then can have made it
             home = int(np.searchsorted(starts, life.birth, side="right")) - 1
             if home >= 0 and life.birth > self._spans[home].end:
                 home = -1
@@ -120,6 +121,7 @@ class ChainBuilder:
         uses = [use for use in self._step.uses if use.call == i]
         reads = [use.read for use in uses if use.read is not None and use.read > call.end]
         asks = min(reads, default=back_start)
+        # one place more than there are operators: what lives to the last one is taken off one past it
         kept, dropped, again = np.zeros((3, call.end - call.start + 2), dtype=np.int64)
         back, twice = np.zeros((2, max(back_end - back_start + 2, 1)), dtype=np.int64)
         return _Span(
@@ -127,6 +129,7 @@ class ChainBuilder:
             end=call.end,
             back_start=back_start,
             back_end=back_end,
+            # a node that reads and runs no operator leaves the number of the next one, which may be another block's
             asks=min(max(asks, back_start), max(back_start, back_end)),
             last_kept=max((use.start for use in uses), default=call.start - 1),
             kept=kept,
@@ -184,6 +187,7 @@ class ChainBuilder:
             return int(death)
         read = max(life.birth, self._step.read_last.get(id(life), 0))
         made = self._made_by.get(id(life))
+        # a result lives until its block returns, although no operator of the block may read it
         return int(min(death, read if made is None else max(read, self._spans[made].end)))
 
     def _again(self, life: Any, span: _Span, own: int, *, kept: bool) -> None:
@@ -202,6 +206,8 @@ class ChainBuilder:
             span.saved_bytes += n
             if span.back_end >= span.back_start:
                 span.back[0] += n
+                # between the passes `saved_bytes` counts it at every moment, so it ends in the backward pass at the
+                # earliest
                 span.back[min(max(kept_until, span.back_start), span.back_end) + 1 - span.back_start] -= n
 
     def _shared(self, life: Any, outside: int, beyond: dict[int, int], readers: Iterable[int]) -> None:
@@ -248,6 +254,8 @@ class ChainBuilder:
         for i, span in enumerate(self._spans):
             inside[span.start : span.end + 1] = inside[span.back_start : span.back_end + 1] = True
             for t, recomputed, held, n_bytes in self._at_work(span, alive):
+                # a moment of a block covers the blocks before it alone: what later ones hold then is a constant, as if
+                # all were kept
                 above = self._above(i, t) if after[t] > i + 1 else 0
                 _raise(found[first[i], i, i, recomputed], held, t, n_bytes + above)
         for t in map(int, np.flatnonzero(~inside)):
@@ -276,12 +284,15 @@ class ChainBuilder:
             return
         t = span.asks
         # most at once of what the second forward pass makes while all is kept that the backward pass needs
+        # a block that saves nothing has last_kept = start - 1, and a maximum needs one entry
         work = int(span.again[: max(span.last_kept - span.start + 1, 1)].max())
+        # the second forward pass runs before operator t, whose own results (`_born`) are not there yet
         yield t, True, alive[t] | span.inputs, int(self._plain[t] - self._born[t]) + work
         for t in range(span.back_start, span.back_end + 1):
             plain, own = int(self._plain[t]), int(span.back[t - span.back_start])
             yield t, False, alive[t] | {k for k, end in span.keeps.items() if end >= t}, plain + own
             own += int(span.twice[t - span.back_start])
+            # before it asks for the first tensor nothing of its forward pass is there again
             yield t, True, alive[t] | span.inputs, plain + (own if t >= span.asks else 0)
 
     def _above(self, i: int, t: int) -> int:
@@ -308,6 +319,7 @@ class ChainBuilder:
         """
         n = len(self._spans)
         after, low = np.zeros(self._length, dtype=np.int64), np.full(self._length, n)
+        # the last write wins: in this order the highest block stands in `after`, in the reverse one the lowest in `low`
         for i, span in enumerate(self._spans):
             after[span.end + 1 : span.back_start] = i + 1
         for i, span in reversed(list(enumerate(self._spans))):
@@ -333,6 +345,7 @@ def _raise(rows: dict[frozenset[int], tuple[int, int]], held: frozenset[int], t:
 def _highest(rows: dict[frozenset[int], tuple[int, int]]) -> Iterator[tuple[frozenset[int], tuple[int, int]]]:
     """Leave out what is below another one with the same tensors and more."""
     kept: list[frozenset[int]] = []
+    # with most bytes first, a row can only be below one that is kept already
     for held, row in sorted(rows.items(), key=lambda item: -item[1][0]):
         if not any(held <= other for other in kept):
             kept.append(held)

@@ -127,6 +127,7 @@ class Chain:
     @property
     def names(self) -> tuple[str, ...]:
         """Blocks that can be recomputed, each once."""
+        # one decision holds for all calls of a block, so one call that cannot be recomputed rules its name out
         fixed = {block.fqn for block in self.blocks if block.fixed}
         return tuple(dict.fromkeys(b.fqn for b in self.blocks if b.fqn not in fixed))
 

@@ -174,6 +174,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         super().start(batch, optimizers)
         self._replaced, self._blocks = {}, find_blocks(self._module)
         for fqn, block in self._blocks.items():
+            # before `forward` is set on the instance below, which by itself is a reason to refuse a block
             reason = unrepeatable(block)
             self._replaced[fqn] = block
             block.forward = partial(self._call, fqn, reason, block, block.forward)
@@ -195,11 +196,13 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
 
     def _call(self, fqn: str, fixed: str, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """A forward pass of a block; one inside a backward pass is a recomputation, and is ignored."""
+        # torch.func.functional_call puts other tensors in the places of parameters while it calls a module
         if not self._own.issuperset(map(id, block.parameters())):
             self.swapped.add(fqn)
         if in_transform():
             self.transformed.add(fqn)
             return forward(*args, **kwargs)
+        # a block within a block is part of the outer one: calls must not nest, or operators would count twice
         again = autograd_node() is not None or self._open is not None
         if again or not self.watches_saved or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -305,6 +308,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         if weights or any(id(life) in self.computed for life in given):
             self.computed |= results
         of_stage = self._open is not None and self.calls[self._open].fqn in self._stages
+        # a view lies in the storage of what it views: a stage that views a mask of the batch has not made it
         if not view and (of_stage or any(id(life) in self.of_blocks for life in given)):
             self.of_blocks |= results
         for places, lives in ((self.reads, map(id, given)), (self.writes, results)):
@@ -319,9 +323,11 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         life, now = self._life_of(tensor), len(self.work) - 1
         use = None
         if life is not None and life.kind not in (PARAMETERS, GRADIENTS, STATE):
+            # what is saved in a backward pass is of a graph that was made there, and of no block's forward pass
             use = Use(life, None if autograd_node() is not None else self._open, now)
             self.uses.append(use)
         if use is None or not isinstance(tensor, FakeTensor):
+            # an alias, for a node that held its own result would form a cycle, and neither would be freed
             self._aside = True
             alias = tensor.detach()
             self._aside = False
@@ -332,6 +338,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             empty = partial(torch.empty_strided, *layout, dtype=tensor.dtype, device=tensor.device)
             kept = _KeptTensor(use, empty)
         if use is not None:
+            # autograd drops the packed object when it frees what a node has saved, which is the end of the use
             weakref.finalize(kept, self._let_go, use)
         return kept
 
@@ -350,6 +357,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
                 kept.use.read, node = len(self.work), autograd_node()
                 kept.use.order = -1 if node is None else node._sequence_nr()
             if self._life_of(given) is None:  # it stands for what was let go of
+                # `_let_go` runs for the packed object and for this tensor, and the later of the two sets the end
                 weakref.finalize(given.untyped_storage(), self._let_go, kept.use)
         return given
 

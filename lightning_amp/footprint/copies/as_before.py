@@ -164,6 +164,8 @@ def _set_names(owner: Any, state: dict[str, Any]) -> None:
 
 def _refill(value: Any, entries: Any) -> None:
     """Give a container the entries again that it had, where it has others now."""
+    # by identity, for to compare entries may compare tensors, which have no truth value; the copy keeps the old entries
+    # alive, so that no new one has an id of theirs
     if _ids(value) != _ids(entries):
         value.clear()
         (value.extend if isinstance(value, list | deque) else value.update)(entries)
@@ -176,6 +178,7 @@ def _ids(values: Any) -> list[int]:
 
 def _clear_if_grown(cached: Any, size: int) -> None:
     if cached.cache_info().currsize != size:
+        # single entries cannot be taken out of a cache, so all go where the step may have added some
         cached.cache_clear()
 
 
@@ -203,6 +206,7 @@ def apart(value: Any, memo: dict[int, Any]) -> Any:
             # data
             return value
         if isinstance(value, dict):
+            # in the memo before it is filled, for it may hold itself
             memo[id(value)] = found = {}
             found.update({key: apart(part, memo) for key, part in value.items()})
         else:

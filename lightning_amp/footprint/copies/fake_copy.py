@@ -57,6 +57,7 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
                 if tensor is None:
                     continue
                 memo[id(tensor)] = found = fake_tensor(tensor, fake)
+                # not those of parameters: every step changes them, so that nothing may be decided by their values
                 if not (isinstance(tensor, nn.Parameter) or has_no_values(tensor)):
                     give_values(found, tensor)
     try:

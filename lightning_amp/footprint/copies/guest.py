@@ -260,6 +260,7 @@ def _without_others() -> Iterator[None]:
         if name.startswith("_global_") and isinstance(value, dict)
     ]
     before = [dict(registered) for registered in hooks]
+    # without a world `torch.distributed.is_initialized()` is False, as in a run of one process
     world, dist.GroupMember.WORLD = dist.GroupMember.WORLD, None
     for registered in hooks:
         registered.clear()

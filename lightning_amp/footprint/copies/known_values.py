@@ -105,9 +105,12 @@ def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
     for i, name in places:
         value = args[i] if i < len(args) else kwargs.get(name)
         for tensor in _tensors((value,)):
+            # a recipe describes a write into the first argument alone: values of other memory that is written are
+            # unknown from here
             _write(tensor, _written(func, args, kwargs) if known and tensor is args[0] else None)
     if known and not places and type(result) is FakeTensor:
         memory = result.untyped_storage()
+        # a view shares its storage, and the recipe in it: only new memory gets one
         if all(tensor.untyped_storage()._cdata != memory._cdata for tensor in _tensors(given)):
             memory.recipe = Recipe(  # type: ignore[attr-defined]
                 func=func, args=tree_map(_seen, args), kwargs=tree_map(_seen, kwargs), like=_view(result)
@@ -185,8 +188,10 @@ def _made(recipe: Recipe, known: dict[int, torch.UntypedStorage | None]) -> torc
         # what reads the memory as it was before still needs it
         into = earlier.clone()  # type: ignore[no-untyped-call]
     result = _call(recipe, into, known)
+    # an operator that writes has no `like`: what it has made is the memory that it was given
     if result is None or recipe.like is None:
         return None if result is None else into
+    # recipes run on the CPU, where a result may lie otherwise than the fake one: views would then read other entries
     where = (tuple(result.shape), result.stride(), int(result.storage_offset()), result.dtype)
     expected = (recipe.like.shape, recipe.like.stride, recipe.like.offset, recipe.like.dtype)
     made: torch.UntypedStorage = result.untyped_storage()

@@ -103,6 +103,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             # torch's kernels multiply these too, where its rule for fake tensors allows bfloat16 only
             like = torch.ops.aten.new_empty_strided.default
             return super().dispatch(like, types, (args[0], *_grouped(*args[:3])), {})
+        # with the default dtype, which is that of a quotient of integers, and of all that is made without a dtype
         key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not self._may_look_up(func) or not self._describe(
             (*args, *kwargs, *kwargs.values()), key, offsets=self._by_offset[func]
@@ -158,6 +159,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
                 if not self._describe(value, key, offsets=offsets):
                     return False
             else:
+                # with its type: as keys 1, 1.0 and True are equal, and the dtypes of results are not
                 key += (type(value), value)
         return True
 
@@ -197,13 +199,16 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         made, memory = _Made(shape, stride, result.dtype, result.fake_device), result.untyped_storage()
         for i, value in enumerate(args):
             if isinstance(value, Tensor) and value.untyped_storage()._cdata == memory._cdata:
+                # in bytes, for a view may have another dtype than what it views
                 n_bytes = offset * result.itemsize - int(value.storage_offset()) * value.itemsize
                 return made._replace(view_of=i, n_bytes=n_bytes)
+        # `_make` finds what is viewed among positional arguments alone: a view of anything else is left to torch
         others = (value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))
         if any(value.untyped_storage()._cdata == memory._cdata for value in others):
             return None
         with as_meta(self):
             new = torch.empty_strided(shape, stride, dtype=result.dtype, device="meta").untyped_storage()
+        # a result in more memory than its layout needs, or that begins inside of it, is not what `_make` makes
         return made if offset == 0 and new.nbytes() == memory.nbytes() else None
 
 
