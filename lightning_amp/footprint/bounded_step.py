@@ -68,6 +68,7 @@ class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
     def _exceeds(self, n_bytes: int) -> bool:
         """Whether so many bytes more are too many; what the thread of a collective that has ended holds, is none."""
         for _ in range(PATIENCE):
+            # `_count` adds the bytes of a storage after `_born`: they are not in `current` yet
             if self.current + n_bytes <= self._budget:
                 return False
             time.sleep(0.001)

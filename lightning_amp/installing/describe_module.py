@@ -91,6 +91,7 @@ def unpredicted(module: nn.Module, shape: ModelShape) -> list[str]:
 def _wide_layers(module: nn.Module, decoder: DecoderShape) -> dict[str, nn.Linear]:
     """Linear layers that read all features: the first of an encoder. Those of the decoder read its channels."""
     layers = {fqn: child for fqn, child in module.named_modules() if type(child) is nn.Linear}
+    # without a name of a decoder the prefix is empty, with which every name begins: no layer is wide then
     inside, features = f"{decoder.fqn}." if decoder.fqn else "", sum(decoder.features)
     return {fqn: layer for fqn, layer in layers.items() if layer.in_features == features and not fqn.startswith(inside)}
 
@@ -128,6 +129,7 @@ def _decoder_shape(module: nn.Module, fqn: str, decoder: DecomposedDecoder) -> D
         window=1 if reach.full else int(getattr(decoder, "window", 0)) or 1,
         chained=decoder.chained,
         variant=str(getattr(decoder, "variant", "higlue")),
+        # one batch of cells where a stratum has no `scale`: the default is a text of one character
         n_batches=max(len(getattr(stratum, "scale", "1")) for stratum in strata),
     )
 

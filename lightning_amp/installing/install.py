@@ -270,6 +270,7 @@ def install_rules(
     installed = Installed(chunks)
     try:
         for rule, fqn in targets:
+            # looked up anew for every rule, for an earlier one may have put another module there
             change = change_of(part(module, fqn), rule.spec, mesh, strategy=rule.strategy, fqn=fqn)
             installed.apply(fqn, change, module, strategy=rule.strategy)
         _refuse_shared(module, installed)

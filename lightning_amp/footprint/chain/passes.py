@@ -210,6 +210,7 @@ class _Cut:
     def passes(self) -> Passes:
         """All of it."""
         step, lives = self._step, self._lives
+        # a call has the numbers below its `last_order`, which is the first of the next segment
         ends = np.array([call.last_order for call in self._calls])
         segment = self._by_node(lambda order: int(np.searchsorted(ends, order, side="right")), len(self._calls))
         kinds = {
@@ -239,6 +240,7 @@ class _Cut:
                 [
                     (life.birth, life.n_bytes, segment[life.birth], self._handed_out(life.birth))
                     for life in kinds[GRADIENTS].values()
+                    # one that was born at 0 was there before the step, and only is added to
                     if life.birth and segment[life.birth] >= 0
                 ],
                 dtype=np.int64,

@@ -187,6 +187,8 @@ class StratumMemoryMonitor(pl.Callback):
 
     def _is_due(self, step: int, batch_idx: int, added_up: int) -> bool:
         """Of batches whose gradients are added up the last one is measured, which has those of the others too."""
+        # a multiple of `every_n_steps` may lie anywhere among the batches that are added up, of which the last is
+        # measured
         nth = step // self.every_n_steps > (step - added_up) // self.every_n_steps
         return step == 2 * added_up - 1 or (step >= 2 * added_up and (batch_idx + 1) % added_up == 0 and nth)
 

@@ -177,6 +177,7 @@ class PredictionWriter(pl.Callback):
         asked = known.get(RNA, NO_ROWS) if self.impute_rna else NO_ROWS
         expression = _impute(RNA, asked, data, trainer, pl_module)
         if not trainer.is_global_zero:
+            # rank 0 goes through it while it writes, and a decoder that is spread over ranks computes with all of them
             for _ in expression:
                 pass
             return

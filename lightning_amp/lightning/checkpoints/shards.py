@@ -227,6 +227,7 @@ class Shards:
             for o in (optimizers if self._trains else ())
             if any(id(p) in held for group in o.param_groups for p in group["params"])
         ]
+        # while the parameters are shards still, which tell whose state is in parts
         states = [self.saved_optimizer_state(o, o.state_dict(), in_parts=False) for o in optimizers if complete]
         restore(list(dict.fromkeys(held.values())), complete=complete)
         # whole parameters first: torch compares a state with the shapes of the parameters that it is for

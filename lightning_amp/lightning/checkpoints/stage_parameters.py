@@ -274,6 +274,7 @@ def _owners(module: nn.Module, ranks: Mapping[int, int]) -> dict[int, set[int | 
 
     def walk(part: nn.Module, rank: int | None) -> None:
         rank = ranks.get(id(part), rank)
+        # a module that several ones hold is walked once with each rank that it is reached with
         if rank in found.setdefault(id(part), set()):
             return
         found[id(part)].add(rank)

@@ -150,6 +150,7 @@ def _aside(target: Path) -> Iterator[BinaryIO]:
     with file:
         try:
             yield file
+            # while it is locked, or another writer would take it for one left over before it has its name
             put_in_place(aside, target)
         except BaseException:
             aside.unlink(missing_ok=True)

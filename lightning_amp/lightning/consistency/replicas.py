@@ -66,6 +66,7 @@ def wait_for_all(*, rank: int, ranks: int, failed: bool = False) -> None:
     missing = list(range(ranks))
     while missing := [other for other in missing if store.add(_key(other), 0) < mine]:
         if time.monotonic() > deadline:
+            # or this rank would have come once more than the others at the next save, and wait for them in vain
             store.add(_key(rank), -1)
             raise AmpError(
                 f"rank {rank} saves a checkpoint, and ranks {missing!r} did not within {patience:g} s; "

@@ -213,6 +213,7 @@ class Detector:
                     break
                 who = int(message["hello"])
                 self._add(who, link, str(message["host"]))
+                # `_learn` has passed it on to the ranks that were connected then, and does so once
                 if self.fault is not None:
                     link.send(fault=vars(self.fault))
             else:
@@ -315,6 +316,8 @@ class Detector:
 
     def _end_children(self) -> None:
         """Let the ranks that this process has started end by themselves, then kill those that have not."""
+        # a second more than a rank's own detector gives its main thread, so that the rank can say why before it is
+        # killed
         until = time.monotonic() + GRACE_S + 1.0
         for rank, child in enumerate(self._children, start=1):
             while child.poll() is None and not self._is_over(rank) and time.monotonic() < until:

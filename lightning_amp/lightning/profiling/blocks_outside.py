@@ -195,6 +195,7 @@ def within_budget(make: Callable[[int], DecoderPlan], budget: int) -> Plan:
             found = made.counted()
             if found.predicted_peak_bytes <= budget:
                 return _of_budget(found, made, found, budget)
+        # no plan is within a byte, so that this is the one that needs least
         made = make(1)
         found = made.counted()
         return _recomputing(_of_budget(found, made, found, budget), made, budget)

@@ -307,6 +307,7 @@ class Rescue(pl.Callback):
         if not isinstance(error, OtherRank) and (not is_out_of_memory(error) or self._updating):
             raise error
         if not self._told:
+            # the other ranks wait for this at the end of their backward pass, in `gradients_are_there`
             largest(1.0, self._device)
         elif not isinstance(error, OtherRank):
             # in the average of gradients, for which the others wait

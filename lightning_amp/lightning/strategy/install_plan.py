@@ -61,6 +61,8 @@ class InstalledPlan:
         self._model, self._trained = model, trained
         self._foreign = adapt(model, needed=self._request.may_change_decoders)
         self._installed = Installed()
+        # undone from the last on: what is installed lies in decoders that stand in; a lambda, for `_installed` is
+        # replaced
         self._undo: list[Callable[[], None]] = [self._foreign.undo, lambda: self._installed.undo()]
 
     def install(self) -> Shards:

@@ -273,6 +273,7 @@ class AMPStrategy(MeshStrategy):
         named = ExitStack()
         named.enter_context(named_blocks(model, self.request.blocks))
         self._undo.append(named.close)
+        # `_model_ranks` would answer by the plan of the run before while this one is planned
         trained, self.plan = self.plan, None
         planned = InstalledPlan(self, trainer, model, trained=trained)
         self._undo.append(partial(forget_loaders, trainer))

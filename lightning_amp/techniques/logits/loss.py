@@ -149,6 +149,7 @@ def cross_entropy(
     if reduction == "mean" and classes:
         counts = of_rows != ignore_index
         if weight is not None:
+            # `ignore_index` is no row of the weights, which are read for all targets before some are left out
             counts = torch.where(counts, weight[of_rows.masked_fill(~counts, 0)], 0)
         found = found / counts.sum()
     elif reduction == "mean":
@@ -186,6 +187,8 @@ class _RowLosses(torch.autograd.Function):
         for_bias = torch.zeros_like(bias, dtype=wide) if wants_bias and bias is not None else None
         at = 0
         for part, t, of_rows in rows.chunks(target, grad):
+            # a leaf: autograd differentiates the loss and `after` alone, and the products of the module's docstring
+            # follow by hand
             product = linear(part.to(dtype), of_weight, of_bias).requires_grad_()
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 outputs = product
@@ -199,6 +202,7 @@ class _RowLosses(torch.autograd.Function):
                 for_x[at : at + len(part)] = of_product @ of_weight
             if for_weight is not None:
                 if for_weight.dtype == dtype:
+                    # in place: for every chunk a product by itself would be as large as the weight
                     for_weight.addmm_(of_product.T, part)
                 else:
                     for_weight += of_product.T @ part.to(dtype)

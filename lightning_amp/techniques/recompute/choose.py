@@ -165,6 +165,8 @@ class _FormSearch:
         for key, before in found.items():
             place = np.arange(offset, offset + len(before.n_bytes))
             offset += len(place)
+            # no moment has blocks on both sides of such a place: bytes and tensors held by those before it are
+            # forgotten, decisions for blocks that are called again are not
             if i in self._starts:
                 key = frozenset(k for k in key if not isinstance(k, int))
                 before = _Points(before.n_bytes * 0, before.seconds, before.before, before.form)
@@ -215,6 +217,7 @@ class _FormSearch:
         order = _best(n_bytes, seconds)
         if len(order) > MOST_POINTS:
             total = sum(block.forward_seconds for block in self._chain.blocks)
+            # from the fewest bytes on, seconds fall: the first point of a rounded time is the one with the least bytes
             coarse = np.ceil(seconds[order] * (MOST_POINTS / total))
             order = order[np.concatenate([[True], coarse[1:] < coarse[:-1]])]
         before = np.concatenate([p.before for p in parts])

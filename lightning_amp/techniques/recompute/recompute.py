@@ -92,6 +92,7 @@ class RecomputedForward:
                 self._compare(name, expected.pop(), digests(found))
             return found
 
+        # what is compared is the whole result, so the second pass must not end at the last tensor that was saved
         result = checkpoint(run, *first.arguments, use_reentrant=False, early_stop=not compare)
         reason = first.settle()
         if reason:

@@ -125,6 +125,7 @@ def _fastest(stretches: Stretches, bound: float, kinds: Sequence[int]) -> Cuts |
         came_from = at.reshape(n * len(starts), -1)[best, held]
         before[q] = np.stack([starts[best // n], came_from, np.array(kinds)[best % n]], 1)
         if q in stretches.borders:
+            # all choices hold the same bytes from a border on, so that only the fastest goes on, with these bytes
             border, h, read = q, int(np.argmin(time[q, :-1])), int(np.rint(stretches.out[0, q] / unit))
             fewest = min(read, PARTS), time[q, h], before[q, h].copy()
             time[q] = np.inf

@@ -104,6 +104,7 @@ def stretches_of(look: Look) -> Stretches:
     # read in a stretch from q on; saved, and read in none of them
     out = _between(later)
     kept = out + _between(sooner)
+    # took[i] is the time of the operators before i, so that made + 1 includes the one that makes a storage
     took = np.concatenate([[0], np.cumsum(seconds)])
     since = took[places]
     # of every saved storage what leads to it from the begin of its stretch

@@ -78,6 +78,8 @@ def copied(x: Tensor) -> Tensor:
     copy = x.clone()
     if copy.stride() == x.stride():
         return copy
+    # `clone` keeps the strides of dense tensors alone: one with gaps or overlaps is a view of a copy of its whole
+    # storage
     n = x.untyped_storage().nbytes() // x.element_size()
     return x.as_strided((n,), (1,), 0).clone().as_strided(x.shape, x.stride(), x.storage_offset())
 
@@ -264,6 +266,7 @@ class Segment:
         for slot, i in last.items():
             if slot not in keep:
                 ends.setdefault(i, []).append(slot)
+        # recorded below autograd and autocast, and so run below them: autocast would cast arguments a second time
         with torch.no_grad(), force_dispatch_keys(included_keys(), excluded_keys() | AUTOGRAD_AND_AUTOCAST):
             for i, operator in enumerate(needed):
                 self._run(operator, values)

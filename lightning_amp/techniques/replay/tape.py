@@ -109,6 +109,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _pack(self, x: Tensor) -> Any:
         self._note_versions()
         segment = self.segment
+        # a segment that was replayed may have let go of its operators, so that it can make nothing that is saved later
         ref = None if segment is None or segment.replayed else self._ref(x)
         # to make the statistics of a norm again takes the whole norm
         small = segment is not None and ref is not None and segment.slots[ref.slot].small
@@ -187,6 +188,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             own.add(ref.slot)
             return ref
 
+        # before `_before_write`, which copies what is noted here of the storages that the operator writes to
         kept_args, kept_kwargs = mapped(args, kept), mapped(kwargs, kept)
         self._before_write(written)
         draws = draws_of(kwargs) if how.draws else []
