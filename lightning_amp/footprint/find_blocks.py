@@ -147,6 +147,7 @@ def blocks_with_own_parameters(module: nn.Module) -> dict[str, nn.Module]:
         fqn: block
         for fqn, block in find_blocks(module).items()
         # a number cannot be split
+        # as many uses within the block as in the whole module: nothing else has the parameter
         if any(p.dim() for p in block.parameters()) and uses(block).items() <= every.items()
     }
 

@@ -42,6 +42,7 @@ class OperatorRates:
             return 0.0
         flops = FLOPS.get(getattr(func, "overloadpacket", None))
         n = 0 if flops is None else flops(*args, **kwargs, out_val=result)
+        # the roofline model: S. Williams, A. Waterman, D. Patterson, 2009
         return max(n / self.matmul_flops, moved / self.memory_bytes) + self.overhead_seconds
 
 

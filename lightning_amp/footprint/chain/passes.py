@@ -240,7 +240,7 @@ class _Cut:
                 [
                     (life.birth, life.n_bytes, segment[life.birth], self._handed_out(life.birth))
                     for life in kinds[GRADIENTS].values()
-                    # one that was born at 0 was there before the step, and only is added to
+                    # one that was born at 0 was there before the step, and is only added to
                     if life.birth and segment[life.birth] >= 0
                 ],
                 dtype=np.int64,

@@ -71,6 +71,8 @@ def _trained(optimizer: Optimizer, group: dict[str, Any], trained: list[list[Ten
     """All elements after a few steps, of parameters of which values are given, and then the gradients of each step."""
     values, *gradients = trained
     parameters = [nn.Parameter(value.clone()) for value in values]
+    # without `__init__`, whose arguments are not known: attributes are those of the run's optimiser, options the
+    # group's
     other: Any = object.__new__(type(optimizer))
     # a scheduler puts its own step on the instance, and hooks belong to the run
     other.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})

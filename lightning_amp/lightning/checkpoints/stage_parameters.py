@@ -174,6 +174,7 @@ class StageParameters(Shards):
         group = self._model.get_group()
         first, *others = ranks
         own = held.whole
+        # it is the gradient from here on, for the sum is received into it
         own.grad = grad = torch.zeros_like(own) if own.grad is None else own.grad.contiguous()
         # one rank adds, in the order of the ranks, and sends the sum back: all have the same bits
         if self._rank != first:

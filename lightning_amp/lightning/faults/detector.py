@@ -155,6 +155,7 @@ class Detector:
         """Listen, speak, and end the process when another has ended and the main thread does not."""
         while not self._over.is_set():
             before = time.monotonic()
+            # more often after a fault, for `_is_due` then counts in parts of a second
             ready = self._selector.select(self._tick if self.fault is None else ASKED_GRACE_S / 4)
             self._forgive(time.monotonic() - before)
             for key, _ in ready:

@@ -91,6 +91,7 @@ class FailureWatch:
     def _end_with(self, process: int, over: threading.Event) -> None:
         while not over.wait(LOOK_S):
             try:
+                # a process that has ended keeps its number until it is waited for, as a zombie
                 if psutil.Process(process).status() == psutil.STATUS_ZOMBIE:
                     break
             except psutil.NoSuchProcess:

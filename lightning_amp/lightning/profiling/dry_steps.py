@@ -311,6 +311,7 @@ def choose_grid(
         found = runs[cost.roles]
         if (found.run.sizes["z"], found.run.sizes["data"]) != (cost.sizes[2], cost.copies):
             found = counted((*cost.roles, cost.sizes[2]), cost.copies, layouts[cost.roles])
+        # the profile is of the second step, and the first may take more
         tried.append((max(found.step.profile.peak_bytes, found.step.profile.first_bytes), cost, found))
         # of those that are not expected to fit the first needs least
         if budget is None or tried[-1][0] <= budget or cost.peak_bytes > budget:

@@ -130,6 +130,7 @@ class EvaluationOfModule:
                 f"the memory of {self._step} of {type(twin).__name__!r} cannot be counted: on tensors "
                 f"without values it fails with {type(error).__name__}: {error}"
             ) from error
+        # `_Outermost` resets the peak at every call, so that what follows the last one is in `live` alone
         return held, live.peak if peak is None else max(peak.most, live.peak)
 
 

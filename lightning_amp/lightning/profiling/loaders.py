@@ -184,6 +184,7 @@ def example_batch(loaders: object, why: str = "") -> Any:
 
 
 def _first_batch(loader: DataLoader[Any]) -> Any:
+    # one for all, so that a sampler that holds the data set holds its copy
     memo: dict[int, Any] = {}
     dataset, collate = apart(loader.dataset, memo), apart(loader.collate_fn, memo)
     batches = None if loader.batch_sampler is None else apart(loader.batch_sampler, memo)

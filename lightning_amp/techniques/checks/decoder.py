@@ -36,6 +36,8 @@ def _decode_problem(decode: nn.Module, scale: float) -> str:
     expected = (u @ key.T)[:, feature_anchor]
 
     def run(decode: nn.Module) -> dict[str, Tensor]:
+        # S5 adds up what ranks compute of their channels: a decode that is not linear in them is right for all of them
+        # alone
         parts = [decode(u[:, part], key[:, part], feature_anchor) for part in (slice(0, 1), slice(1, 2))]
         return {"": decode(u, key, feature_anchor), "the sum over channels": parts[0] + parts[1]}
 

@@ -138,6 +138,7 @@ def _attention_stand_ins() -> dict[str, Callable[..., Tensor]]:
     def attention(q: Tensor, k: Tensor, values: Tensor) -> Tensor:
         return 0.5 * q + 0.7 * k - 0.6 * values
 
+    # unlike factors: with equal ones two forms of a key would return the same
     return {
         "prenorm": lambda x: 0.9 * x,
         "qk": lambda x: 1.1 * x,

@@ -56,6 +56,8 @@ def likelihood_settings(leaf: nn.Module) -> tuple[float, Whole]:
     try:
         with checking_values(False), warnings.catch_warnings(action="ignore"):
             least = float(_of_impossible(leaf, 0.0).exp())
+        # to the number that was written down, such as 1e-8, of which logarithm and exponential leave twelve digits or
+        # more
         return float(f"{least:.12g}"), (_refuses_halves(leaf, False), _refuses_halves(leaf, True))
     except Exception:
         # whatever has failed: `likelihood_problem` tries again, and says what it is

@@ -158,6 +158,7 @@ class ShardedParameter:
         vars(self.whole).pop(DROPPED, None)
         if self.in_place:
             vars(self.parts)["is_cut"] = False
+        # it may have been frozen or unfrozen while the shard stood for it
         self.whole.requires_grad_(self.shard.requires_grad)
 
 

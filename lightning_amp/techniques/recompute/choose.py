@@ -181,6 +181,7 @@ class _FormSearch:
                     np.full(int(at_work.sum()), form),
                 )
                 new_key = key | holds | ({(block.fqn, form)} if form != KEPT else frozenset())
+                # a moment with `after` i + 1 counts the blocks up to this one, all of which are decided now
                 yield new_key, self._within(points, self._by_place[i + 1], new_key)
 
     def _within(self, points: _Points, moments: Sequence[ChainMoment], key: Collection[Any]) -> _Points:

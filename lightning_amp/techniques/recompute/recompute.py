@@ -75,6 +75,7 @@ class RecomputedForward:
         received = Received()
 
         def run(*leaves: Any) -> Any:
+            # the first call is the forward pass, any later one is made by `checkpoint` in the backward pass
             if next(passes, None):
                 with received.first_pass():
                     return forward(block, *args, **kwargs)

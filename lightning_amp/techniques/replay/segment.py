@@ -298,6 +298,7 @@ class Segment:
         # backwards: whether an operator is needed depends on those after it that read what it makes
         for operator in reversed(self.operators):
             made = {slot for slot in operator.makes | operator.writes if slot in wanted}
+            # a storage that others still keep (`_still_there`) has all its tensors, and no operator has to make it
             if any((slot, dtype) not in values for slot in made for dtype in self.slots[slot].dtypes):
                 needed.append(operator)
                 for slot in operator.reads:
@@ -334,6 +335,7 @@ class Segment:
                 made.fill_(torch.nan if made.is_floating_point() or made.is_complex() else 1)
         for result, slot in zip(tensors_of(found), operator.results, strict=True):
             if slot is not None:
+                # what an operator has written in place is there already, under the same key
                 values.setdefault((slot, result.dtype), result)
 
 
