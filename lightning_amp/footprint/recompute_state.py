@@ -150,6 +150,7 @@ class FirstPass:
         """
         given = _difference(self._arguments, _versions(arguments))
         versions = self._versions_now()
+        # what `_before` has is put back for the second pass, and may have changed since
         changed = [p for p, v in versions.items() if v != self._versions[p] and p not in self._before]
         if objects:
             changed += [place for place, mark in self._marks_now()[0].items() if mark != self._marks[place]]

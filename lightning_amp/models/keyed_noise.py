@@ -75,6 +75,8 @@ class KeyedDropout(nn.Module):
 
 
 def _uniform(draw: Tensor, width: int, stream: int) -> Tensor:
+    # added after the first mix: added to the key, a stream of one cell would be a stream of the cell so many keys
+    # further
     row = (_mix(draw) + STREAM_STEP * stream) & MASK
     column = _mix(torch.arange(1, width + 1, device=draw.device))
     bits = _mix(_mix(row)[:, None] ^ column)

@@ -120,6 +120,7 @@ def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
 def _written(func: Any, args: Any, kwargs: Any) -> Recipe:
     """How the memory of the first argument is made, after an operator has written to it."""
     into = _view(args[0])
+    # None is the copy that `_made` writes into: what the memory was before is still read by others
     before, into.recipe = into.recipe, None
     return Recipe(func=func, args=(into, *tree_map(_seen, args[1:])), kwargs=tree_map(_seen, kwargs), before=before)
 

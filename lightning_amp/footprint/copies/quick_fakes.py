@@ -111,6 +111,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             return super().dispatch(func, types, args, kwargs)
         known: Any
         try:
+            # the key is the default, for None is an entry
             known = _known.get(tuple(key), key)
         except TypeError:
             # an argument that cannot be compared

@@ -130,6 +130,7 @@ def put_in_place(aside: Path, path: Path) -> None:
         return
     previous = earlier_name(path)
     if os.path.lexists(path):
+        # a directory cannot take the name of one that is not empty
         _remove(previous)
         path.rename(previous)
     aside.rename(path)

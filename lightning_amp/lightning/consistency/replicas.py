@@ -143,6 +143,7 @@ def check_replicas(module: nn.Module, *, rank: int, broadcast: Broadcast, any_ra
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     lazy = [name for name, tensor in tensors if is_lazy(tensor)]
+    # asked of all ranks: if one of them raised by itself, the others would wait for it in the broadcast
     if any_rank(bool(lazy)):
         raise InstallError(
             f"every parameter must have its shape before training starts; {lazy!r} have none yet on rank"

@@ -187,6 +187,7 @@ def differing(held: Mapping[str, Tensor], mesh: DeviceMesh, parts: Set[int] = fr
         return rank % inner if id(named[i][1]) in parts else 0
 
     # a print says that some bit differs and not how far: that is asked of suspects alone
+    # from numbers of all ranks, so that they find the same suspects and meet in the same broadcasts
     suspects = [
         i
         for i in range(len(named))

@@ -201,6 +201,7 @@ class PlanningContext:
         """The same, with fewer bytes."""
         fewer = copy.copy(self)
         fewer.request = replace(self.request, device_memory=f"{n_bytes}B")
+        # the copy has all that was read by now, of which the memory alone follows from the request's bytes
         vars(fewer).pop("memory", None)
         return fewer
 
@@ -287,6 +288,7 @@ def facts_of_plan(request: Request, data: Any) -> dict[str, str]:
             read = read_profile(data_dir, setting=getattr(data, "setting", None))
             found["data"] = {"modality": {m.name: asdict(m) for m in read.modalities}, "graph": read.graph}
     except AmpError as error:
+        # compared like all else: a rank that raised it here would leave the others in the collective
         found["error"] = str(error)
     return {name: value for name, value in _flat(found) if name.rpartition(".")[2] not in OF_THE_MACHINE}
 

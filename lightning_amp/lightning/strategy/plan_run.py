@@ -302,6 +302,7 @@ def in_parts(whole: Plan, facts: PlanningContext) -> Plan:
             why = f"{name} is not possible: {error}"
         whole = replace(whole, notes=(*whole.notes, Explanation(why)))
     name, best = min(found, key=lambda one: _pace(one[1]), default=("", whole))
+    # one that splits samples or layers has to be faster by more than what counts as the same
     if not name or (whole.fits and _pace(best) * TIE > _pace(whole)):
         return whole
     if whole.fits:

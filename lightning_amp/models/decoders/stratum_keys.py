@@ -123,10 +123,12 @@ class LocalAttention(nn.Module):
         before, after = max(first - 1, 0) * w, min((last + 1) * w, len(rows))
         # whole buckets of zeros where a bucket has no neighbour, which the mask leaves out
         missing = (0, 0, w * (first == 0), (last + 1) * w - after)
+        # windows of three buckets that begin a bucket apart, as [bucket, D, 3w]
         return F.pad(rows[before:after], missing).unfold(0, 3 * w, w).transpose(1, 2)
 
     def _mask(self, scores: Tensor, *, first: int, n_buckets: int) -> Tensor:
         w = self.window
+        # a bucket's own rows are the middle third of its 3w keys
         itself = torch.eye(w, 3 * w, dtype=torch.bool, device=scores.device).roll(w, 1)
         bucket = torch.arange(first, first + len(scores), device=scores.device)[:, None]
         neighbour = torch.arange(3 * w, device=scores.device) // w + bucket - 1
@@ -248,6 +250,7 @@ class ConvolutionKey(nn.Module):
 
     def forward(self, v: PerAnchor) -> tuple[PerAnchor, PerAnchor]:
         """Key, and v unchanged: a convolution has no chained form."""
+        # the kernel reads rows i and i + k: with k more rows at the end there are as many keys as anchors
         padded = F.pad(v, (0, 0, 0, self.stratum))
         key = self.pairs(padded.T[None])[0].T
         return self.activation(key), v

@@ -80,6 +80,7 @@ class Pending(Tensor):
     def made(self) -> Tensor:
         """The product; the first call computes it, and all its views and copies."""
         if self._made is None:
+            # in the order in which they were noted: what a view is of is made before it
             for one in (ref() for ref in self._family):
                 if one is not None:
                     # metrics may be what reads it first, without gradients

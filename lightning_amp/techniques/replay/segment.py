@@ -251,6 +251,7 @@ class Segment:
                 dtype, shape, strides, offset = handle.ref.geometry
                 if dtype != alias.dtype:
                     raise ModelError(CHANGED)
+                # no copy: after the write `value` raises by the version, as autograd does without the tape
                 handle.value = alias.as_strided(shape, strides, offset)
 
     def _replay(self, slot: int) -> None:

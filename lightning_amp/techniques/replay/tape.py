@@ -280,6 +280,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # a lazy conjugate is more than its place in a storage
             if number is not None and (tensor.is_conj() or tensor.is_neg()):
                 number = None
+            # a replay finds values by storage and type, so a view as another type needs its operator
             if number is not None and tensor.dtype not in segment.slots[number].dtypes:
                 segment.slots[number].dtypes.add(tensor.dtype)
                 new = True
