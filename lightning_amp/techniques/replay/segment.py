@@ -299,7 +299,7 @@ class Segment:
         # backwards: whether an operator is needed depends on those after it that read what it makes
         for operator in reversed(self.operators):
             made = {slot for slot in operator.makes | operator.writes if slot in wanted}
-            # a storage that others still keep (`_still_there`) has all its tensors, and no operator has to make it
+            # `values` has the tensors of a storage that others still keep (`_still_there`): no operator has to make it
             if any((slot, dtype) not in values for slot in made for dtype in self.slots[slot].dtypes):
                 needed.append(operator)
                 for slot in operator.reads:
