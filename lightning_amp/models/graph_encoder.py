@@ -183,9 +183,9 @@ class GraphEncoder(nn.Module):
         weight = self.weight.cpu() if on_host else self.weight
         cumulative = weight.cumsum(0, dtype=torch.float64).to(v.device)
         uniform = torch.rand(n_positive, dtype=torch.float64, device=v.device, generator=generator)
-        # rounding may bring the product up to the sum of all weights, behind which no edge is
-        # to the right: an edge has the numbers from the sum before it up to its own, which is the next one's, because a
-        # uniform number may be 0 and is never 1
+        # rounding may bring the product up to the sum of all weights, behind which no edge is. To the right: an edge
+        # has the numbers from the sum before it up to its own, which is the next one's, because a uniform number may be
+        # 0 and is never 1
         edge = torch.searchsorted(cumulative, uniform * cumulative[-1], right=True).clamp_max(len(cumulative) - 1)
         size = (n_positive, negatives)
         other = torch.randint(self.n_vertices, size, device=v.device, generator=generator)

@@ -141,7 +141,7 @@ class Settings:
         self.scale, self.inner, self.seen = 2.0, {"deep": [self]}, np.zeros(2)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def cached_mask(size: int) -> Tensor:
     return torch.arange(size) % 2 == 0
 

@@ -103,7 +103,7 @@ class _Before:
                 self._undo.append(partial(_refill, value, copy.copy(value)))
                 self._keep_entries(value, depth)
         elif issubclass(kind, CACHED):
-            self._undo.append(partial(_clear_if_grown, value, value.cache_info().currsize))
+            self._undo.append(partial(_clear_if_filled, value, value.cache_info()))
         elif issubclass(kind, torch.Generator):
             self._undo.append(partial(value.set_state, value.get_state()))
         elif issubclass(kind, np.random.Generator):
@@ -176,8 +176,9 @@ def _ids(values: Any) -> list[int]:
     return [id(value) for value in both]
 
 
-def _clear_if_grown(cached: Any, size: int) -> None:
-    if cached.cache_info().currsize != size:
+def _clear_if_filled(cached: Any, before: Any) -> None:
+    # the misses too: a cache that is full has as many entries as before
+    if cached.cache_info()[1:] != before[1:]:
         # single entries cannot be taken out of a cache, so all go where the step may have added some
         cached.cache_clear()
 

@@ -1,6 +1,6 @@
 """Choose where the segments of a training step end: the least time of replays under a bound of bytes.
 
-Of a segment [p, q) it is known (look.py)
+Of a segment [p, q) it is known (`stretches_of` in install.py)
 
     out     bytes of storages made in it that are read after it: held from here on, whatever the segment is
     saved   bytes of those and of what autograd saves of it: held from here on if the segment is kept; if it is
