@@ -265,10 +265,11 @@ def _outline(value: Any) -> Any:
     return id(value), len(value) if isinstance(value, list | dict | set | deque) else None
 
 
-def _held(value: Any, seen: dict[int, Any], depth: int) -> Any:
-    """What an object holds that is no container."""
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
+def state_of_generator(value: Any) -> Any:
+    """The state of a random generator, which stands in no attribute; None of anything else.
+
+    The machine's own, `random.SystemRandom`, has none.
+    """
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate()
     if isinstance(value, np.random.Generator | np.random.RandomState):
@@ -276,6 +277,15 @@ def _held(value: Any, seen: dict[int, Any], depth: int) -> Any:
         return pickle.dumps(value)
     if isinstance(value, torch.Generator):
         return value.initial_seed(), bytes(value.get_state().tolist())
+    return None
+
+
+def _held(value: Any, seen: dict[int, Any], depth: int) -> Any:
+    """What an object holds that is no container."""
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if (drawn := state_of_generator(value)) is not None:
+        return drawn
     if isinstance(value, os.PathLike):
         # its slots are filled when they are first read
         return os.fspath(value)

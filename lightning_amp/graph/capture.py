@@ -183,7 +183,7 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
         tensors = [made.setdefault(id(t), fresh(t).requires_grad_(t.requires_grad)) for t in given_tensors]
     # what the forward changes of other objects than tensors, it changes in a copy
     twin, objects = copy_of(block, fake), _copied(values)
-    held = {i: described(value) for i, value in objects.items()}
+    held = {i: described(value, states=True) for i, value in objects.items()}
     before = settings_of(twin), random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         graph = make_fx(call, REWRITES, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*tensors)
@@ -195,7 +195,7 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
         if not np.array_equal(before[3].numpy(), torch.get_rng_state().numpy()):
             raise CannotCapture("its forward sets the seed of torch's random numbers")
         for i, value in objects.items():
-            if described(value) != held[i]:
+            if described(value, states=True) != held[i]:
                 raise CannotCapture(f"its forward changes what an argument of type {type(value).__name__!r} holds")
     finally:
         random.setstate(before[1])

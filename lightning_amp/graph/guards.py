@@ -8,12 +8,10 @@ closed over; gradient mode, default dtype and autocast.
 Known limits: attributes of classes, and of objects more than `DEPTH` deep; what other objects of C hold.
 """
 
-import pickle
-import random
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from types import FunctionType, MappingProxyType, MemberDescriptorType, ModuleType
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 from weakref import ReferenceType
 
@@ -28,6 +26,7 @@ from lightning_amp.footprint.chain.block_call import autocast_now
 from lightning_amp.footprint.copies.as_before import OWNERS, contents
 from lightning_amp.footprint.copies.fake_copy import holds_something
 from lightning_amp.footprint.forward_overrides import overrides_of
+from lightning_amp.footprint.recompute_state import state_of_generator
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 INTERNAL = frozenset(name for name, value in vars(nn.Module()).items() if not isinstance(value, PLAIN))
@@ -90,7 +89,7 @@ def state_of(block: nn.Module) -> dict[str, Tensor]:
 def settings_of(block: nn.Module) -> list[_Setting]:
     """Of a block and its submodules: class, attributes on which a branch may depend, and whether they have hooks."""
     modules = _modules_of(block)
-    return _settings_of(modules, _state_of(modules), {STATES: True})
+    return _settings_of(modules, _state_of(modules), states=True)
 
 
 def first_change(before: list[_Setting], after: list[_Setting]) -> str:
@@ -134,12 +133,12 @@ STATES = -1
 """Among the ids of objects that were seen: states of generators count too, which any draw in the process changes."""
 
 
-def _settings_of(
-    modules: Sequence[_Module], state: Mapping[str, Tensor], seen: Mapping[int, Any] = MappingProxyType({})
-) -> list[_Setting]:
+def _settings_of(modules: Sequence[_Module], state: Mapping[str, Tensor], *, states: bool = False) -> list[_Setting]:
     # by name: what one block holds of its own parts is the same as what another one holds of its own
-    own_of = (modules, state.items())
-    return _settings(modules, {**seen, **{id(own): name for one in own_of for name, own in one}})
+    seen: dict[int, Any] = {id(own): name for own_of in (modules, state.items()) for name, own in own_of}
+    if states:
+        seen[STATES] = True
+    return _settings(modules, seen)
 
 
 def _settings(modules: Sequence[_Module], seen: dict[int, Any]) -> list[_Setting]:
@@ -182,11 +181,11 @@ def _all_plain(kinds: Collection[type]) -> bool:
     return all(_first_of(kind) is PLAIN for kind in kinds)
 
 
-def described(value: Any) -> tuple[Any, ...]:
-    """What a graph depends on of an argument."""
+def described(value: Any, *, states: bool = False) -> tuple[Any, ...]:
+    """What a graph depends on of an argument; with `states` of random generators too, to see whether it draws."""
     if isinstance(value, Tensor):
         return _tensor(value)
-    found: tuple[Any, ...] = _plain(value, {}, DEPTH)
+    found: tuple[Any, ...] = _plain(value, {STATES: True} if states else {}, DEPTH)
     return found
 
 
@@ -243,7 +242,8 @@ def _plain(value: Any, seen: dict[int, Any], depth: int) -> Any:
     # a frozen dataclass is what it holds, as a `Like` of another step
     same = of if fixed is not None and fixed.frozen else seen.setdefault(id(value), _Same(value))
     held = [(name, _plain(item, seen, depth - 1)) for name, item in _contents(value)]
-    return kind, same, tuple(held), _drawn(value) if STATES in seen else None
+    # for the comparison after a capture: the first number that a forward draws would be a constant of the graph
+    return kind, same, tuple(held), state_of_generator(value) if STATES in seen else None
 
 
 def _contents(value: Any) -> Iterator[tuple[str, Any]]:
@@ -258,18 +258,6 @@ def _contents(value: Any) -> Iterator[tuple[str, Any]]:
     # each time, so that no key would ever be found again
     for name in _slots(kind):
         yield name, getattr(value, name, None)
-
-
-def _drawn(value: Any) -> Any:
-    """The state of a generator, which stands in no attribute; None of anything else.
-
-    For the comparison after a capture: a forward that draws from it would have its first number as a constant.
-    """
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return pickle.dumps(value.bit_generator.state)
-    return pickle.dumps(value.get_state()) if isinstance(value, np.random.RandomState) else None
 
 
 @cache

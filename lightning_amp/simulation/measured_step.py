@@ -94,6 +94,11 @@ class RankResult:
     failed_at: str | None = None
     requested_bytes: int | None = None
 
+    @property
+    def bytes_of_strata(self) -> dict[int, int]:
+        """Stratum -> bytes alive after it."""
+        return dict(zip(self.strata, self.strata_bytes, strict=True))
+
 
 def measure_step(
     planned: PlannedRank, *, rank: int, budget_bytes: int | None, on_stratum: Callable[[], object]

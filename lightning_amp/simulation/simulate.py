@@ -53,7 +53,7 @@ class Simulation:
         """Bytes alive after each stratum of the forward pass: of the worst rank, or of those that run the strata."""
         split = self.plan.axes.placement == "strata"
         own = self.ranks[: self.plan.mesh.model] if split else (self.worst,)
-        return {k: held for one in own for k, held in zip(one.strata, one.strata_bytes, strict=True)}
+        return {k: held for one in own for k, held in one.bytes_of_strata.items()}
 
     @property
     def strata_bytes(self) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ class Simulation:
             "rank": worst.rank,
             "breakdown": worst.breakdown,
             "strata": list(self.bytes_of_strata),
-            "strata_bytes": list(self.bytes_of_strata.values()),
+            "strata_bytes": list(self.strata_bytes),
             "comm_bytes": worst.comm_bytes,
             "budget_bytes": plan.budget_bytes,
             "predicted_peak_bytes": plan.predicted_peak_bytes,

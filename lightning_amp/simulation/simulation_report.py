@@ -48,7 +48,7 @@ def simulation_report(simulation: Simulation) -> str:
 def draw(path: Path, simulation: Simulation) -> None:
     """Write a PNG of memory after each stratum of the rank that needs most."""
     plan, worst = simulation.plan, simulation.worst
-    held = dict(zip(worst.strata, worst.strata_bytes, strict=True))
+    held = worst.bytes_of_strata
     names = ", ".join(plan.strategies)
     what = f"{names}, {plan.mesh.data} x {plan.mesh.model} ranks (data x model)" if names else "one device"
     simulated_memory(
@@ -107,7 +107,7 @@ def _strata(simulation: Simulation) -> str:
     """Some strata to a line: their numbers, simulated and predicted bytes; those that read the same are one."""
     worst, predicted = simulation.worst, simulation.plan.strata_bytes
     lines = [f"rank {worst.rank} after each stratum of the forward pass"]
-    both = {k: (held, *predicted[k : k + 1]) for k, held in zip(worst.strata, worst.strata_bytes, strict=True)}
+    both = {k: (held, *predicted[k : k + 1]) for k, held in worst.bytes_of_strata.items()}
     read = {k: [*map(format_bytes, row), ""][:2] for k, row in both.items()}
     groups = [list(group) for _, group in groupby(read, key=lambda k: read[k])]
     for first in range(0, len(groups), STRATA_PER_LINE):

@@ -6,6 +6,7 @@ import re
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -245,6 +246,11 @@ class Writes(Base):
         return self.layer(x)
 
 
+class Draws(Base):
+    def forward(self, x: Tensor, more: Any) -> Tensor:
+        return self.layer(x) * float(more.random())
+
+
 class WritesOwn(Told):
     def forward(self, x: Tensor, more: Settings) -> Tensor:
         self.settings.seen += 1
@@ -273,6 +279,7 @@ def test_what_objects_hold_is_a_guard() -> None:
     (Writes(), Settings(), "its forward changes what an argument of type 'Settings' holds"),
     (Writes(), {"x": 1}, "its forward changes a list or a dictionary that it is called with"),
     (WritesOwn(), Settings(), "its forward changes the attribute 'settings'"),
+    (Draws(), np.random.default_rng(0), "its forward changes what an argument of type 'Generator' holds"),
     (Base(), threading.Lock(), "it is called with a 'lock', which cannot be copied"),
 ])  # fmt: skip
 def test_what_a_forward_writes_into_objects_is_a_reason_and_a_capture_writes_nothing(

@@ -120,13 +120,13 @@ class PredictionWriter(pl.Callback):
         if stage != "predict":
             return
         data = _data_of(trainer)
-        self._check_columns(data)
+        columns = self._check_columns(data)
         if self.impute_rna and RNA not in data.tables:
             raise DataError(
                 f"impute_rna=True requires RNA cells; loaded are {sorted(data.tables)!r}: leave impute_rna out"
             )
         rows = self._rows_to_impute(data)
-        by_type = HIC in data.tables and self.celltype_key in data.tables[HIC].read_obs().columns
+        by_type = self.celltype_key in columns.get(HIC, ())
         if data.layout is not None and (len(rows) or (by_type and hasattr(pl_module, "impute"))):
             check_maps(data.layout, data.tables[HIC].obs_names[np.unique(rows)].tolist())
         asked = {f"contact_map_cells={self.contact_map_cells!r}": len(rows) > 0, "impute_rna=True": self.impute_rna}
@@ -185,13 +185,15 @@ class PredictionWriter(pl.Callback):
         self._write_maps(maps, sums, data)
         self._draw(embeddings, tables, maps, data)
 
-    def _check_columns(self, data: SingleCellDataModule) -> None:
+    def _check_columns(self, data: SingleCellDataModule) -> dict[str, list[Any]]:
+        """The columns of obs by modality; a DataError where a key is in none of them."""
         columns = {modality: list(table.read_obs().columns) for modality, table in data.tables.items()}
         for option, key in (("celltype_key", self.celltype_key), ("batch_key", self.batch_key)):
             if key is not None and not any(key in found for found in columns.values()):
                 raise DataError(
                     f"{option}={key!r} is no column of obs; found {columns!r}. Name one of these or leave {option} out"
                 )
+        return columns
 
     def _rows_to_impute(self, data: SingleCellDataModule) -> NDArray[np.int64]:
         if HIC not in data.tables:

@@ -177,8 +177,7 @@ class PutOff(TorchFunctionMode):
         """Compute products that are put off: all of them, or those of one tensor."""
         memory = None if of is None else of.untyped_storage()._cdata
         for found in (ref() for ref in self._alive):
-            given = () if found is None else [t.untyped_storage()._cdata for t, _ in found.rows.given]
-            if found is not None and (memory is None or memory in given):
+            if found is not None and memory in (None, *(t.untyped_storage()._cdata for t, _ in found.rows.given)):
                 found.made()
 
 
