@@ -35,7 +35,6 @@ from lightning_amp.costs.device_rates import Links, Rates, rates_for
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.progress import track
-from lightning_amp.techniques.pipeline.options import stages_of
 from lightning_amp.techniques.pipeline.schedule.micro_batches import (
     LayerSeconds,
     LayerTimes,
@@ -44,6 +43,7 @@ from lightning_amp.techniques.pipeline.schedule.micro_batches import (
     gpipe_seconds,
     search_all,
 )
+from lightning_amp.techniques.pipeline.stage_facts import stages_of
 
 PAGE = ROOT / "docs" / "paper" / "csimd.md"
 PART, SLICES = "pipeline.networks", "pipeline.tokens"

@@ -25,8 +25,8 @@ from benchmarks.pipeline.models import GPT, Block
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
-from lightning_amp.techniques.pipeline.options import stages_of
 from lightning_amp.techniques.pipeline.schedule.micro_batches import LayerSeconds, LayerTimes, gpipe_seconds, search_all
+from lightning_amp.techniques.pipeline.stage_facts import stages_of
 
 COUNTED = 4
 """Layers that are counted."""

@@ -6,6 +6,7 @@ of a technique; it lies in the technique's folder. How policy "paper" reads the 
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 from lightning_amp.costs.model_shape import ModelShape
@@ -20,7 +21,8 @@ from lightning_amp.techniques.pipeline.row import ROW as PIPELINE
 from lightning_amp.techniques.recompute.row import ROW as RECOMPUTE
 from lightning_amp.techniques.replay.row import ROW as REPLAY
 from lightning_amp.techniques.sequence.row import ROW as SEQUENCE
-from lightning_amp.techniques.technique import Installer, Prediction, Target, Technique
+from lightning_amp.techniques.stage_search import StageSearch
+from lightning_amp.techniques.technique import Installer, Prediction, Target, Technique, function_at
 from lightning_amp.techniques.tensor3d.row import ROW as TENSOR3D
 
 STRATEGIES: dict[str, Technique] = {
@@ -56,6 +58,17 @@ OF_BLOCKS = tuple(
     name for name in PREDICTIONS if any(installer.on_blocks for installer in STRATEGIES[name].installers.values())
 )
 """Those of them whose rules name blocks."""
+STAGED = next(name for name, row in STRATEGIES.items() if row.search)
+"""The technique whose stages the planner cuts."""
+
+
+@cache
+def stage_search() -> StageSearch:
+    """How the planner finds stages."""
+    # loaded when it is used: the search needs the whole table of its technique, and numpy
+    found: object = function_at(STRATEGIES[STAGED].search)
+    assert isinstance(found, StageSearch), "the row names one"
+    return found
 
 
 def installer_of(spec: type[Spec]) -> Installer | None:

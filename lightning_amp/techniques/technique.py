@@ -85,6 +85,7 @@ class Technique:
         data_axis: Whether it splits parameters over the data axis; the Lightning strategy itself carries it out.
         prediction: How it changes the step of any module; None where only decoders have it, or a person names it.
         look: "module:function" that reads from a step what `prediction` needs (`ProfiledStep.facts`).
+        search: "module:name" of the `StageSearch`, of a technique whose stages the planner cuts.
         read_step: "module:function": (module, counted step) -> the same, where one count of the step shows it.
         refusal: "module:function": (module, counted step, values=) -> why the module cannot have it, or "".
         unsuited: (shape of the model, strategies of the plan) -> why it cannot be in the plan, or "".
@@ -120,6 +121,7 @@ class Technique:
     data_axis: bool = False
     prediction: Prediction | None = None
     look: str = ""
+    search: str = ""
     read_step: str = ""
     refusal: str = ""
     unsuited: Callable[[ModelShape, Collection[str]], str] | None = None

@@ -8,9 +8,9 @@ import lightning_amp
 LIBRARY = Path(lightning_amp.__file__).parent
 NAMED = {
     "fsdp": (r"techniques\.fsdp|FullyShard|[\"']fsdp[\"']", 6),
-    "chunk": (r"techniques\.chunk|[\"']chunk[\"']", 18),
-    "pipeline": (r"techniques\.pipeline|[\"']pipeline[\"']", 14),
-    "recompute": (r"techniques\.recompute|[\"']recompute[\"']", 19),
+    "chunk": (r"techniques\.chunk|[\"']chunk[\"']", 16),
+    "pipeline": (r"techniques\.pipeline|[\"']pipeline[\"']", 6),
+    "recompute": (r"techniques\.recompute|[\"']recompute[\"']", 18),
     "logits": (r"techniques\.logits|[\"']logits[\"']", 5),
     "replay": (r"techniques\.replay|[\"']replay[\"']", 2),
     "sequence": (r"techniques\.sequence|[\"']sequence[\"']", 6),

@@ -30,7 +30,8 @@ from lightning_amp.errors import InstallError
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.probe_optimizer import mixes_parameters
 from lightning_amp.lightning.checkpoints.shards import Shards, numbered
-from lightning_amp.techniques.pipeline.run.placeholders import AbsentParameter, absent_parameter
+from lightning_amp.techniques.ranks.placeholders import AbsentParameter, absent_parameter
+from lightning_amp.techniques.table import STAGED
 
 
 @dataclass(eq=False)
@@ -52,7 +53,7 @@ class Held:
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     ranks: tuple[int, ...] | None = None
     here: bool = True
-    technique: ClassVar[str] = "pipeline"
+    technique: ClassVar[str] = STAGED
 
     def __post_init__(self) -> None:
         """Make what stands for it."""
@@ -199,13 +200,13 @@ class StageParameters(Shards):
                 rank_zero_warn(
                     f"It could not be tried whether the optimizer {name!r} updates each parameter separately: if it"
                     " does not, a pipeline, in which a rank has the parameters of its stage, trains otherwise than one"
-                    " device. Leave 'pipeline' out if you do not know."
+                    f" device. Leave {STAGED!r} out if you do not know."
                 )
             if tried:
                 raise InstallError(
                     f"the optimizer {name!r} is not supported: its step depends on all parameters, and a "
                     "rank of a pipeline has those of its stage; use an optimizer that updates each "
-                    "parameter separately (Adam, SGD), or leave 'pipeline' out"
+                    f"parameter separately (Adam, SGD), or leave {STAGED!r} out"
                 )
 
     def _gradients(self, among: Sequence[Held]) -> list[Tensor]:

@@ -34,9 +34,7 @@ from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.data.batch_norm import statistics_bytes
 from lightning_amp.techniques.data.gradient_sync import gradient_sizes
-from lightning_amp.techniques.pipeline.options import no_pipeline
-from lightning_amp.techniques.pipeline.run.blocks import blocks_for_stages
-from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, not_together
+from lightning_amp.techniques.table import PREDICTIONS, STAGED, STRATEGIES, not_together, stage_search
 from lightning_amp.techniques.technique import function_at
 
 T = TypeVar("T")
@@ -74,7 +72,7 @@ class StepOfModule:
         self._batch: Any = None
         self._profiles: dict[frozenset[tuple[str, str]], ModuleProfile] = {}
         self._counts: dict[tuple[tuple[str, Spec], ...], ModuleProfile] = {}
-        self._blocks, self.no_stages = blocks_for_stages(module)
+        self._blocks, self.no_stages = function_at(stage_search().names)(module)
         self._chunk_plans: dict[Any, Any] = {}
         self._counted_steps: dict[int | None, CountedStep] = {}
         self._steps_with: dict[tuple[str, Spec], CountedStep | str] = {}
@@ -151,7 +149,7 @@ class StepOfModule:
             averages=averages,
             notes=(*found.notes, *steps.notes, *steps.sent_notes()),
         )
-        return no_pipeline(found, not_together(steps.name, "pipeline"))
+        return stage_search().without(found, not_together(steps.name, STAGED))
 
     def step(self, rows: int | None = None) -> CountedStep:
         """The step for a batch of so many rows, None for the batch of the run; counted once for each."""

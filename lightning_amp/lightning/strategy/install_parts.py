@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
@@ -21,12 +22,8 @@ from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
 from lightning_amp.techniques.data.batch_norm import share_batch_statistics
 from lightning_amp.techniques.data.row import ShareBatchStatistics
-from lightning_amp.techniques.pipeline.row import PipelineStages
-from lightning_amp.techniques.pipeline.run.block_walk import StageBlock, spans
-from lightning_amp.techniques.pipeline.run.run_stages import Stages
-from lightning_amp.techniques.pipeline.steps.pipelined_steps import PipelinedSteps
 from lightning_amp.techniques.ranks.collectives import Agreement
-from lightning_amp.techniques.table import STRATEGIES, refuse_apart, with_steps
+from lightning_amp.techniques.table import STAGED, STRATEGIES, refuse_apart, stage_search, with_steps
 from lightning_amp.techniques.technique import function_at
 
 Undo = list[Callable[[], None]]
@@ -108,7 +105,7 @@ def check_split(plan: Plan, fn: TrainerFn | None) -> None:
 
 def install_stages(
     request: Request, trainer: pl.Trainer, model: nn.Module, installed: Installed, plan: Plan, mesh: DeviceMesh
-) -> tuple[StageParameters, PipelinedSteps] | None:
+) -> tuple[StageParameters, Any] | None:
     """Free what other stages of a pipeline hold, and let the module's steps run as stages until these are undone.
 
     Returns:
@@ -117,19 +114,14 @@ def install_stages(
     Raises:
         PlanError, InstallError: As of `check_run`.
     """
-    spec = next((rule.spec for rule in plan.rules if isinstance(rule.spec, PipelineStages)), None)
+    spec = next((rule.spec for rule in plan.rules if rule.strategy == STAGED), None)
     if spec is None:
         return None
     check_run(request, trainer, model, plan.rules)
-    module = trainer.lightning_module
     overridden = [(one.fqn, one.module, one.override.run) for one in installed.overridden]
-    calls = [(fqn, block, run) for fqn, block, run in overridden if isinstance(run, StageBlock)]
-    blocks = {fqn: block for fqn, block, _ in calls}
-    stages = Stages(calls[0][2].walk, spans(map(int, spec.ends.split(","))), mesh["model"], module.device)
-    ranks = [n % mesh.size(1) for n, span in enumerate(stages.spans) for _ in range(span.first, span.end)]
-    parameters = StageParameters(module, [(block, ranks[call.index]) for _, block, call in calls], mesh)
-    steps = PipelinedSteps(module, blocks, stages, parameters, spec, data_rank=mesh["data"].get_local_rank())
-    return parameters, steps
+    install = function_at(stage_search().install)
+    found: tuple[StageParameters, Any] = install(trainer.lightning_module, overridden, spec, mesh, StageParameters)
+    return found
 
 
 def install_steps(module: pl.LightningModule, plan: Plan, mesh: DeviceMesh) -> Callable[[], None]:

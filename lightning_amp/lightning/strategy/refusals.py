@@ -28,11 +28,8 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, plan_summary, shortfall
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.data.row import BalanceCells, DataParallel, ShareBatchStatistics
-from lightning_amp.techniques.pipeline.options import no_pipeline
-from lightning_amp.techniques.pipeline.row import PipelineStages
-from lightning_amp.techniques.pipeline.run.blocks import refuse_batch_statistics
-from lightning_amp.techniques.pipeline.steps.pipelined_steps import refuse_hooks
-from lightning_amp.techniques.table import STRATEGIES, is_of_block
+from lightning_amp.techniques.table import STAGED, STRATEGIES, is_of_block, stage_search
+from lightning_amp.techniques.technique import function_at
 
 LEAVES_LAYERS = (DataParallel, ShareBatchStatistics, BalanceCells)
 COPIES_BUFFERS = ("WeightAveraging",)
@@ -161,7 +158,7 @@ def _sharding(installed: Installed, plan: Plan) -> tuple[str, str]:
     return "S2", ", ".join(map(repr, names))
 
 
-TOGETHER = (DataParallel, BalanceCells, ShareBatchStatistics, PipelineStages)
+TOGETHER = (DataParallel, BalanceCells, ShareBatchStatistics)
 """Rules that go together with stages, and so do those of blocks."""
 SEE_GRADIENTS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step")
 NORMS = ("clip_grad_norm_", "get_total_norm", "grad_norm")
@@ -174,11 +171,9 @@ def check_run(request: Request, trainer: pl.Trainer, model: nn.Module, rules: It
         PlanError: Options, callbacks, other techniques or a module that do not go together with stages.
         InstallError: Batch normalisation, or hooks on parameters.
     """
-    refuse_batch_statistics(model)
-    for parameter in model.parameters():
-        refuse_hooks(parameter)
+    function_at(stage_search().refuse)(model)
     for what, why in _apart_from_stages(request, trainer, rules):
-        raise PlanError(f"pipeline cannot be used with {what}; {why}, or leave 'pipeline' out")
+        raise PlanError(f"{STAGED} cannot be used with {what}; {why}, or leave {STAGED!r} out")
 
 
 def _apart_from_stages(request: Request, trainer: pl.Trainer, rules: Iterable[Rule]) -> Iterator[tuple[str, str]]:
@@ -195,7 +190,7 @@ def _apart_from_stages(request: Request, trainer: pl.Trainer, rules: Iterable[Ru
             why = "it changes or averages parameters that a rank does not hold: leave it out"
             yield type(callback).__name__, why
     for rule in rules:
-        if not isinstance(rule.spec, TOGETHER) and not is_of_block(rule):
+        if rule.strategy != STAGED and not isinstance(rule.spec, TOGETHER) and not is_of_block(rule):
             yield rule.strategy, "it was not tried inside of stages: leave it out"
         if getattr(rule.spec, "after", 0):
             why = "what follows its blocks is run by the last stage: leave that rule out"
@@ -215,13 +210,13 @@ def _apart_from_stages(request: Request, trainer: pl.Trainer, rules: Iterable[Ru
 def without_stages(seen: ProfiledStep, device: torch.device, request: Request, trainer: pl.Trainer) -> ProfiledStep:
     """The step without a pipeline, where the run's options or its device do not go with one."""
     if device.type != "cpu":
-        return no_pipeline(seen, f"it runs on the CPU by now, and not on {device.type!r}")
+        return stage_search().without(seen, f"it runs on the CPU by now, and not on {device.type!r}")
     chosen = request.plan or request.strategies or request.model_parallel_size not in ("auto", 1)
     if not (chosen or trainer.lightning_module.automatic_optimization):
-        why = "its step optimises by hand, and the run shows whether stages can do so: ask for strategies='pipeline'"
-        return no_pipeline(seen, why)
+        why = f"its step optimises by hand, and the run shows whether stages can do so: ask for strategies={STAGED!r}"
+        return stage_search().without(seen, why)
     try:
         check_run(request, trainer, trainer.lightning_module)
     except AmpError as error:
-        return no_pipeline(seen, str(error))
+        return stage_search().without(seen, str(error))
     return seen

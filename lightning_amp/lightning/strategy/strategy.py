@@ -136,7 +136,7 @@ class AMPStrategy(MeshStrategy):
             bucket_mb: Largest flat gradient buffer in MiB.
             check_finite: Look at every loss and gradient, and name the module whose output was first not finite.
             lost_after, stuck_after: Seconds of silence, and without progress, after which a rank is lost, and stuck.
-            micro_batches, schedule: Of `strategies="pipeline"`: into how many parts a batch is cut, and their order.
+            micro_batches, schedule: Of a pipeline: into how many parts a batch is cut, and their order.
             fsdp_ranks: Of `strategies="fsdp"`: ranks of a group that splits parameters, as a node's; None is all.
             fsdp_offload: Of `strategies="fsdp"`: whether a rank's parts of them lie in the host's memory.
             device_speeds: "measure" assigns stages and strata to ranks by measured speed; None takes ranks as equal.

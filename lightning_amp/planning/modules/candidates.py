@@ -5,10 +5,10 @@
     3. without those whose predicted peak, with what a count has found beyond it, exceeds the budget
     4. the least predicted time; within `TIE` of it the fewest techniques, then the least memory
 
-A pipeline (stages.py) goes with none of them but blocks that are computed again or run in chunks, which it chooses by
-itself (stage_forms.py), chunks where nothing else fits. It is compared too, by its time for as many samples, and taken
-where nothing without a model axis fits: its ranks share a batch, so a step has fewer samples, and what a step does
-besides its blocks may turn out to be refused when it runs.
+A pipeline (techniques/stage_search.py) goes with none of them but blocks that are computed again or run in chunks,
+which it chooses by itself, chunks where nothing else fits. It is compared too, by its time for as many samples, and
+taken where nothing without a model axis fits: its ranks share a batch, so a step has fewer samples, and what a step
+does besides its blocks may turn out to be refused when it runs.
 
 If none fits, the one that needs the least memory is taken, and the plan says that it does not fit.
 """
@@ -24,9 +24,8 @@ from lightning_amp.errors import PlanError
 from lightning_amp.footprint.module_profile import KINDS
 from lightning_amp.planning.plan.plan import NEEDLESS, Candidate
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.pipeline.options import OPEN, PipelineOptions, stages_of
-from lightning_amp.techniques.pipeline.stages import best_pipeline
-from lightning_amp.techniques.table import PREDICTIONS, in_order
+from lightning_amp.techniques.stage_search import OPEN, StageOptions
+from lightning_amp.techniques.table import PREDICTIONS, STAGED, in_order, stage_search
 from lightning_amp.techniques.technique import Prediction
 
 TIE = 1.02
@@ -37,7 +36,6 @@ TRIES = 4
 """Times that a plan is counted above the budget before there is as much of its techniques as can be."""
 MOSTLY = 0.6
 """Of the peak: what stands in the way of a technique that leaves as much as it is."""
-STAGED = ("pipeline",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +68,7 @@ def compare(
     base: tuple[str, ...] = (),
     batch_size: int = 1,
     refused: Mapping[tuple[str, ...], str] = MappingProxyType({}),
-    asked: PipelineOptions = OPEN,
+    asked: StageOptions = OPEN,
 ) -> Compared:
     """Draft every plan, and choose.
 
@@ -92,14 +90,14 @@ def compare(
             dropped[names] = made
         else:
             found.append(made)
-    if STAGED not in refused and not _stages_are_needless(seen, ranks=ranks, budget=budget):
+    if (STAGED,) not in refused and not _stages_are_needless(seen, ranks=ranks, budget=budget):
         # stages are taken where nothing else fits: where something does, blocks of them in chunks are not looked for,
         # which takes seconds
         if any(budget is None or one.peak_bytes <= budget for one in found):
             asked = replace(asked, chunks={})
-        made = best_pipeline(seen, ranks=ranks, budget=budget, asked=asked)
+        made = stage_search().best(seen, ranks=ranks, budget=budget, asked=asked)
         if isinstance(made, str):
-            dropped[STAGED] = f"pipeline is not possible: {made}"
+            dropped[STAGED,] = f"{STAGED} is not possible: {made}"
         else:
             found.append(made)
     best = _chosen(found, budget)
@@ -184,16 +182,16 @@ def advice(
             does_not[name] = f"{name} would not: {_why_not(seen, technique, whole, made)}"
     if ranks > 1:
         if stages is None and _stages_are_needless(seen, ranks=ranks, budget=budget, faster=compared):
-            does_not["pipeline"] = NEEDLESS.format("pipeline")
+            does_not[STAGED] = NEEDLESS.format(STAGED)
         else:
-            whole, made = as_it_is(seen, ranks), stages or best_pipeline(seen, ranks=ranks, budget=None, asked=OPEN)
+            search, whole = stage_search(), as_it_is(seen, ranks)
+            made = stages or search.best(seen, ranks=ranks, budget=None, asked=OPEN)
             if isinstance(made, str):
-                does_not["pipeline"] = f"pipeline would not: {made}"
+                does_not[STAGED] = f"{STAGED} would not: {made}"
             elif made.peak_bytes <= (1 - WORTH) * whole.peak_bytes:
-                helps["pipeline"] = made.peak_bytes, _gain("pipeline", whole, made)
+                helps[STAGED] = made.peak_bytes, _gain(STAGED, whole, made)
             else:
-                limit = "a stage keeps the gradients of two steps, and what is in flight"
-                does_not["pipeline"] = f"pipeline would not: {_instead(whole, made)}, for {limit}"
+                does_not[STAGED] = f"{STAGED} would not: {_instead(whole, made)}, for {search.limit}"
     ordered = sorted(helps, key=lambda name: helps[name][0])
     return {name: helps[name][1] for name in ordered}, does_not
 
@@ -210,11 +208,10 @@ def _stages_are_needless(seen: ProfiledStep, *, ranks: int, budget: int | None, 
     What stages save in time, if it matters that they may be `faster`, is the bytes of gradients that are averaged;
     their messages are not fewer.
     """
-    whole = stages_of(seen).whole()
     links = replace(seen.rates.links, latency=0.0)
     saved = collective_seconds("all_reduce", seen.profile.by_kind["gradients"], ranks, links)
     needless = (saved <= WORTH * seen.seconds or not faster) and _fits(seen, ranks=ranks, budget=budget)
-    return needless and not isinstance(whole, str)
+    return needless and not isinstance(stage_search().blocks(seen), str)
 
 
 def _fits(seen: ProfiledStep, *, ranks: int, budget: int | None) -> bool:

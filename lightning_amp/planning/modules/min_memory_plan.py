@@ -14,10 +14,9 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.planning.modules.candidates import as_it_is, draft, merit, on_ranks, sets_of_techniques
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.pipeline.options import PipelineOptions, stages_of
-from lightning_amp.techniques.pipeline.stages import staged
 from lightning_amp.techniques.recompute.row import all_fixed
-from lightning_amp.techniques.table import STRATEGIES
+from lightning_amp.techniques.stage_search import StageOptions
+from lightning_amp.techniques.table import STAGED, STRATEGIES, is_of_block, stage_search
 
 LEAST = "the step requires at least "
 """Begins the sentence that says what is missing."""
@@ -80,10 +79,10 @@ def with_techniques_of(plan: Plan, seen: ProfiledStep) -> Draft:
         sets = (names for names in sets_of_techniques() if {*names} <= {*plan.strategies})
         made = [draft(seen, names, ranks=plan.gradient_ranks, budget=0) for names in sets]
         return min((one for one in made if isinstance(one, Draft)), key=_leaner)
-    asked = PipelineOptions(
-        again=("*",) if "recompute" in plan.strategies else (), chunks=None if "chunk" in plan.strategies else {}
-    )
-    found = staged(seen, plan.mesh.model, data=plan.mesh.data, budget=0, asked=asked)
+    search = stage_search()
+    inside = {rule.strategy for rule in plan.rules if is_of_block(rule)} - {STAGED}
+    asked = search.named(StageOptions(), inside, budget_named=True)
+    found = search.staged(seen, plan.mesh.model, data=plan.mesh.data, budget=0, asked=asked)
     if isinstance(found, str):
         raise PlanError(f"the step cannot run as {plan.mesh.model} stages: {found}")
     return found
@@ -119,7 +118,7 @@ def _fewest_over_data(seen: ProfiledStep, budget: int, above: int) -> Draft | No
 def _staged(seen: ProfiledStep, stages: int, *, data: int) -> list[Draft]:
     """With blocks computed again where any can be."""
     for again in (("*",), ()):
-        made = staged(seen, stages, data=data, budget=0, asked=PipelineOptions(again=again, chunks={}))
+        made = stage_search().staged(seen, stages, data=data, budget=0, asked=StageOptions(again=again, chunks={}))
         if isinstance(made, Draft):
             return [made]
     return []
@@ -127,8 +126,8 @@ def _staged(seen: ProfiledStep, stages: int, *, data: int) -> list[Draft]:
 
 def _blocks(seen: ProfiledStep) -> int:
     """That can be stages."""
-    whole = stages_of(seen).whole()
-    return 0 if isinstance(whole, str) else len(whole.names)
+    found = stage_search().blocks(seen)
+    return 0 if isinstance(found, str) else found
 
 
 def _leaner(one: Draft) -> tuple[int, tuple[float, int, int]]:

@@ -32,14 +32,14 @@ from lightning_amp.planning.modules.finish_plan import (
     on_model_axis,
     rules_of,
 )
-from lightning_amp.planning.modules.plan_stages import options_of_named, pipeline_of, predicted_again, with_stages
+from lightning_amp.planning.modules.plan_stages import predicted_again, stages_requested, with_stages
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import with_memory, with_requested
 from lightning_amp.planning.policies.make_plan import check_divides
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.quantities import memory_of_ranks
-from lightning_amp.techniques.pipeline.options import OPEN, PipelineOptions
-from lightning_amp.techniques.table import PREDICTIONS, parse_strategies
+from lightning_amp.techniques.stage_search import OPEN, StageOptions
+from lightning_amp.techniques.table import PREDICTIONS, parse_strategies, stage_search
 
 SLIGHTLY = 1.01
 """Times a predicted peak: a count that exceeds it by no more confirms it."""
@@ -65,14 +65,14 @@ def split_by_planner(
 
 def model_axis_size(
     size: int | str, strategies: str | Sequence[str] | None, seen: ProfiledStep | None, *, policy: str
-) -> tuple[int | str, PipelineOptions]:
+) -> tuple[int | str, StageOptions]:
     """Ranks of the model axis that were requested: those of a plan without a profile, and those of a pipeline that
     `plan_module` adds where a policy chooses.
     """
     # policy "paper" has no pipeline, and a size that is not allowed is refused where all are checked
     if seen is None or strategies is not None or policy == "paper" or type(size) is not int or size < 1:
         return size, OPEN
-    return "auto", PipelineOptions(model=size)
+    return "auto", StageOptions(model=size)
 
 
 def plan_module(
@@ -82,7 +82,7 @@ def plan_module(
     named: tuple[str, ...] | None = None,
     budget_named: bool = True,
     count: Count | None = None,
-    asked: PipelineOptions = OPEN,
+    asked: StageOptions = OPEN,
 ) -> Plan:
     """The plan of a module whose step was profiled.
 
@@ -97,13 +97,14 @@ def plan_module(
     Raises:
         PlanError: A technique that was named cannot be had.
     """
-    if (spec := pipeline_of(base, seen)) is not None:
-        asked = replace(asked, model=base.mesh.model, schedule=spec.schedule)
-        made = with_stages(base, seen, options_of_named(asked, named or (), budget_named=budget_named))
+    search = stage_search()
+    if (requested := stages_requested(base, seen)) is not None:
+        asked = replace(asked, model=base.mesh.model, schedule=requested.schedule)
+        made = with_stages(base, seen, search.named(asked, named or (), budget_named=budget_named))
         if not named or {rule.strategy for rule in made.rules} & {*named}:
             return made
         # none is needed, and yet it was requested
-        return with_stages(base, seen, options_of_named(asked, named, budget_named=False))
+        return with_stages(base, seen, search.named(asked, named, budget_named=False))
     if asked.model not in (None, 1) and named is None:
         check_divides(asked.model, base.mesh.data)
         return with_stages(on_model_axis(base, asked.model), seen, asked, must=True)
@@ -186,8 +187,8 @@ def _why(error: AmpError) -> str:
 
 def plan_again(given: Plan, seen: ProfiledStep, *, count: Count | None = None, memory: tuple[int, ...] = ()) -> Plan:
     """A plan that was given, with the prediction for this step, on ranks of so much memory."""
-    if (spec := pipeline_of(given, seen)) is not None:
-        return predicted_again(given, seen, spec, memory)
+    if (decided := stages_requested(given, seen)) is not None:
+        return predicted_again(given, seen, replace(decided, memory=memory))
     rules = tuple(rule for rule in given.rules if rule.strategy in PREDICTIONS)
     ranks = given.gradient_ranks
     made = _drafted(seen, rules, ranks=ranks, count=count)

@@ -12,7 +12,7 @@ from lightning_amp.techniques.chunk.forms import ChunkForms
 from lightning_amp.techniques.chunk.look import look as look_for_chunks
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.contract.protocol import StepToPlan
-from lightning_amp.techniques.pipeline.options import StageChunks, StageFacts
+from lightning_amp.techniques.pipeline.stage_facts import StageChunks, StageFacts
 
 
 def look(step: StepToPlan) -> StageFacts:

@@ -94,5 +94,6 @@ ROW = Technique(
     settle=_settle,
     unsuited=_unsuited,
     look="lightning_amp.techniques.pipeline.look:look",
+    search="lightning_amp.techniques.pipeline.search:SEARCH",
     refusal="lightning_amp.techniques.pipeline.look:refusal",
 )

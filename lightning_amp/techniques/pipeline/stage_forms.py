@@ -27,13 +27,50 @@ import numpy as np
 
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, ProfiledStep
 from lightning_amp.costs.rule import Rule
+from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.chunk.row import ChunkBlock
-from lightning_amp.techniques.pipeline.options import PipelineOptions, StageChunks, stages_of
+from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.schedule.micro_batches import segment_seconds
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rank_peak
+from lightning_amp.techniques.pipeline.stage_facts import StageChunks, stages_of
 from lightning_amp.techniques.recompute.row import RecomputeBlock
+from lightning_amp.techniques.stage_search import StageOptions
+
+
+def decided(spec: PipelineStages, rules: Sequence[Rule]) -> StageOptions:
+    """All that a plan has decided of its stages, given the spec and all rules."""
+    return StageOptions(
+        micro_batches=spec.micro_batches,
+        schedule=spec.schedule,
+        ends=tuple(int(end) for end in spec.ends.split(",")) if spec.ends else None,
+        again=tuple(rule.fqn for rule in rules if isinstance(rule.spec, RecomputeBlock)),
+        chunks={rule.fqn: rule.spec for rule in rules if isinstance(rule.spec, ChunkBlock)},
+    )
+
+
+def with_named(asked: StageOptions, names: Collection[str], *, budget_named: bool) -> StageOptions:
+    """The options, with what techniques ask that a person has named together with a pipeline.
+
+    Raises:
+        PlanError: One of them does not go together with a pipeline.
+    """
+    others = [name for name in names if name not in ("recompute", "chunk")]
+    if others:
+        raise PlanError(f"pipeline together with {', '.join(others)} is not supported: leave one of them out")
+    return replace(
+        asked,
+        # of a budget that was named as few as are needed
+        again=() if "recompute" not in names else None if budget_named else ("*",),
+        chunks=None if "chunk" in names else {},
+        all_chunks="chunk" in names and not budget_named,
+    )
+
+
+def asked_inside(asked: StageOptions) -> str:
+    """A technique that is required inside of stages; "" where none is."""
+    return "chunk" if asked.chunks is None else "recompute" if asked.again != () else ""
 
 
 def repeatable(seen: ProfiledStep, passes: Passes, patterns: Collection[str] = ("*",)) -> tuple[int, ...]:
@@ -169,7 +206,7 @@ class Levels:
         return self._chunks.passes(self._rows, self.at(level))
 
 
-def with_chunks(seen: ProfiledStep, part: Passes, asked: PipelineOptions) -> StagesInChunks | str:
+def with_chunks(seen: ProfiledStep, part: Passes, asked: StageOptions) -> StagesInChunks | str:
     """A micro-batch with what is to run in chunks whatever fits, or why that cannot be."""
     if not (asked.chunks or asked.all_chunks):
         return StagesInChunks(plain=part, part=part, chunks={})

@@ -32,7 +32,6 @@ from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.pipeline.options import PipelineOptions, stages_of
 from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.schedule.cut import cut_pipeline
 from lightning_amp.techniques.pipeline.schedule.micro_batches import (
@@ -44,6 +43,7 @@ from lightning_amp.techniques.pipeline.schedule.micro_batches import (
 )
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, fills_rounds, schedule, timeline
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, filled, held_bytes, layer_bytes, rank_peaks
+from lightning_amp.techniques.pipeline.stage_facts import stages_of
 from lightning_amp.techniques.pipeline.stage_forms import (
     Levels,
     StagesInChunks,
@@ -55,6 +55,7 @@ from lightning_amp.techniques.pipeline.stage_forms import (
     targets_in_chunks,
     with_chunks,
 )
+from lightning_amp.techniques.stage_search import StageOptions
 
 SAFE = "gpipe"
 """What a policy takes: the loss may be any function of the batch. Others refuse a step whose loss is no mean."""
@@ -131,7 +132,7 @@ class _Shape:
         )
 
 
-def best_pipeline(seen: ProfiledStep, *, ranks: int, budget: int | None, asked: PipelineOptions) -> Draft | str:
+def best_pipeline(seen: ProfiledStep, *, ranks: int, budget: int | None, asked: StageOptions) -> Draft | str:
     """The fastest pipeline that fits, over all lengths of the model axis that divide the ranks, or why there is none.
 
     Args:
@@ -156,7 +157,7 @@ def best_pipeline(seen: ProfiledStep, *, ranks: int, budget: int | None, asked: 
     return _best(made, budget)
 
 
-def staged(seen: ProfiledStep, model: int, *, data: int, budget: int | None, asked: PipelineOptions) -> Draft | str:
+def staged(seen: ProfiledStep, model: int, *, data: int, budget: int | None, asked: StageOptions) -> Draft | str:
     """The step over so many stages, or why it cannot be."""
     known = stages_of(seen)
     whole = known.whole()
@@ -236,7 +237,7 @@ def _best(made: Sequence[Draft], budget: int | None) -> Draft:
     return min(fitting, key=lambda one: (one.pace, one.peak_bytes), default=least_bytes)
 
 
-def _drafts(shape: _Shape, run: StagesInChunks, asked: PipelineOptions) -> Iterator[Draft]:
+def _drafts(shape: _Shape, run: StagesInChunks, asked: StageOptions) -> Iterator[Draft]:
     """With the blocks that are recomputed; left open, with none, and with as few as are needed to fit."""
     again = repeatable(shape.seen, run.part, ("*",) if asked.again is None else asked.again)
     if asked.again is not None:
@@ -251,7 +252,7 @@ def _drafts(shape: _Shape, run: StagesInChunks, asked: PipelineOptions) -> Itera
             yield _draft(shape, run, ends=ends, again=blocks)
 
 
-def _drafts_in_chunks(shape: _Shape, part: Passes, asked: PipelineOptions) -> Iterator[Draft]:
+def _drafts_in_chunks(shape: _Shape, part: Passes, asked: StageOptions) -> Iterator[Draft]:
     """With as many blocks in chunks as are needed to fit, and as few computed again as that leaves."""
     chunks, again = stages_of(shape.seen).chunks, repeatable(shape.seen, part, asked.again or ("*",))
     again = () if asked.again == () else again
@@ -269,7 +270,7 @@ def _drafts_in_chunks(shape: _Shape, part: Passes, asked: PipelineOptions) -> It
             yield _draft(shape, run, ends=ends, again=blocks)
 
 
-def _likely_ends(shape: _Shape, part: Passes, least: Passes, asked: PipelineOptions) -> list[tuple[int, ...]]:
+def _likely_ends(shape: _Shape, part: Passes, least: Passes, asked: StageOptions) -> list[tuple[int, ...]]:
     """Those that were requested; else the fastest as it is, and the fastest that fits in its form of least bytes."""
     if asked.ends is not None:
         return [asked.ends]

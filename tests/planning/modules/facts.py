@@ -7,7 +7,7 @@ from typing import Any
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterUnit
 from lightning_amp.techniques.fsdp.row import FullyShard
-from lightning_amp.techniques.pipeline.options import stages_of
+from lightning_amp.techniques.pipeline.stage_facts import stages_of
 
 
 def with_units(step: ProfiledStep, units: Sequence[ParameterUnit], spec: FullyShard | None = None) -> ProfiledStep:

@@ -17,12 +17,13 @@ from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.chunk.row import ChunkBlock
-from lightning_amp.techniques.pipeline.options import PipelineOptions, StageChunks, stages_of
 from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.schedule.schedules import schedule
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rank_peaks, stage_bytes
+from lightning_amp.techniques.pipeline.stage_facts import StageChunks, stages_of
 from lightning_amp.techniques.pipeline.stage_forms import Levels, computed_again, fewest_again, fewest_chunks
 from lightning_amp.techniques.pipeline.stages import staged
+from lightning_amp.techniques.stage_search import StageOptions
 from tests.planning.modules.facts import with_stages
 from tests.planning.modules.test_plan_of_a_module import base
 from tests.planning.modules.test_stages import ROWS, SAVED, SENT, WEIGHT, made, passes, step
@@ -31,7 +32,7 @@ LEVELS = {20: 4.0, 50: 1.0, 70: 0.5}
 """Bytes for every sample that a block in chunks is given, and keeps, and the seconds that it takes more."""
 WHOLE = [0, 5]
 """Blocks of which no part takes less in chunks."""
-FOUR = PipelineOptions(micro_batches=4, schedule="1f1b")
+FOUR = StageOptions(micro_batches=4, schedule="1f1b")
 REPEATABLE = [f"blocks.{i}" for i in range(4)]
 """Of the six blocks; the chain of the step knows nothing of the others."""
 
@@ -122,8 +123,8 @@ def test_plans_have_what_was_asked_for_or_what_fits() -> None:
 
 def test_auto_recomputes_in_stages_where_nothing_else_fits() -> None:
     heavy = step(held=200_000)
-    free = made(staged(heavy, 2, data=1, budget=None, asked=PipelineOptions(again=())))
-    least = made(staged(heavy, 2, data=1, budget=1, asked=PipelineOptions(again=("*",))))
+    free = made(staged(heavy, 2, data=1, budget=None, asked=StageOptions(again=())))
+    least = made(staged(heavy, 2, data=1, budget=1, asked=StageOptions(again=("*",))))
     found = plan_module(base((free.peak_bytes + least.peak_bytes) // 2, devices=2), heavy)
     assert found.strategies == ("S1", "recompute", "pipeline")
     assert found.fits
@@ -191,7 +192,7 @@ def test_every_rank_takes_the_fastest_chunks_with_which_it_fits() -> None:
 
 def test_auto_takes_chunks_in_stages_where_nothing_else_fits() -> None:
     heavy = chunkable(held=200_000)
-    least = made(staged(heavy, 2, data=1, budget=1, asked=PipelineOptions(again=("*",), chunks={})))
+    least = made(staged(heavy, 2, data=1, budget=1, asked=StageOptions(again=("*",), chunks={})))
     found = plan_module(base(least.peak_bytes - 1, devices=2), heavy)
     assert found.fits
     assert "chunk" in found.strategies

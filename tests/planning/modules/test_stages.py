@@ -16,11 +16,12 @@ from lightning_amp.planning.modules.candidates import _candidate
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.module_report import advice_table
-from lightning_amp.techniques.pipeline.options import PipelineOptions, stages_of
 from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.schedule.schedules import schedule
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rank_peaks
+from lightning_amp.techniques.pipeline.stage_facts import stages_of
 from lightning_amp.techniques.pipeline.stages import staged
+from lightning_amp.techniques.stage_search import StageOptions
 from tests.planning.modules.facts import with_stages
 from tests.planning.modules.test_plan_of_a_module import base, profiled, seen
 
@@ -102,7 +103,7 @@ def test_the_number_of_micro_batches_is_the_fastest_of_all(fixed: float) -> None
     there = with_stages(step(), passes=of)
 
     def seconds(count: int | None) -> tuple[float, int]:
-        found = made(staged(there, 2, data=1, budget=None, asked=PipelineOptions(micro_batches=count)))
+        found = made(staged(there, 2, data=1, budget=None, asked=StageOptions(micro_batches=count)))
         return found.seconds, found.targets[0].spec.micro_batches  # type: ignore[union-attr]
 
     every = {count: seconds(count)[0] for count in range(1, rows + 1)}
@@ -119,7 +120,7 @@ def spec_of(draft: Draft) -> PipelineStages:
 
 def test_the_cut_is_that_of_least_slowest_stages() -> None:
     seconds = (1.0, 1.0, 1.0, 1.0, 5.0, 1.0)
-    found = made(staged(step(seconds=seconds), 3, data=1, budget=None, asked=PipelineOptions(micro_batches=4)))
+    found = made(staged(step(seconds=seconds), 3, data=1, budget=None, asked=StageOptions(micro_batches=4)))
     ends = tuple(map(int, spec_of(found).ends.split(",")))
     assert ends == (4, 5, 6)
     assert cut_pipeline(seconds, [2 * s for s in seconds], 3).ends == ends
@@ -135,20 +136,20 @@ def test_the_cut_is_that_of_least_slowest_stages() -> None:
 def test_less_memory_asks_for_another_cut_and_more_micro_batches() -> None:
     # the first block is slow, so that the fastest cut leaves all others to the second rank
     options = {"seconds": (5.0, 1.0, 1.0, 1.0, 1.0, 1.0)}
-    free = made(staged(step(**options), 2, data=1, budget=None, asked=PipelineOptions(micro_batches=2)))
+    free = made(staged(step(**options), 2, data=1, budget=None, asked=StageOptions(micro_batches=2)))
     assert spec_of(free).ends == "1,6"
-    kept = PipelineOptions(micro_batches=2, again=())
+    kept = StageOptions(micro_batches=2, again=())
     tight = made(staged(step(**options), 2, data=1, budget=free.peak_bytes - 1, asked=kept))
     assert tight.peak_bytes < free.peak_bytes
     assert tight.seconds > free.seconds
     assert int(spec_of(tight).ends.partition(",")[0]) > 1
-    chosen = made(staged(step(**options), 2, data=1, budget=None, asked=PipelineOptions()))
+    chosen = made(staged(step(**options), 2, data=1, budget=None, asked=StageOptions()))
     assert spec_of(chosen).micro_batches == 8
     assert chosen.seconds < free.seconds
     # stages that take turns on a rank keep to the budget too
     # the fastest cut gives three blocks to the first stage, which shares a rank with the third
     options = {"seconds": (1.0, 1.0, 1.0, 5.0, 5.0, 5.0)}
-    asked = PipelineOptions(micro_batches=2, schedule="interleaved", again=())
+    asked = StageOptions(micro_batches=2, schedule="interleaved", again=())
     free = made(staged(step(**options), 2, data=1, budget=None, asked=asked))
     assert spec_of(free).ends == "3,4,5,6"
     tight = made(staged(step(**options), 2, data=1, budget=free.peak_bytes - 1, asked=asked))
@@ -183,13 +184,13 @@ def test_the_peak_of_a_rank_is_that_of_its_passes(name: str) -> None:
 
 
 def test_what_cannot_be_stages_says_why() -> None:
-    asked = PipelineOptions(micro_batches=2)
+    asked = StageOptions(micro_batches=2)
     assert "6 blocks for 8 stages" in str(staged(step(), 8, data=1, budget=None, asked=asked))
     refused = with_stages(step(), passes=lambda rows: "block 'a' reads 'b'")
     assert staged(refused, 2, data=1, budget=None, asked=asked) == "block 'a' reads 'b'"
     none = with_stages(step(), passes=None, reason="it has hooks")
     assert staged(none, 2, data=1, budget=None, asked=asked) == "it has hooks"
-    odd = PipelineOptions(micro_batches=7, schedule="interleaved")
+    odd = StageOptions(micro_batches=7, schedule="interleaved")
     assert "rounds" in str(staged(step(), 3, data=1, budget=None, asked=odd))
 
 
@@ -203,7 +204,7 @@ def test_a_pipeline_is_compared_and_taken_where_nothing_else_fits() -> None:
     assert row.cell_seconds == pytest.approx(row.step_seconds / ROWS)
     assert found.stages == ()
     assert "pipeline" in found.diagnosis.helps
-    asked = plan_module(base(10_000, devices=2), step(), asked=PipelineOptions(model=2))
+    asked = plan_module(base(10_000, devices=2), step(), asked=StageOptions(model=2))
     assert "pipeline" in asked.diagnosis.helps
     heavy = step(held=200_000, weight=WEIGHT)
     tight = plan_module(base(9_000, devices=2), heavy)
@@ -249,17 +250,15 @@ def test_stages_are_not_looked_for_where_the_step_fits() -> None:
 
 
 def test_a_model_axis_that_is_asked_for_is_a_pipeline_or_refused() -> None:
-    found = plan_module(base(10_000, devices=4), step(), asked=PipelineOptions(model=2))
+    found = plan_module(base(10_000, devices=4), step(), asked=StageOptions(model=2))
     assert (found.mesh.data, found.mesh.model) == (2, 2)
     assert found.rules[0].why == "2 ranks on the data axis"
     with pytest.raises(PlanError, match="requires a pipeline .* which is not possible: it has hooks"):
         plan_module(
-            base(None, devices=2),
-            with_stages(step(), passes=None, reason="it has hooks"),
-            asked=PipelineOptions(model=2),
+            base(None, devices=2), with_stages(step(), passes=None, reason="it has hooks"), asked=StageOptions(model=2)
         )
     # a plan that was given keeps its cut and is predicted anew
-    given = plan_module(base(10_000, devices=2), step(), asked=PipelineOptions(model=2, micro_batches=4))
+    given = plan_module(base(10_000, devices=2), step(), asked=StageOptions(model=2, micro_batches=4))
     again = plan_again(replace(given, stages=()), step(saved=2 * SAVED))
     assert again.rules == given.rules
     assert [stage.end for stage in again.stages] == [stage.end for stage in given.stages]
@@ -268,7 +267,7 @@ def test_a_model_axis_that_is_asked_for_is_a_pipeline_or_refused() -> None:
 
 def test_slow_ranks_have_fewer_blocks() -> None:
     def cut(*speeds: float, schedule: str = "1f1b") -> Draft:
-        asked = PipelineOptions(micro_batches=4, schedule=schedule, speeds=speeds, again=())
+        asked = StageOptions(micro_batches=4, schedule=schedule, speeds=speeds, again=())
         return made(staged(step(), 2, data=max(1, len(speeds) // 2), budget=None, asked=asked))
 
     assert spec_of(cut()).ends == spec_of(cut(1.0, 1.0)).ends == "3,6"
@@ -297,7 +296,7 @@ def test_little_is_sent_between_nodes() -> None:
             return replace(found, sent_bytes=tuple(found.rows * n for n in sent))
 
         there = with_stages(replace(step(), rates=rates), passes=of)
-        return made(staged(there, ranks, data=data, budget=None, asked=PipelineOptions(micro_batches=8)))
+        return made(staged(there, ranks, data=data, budget=None, asked=StageOptions(micro_batches=8)))
 
     within, between, apart = cut(3), cut(2), cut(1)
     assert spec_of(within).ends == spec_of(between).ends == "2,4,6" != spec_of(apart).ends
@@ -315,7 +314,7 @@ def test_little_is_sent_between_nodes() -> None:
 
 def test_ranks_of_unlike_memory_have_blocks_for_it() -> None:
     """Of each block the first rank needs 450 bytes more, the second one 250: see the peaks of the cuts by hand."""
-    kept = PipelineOptions(micro_batches=4, schedule="1f1b", again=())
+    kept = StageOptions(micro_batches=4, schedule="1f1b", again=())
 
     def cut(*memory: int, **more: object) -> Draft:
         asked = replace(kept, memory=memory, **more)  # type: ignore[arg-type]
@@ -338,7 +337,7 @@ def test_ranks_of_unlike_memory_have_blocks_for_it() -> None:
     # of two pipelines the smallest device of every place
     assert spec_of(cut(first, second + 250, first - 1, 2 * second)).ends == "2,6"
     # a plan of unlike memory fits by that of each rank
-    asked = PipelineOptions(model=2, micro_batches=4, schedule="1f1b", again=(), chunks={})
+    asked = StageOptions(model=2, micro_batches=4, schedule="1f1b", again=(), chunks={})
     first, second = (s.peak_bytes for s in plan_module(base(None, devices=2), step(), asked=asked).stages)
     least, memory = second + 10, (first, second + 10)
     assert plan_module(base(least, devices=2), step(), asked=asked).fits is False

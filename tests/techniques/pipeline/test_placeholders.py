@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lightning_amp._torch import has_no_values
 from lightning_amp.errors import InstallError
-from lightning_amp.techniques.pipeline.run.placeholders import Absent, AbsentParameter, Placeholders, absent_parameter
+from lightning_amp.techniques.ranks.placeholders import Absent, AbsentParameter, Placeholders, absent_parameter
 
 SQUARE = torch.randn(3, 3)
 

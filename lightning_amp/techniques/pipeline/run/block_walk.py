@@ -24,7 +24,7 @@ from lightning_amp._torch import in_transform, tree_leaves, tree_map
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.forward_overrides import Position
 from lightning_amp.techniques.pipeline.run.messages import packed_draws
-from lightning_amp.techniques.pipeline.run.placeholders import Placeholders, without_values
+from lightning_amp.techniques.ranks.placeholders import Placeholders, without_values
 
 Receive = Callable[[Any], Any]
 """What a block would return, as placeholders -> what it has returned on another rank."""

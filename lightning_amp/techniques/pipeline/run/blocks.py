@@ -63,6 +63,24 @@ def refuse_batch_statistics(module: nn.Module) -> None:
         )
 
 
+def refuse_hooks(parameter: nn.Parameter) -> None:
+    """Refuse, with an InstallError, a hook that would see the gradient of every micro-batch, and then the batch's."""
+    watched = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
+    if parameter._backward_hooks or watched > 1:
+        raise InstallError(
+            f"pipeline is not supported: a parameter of shape {tuple(parameter.shape)!r} has hooks on its"
+            " gradient, which would be called for every micro-batch and once more for the batch; do what"
+            " they do in on_after_backward, or leave 'pipeline' out"
+        )
+
+
+def refuse_module(module: nn.Module) -> None:
+    """Refuse, with an InstallError, a module that stages would train otherwise than one process."""
+    refuse_batch_statistics(module)
+    for parameter in module.parameters():
+        refuse_hooks(parameter)
+
+
 def blocks_for_stages(module: nn.Module) -> tuple[tuple[str, ...], str]:
     """Names of the blocks that a pipeline would be made of, in order; or none, and why, as far as the module tells."""
     found = longest_list(module)

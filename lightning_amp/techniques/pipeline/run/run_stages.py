@@ -23,8 +23,8 @@ from lightning_amp.errors import ModelError
 from lightning_amp.random_streams import isolated_random_streams
 from lightning_amp.techniques.pipeline.run.block_walk import BlockWalk, Leave, Span
 from lightning_amp.techniques.pipeline.run.messages import PLAIN, Messages, packed_draws, seed_draws
-from lightning_amp.techniques.pipeline.run.placeholders import without_values
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, Pass, PassTimes
+from lightning_amp.techniques.ranks.placeholders import without_values
 
 Step = Callable[[int], Any]
 """Calls the user's step with a micro-batch."""

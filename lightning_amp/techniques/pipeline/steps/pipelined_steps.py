@@ -46,6 +46,7 @@ from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.recompute_state import digests, same_digests
 from lightning_amp.random_streams import isolated_random_streams
 from lightning_amp.techniques.pipeline.row import PipelineStages
+from lightning_amp.techniques.pipeline.run.blocks import refuse_hooks
 from lightning_amp.techniques.pipeline.run.run_stages import Ran, Rest, Stages, Work, detached, loss_of
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, PassTimes, fills_rounds, schedule
 from lightning_amp.techniques.pipeline.steps.loss_check import compare, evaluating, single
@@ -362,14 +363,3 @@ def _with_gradients(returned: Any, parameters: list[nn.Parameter], grads: list[T
     own = loss.detach().clone().reshape(())
     total = with_gradients(lambda needed: (own, ready), inputs).reshape(loss.shape)
     return {**returned, "loss": total} if isinstance(returned, dict) else total
-
-
-def refuse_hooks(parameter: nn.Parameter) -> None:
-    """Refuse, with an InstallError, a hook that would see the gradient of every micro-batch, and then the batch's."""
-    watched = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
-    if parameter._backward_hooks or watched > 1:
-        raise InstallError(
-            f"pipeline is not supported: a parameter of shape {tuple(parameter.shape)!r} has hooks on its"
-            " gradient, which would be called for every micro-batch and once more for the batch; do what"
-            " they do in on_after_backward, or leave 'pipeline' out"
-        )

@@ -1,4 +1,4 @@
-"""Define what a request leaves open of a pipeline, and what is known of a step's stages before planning."""
+"""Define what is known of a step's stages before planning."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -11,41 +11,6 @@ from lightning_amp.techniques.chunk.row import ChunkBlock
 NAME = "pipeline"
 PassesOf = Callable[[int | None], Passes | str]
 """Samples of a micro-batch, None for the whole batch -> the passes of a step, or why it cannot be run as stages."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PipelineOptions:
-    """What a request says of a pipeline; None leaves it open.
-
-    Attributes:
-        model: Ranks of the model axis.
-        micro_batches, schedule: As of AMPStrategy.
-        ends: One past the last block of every stage.
-        again: Patterns of blocks to compute again; left open, as few as are needed to fit.
-        chunks: Specs of blocks to run in chunks, by name or pattern; left open, where nothing else fits.
-        all_chunks: Left open: all blocks that can be, with the least bytes that do not make them far slower.
-        speeds: Of all ranks, by that of the fastest; none: all are equal.
-        memory: Bytes of all ranks; one or none: all have the budget.
-    """
-
-    model: int | None = None
-    micro_batches: int | None = None
-    schedule: str | None = None
-    ends: tuple[int, ...] | None = None
-    again: tuple[str, ...] | None = None
-    chunks: Mapping[str, ChunkBlock] | None = None
-    all_chunks: bool = False
-    speeds: tuple[float, ...] = ()
-    memory: tuple[int, ...] = ()
-
-    def more_bytes(self, model: int) -> tuple[int, ...]:
-        """Of the ranks of the model axis beyond the least of all ranks; of a place the least of its groups."""
-        if len(self.memory) < 2:
-            return (0,) * model
-        return tuple(min(self.memory[m::model]) - min(self.memory) for m in range(model))
-
-
-OPEN = PipelineOptions()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +48,7 @@ class StageFacts:
 NOTHING_KNOWN = StageFacts()
 
 
-def no_pipeline(step: ProfiledStep, reason: str) -> ProfiledStep:
+def without_stages(step: ProfiledStep, reason: str) -> ProfiledStep:
     """The step with the reason why it cannot be a pipeline."""
     return replace(step, facts={**step.facts, NAME: StageFacts(reason=reason)})
 
@@ -92,3 +57,9 @@ def stages_of(step: ProfiledStep) -> StageFacts:
     """What is known of a step's stages."""
     found: StageFacts = step.facts.get(NAME, NOTHING_KNOWN)
     return found
+
+
+def blocks_of(step: ProfiledStep) -> int | str:
+    """How many blocks can be stages, or why there can be no pipeline."""
+    whole = stages_of(step).whole()
+    return whole if isinstance(whole, str) else len(whole.names)

@@ -1,0 +1,20 @@
+"""Answer what the planner asks of a pipeline (`StageSearch`)."""
+
+from lightning_amp.techniques.pipeline.stage_facts import blocks_of, without_stages
+from lightning_amp.techniques.pipeline.stage_forms import asked_inside, decided, with_named
+from lightning_amp.techniques.pipeline.stages import best_pipeline, staged
+from lightning_amp.techniques.stage_search import StageSearch
+
+SEARCH = StageSearch(
+    staged=staged,
+    best=best_pipeline,
+    blocks=blocks_of,
+    fixed=decided,
+    named=with_named,
+    inside=asked_inside,
+    without=without_stages,
+    limit="a stage keeps the gradients of two steps, and what is in flight",
+    names="lightning_amp.techniques.pipeline.run.blocks:blocks_for_stages",
+    refuse="lightning_amp.techniques.pipeline.run.blocks:refuse_module",
+    install="lightning_amp.techniques.pipeline.steps.install:install",
+)
