@@ -28,6 +28,7 @@ class Prediction:
         add: Adds the technique to a draft plan.
         kinds: Kinds of bytes that it makes smaller.
         limit: Why it may not help where these are most of the peak.
+        notes: Step -> what a person should know of a plan with it.
         turn: Place in the order in which techniques are added to a draft.
         fewest: Ranks that it needs.
         counted: Whether a count of the step with its rules installed, on one device, has what it saves.
@@ -43,6 +44,7 @@ class Prediction:
     counted: bool = True
     slow: bool = False
     variants: Callable[[ProfiledStep, int], Iterator[ProfiledStep]] | None = None
+    notes: Callable[[ProfiledStep], Iterator[str]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,9 @@ class Technique:
             know, or "".
         split_parameters: Of a technique that splits parameters over the data axis, without `steps`:
             "module:function" that does so, (model, rules, mesh, groups_of) -> units.
+        evaluation: Bytes -> the spec by which a module runs within these in steps without gradients too; None for
+            techniques of training steps.
+        code: "module:function": (step to plan, rules) -> what the modules of its rules run, as Python.
         registered: Whether it was added by `register_technique`.
         steps: Module whose `install(module, spec, mesh)` gives what takes the place of a LightningModule's steps, by
             name. Gradients of these steps are averaged over the model axis too, unless its `split_parameters` gives
@@ -131,6 +136,8 @@ class Technique:
     contradictions: Callable[[Sequence[Any], int], Iterator[str]] | None = None
     remark: Callable[[Any, bool], str] | None = None
     split_parameters: str = ""
+    evaluation: Callable[[int], Spec] | None = None
+    code: str = ""
     registered: bool = False
     steps: str = ""
     together: tuple[str, ...] = ()

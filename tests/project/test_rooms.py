@@ -1,5 +1,6 @@
 """A technique lies in one folder: the files elsewhere that name it are few, and may only become fewer."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -7,16 +8,30 @@ import lightning_amp
 
 LIBRARY = Path(lightning_amp.__file__).parent
 NAMED = {
-    "fsdp": (r"techniques\.fsdp|FullyShard|[\"']fsdp[\"']", 6),
-    "chunk": (r"techniques\.chunk|[\"']chunk[\"']", 16),
+    "fsdp": (r"techniques\.fsdp|FullyShard|[\"']fsdp[\"']", 5),
+    "chunk": (r"techniques\.chunk|[\"']chunk[\"'](?!, [\"'](?:cat|tensor_split|unbind)[\"'])", 7),
     "pipeline": (r"techniques\.pipeline|[\"']pipeline[\"']", 6),
     "recompute": (r"techniques\.recompute|[\"']recompute[\"']", 18),
     "logits": (r"techniques\.logits|[\"']logits[\"']", 5),
     "replay": (r"techniques\.replay|[\"']replay[\"']", 2),
-    "sequence": (r"techniques\.sequence|[\"']sequence[\"']", 6),
-    "tensor3d": (r"techniques\.tensor3d|[\"']tensor3d[\"']", 7),
+    "sequence": (r"techniques\.sequence|[\"']sequence[\"']", 4),
+    "tensor3d": (r"techniques\.tensor3d|[\"']tensor3d[\"']", 6),
 }
-"""How code names a technique, and the files outside its folder that do; docs and comments are not counted."""
+"""How code names a technique, and the files outside its folder that do; torch's operator "chunk" is not counted."""
+
+
+def code_of(path: Path) -> str:
+    """The code of a file, without docstrings and comments."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        for body in (getattr(node, "body", None), getattr(node, "orelse", None)):
+            if isinstance(body, list):
+                body[:] = [line for line in body if not _is_docstring(line)] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def _is_docstring(line: ast.AST) -> bool:
+    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) and isinstance(line.value.value, str)
 
 
 def test_few_files_outside_its_folder_name_a_technique() -> None:
@@ -24,6 +39,8 @@ def test_few_files_outside_its_folder_name_a_technique() -> None:
         files = [
             str(path.relative_to(LIBRARY))
             for path in LIBRARY.rglob("*.py")
-            if f"techniques/{name}/" not in path.as_posix() and re.search(pattern, path.read_text())
+            if f"techniques/{name}/" not in path.as_posix()
+            and re.search(pattern, path.read_text())
+            and re.search(pattern, code_of(path))
         ]
         assert len(files) <= most, (name, files)

@@ -26,8 +26,8 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import without_shared_statistics
 from lightning_amp.planning.reports.step_report import step_report
 from lightning_amp.quantities import memory_of_ranks
-from lightning_amp.techniques.chunk.look import code
 from lightning_amp.techniques.table import STRATEGIES, parse_strategies, requested_specs
+from lightning_amp.techniques.technique import function_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,8 @@ class ModulePlan:
     def code(self) -> str:
         """What the blocks run that the plan computes in chunks, as Python."""
         with self.counting():
-            return code(self.step, self.plan.rules)
+            rows = (STRATEGIES[name] for name in self.plan.strategies)
+            return "\n\n\n".join(function_at(row.code)(self.step, self.plan.rules) for row in rows if row.code)
 
     def _budget(self, question: str) -> int:
         if self.plan.budget_bytes is None or self.unlike:

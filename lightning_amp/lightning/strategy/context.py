@@ -43,7 +43,14 @@ from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.quantities import memory_of_ranks
 from lightning_amp.techniques.rates_of import rates_of
-from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, of_blocks_outside, parse_strategies, with_steps
+from lightning_amp.techniques.table import (
+    EVALUATED,
+    PREDICTIONS,
+    STRATEGIES,
+    of_blocks_outside,
+    parse_strategies,
+    with_steps,
+)
 
 ADAM_SLOTS = 2
 """Assumed for a module that is not the reference model: its optimisers do not exist yet."""
@@ -80,7 +87,7 @@ class PlanningContext:
             # later in a run its blocks stay
             self.outside = step_beside_decoder(trainer)
         before = () if trained is None or fits else trained.rules
-        self.in_chunks = tuple(rule for rule in before if rule.strategy == "chunk")
+        self.in_chunks = tuple(rule for rule in before if rule.strategy == EVALUATED)
         """Rules by which an evaluation runs as the fit before it."""
         budgeted = request.device_memory is not None and not self.in_chunks
         self.evaluation = EvaluationOfModule.of(trainer) if budgeted else None

@@ -32,7 +32,7 @@ from lightning_amp.planning.policies.build_rules import (
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.time.step_seconds import predicted_times
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, in_order, is_of_block, parse_strategies
+from lightning_amp.techniques.table import EVALUATED, PREDICTIONS, STRATEGIES, in_order, is_of_block, parse_strategies
 
 SLOW_SECONDS = 0.5
 """Of a step, spent on other things than computation."""
@@ -136,7 +136,7 @@ def _plan_of_decoder(facts: PlanningContext, strategies: Sequence[str] | None, m
     if strategies is None and request.strategies is not None:
         asked = parse_strategies(request.strategies)
     # blocks outside are planned on top of the decoder's techniques, not as techniques of the decoder
-    if outside and (facts.outside is not None or facts.in_chunks or "chunk" not in outside):
+    if outside and (facts.outside is not None or facts.in_chunks or EVALUATED not in outside):
         asked = [name for name in asked or () if name not in outside]
     size = facts.grid_ranks or request.model_parallel_size if model_ranks is None else model_ranks
     make = partial(_without_step, facts, asked, size, steps=facts.steps)
@@ -198,7 +198,7 @@ def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
     needing = [name for name in named if PREDICTIONS[name].counted]
     if needing and facts.not_profiled:
         raise PlanError(f"{', '.join(needing)} is not supported: {facts.not_profiled}")
-    if "chunk" in needing and not facts.in_chunks and facts.evaluation is None:
+    if EVALUATED in needing and not facts.in_chunks and facts.evaluation is None:
         raise PlanError(
             "chunk requires, in a run that does not train, a budget or the plan of a fit: give"
             " AMPStrategy(device_memory=...), fit with this Trainer first, give AMPStrategy(plan='plan.json'), or run"
@@ -215,7 +215,7 @@ def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) 
         PlanError: Chunks were requested by name, and the step cannot be counted.
     """
     rules = facts.in_chunks
-    if facts.evaluation is not None and (named is None or "chunk" in named):
+    if facts.evaluation is not None and (named is None or EVALUATED in named):
         try:
             made, rules = facts.evaluation.within(facts.budget, made, facts.rates[1])
         except AmpError as error:
@@ -224,7 +224,7 @@ def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) 
             return replace(made, notes=(*made.notes, f"the peak is not known: {error}"))
     if not rules:
         return made
-    strategies = in_order({*made.strategies, "chunk"})
+    strategies = in_order({*made.strategies, EVALUATED})
     return replace(made, strategies=strategies, rules=(*made.rules, *rules))
 
 

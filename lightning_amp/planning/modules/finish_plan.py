@@ -19,9 +19,8 @@ from lightning_amp.planning.modules.min_memory_plan import LEAST, missing
 from lightning_amp.planning.plan.plan import Axes, Explanation, MeshShape, ModuleDiagnosis, Plan
 from lightning_amp.planning.policies.build_rules import BY_USER
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.chunk.row import forms_of
 from lightning_amp.techniques.data.row import DataParallel
-from lightning_amp.techniques.table import STRATEGIES, in_order
+from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, in_order
 
 SHARE = 1 / 3
 """Of the peak, from which on a part raises its signal."""
@@ -185,10 +184,10 @@ def finished(base: Plan, seen: ProfiledStep, compared: Compared, rules: tuple[Ru
         base = on_model_axis(base, best.model)
     strategies = in_order({*base.strategies, *best.strategies})
     whole = tuple(sorted((*base.rules, *rules), key=lambda rule: order.index(rule.strategy)))
-    forms = forms_of(seen)
-    if "chunk" in best.strategies and forms is not None and forms.known and forms.thinned:
-        thinned = forms.thinned[0]
-        notes.append(Explanation(f"{thinned!r} has more regions that could run in chunks than are compared"))
+    for name in best.strategies:
+        prediction = PREDICTIONS.get(name)
+        if prediction is not None and prediction.notes is not None:
+            notes += map(Explanation, prediction.notes(seen))
     notes += missing_bytes(seen, best, base.budget_bytes)
     notes += [] if compared.candidates else list(compared.dropped.values())
     return replace(

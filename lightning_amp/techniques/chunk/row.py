@@ -1,5 +1,6 @@
 """Define the row of chunk in the table of techniques: its spec, and the peak and seconds of a step with it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
@@ -81,6 +82,13 @@ def in_chunks(forms: ChunkForms, name: str, number: int, n: int) -> Rule:
     )
 
 
+def _notes(step: ProfiledStep) -> Iterator[str]:
+    forms = forms_of(step)
+    # those of a step that fits as it is were not looked for
+    if forms is not None and forms.known and forms.thinned:
+        yield f"{forms.thinned[0]!r} has more regions that could run in chunks than are compared"
+
+
 ROW = Technique(
     title="chunk",
     shrinks="inner tensors of a block to those of one chunk",
@@ -90,11 +98,14 @@ ROW = Technique(
     },
     look="lightning_amp.techniques.chunk.look:look",
     refusal="lightning_amp.techniques.chunk.look:refusal",
+    evaluation=lambda n_bytes: ChunkBlock(budget_bytes=n_bytes),
+    code="lightning_amp.techniques.chunk.look:code",
     prediction=Prediction(
         add=add,
         kinds=(ACTIVATIONS, TEMPORARIES),
         limit="the peak is outside of the blocks, or what they keep is whole between the chunks",
         turn=3,
         slow=True,
+        notes=_notes,
     ),
 )

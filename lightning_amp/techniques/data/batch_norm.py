@@ -26,7 +26,6 @@ from lightning_amp.dist.normalise import batch_normalised
 from lightning_amp.dist.splits import axis_of
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.forward_overrides import Override, Position, add_override, overrides_of, remove_override
-from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 from lightning_amp.techniques.contract.protocol import normalises_by_batch
 from lightning_amp.techniques.ranks.received import once
 
@@ -76,8 +75,7 @@ def _refuse_computed(outer: str, block: nn.Module, layers: Container[nn.Module])
     for one in overrides_of(block) or ():
         if one.position is not Position.INSTEAD:
             continue
-        # what follows the blocks in chunks checks what it captures itself
-        whole = type(one.run) is InChunks and one.run.train
+        whole = getattr(one.run, "captures_whole", False)
         inside = block.named_modules() if whole else [("", block)]
         for name, layer in inside:
             # a frozen layer is computed as its class does

@@ -38,6 +38,8 @@ class AfterBlocksInChunks(InChunks):
 
     def __init__(self, budget_bytes: int, n_calls: int) -> None:
         super().__init__(budget_bytes, train=True)
+        # it checks what it captures by itself
+        self.captures_whole = False
         self._n_calls = n_calls
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -34,6 +34,7 @@ class InChunks:
         known: Plans by budget and signature.
         fqn: Name of the block, for messages.
         train: As given.
+        captures_whole: Whether all of the block is captured, with the modules in it.
 
     Args:
         budget_bytes: For one forward pass without gradients.
@@ -47,6 +48,7 @@ class InChunks:
         self, budget_bytes: int, *, train: bool = False, policy: str = "auto", rates: Rates | None = None
     ) -> None:
         self._budget_bytes, self.train, self._policy, self._rates = budget_bytes, train, policy, rates
+        self.captures_whole = train
         self.known: dict[Any, Planned] = {}
         self._last: tuple[Any, Planned] | None = None
         self.fqn = ""
