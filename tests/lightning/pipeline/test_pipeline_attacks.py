@@ -99,6 +99,8 @@ def refused(rank: int, ranks: int, folder: Path, cases: Cases) -> list[tuple[str
         # of another rank's blocks a run that has ended has no values
         own = [(key, value) for key, value in module.state_dict().items() if not value.isnan().any()]
         found.append((said, all(torch.equal(value, before[key]) for key, value in own)))
+        # its trainer holds the groups, whose connections would stay open and let the other rank wait for its timeout
+        del module, own
     return found
 
 
