@@ -16,7 +16,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.recompute.row import all_fixed
 from lightning_amp.techniques.stage_search import StageOptions
-from lightning_amp.techniques.table import STAGED, STRATEGIES, is_of_block, stage_search
+from lightning_amp.techniques.table import STRATEGIES, is_of_block, stage_search
 
 LEAST = "the step requires at least "
 """Begins the sentence that says what is missing."""
@@ -80,7 +80,7 @@ def with_techniques_of(plan: Plan, seen: ProfiledStep) -> Draft:
         made = [draft(seen, names, ranks=plan.gradient_ranks, budget=0) for names in sets]
         return min((one for one in made if isinstance(one, Draft)), key=_leaner)
     search = stage_search()
-    inside = {rule.strategy for rule in plan.rules if is_of_block(rule)} - {STAGED}
+    inside = {rule.strategy for rule in plan.rules if is_of_block(rule)}
     asked = search.named(StageOptions(), inside, budget_named=True)
     found = search.staged(seen, plan.mesh.model, data=plan.mesh.data, budget=0, asked=asked)
     if isinstance(found, str):
