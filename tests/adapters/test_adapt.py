@@ -113,6 +113,7 @@ class Told(Foreign):
         self.decoder.attn_layers[0].register_forward_hook(lambda *_: None)
 
 
+@pytest.mark.long
 def test_what_is_not_detected_trains_under_s1_and_the_plan_says_so() -> None:
     batches = foreign_cases.batches(BASE)[:3]
     expected = trained(Told(BASE), batches, None)

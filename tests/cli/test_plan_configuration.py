@@ -110,6 +110,7 @@ def planned(words: list[str], capsys: Any) -> Plan:
     return Plan.from_json(capsys.readouterr().out)
 
 
+@pytest.mark.long
 @IGNORED
 def test_a_decoder_that_is_made_when_a_fit_begins_is_seen(tmp_path: Path, capsys: Any) -> None:
     synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
@@ -123,6 +124,7 @@ def test_a_decoder_that_is_made_when_a_fit_begins_is_seen(tmp_path: Path, capsys
     assert "has a decoder of strata, which is planned by its data" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @IGNORED
 def test_a_configuration_is_planned(config: str, capsys: Any) -> None:
     whole = planned(["plan", "--config", config], capsys)
@@ -166,6 +168,7 @@ def test_how_fsdp_splits_is_read_from_the_configuration(config: str, capsys: Any
     assert "fsdp_ranks=2 is not supported, found 3 ranks that average gradients" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @IGNORED
 def test_a_class_is_planned_without_a_configuration(config: str, capsys: Any) -> None:
     words = ["--device-memory", str(5 * 2**20)]

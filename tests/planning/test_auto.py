@@ -369,6 +369,7 @@ def test_the_command_line_recommends_in_text_and_json(data_dir, capsys) -> None:
     assert json.loads(capsys.readouterr().out)["rates_device"] == "one CPU core"
 
 
+@pytest.mark.long
 def test_status_3_where_nothing_fits_the_memory_that_was_named(data_dir, capsys) -> None:
     alone = ["--shape", "anchors=5400,dim=64,strata=8,batch=1"]
     for words in ([data_dir], [data_dir, "--recommend-devices"], alone):
@@ -379,6 +380,7 @@ def test_status_3_where_nothing_fits_the_memory_that_was_named(data_dir, capsys)
     capsys.readouterr()
 
 
+@pytest.mark.long
 def test_a_recommendation_needs_no_torch(data_dir) -> None:
     # anndata 0.11 imports torch wherever it is installed, so that the test hides it
     code = (

@@ -32,6 +32,7 @@ def test_prescribed_strategies_without_an_installer_stop_the_run(data_dir: Path)
         fitted(AMPStrategy(strategies="S1,S5", model_parallel_size=1), data_dir)
 
 
+@pytest.mark.long
 def test_a_run_that_is_predicted_not_to_fit_is_refused_or_says_so_before_it_starts(data_dir: Path) -> None:
     short = r"out of memory at stratum 0: .* per rank of 20.0 KiB; use smaller batches"
     with pytest.warns(UserWarning, match=short):

@@ -65,6 +65,7 @@ def test_the_page_has_every_table() -> None:
     assert "\n".join(gathered()).strip() in "\n".join(written)
 
 
+@pytest.mark.long
 def test_the_page_on_autochunk_has_every_table_and_few_words() -> None:
     written = read_part(autochunk.PAGE, autochunk.PART)
     assert [line[4:] for line in written if line.startswith("### ")] == list(autochunk.SECTIONS)

@@ -55,6 +55,7 @@ def _fit(strategy: Any) -> tuple[Attributes, Meter, Any]:
     return module, meter, getattr(trainer.strategy, "plan", None)
 
 
+@pytest.mark.long
 def test_named_parts_are_computed_again_and_train_as_before() -> None:
     plain, full, _ = _fit("auto")
     names = ["down1", "down2", "up1", "up2"]

@@ -251,6 +251,7 @@ def test_it_prints_in_the_words_of_the_module(whole: Any, lean: Any) -> None:
     assert "does NOT fit" in str(lightning_amp.plan(Deep(), "4x32", device_memory=1000))
 
 
+@pytest.mark.long
 def test_the_largest_batch_fits_with_the_plan_and_one_more_does_not(lean: Any) -> None:
     budget = lean.plan.budget_bytes
     for strategies in ("S1", "recompute"):

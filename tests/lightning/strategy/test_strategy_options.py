@@ -229,6 +229,7 @@ def test_a_fit_says_five_lines_and_writes_the_report(tmp_path: Path, caplog: pyt
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.long
 def test_one_device_opens_no_port_and_leaves_no_rank_behind(tmp_path: Path) -> None:
     script = """
         import os, torch, torch.distributed as dist

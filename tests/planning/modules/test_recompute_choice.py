@@ -127,6 +127,7 @@ def plain_chain(n: int, draw: random.Random | None = None) -> Chain:
     return Chain(blocks=tuple(blocks), tensors=(10,) * n, moments=(*moments, ChainMoment(n_bytes=0, after=n)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("calls", [2, 3])
 def test_an_encoder_that_several_views_pass_is_planned(calls: int) -> None:
     """2^24 combinations of decisions are open between the first and the last view: not all are followed."""

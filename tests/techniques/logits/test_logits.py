@@ -267,6 +267,7 @@ def test_a_write_before_the_product_is_refused() -> None:
         in_chunks(step)(None)
 
 
+@pytest.mark.long
 def test_logits_are_never_whole_and_the_peak_is_the_predicted_one() -> None:
     """By name, and where the policy takes it because the step does not fit."""
     exact, peak = plain("Llama", double=True)
@@ -282,6 +283,7 @@ def test_logits_are_never_whole_and_the_peak_is_the_predicted_one() -> None:
         assert difference(exact, after) < 1e-12, names
 
 
+@pytest.mark.long
 def test_the_policy_recomputes_no_more_blocks_beside_it_than_needed() -> None:
     with torch.device("meta"):
         module = LanguageModel(width=64, heads=2, depth=6, words=4000, positions=64)

@@ -25,6 +25,7 @@ from tests.techniques.replay.cases import CASES, rows, weight
 from tests.techniques.replay.models import MODELS, Points, difference, fit, plain
 
 
+@pytest.mark.long
 def test_any_module_trains_within_a_budget_at_the_predicted_peak() -> None:
     for name, share in (("U-Net", 0.7), ("WaveNet", 0.5), ("points", 0.5)):
         before, peak = plain(name)
@@ -36,6 +37,7 @@ def test_any_module_trains_within_a_budget_at_the_predicted_peak() -> None:
         assert difference(before, after) == 0.0, name
 
 
+@pytest.mark.long
 def test_a_tight_budget_runs_stretches_again_for_one_tensor_after_the_other() -> None:
     before, peak = plain("ResNet")
     after, metered, plan = fit("ResNet", AMPStrategy(device_memory=int(0.52 * peak)), steps=2)
@@ -100,6 +102,7 @@ def by_hand(kind: Any) -> Any:
     return Manual
 
 
+@pytest.mark.long
 def test_manual_optimisation_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "points", (by_hand(Points), MODELS["points"][1]))
     before, meter, _ = fit("points", "auto", steps=2)
@@ -139,6 +142,7 @@ class Adversarial(Points):
             optimizer.step()
 
 
+@pytest.mark.long
 def test_each_of_several_backward_passes_frees_what_was_saved_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What all of them save is never there at once: a bound for its sum made more run again than had to."""
     monkeypatch.setitem(MODELS, "pair", (Adversarial, lambda n: torch.rand(4 * n, 100, 3)))
@@ -162,6 +166,7 @@ class Transformed(Points):
         return super().loss(batch) + grad.square().mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 def test_what_is_not_supported_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = MODELS["points"][1]

@@ -122,6 +122,7 @@ def alike(found: Region, other: Region) -> bool:
     return found.dims.get(found.last) == other.dims.get(other.last)
 
 
+@pytest.mark.long
 @each(seed=range(40), odd=(False, True))
 def test_all_legal_regions_of_random_tables(seed: int, odd: bool) -> None:
     """What is found is legal; what is legal is found, or a region of the same run in which more rows are cut.
@@ -241,6 +242,7 @@ def cases() -> list[tuple[int, bool]]:
     return [(seed, odd) for seed, odd in every if small(seed, odd=odd)]
 
 
+@pytest.mark.long
 @each(case=cases)
 def test_against_all_plans_of_random_tables(case: tuple[int, bool]) -> None:
     """Also with views that are results, whose memory is apart once a region writes them."""
