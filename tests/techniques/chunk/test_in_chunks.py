@@ -76,6 +76,18 @@ def test_blocks_that_are_alike_are_planned_once() -> None:
     torch.testing.assert_close(forms[1](blocks[1], x), blocks[1](x))
 
 
+def test_calls_that_are_all_unlike_are_said_and_their_plans_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, n in (("OFTEN", 3), ("KEPT", 4)):
+        monkeypatch.setattr(f"lightning_amp.techniques.chunk.run.in_chunks.{name}", n)
+    block, run = FeedForward(16), InChunks(2**20, train=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [torch.equal(run(block, x), block(x)) for x in (x_of(1, n, 16).detach() for n in range(1, 8))]
+    assert all(found)
+    assert "planned for 3 unlike calls" in str(caught[0].message)
+    assert (len(caught), len(run.known)) == (1, 4)
+
+
 def test_a_rule_sets_the_forward_and_takes_it_back() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Sequential(Attention(16), nn.Identity()))

@@ -25,6 +25,10 @@ from lightning_amp.techniques.rates_of import rates_of
 MANY = 8
 """Blocks of several parts above which a module is planned block by block where that keeps it within the budget: blocks
 that are equal are planned once, while the time to plan one graph grows with the square of its operators."""
+OFTEN = 64
+"""Plans of unlike calls after which a person learns that each call takes the time of a plan."""
+KEPT = 256
+"""Plans that are kept; the oldest goes first."""
 
 
 class InChunks:
@@ -84,8 +88,21 @@ class InChunks:
             key = self._budget_bytes, self.train, call
             if key not in self.known:
                 self.known[key] = self._plan(own, args, kwargs, call)
+                self._limit()
             self._last = call, self.known[key]
         return self._last[1]
+
+    def _limit(self) -> None:
+        """Keep memory bounded where no call is like another, as of a block that appends to a list in every step."""
+        if len(self.known) == OFTEN:
+            warnings.warn(
+                f"{self.fqn or 'a module'} in chunks was planned for {OFTEN} unlike calls, and every further one is"
+                " planned too, which takes longer than the call: tensors of few lengths (padded), and a module that"
+                " keeps nothing of its calls, are planned once; or leave chunk out",
+                stacklevel=2,
+            )
+        if len(self.known) > KEPT:
+            del self.known[next(iter(self.known))]
 
     def _plan(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any) -> Planned:
         with unseen(), no_part_of_the_step():
