@@ -54,8 +54,9 @@ def _width(text: str) -> float:
     return float(match[1]) * UNITS[(match[2] or "bp").lower()] if match else 0.0
 
 
-NUCLEAR = re.compile(r"\d{1,2}[A-Z]?|[IVX]{1,5}|[XYWZ]|NC_\d+\.\d+")
-"""Bare names of chromosomes: numbers, with arms, Roman ones, sex chromosomes, and those of RefSeq."""
+NUCLEAR = re.compile(r"\d{1,2}[A-Z]?|[IVX]{1,5}|[XYWZ]|NC_(?!012920|005089|001665)\d+\.\d+")
+"""Bare names of chromosomes: numbers, with arms, Roman ones, sex chromosomes, and those of RefSeq but the mitochondrial
+ones of man, mouse and rat."""
 
 
 def bare_name(chrom: str) -> str:
