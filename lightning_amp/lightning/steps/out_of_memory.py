@@ -21,7 +21,7 @@ count takes time, so it is done where bytes may be others than those of before:
 
     the first batches of a plan    the last of them has the optimiser's state, and gradients that it adds to
     parameters that were frozen and are trained now, or that an optimiser was given    as many again
-    a batch of more bytes than any that was counted
+    a batch of more bytes than any that was counted, unless growth by the cube of that still fits the budget
 
 Known limits: activations and temporaries are distinguished only where a batch was counted; of a module whose parameters
 were made in another order than they are read in, the backward pass names another parameter. Hooks of a training step,
@@ -179,7 +179,7 @@ class CountedBatches:
         self._parameters = list(module.parameters())
         self._step: BoundedStep | None = None
         self._known: set[Any] = set()
-        self._left = self._most_bytes = 0
+        self._left = self._most_bytes = self._counted_bytes = self._peak_bytes = 0
         self._begin()
 
     @contextmanager
@@ -193,7 +193,7 @@ class CountedBatches:
         if self._known and trained not in self._known:
             self._begin()
             self._why = "it trains other parameters than those before, or an optimiser has others"
-        elif n_bytes > self._most_bytes and not self._left:
+        elif n_bytes > self._most_bytes and not self._left and self._may_exceed(n_bytes):
             self._left, self._why = 1, "no batch before it had as many bytes"
         self._known.add(trained)
         self._most_bytes = max(self._most_bytes, n_bytes)
@@ -211,7 +211,15 @@ class CountedBatches:
             raise
         finally:
             self._step.stop()
+            self._counted_bytes = max(self._counted_bytes, n_bytes)
+            self._peak_bytes = max(self._peak_bytes, self._step.peak)
             self._step = None
+
+    def _may_exceed(self, n_bytes: int) -> bool:
+        """Whether a larger batch may exceed the budget; a step of recurrent layers takes ten times as long counted."""
+        # attention grows by the square of a length, pairs of pairs by its cube
+        growth = n_bytes / max(1, self._counted_bytes)
+        return self._peak_bytes * growth**3 > self._budget
 
     def unbound(self) -> None:
         """Refuse nothing more of this batch."""

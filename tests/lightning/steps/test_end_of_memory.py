@@ -112,3 +112,17 @@ def test_the_first_batches_of_every_plan_are_counted() -> None:
     counted.begin_again()
     with pytest.raises(StepOverBudget, match="allowed are 0.98 KiB|allowed are 1000 B"):
         batch(9000)
+
+
+@pytest.mark.parametrize(("budget", "looked_at"), [(3_000, True), (10_000, False)])
+def test_a_larger_batch_is_counted_where_its_growth_may_exceed_the_budget(budget: int, looked_at: bool) -> None:
+    module: Any = nn.Linear(4, 4)
+    module.trainer = SimpleNamespace(optimizers=[], accumulate_grad_batches=1)
+    counted = CountedBatches(module, budget)
+    for rows in (10, 10, 20):
+        x = torch.ones(rows, 4)
+        with counted.counting((x,)):
+            module(x)
+            found = counted._step is not None
+    # 400 bytes with 10 rows, at most eight times as many with 20
+    assert found == looked_at
