@@ -4,7 +4,6 @@ numbers of `.item()`; one that decides by data is not.
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -342,17 +341,6 @@ def fails(*args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError("no operator runs without values")
 
 
-def test_weights_and_bins_give_the_type_and_length_of_a_count() -> None:
-    for weights in (None, torch.ones(3), torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.int32)):
-        real = torch.bincount(torch.tensor([0, 1, 1]), weights, minlength=7)
-        with quick_fakes.QuickFakes(valid=True) as fake:
-            given = None if weights is None else fake.from_tensor(weights)
-            made = torch.bincount(fake.from_tensor(torch.tensor([0, 1, 1])), given, minlength=7)
-        assert (made.shape, made.dtype) == (real.shape, real.dtype)
-        with quick_fakes.QuickFakes(valid=True) as fake, pytest.raises(Exception, match="bincount"):
-            torch.bincount(fake.from_tensor(torch.tensor([0, 1, 1])))
-
-
 def test_a_captured_graph_does_not_lose_the_check() -> None:
     with quick_fakes.QuickFakes(), pytest.raises(Exception, match="_local_scalar_dense"):
         Poisson(torch.ones(3), validate_args=True)
@@ -397,21 +385,3 @@ def test_a_second_result_is_as_the_first_at_other_places_too() -> None:
         layouts(QuickFakes(), call, offsets)
         assert len(quick_fakes._known) == before, name
     assert None not in quick_fakes._known.values()
-
-
-@pytest.mark.parametrize("columns", [8, 6])
-def test_products_of_groups_have_the_layout_of_the_kernels(columns: int) -> None:
-    rows, ends = torch.randn(12, 16), torch.tensor([4, 8, 12], dtype=torch.int32)
-    # by columns, whose lengths are multiples of 16 bytes
-    experts = torch.randn(3, columns, 16).transpose(1, 2)
-    found = []
-    for fake in (None, quick_fakes.QuickFakes(valid=True)):
-        with fake or nullcontext():
-            one, other, at = (x if fake is None else fake.from_tensor(x) for x in (rows, experts, ends))
-            made = [torch.nn.functional.grouped_mm(one, other, offs=at)]
-            if columns == 8:
-                # the gradients of both
-                made.append(torch.nn.functional.grouped_mm(made[0], other.transpose(1, 2), offs=at))
-                made.append(torch.nn.functional.grouped_mm(one.T, made[0], offs=at))
-            found.append([(x.shape, x.stride(), x.dtype, x.untyped_storage().nbytes()) for x in made])
-    assert found[0] == found[1]

@@ -28,6 +28,7 @@ from lightning_amp.footprint.copies.known_values import computed, note
 
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 """Tags of operators whose results follow from values, or that change the layout of an argument."""
+_CTC = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
 
 
 class _Made(NamedTuple):
@@ -103,6 +104,9 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             # torch's kernels multiply these too, where its rule for fake tensors allows bfloat16 only
             like = torch.ops.aten.new_empty_strided.default
             return super().dispatch(like, types, (args[0], *_grouped(*args[:3])), {})
+        if self._valid and func in _CTC and (args[1].dim() == 2 or not isinstance(args[3], Tensor)):
+            like = torch.ops.aten.new_empty.default
+            return tuple(super(QuickFakes, self).dispatch(like, types, (args[0], size), {}) for size in _ctc(*args))
         # with the default dtype, which is that of a quotient of integers, and of all that is made without a dtype
         key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not self._may_look_up(func) or not self._describe(
@@ -216,6 +220,16 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 def _bins(values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> tuple[int, Tensor | None]:
     """The arguments of `bincount` that its result follows from."""
     return minlength, weights
+
+
+def _ctc(scores: Tensor, targets: Tensor, lengths: Any, of_targets: Any, *_: Any) -> tuple[tuple[int, ...], ...]:
+    """Shapes of what `ctc_loss` returns of scores [step, sample, class]: losses, and those of paths up to each step.
+
+    A path is as long as the longest target, which is taken to be as long as padded targets.
+    """
+    steps, samples, _ = scores.shape
+    longest = targets.shape[-1] if isinstance(of_targets, Tensor) else max(of_targets, default=0)
+    return (samples,), (samples, steps, 2 * longest + 1)
 
 
 def _grouped(one: Tensor, other: Tensor, ends: Tensor | None = None) -> tuple[list[int], list[int]]:

@@ -1,0 +1,83 @@
+"""Claim: operators for which torch has no rule on fake tensors give results of the layout that its kernels give."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_amp.footprint.copies import quick_fakes
+from lightning_amp.footprint.profile_module import profile_module
+
+
+def test_weights_and_bins_give_the_type_and_length_of_a_count() -> None:
+    for weights in (None, torch.ones(3), torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.int32)):
+        real = torch.bincount(torch.tensor([0, 1, 1]), weights, minlength=7)
+        with quick_fakes.QuickFakes(valid=True) as fake:
+            given = None if weights is None else fake.from_tensor(weights)
+            made = torch.bincount(fake.from_tensor(torch.tensor([0, 1, 1])), given, minlength=7)
+        assert (made.shape, made.dtype) == (real.shape, real.dtype)
+        with quick_fakes.QuickFakes(valid=True) as fake, pytest.raises(Exception, match="bincount"):
+            torch.bincount(fake.from_tensor(torch.tensor([0, 1, 1])))
+
+
+@pytest.mark.parametrize("columns", [8, 6])
+def test_products_of_groups_have_the_layout_of_the_kernels(columns: int) -> None:
+    rows, ends = torch.randn(12, 16), torch.tensor([4, 8, 12], dtype=torch.int32)
+    # by columns, whose lengths are multiples of 16 bytes
+    experts = torch.randn(3, columns, 16).transpose(1, 2)
+    found = []
+    for fake in (None, quick_fakes.QuickFakes(valid=True)):
+        with fake or nullcontext():
+            one, other, at = (x if fake is None else fake.from_tensor(x) for x in (rows, experts, ends))
+            made = [torch.nn.functional.grouped_mm(one, other, offs=at)]
+            if columns == 8:
+                # the gradients of both
+                made.append(torch.nn.functional.grouped_mm(made[0], other.transpose(1, 2), offs=at))
+                made.append(torch.nn.functional.grouped_mm(one.T, made[0], offs=at))
+            found.append([(x.shape, x.stride(), x.dtype, x.untyped_storage().nbytes()) for x in made])
+    assert found[0] == found[1]
+
+
+class Speech(LightningModule):
+    """Letters of sounds; a path goes through the padded targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(12, 16, batch_first=True), nn.Linear(16, 9)
+
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
+        sounds, steps, letters, lengths = batch
+        scores = self.head(self.rnn(sounds)[0]).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, letters, steps, lengths)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_loss_of_paths_is_counted_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    # the step runs on copies, and is counted with values where an operator fails
+    batch: Any = (
+        torch.randn(3, 40, 12),
+        torch.tensor([40, 35, 30]),
+        torch.randint(1, 9, (3, 7)),
+        torch.tensor([7, 5, 6]),
+    )
+    counted = profile_module(Speech(), batch)
+    assert counted.reason == ""
+    monkeypatch.setattr(quick_fakes, "_CTC", ())
+    measured = profile_module(Speech(), batch)
+    assert "ctc_loss" in measured.reason
+    assert counted.peak_bytes == measured.peak_bytes
+    assert counted.by_kind == measured.by_kind
+
+
+def test_targets_end_to_end_have_no_known_longest_path() -> None:
+    real = torch.randn(40, 3, 9), torch.ones(18, dtype=torch.long), torch.tensor([40] * 3), torch.tensor([7, 5, 6])
+    with quick_fakes.QuickFakes(valid=True) as fake:
+        given = [fake.from_tensor(x) for x in real]
+        with pytest.raises(Exception, match="ctc_loss"):
+            F.ctc_loss(*given)
