@@ -35,8 +35,10 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
+from lightning_amp._torch import tree_leaves
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.compare import DTYPES, Precision, Report, find_suspects, rows_of
@@ -185,7 +187,8 @@ def verify(
 
     Args:
         module: Left as it is: processes train copies of it, on CPU.
-        data: A data module, a loader, or one global batch, which is then trained on in every step.
+        data: A data module; a loader, or several in a list, a dictionary or a CombinedLoader; or one global batch, which
+            is then trained on in every step.
         devices: Ranks in all.
         steps: Batches to train on.
         precisions: "float32", "float64" or both.
@@ -234,7 +237,8 @@ def subject_of(module: LightningModule, data: Any, steps: int) -> bytes:
         data = copy(data)
         data.trainer = None
     else:
-        data = first_of(data, steps) if isinstance(data, DataLoader) else [data] * steps
+        loaders = any(isinstance(part, DataLoader | CombinedLoader) for part in tree_leaves(data))
+        data = first_of(data, steps) if loaders else [data] * steps
     buffer = io.BytesIO()
     try:
         torch.save((module, data), buffer)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_amp._torch import disable_torch_function, top_saving_hooks, tree_leaves, tree_map
+from lightning_amp._torch import disable_torch_function, in_transform, top_saving_hooks, tree_leaves, tree_map
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage
 from lightning_amp.techniques.logits.loss import Rows, cross_entropy, largest
@@ -153,8 +153,8 @@ class PutOff(TorchFunctionMode):
         if top_saving_hooks(False) != self._saving:
             # what is checkpointed runs again in the backward pass, and has to compute in the same order
             return None
-        if torch.is_inference_mode_enabled() or any(t.is_inference() for t in given):
-            # tensors of inference mode do not say when they are written to
+        if torch.is_inference_mode_enabled() or any(t.is_inference() for t in given) or in_transform():
+            # tensors of inference mode do not say when they are written to, and torch.func differentiates in its way
             return None
         if not torch.is_grad_enabled() and any(t.requires_grad for t in given):
             # of an autograd Function, perhaps, whose output gets its gradient
