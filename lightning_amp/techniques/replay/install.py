@@ -4,6 +4,7 @@ The first run records the step as one segment. Its tape says when each storage i
 whether autograd saves it; from this follows what any stretch of the step holds and takes.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -47,7 +48,12 @@ class Look(Tape):  # type: ignore[no-untyped-call]
         self.seconds: list[float] = []
         self.saved: dict[int, int] = {}
         self.backwards: set[int] = set()
-        self._rates = rates
+        self.stay: dict[int, int] = {}
+        self._rates, self._read = rates, list[tuple[weakref.ref[Kept], int]]()
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Note what backward passes inside of the step read as well."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, x: Tensor) -> Kept:
         """Note what is saved and when; a step may end the graph of a loss before it ends itself."""
@@ -56,11 +62,19 @@ class Look(Tape):  # type: ignore[no-untyped-call]
             self.saved[ref.slot] = self.at
         return Kept(x, version_of(x))
 
+    def _unpack(self, kept: Kept) -> Tensor:
+        if (ref := self._ref(kept.tensor)) is not None:
+            self._read.append((weakref.ref(kept), ref.slot))
+        return kept.tensor
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run and record an operator, and say what it takes."""
         before = self.at
         found = super().__torch_dispatch__(func, types, args, kwargs)
         if autograd_node() is None:
+            # a backward pass that keeps its graph, as for second derivatives, keeps what it has replayed
+            self.stay |= {slot: before for kept, slot in self._read if kept() is not None}
+            self._read.clear()
             # of whole storages: a replay that is hardly faster is not worth its recording
             moved = sum(storage.nbytes() for _, storage in storages_of(tensors_of((args, kwargs, found))))
             self.seconds += [0.0] * (before + 1 - len(self.seconds))
@@ -89,6 +103,8 @@ def stretches_of(look: Look) -> Stretches:
         saved[slot] = True
         # by the operator before, or the one after as its argument
         last[slot] = max(last[slot], place - 1)
+    for slot, place in look.stay.items():
+        last[slot] = min((border for border in look.backwards if border > place), default=n) - 1
     borders = sorted(place for place in look.backwards if 0 < place < n)
     places = np.union1d(_places(made, last, n_bytes, np.array(seconds), n), np.array(borders, int))
     birth, death = np.searchsorted(places, made, "right") - 1, np.searchsorted(places, last, "right") - 1
