@@ -88,7 +88,7 @@ def first_of(loaders: Any, steps: int) -> list[Any]:
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
     found = [batch for batch, _, _ in islice(combined, steps)]
     if not found:
-        raise DataError("a loader without batches was given to verify; give one with at least one batch")
+        raise DataError("a loader without batches was given; give one with at least one batch")
     return [found[step % len(found)] for step in range(steps)]
 
 
