@@ -84,7 +84,7 @@ def converted(batch: Any, dtype: torch.dtype) -> Any:
 
 
 def first_of(loaders: Any, steps: int) -> list[Any]:
-    """The first batches, again from the start where there are fewer; of several loaders as the Trainer combines them."""
+    """The first batches, again from the start where there are fewer; of several loaders as a Trainer combines them."""
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
     found = [batch for batch, _, _ in islice(combined, steps)]
     if not found:

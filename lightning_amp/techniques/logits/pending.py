@@ -232,9 +232,8 @@ def _contiguous(x: Pending) -> Any:
 @_handles("__getitem__")
 def _indexed(x: Pending, index: Any) -> Any:
     items = index if isinstance(index, tuple) else (index,)
-    if x.rows.moved or not all(isinstance(i, slice | int) or i is Ellipsis for i in items):
-        return NotImplemented
-    if any(isinstance(i, bool) for i in items):
+    # not True and False, which are masks
+    if x.rows.moved or not all(type(i) in (slice, int) or i is Ellipsis for i in items):
         return NotImplemented
     if Ellipsis in items:
         at = items.index(Ellipsis)
@@ -255,7 +254,7 @@ def _transposed(x: Pending, a: Any, b: Any) -> Any:
     # [rows, places, words] -> [rows, words, places], as cross-entropy takes them
     if x.dim() != 3 or x.rows.moved or not isinstance(a, int) or {a % 3, b % 3} != {1, 2}:
         return NotImplemented
-    return _with_classes_second(x, lambda t: t.transpose(1, 2))
+    return _with_classes_second(x)
 
 
 @_handles("permute")
@@ -263,12 +262,12 @@ def _permuted(x: Pending, *dims: Any) -> Any:
     dims = tuple(dims[0]) if len(dims) == 1 and not isinstance(dims[0], int) else dims
     if x.dim() != 3 or x.rows.moved or [d % 3 for d in dims] != [0, 2, 1]:
         return NotImplemented
-    return _with_classes_second(x, lambda t: t.permute(0, 2, 1))
+    return _with_classes_second(x)
 
 
-def _with_classes_second(x: Pending, view: Callable[[Tensor], Tensor]) -> Pending:
-    b, n, v = x.rows.x.shape[0], x.rows.x.shape[1], x.rows.n_outputs
-    return Pending.of(replace(x.rows, moved=True), (b, v, n), x.dtype, (x, view))
+def _with_classes_second(x: Pending) -> Pending:
+    b, n, v = x.shape
+    return Pending.of(replace(x.rows, moved=True), (b, v, n), x.dtype, (x, lambda t: t.transpose(1, 2)))
 
 
 def _after(func: Any, x: Pending, *args: Any) -> Any:

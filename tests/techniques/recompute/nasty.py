@@ -187,8 +187,8 @@ class LogsForAnother(Plain):
 
 
 EXACT = (
-    Plain, Dropout, BatchNorm, ZerosAtFirst, PowerIteration, OtherBuffer, Counter, PlainTensor, PythonRandom, NumpyRandom, SideLoss,
-    Custom, Frozen, BackwardHook,
+    Plain, Dropout, BatchNorm, ZerosAtFirst, PowerIteration, OtherBuffer, Counter, PlainTensor, PythonRandom,
+    NumpyRandom, SideLoss, Custom, Frozen, BackwardHook,
 )  # fmt: skip
 
 
