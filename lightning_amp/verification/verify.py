@@ -187,8 +187,8 @@ def verify(
 
     Args:
         module: Left as it is: processes train copies of it, on CPU.
-        data: A data module, a loader, several in a list, dictionary or CombinedLoader, or one global batch, which is then
-            trained on in every step.
+        data: A data module, a loader, several in a list, dictionary or CombinedLoader, or one global batch, which is
+            then trained on in every step.
         devices: Ranks in all.
         steps: Batches to train on.
         precisions: "float32", "float64" or both.

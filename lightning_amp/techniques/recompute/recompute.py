@@ -104,8 +104,7 @@ class RecomputedForward:
 
     def _compare(self, name: str, expected: Sequence[Any], found: Sequence[Any]) -> None:
         """Refuse a block whose second pass is another function, for a reason that nobody has seen."""
-        same = len(expected) == len(found) and same_digests(expected, found)
-        if not same:
+        if not same_digests(expected, found):
             raise InstallError(
                 _refusal(
                     name,
