@@ -169,10 +169,6 @@ def _as_amp_error(error: BaseException, rank: int) -> AmpError:
     )
 
 
-TIMEOUT_S = 7200.0
-"""For all runs of a few steps; a real model may take long on CPU."""
-
-
 def verify(
     module: LightningModule,
     data: Any,
@@ -180,7 +176,7 @@ def verify(
     devices: int = 2,
     steps: int = 3,
     precisions: Sequence[Precision] = ("float32", "float64"),
-    timeout: float = TIMEOUT_S,
+    timeout: float = 7200.0,
     **options: Any,
 ) -> Verification:
     """Train a module on one process and on several ranks, and compare.
@@ -192,7 +188,7 @@ def verify(
         devices: Ranks in all.
         steps: Batches to train on.
         precisions: "float32", "float64" or both.
-        timeout: Seconds that all runs together may take.
+        timeout: Seconds that all runs together may take; a real model may take long on CPU.
         **options: Of AMPStrategy: `strategies`, `policy`, `plan`, `model_parallel_size`, `share_batch_statistics`, ...
 
     Raises:
