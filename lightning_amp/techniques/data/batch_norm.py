@@ -6,7 +6,7 @@ Collectives: forward one all-gather of 2 C + 1 numbers, backward one all-reduce 
 layer without running statistics is trained through, and none in the forward pass of a block that runs again, which has
 the statistics of its first one. Each waits for all ranks, and there is nothing to be computed meanwhile.
 Legend: C channels.
-Known limits: every rank must call the layer equally often; no second derivative; a union of one value per
+Known limits: every rank must call the layer equally often; a union of one value per
 channel has no unbiased variance and makes the running variance nan.
 """
 
