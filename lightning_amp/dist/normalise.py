@@ -183,13 +183,10 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return _differentiable(ctx, grad)
         x, weight, mean, var, count = ctx.saved_tensors
         eps, dims, axes, centre, per, bias_shape = ctx.of
-        if torch.is_grad_enabled():
-            needed = [t if need else None for t, need in zip((x, weight), ctx.needs_input_grad, strict=False)]
-            grad = grad.to(mean.dtype)
-            of_bias = None if bias_shape is None else grad.sum_to_size(bias_shape)
-            return *_differentiable(grad, x, weight, needed, count, *ctx.of[:-1]), of_bias, *[None] * 8
         mean, var = (value.repeat_interleave(per) for value in (mean, var)) if per > 1 else (mean, var)
         own, grad, rstd = x.to(mean.dtype), grad.to(mean.dtype), (var + eps).rsqrt()
         form = [1 if d in dims else n for d, n in enumerate(x.shape)]
@@ -229,19 +226,10 @@ class _Normalise(torch.autograd.Function):
         )
 
 
-def _differentiable(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    needed: Sequence[Tensor | None],
-    count: Scalar,
-    eps: float,
-    dims: Sequence[int],
-    axes: Axes,
-    centre: bool,
-    per: int,
-) -> list[Tensor | None]:
-    """Gradients of what is needed, by operators and collectives that autograd follows."""
+def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients by operators and collectives that autograd follows."""
+    x, weight, _, _, count = ctx.saved_tensors
+    eps, dims, axes, centre, per, bias_shape = ctx.of
 
     def average(values: Tensor) -> Tensor:
         sums = values.sum(list(dims)).view(-1, per).sum(1)
@@ -249,13 +237,14 @@ def _differentiable(
             sums = all_reduce(sums, axis)
         return (sums / count).repeat_interleave(per).view([1 if d in dims else n for d, n in enumerate(x.shape)])
 
-    own = x.to(grad.dtype)
+    own, grad = x.to(count.dtype), grad.to(count.dtype)
     own = own - average(own) if centre else own
     y = own * (average(own.square()) + eps).rsqrt()
     y = y if weight is None else y * weight
-    inputs = [t for t in needed if t is not None]
+    inputs = [t for t, needed in zip((x, weight), ctx.needs_input_grad, strict=False) if needed]
     found = iter(torch.autograd.grad(y, inputs, grad, create_graph=True) if inputs else ())
-    return [None if t is None else next(found) for t in needed]
+    of_bias = None if bias_shape is None else grad.sum_to_size(bias_shape)
+    return *(next(found) if needed else None for needed in ctx.needs_input_grad[:2]), of_bias, *[None] * 8
 
 
 def _normalised(x: Tensor, dims: Sequence[int], eps: float, *parameters: Tensor | None, centre: bool = True) -> Tensor:

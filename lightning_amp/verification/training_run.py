@@ -28,7 +28,6 @@ from lightning.pytorch.plugins.environments import LightningEnvironment, TorchEl
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
-# the common base of BatchNorm1d, 2d and 3d has no public name
 from lightning_amp._torch import AnyBatchNorm
 from lightning_amp.data.batch import parts_in
 from lightning_amp.data.files.directory import written_aside

@@ -20,7 +20,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-# the common base of BatchNorm1d, 2d and 3d has no public name
 from lightning_amp._torch import AnyBatchNorm
 from lightning_amp.dist.normalise import batch_normalised
 from lightning_amp.dist.splits import axis_of

@@ -70,14 +70,9 @@ class Rows:
         return self.x.numel() // max(1, self.x.shape[-1])
 
     @property
-    def n_outputs(self) -> int:
-        """Outputs of a row."""
-        return int(self.weight.shape[0])
-
-    @property
     def chunk_rows(self) -> int:
         """Rows whose outputs have as many entries as x."""
-        return max(1, self.x.numel() // max(1, self.n_outputs))
+        return max(1, self.x.numel() // max(1, len(self.weight)))
 
     @property
     def requires_grad(self) -> bool:
@@ -132,10 +127,10 @@ def cross_entropy(
     if not classes and rows.moved:
         target = target.movedim(1, -1)
     shape = rows.x.shape[:-1]
-    if target.shape != (shape if classes else (*shape, rows.n_outputs)):
+    if target.shape != (shape if classes else (*shape, len(rows.weight))):
         return None
     rows.check()
-    of_rows = target.reshape(-1) if classes else target.reshape(-1, rows.n_outputs)
+    of_rows = target.reshape(-1) if classes else target.reshape(-1, len(rows.weight))
     loss = partial(
         F.cross_entropy, weight=weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
     )

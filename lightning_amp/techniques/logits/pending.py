@@ -197,7 +197,7 @@ def _handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _view(x: Pending, rows: Rows, view: Callable[[Tensor], Tensor]) -> Pending:
-    return Pending.of(rows, (*rows.x.shape[:-1], rows.n_outputs), x.dtype, (x, view))
+    return Pending.of(rows, (*rows.x.shape[:-1], x.shape[-1]), x.dtype, (x, view))
 
 
 @_handles("view", "reshape")
@@ -206,7 +206,7 @@ def _reshaped(x: Pending, *shape: Any, **kwargs: Any) -> Any:
         shape = tuple(shape[0])
     if kwargs or x.rows.moved or not shape or not all(type(n) is int for n in shape):
         return NotImplemented
-    n, v = x.rows.n_rows, x.rows.n_outputs
+    n, v = x.rows.n_rows, x.shape[-1]
     if shape[-1] == -1:
         shape = (*shape[:-1], v) if prod(shape[:-1]) == n else shape
     if shape[-1] != v:

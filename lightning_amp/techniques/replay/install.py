@@ -29,7 +29,7 @@ from lightning_amp.techniques.contract.protocol import StepToPlan
 from lightning_amp.techniques.put_methods import method_of, put_methods, refuse_unseen
 from lightning_amp.techniques.replay.choose_cuts import Array, Replays, Stretches
 from lightning_amp.techniques.replay.row import ReplayOperators
-from lightning_amp.techniques.replay.segment import Kept
+from lightning_amp.techniques.replay.segment import Handle, Kept
 from lightning_amp.techniques.replay.tape import Tape
 
 PLACES = 120
@@ -51,10 +51,6 @@ class Look(Tape):  # type: ignore[no-untyped-call]
         self.stay: dict[int, int] = {}
         self._rates, self._read = rates, list[tuple[weakref.ref[Kept], int]]()
 
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Note what backward passes inside of the step read as well."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-
     def _pack(self, x: Tensor) -> Kept:
         """Note what is saved and when; a step may end the graph of a loss before it ends itself."""
         ref = self._ref(x)
@@ -62,10 +58,11 @@ class Look(Tape):  # type: ignore[no-untyped-call]
             self.saved[ref.slot] = self.at
         return Kept(x, version_of(x))
 
-    def _unpack(self, kept: Kept) -> Tensor:
-        if (ref := self._ref(kept.tensor)) is not None:
+    def _unpack(self, kept: Handle | Kept) -> Tensor:
+        """Note what a backward pass inside of the step reads."""
+        if isinstance(kept, Kept) and (ref := self._ref(kept.tensor)) is not None:
             self._read.append((weakref.ref(kept), ref.slot))
-        return kept.tensor
+        return super()._unpack(kept)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run and record an operator, and say what it takes."""
@@ -124,8 +121,10 @@ def stretches_of(look: Look) -> Stretches:
     took = np.concatenate([[0], np.cumsum(seconds)])
     since = took[places]
     # of every saved storage what leads to it from the begin of its stretch
-    until = _summed(np.bincount(birth[saved], took[made[saved] + 1], k))
-    n_saved = _summed(np.bincount(birth[saved], minlength=k))
+    until, n_saved = (
+        _between(np.tile(np.bincount(birth[saved], weights, k)[:, None], k))
+        for weights in (took[made[saved] + 1], None)
+    )
     return Stretches(
         places=places,
         out=out,
@@ -135,13 +134,6 @@ def stretches_of(look: Look) -> Stretches:
         one_by_one_seconds=until - n_saved * since[:, None],
         borders=tuple(np.searchsorted(places, borders).tolist()),
     )
-
-
-def _summed(by_stretch: Array) -> Array:
-    """[b] of stretches -> [p, q], the sum over [p, q)."""
-    sums = np.concatenate([[0], np.cumsum(by_stretch)])[: len(by_stretch)]
-    found: Array = sums[None, :] - sums[:, None]
-    return found
 
 
 def _at_work(places: Array, made: Array, last: Array, n_bytes: Array) -> Array:
