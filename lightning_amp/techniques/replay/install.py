@@ -101,7 +101,8 @@ def stretches_of(look: Look) -> Stretches:
         # by the operator before, or the one after as its argument
         last[slot] = max(last[slot], place - 1)
     for slot, place in look.stay.items():
-        last[slot] = min((border for border in look.backwards if border > place), default=n) - 1
+        # until a later backward pass frees it
+        last[slot] = max(last[slot], min((border for border in look.backwards if border > place), default=n) - 1)
     borders = sorted(place for place in look.backwards if 0 < place < n)
     places = np.union1d(_places(made, last, n_bytes, np.array(seconds), n), np.array(borders, int))
     birth, death = np.searchsorted(places, made, "right") - 1, np.searchsorted(places, last, "right") - 1
