@@ -60,7 +60,7 @@ from torch.distributions import Distribution
 # writes down the operators of a call above autograd; what torch.export and AOTAutograd begin with
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 
-# what `nn.SyncBatchNorm.convert_sync_batchnorm` itself looks for
+# the common base of BatchNorm1d, 2d and 3d, which `nn.SyncBatchNorm.convert_sync_batchnorm` itself looks for
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 
 # the common class of nn.Dropout, nn.Dropout2d, nn.AlphaDropout, ...

@@ -70,7 +70,7 @@ class Adapted:
         names = tuple(changed)
         for fqn in list(self.decoders):
             if not any(name.startswith(f"{fqn}.") for name in names):
-                _restore(self.decoders.pop(fqn))
+                vars(self.decoders.pop(fqn)).pop("forward", None)
 
     def compare(self, plan: Plan) -> list[str]:
         """Let decoders that a plan changes be compared on the first batch; return those without memory for it."""
@@ -91,7 +91,7 @@ class Adapted:
         while self._watches:
             self._watches.pop().remove()
         while self.decoders:
-            _restore(self.decoders.popitem()[1])
+            vars(self.decoders.popitem()[1]).pop("forward", None)
 
 
 def adapt(module: nn.Module, *, needed: bool = True) -> Adapted:
@@ -141,10 +141,6 @@ def _watch(module: nn.Module, forward: "_DecoderForward", tell: Callable[[str], 
 
     handle = module.register_forward_pre_hook(look, with_kwargs=True)
     return handle
-
-
-def _restore(module: nn.Module) -> None:
-    vars(module).pop("forward", None)
 
 
 class _DecoderForward(StandIn):

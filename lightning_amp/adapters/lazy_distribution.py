@@ -231,6 +231,6 @@ WAITING: dict[str, Callable[[LazyLogProb], Tensor]] = {
 }
 """Functions of torch that a log-probability answers itself."""
 
-_PROPERTIES: tuple[Any, ...] = (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim)
-METADATA = {*(one.__get__ for one in _PROPERTIES), Tensor.size, Tensor.dim, Tensor.numel, torch.numel}
+METADATA = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")}
+METADATA |= {Tensor.size, Tensor.dim, Tensor.numel, torch.numel}
 REFUSED = ("__set__", "register_hook", "retain_grad")

@@ -13,8 +13,9 @@ over the ranks like all others: an average of parameter gradients is the gradien
 Collectives per axis: forward one all-gather of 2 K + 1 numbers, backward one all-reduce of 2 K. As in torch's kernels,
 only the input and two numbers per group are kept. Half precision is summed in single precision.
 
+A backward pass that is differentiated again goes through operators that autograd follows, with their collectives.
+
 Legend: K groups of values that have a mean each, such as channels; n_r values of a group on rank r.
-Known limit: second derivatives are refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +25,10 @@ from typing import Any, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import batch_norm
 
 from lightning_amp.dist._torch import never_compiled
-from lightning_amp.dist.collectives import reduce_now, stacked
+from lightning_amp.dist.collectives import all_reduce, reduce_now, stacked
 from lightning_amp.dist.registry import BY_RULE, name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import local_of, part_in, shape_of, splits_of, wrap
 from lightning_amp.dist.splits import WHOLE, MeshAxis, Splits
@@ -182,8 +182,9 @@ class _Normalise(torch.autograd.Function):
         return y.to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return _differentiable(ctx, grad)
         x, weight, mean, var, count = ctx.saved_tensors
         eps, dims, axes, centre, per, bias_shape = ctx.of
         mean, var = (value.repeat_interleave(per) for value in (mean, var)) if per > 1 else (mean, var)
@@ -223,6 +224,27 @@ class _Normalise(torch.autograd.Function):
             None if bias_shape is None else of_bias.sum_to_size(bias_shape),
             *[None] * 8,
         )
+
+
+def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients by operators and collectives that autograd follows."""
+    x, weight, _, _, count = ctx.saved_tensors
+    eps, dims, axes, centre, per, bias_shape = ctx.of
+
+    def average(values: Tensor) -> Tensor:
+        sums = values.sum(list(dims)).view(-1, per).sum(1)
+        for axis in axes:
+            sums = all_reduce(sums, axis)
+        return (sums / count).repeat_interleave(per).view([1 if d in dims else n for d, n in enumerate(x.shape)])
+
+    own, grad = x.to(count.dtype), grad.to(count.dtype)
+    own = own - average(own) if centre else own
+    y = own * (average(own.square()) + eps).rsqrt()
+    y = y if weight is None else y * weight
+    inputs = [t for t, needed in zip((x, weight), ctx.needs_input_grad, strict=False) if needed]
+    found = iter(torch.autograd.grad(y, inputs, grad, create_graph=True) if inputs else ())
+    of_bias = None if bias_shape is None else grad.sum_to_size(bias_shape)
+    return *(next(found) if needed else None for needed in ctx.needs_input_grad[:2]), of_bias, *[None] * 8
 
 
 def _normalised(x: Tensor, dims: Sequence[int], eps: float, *parameters: Tensor | None, centre: bool = True) -> Tensor:

@@ -47,7 +47,7 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_trainer", "_fabri
 """Attributes that every module has, or that are none of the user's."""
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 STATISTICS = ("running_mean", "running_var")
-"""Buffers that kernels change without a new version; where there are no values, a layer that trains changes them."""
+"""Buffers that kernels change without a new version, in a layer that trains."""
 DEPTH = 5
 """How many objects deep a change of an object is looked for."""
 ROUNDING = 1e-4
@@ -132,7 +132,7 @@ class FirstPass:
         if objects:
             return self._put_back(objects[0])
         changed = frozenset(p for p, version in versions.items() if version != self._versions[p])
-        # batch norm's kernels change its statistics without a new version: values are compared once, and then known
+        # kernels change statistics, and perhaps others, without a new version: values are compared once, and then known
         changed |= self._known if self._known is not None else {p for p in self._before if self._differs(p)}
         if changed - self._before.keys():
             return f"it changes {_name(min(changed - self._before.keys()))} in place"
@@ -192,10 +192,11 @@ class FirstPass:
 
     def _differs(self, place: Place) -> bool:
         """Whether the first pass has changed a buffer's values."""
+        if place[1] in STATISTICS and self._modules[place[0]].training:
+            # a first step of zeros may leave their values as they are
+            return True
         now = self._tensors[place]
-        if has_no_values(now):
-            return place[1] in STATISTICS and self._modules[place[0]].training
-        return not torch.equal(self._before[place], now)
+        return not has_no_values(now) and not torch.equal(self._before[place], now)
 
     def _versions_now(self) -> dict[Place, int]:
         return {place: version_of(tensor) for place, tensor in self._tensors.items()}
@@ -342,17 +343,18 @@ def digests(result: Any) -> list[tuple[str, float, float]]:
     with torch.no_grad():
         return [
             (t.device.type, float(t.sum(dtype=torch.float64)), float(t.norm(dtype=torch.float64)))
-            for t in tensors
-            if t.is_floating_point() and not has_no_values(t)
+            # types of one byte are not promoted
+            for t in (t.float() if t.itemsize == 1 else t for t in tensors if t.is_floating_point())
+            if not has_no_values(t)
         ]
 
 
 def same_digests(expected: Sequence[tuple[str, float, float]], found: Sequence[tuple[str, float, float]]) -> bool:
     """Whether two passes gave the same: to the last bit of both sums on a CPU."""
     rtol = 0.0 if all(device == "cpu" for device, *_ in expected) else ROUNDING
-    return all(
+    return len(expected) == len(found) and all(
         torch.allclose(torch.tensor(a[1:]), torch.tensor(b[1:]), rtol=rtol, atol=0.0, equal_nan=True)
-        for a, b in zip(expected, found, strict=False)
+        for a, b in zip(expected, found, strict=True)
     )
 
 

@@ -28,6 +28,9 @@ def put_methods(module: nn.Module, changed: Mapping[str, Any]) -> Callable[[], N
 def method_of(module: nn.Module, name: str) -> Callable[..., Any]:
     """The function that a module runs as a method, called as `function(module, ...)`: put there, or of its class."""
     put = vars(module).get(name)
+    if put is not None and getattr(put, "__self__", None) is not module:
+        # Python calls what was put there without the module
+        return lambda _, *args, **kwargs: put(*args, **kwargs)
     found: Callable[..., Any] = getattr(type(module), name) if put is None else put.__func__
     return found
 

@@ -17,6 +17,7 @@ from lightning_amp.lightning.profiling.loaders import example_batch
 from lightning_amp.lightning.strategy.context import COMPARED
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.techniques.table import options_of_techniques
+from lightning_amp.verification.training_run import first_of
 
 HERE = ("accelerator=cpu", "devices=1", "num_nodes=1", "logger=false", "fast_dev_run=false")
 """Settings of the Trainer that are another machine's, or open connections."""
@@ -85,7 +86,7 @@ def _prepared(path: str, *, values: bool) -> tuple[LightningModule, Any, Around,
         batch = example_batch(loader)
     except DataError:
         # nobody else reads it
-        batch = next(iter(loader))
+        batch = first_of(loader, 1)[0]
     return module, batch, around, _options(trainer.strategy)
 
 

@@ -12,7 +12,7 @@ take their parts of the same ones. Files lie in a folder that all ranks see:
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
@@ -28,7 +28,6 @@ from lightning.pytorch.plugins.environments import LightningEnvironment, TorchEl
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
-# the common base of BatchNorm1d, 2d and 3d has no public name
 from lightning_amp._torch import AnyBatchNorm
 from lightning_amp.data.batch import parts_in
 from lightning_amp.data.files.directory import written_aside
@@ -83,11 +82,12 @@ def converted(batch: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def first_of(loader: Iterable[Any], steps: int) -> list[Any]:
-    """The first batches of a loader, again from the start where it is shorter."""
-    found = list(islice(loader, steps))
+def first_of(loaders: Any, steps: int) -> list[Any]:
+    """The first batches, again from the start where there are fewer; of several loaders as a Trainer combines them."""
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+    found = [batch for batch, _, _ in islice(combined, steps)]
     if not found:
-        raise DataError("a loader without batches was given to verify; give one with at least one batch")
+        raise DataError("a loader without batches was given; give one with at least one batch")
     return [found[step % len(found)] for step in range(steps)]
 
 
@@ -207,11 +207,7 @@ def _fit(
     def loader() -> RankLoader:
         path = folder / "batches.pt"
         if not path.exists():
-            batches: Any = data
-            if isinstance(data, LightningDataModule):
-                combined = CombinedLoader(given(), "max_size_cycle")
-                batches = (batch for batch, _, _ in iter(combined))
-            _keep(first_of(batches, steps), path)
+            _keep(first_of(given(), steps) if isinstance(data, LightningDataModule) else data, path)
         # from the file on rank 0 too: all runs train on the same numbers, though the user's loader may draw others
         used.extend(torch.load(path, weights_only=False))
         return RankLoader([converted(batch, dtype) for batch in used], ranks=ranks, place=place)

@@ -35,8 +35,10 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
+from lightning_amp._torch import tree_leaves
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.compare import DTYPES, Precision, Report, find_suspects, rows_of
@@ -167,10 +169,6 @@ def _as_amp_error(error: BaseException, rank: int) -> AmpError:
     )
 
 
-TIMEOUT_S = 7200.0
-"""For all runs of a few steps; a real model may take long on CPU."""
-
-
 def verify(
     module: LightningModule,
     data: Any,
@@ -178,18 +176,19 @@ def verify(
     devices: int = 2,
     steps: int = 3,
     precisions: Sequence[Precision] = ("float32", "float64"),
-    timeout: float = TIMEOUT_S,
+    timeout: float = 7200.0,
     **options: Any,
 ) -> Verification:
     """Train a module on one process and on several ranks, and compare.
 
     Args:
         module: Left as it is: processes train copies of it, on CPU.
-        data: A data module, a loader, or one global batch, which is then trained on in every step.
+        data: A data module, a loader, several in a list, dictionary or CombinedLoader, or one global batch, which is
+            then trained on in every step.
         devices: Ranks in all.
         steps: Batches to train on.
         precisions: "float32", "float64" or both.
-        timeout: Seconds that all runs together may take.
+        timeout: Seconds that all runs together may take; a real model may take long on CPU.
         **options: Of AMPStrategy: `strategies`, `policy`, `plan`, `model_parallel_size`, `share_batch_statistics`, ...
 
     Raises:
@@ -234,7 +233,8 @@ def subject_of(module: LightningModule, data: Any, steps: int) -> bytes:
         data = copy(data)
         data.trainer = None
     else:
-        data = first_of(data, steps) if isinstance(data, DataLoader) else [data] * steps
+        loaders = any(isinstance(part, DataLoader | CombinedLoader) for part in tree_leaves(data))
+        data = first_of(data, steps) if loaders else [data] * steps
     buffer = io.BytesIO()
     try:
         torch.save((module, data), buffer)

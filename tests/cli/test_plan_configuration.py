@@ -72,6 +72,23 @@ class Rows(pl.LightningDataModule):
 
     def train_dataloader(self):
         return torch.utils.data.DataLoader(self.rows, batch_size=600)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(torch.randn(1200, 64))
+
+
+class Streams(Rows):
+    # of which no example batch can be made by hand
+
+    def train_dataloader(self):
+        return {"rows": torch.utils.data.DataLoader(Stream(), batch_size=600)}
+
+
+class Named(Deep):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch["rows"], batch_idx)
 """
 WORDS = """
 import lightning.pytorch as pl
@@ -125,6 +142,13 @@ def test_a_decoder_that_is_made_when_a_fit_begins_is_seen(tmp_path: Path, capsys
 
 
 @pytest.mark.long
+@IGNORED
+def test_a_batch_of_several_streams_is_that_of_training(config: str, capsys: Any) -> None:
+    text = Path(config).read_text()
+    Path(config).write_text(text.replace("model.Deep", "model.Named").replace("model.Rows", "model.Streams"))
+    assert planned(["plan", "--config", config], capsys).batch_size == 600
+
+
 @IGNORED
 def test_a_configuration_is_planned(config: str, capsys: Any) -> None:
     whole = planned(["plan", "--config", config], capsys)

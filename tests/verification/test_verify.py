@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import io
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -246,6 +248,16 @@ def test_what_cannot_be_sent_or_read_is_refused_before_anything_starts() -> None
         lightning_amp.verify(module, cells(8))
     with pytest.raises(DataError, match=r"a loader without batches"):
         lightning_amp.verify(cases.Clean(), DataLoader([]))
+
+
+def test_batches_of_several_loaders_are_those_of_training() -> None:
+    one, two = DataLoader(range(4), batch_size=2), DataLoader(range(10, 13), batch_size=1)
+    both = {"a": one, "b": two}
+    for given, last in ((both, 12), (CombinedLoader(both, "min_size"), 10)):
+        _, batches = torch.load(io.BytesIO(processes.subject_of(cases.Clean(), given, 3)), weights_only=False)
+        found = [(batch["a"].tolist(), batch["b"].tolist()) for batch in batches]
+        assert found == [([0, 1], [10]), ([2, 3], [11]), ([0, 1], [last])]
+    assert [batch.tolist() for batch in cut.first_of(CombinedLoader(one), 3)] == [[0, 1], [2, 3], [0, 1]]
 
 
 def test_parts_of_a_batch_make_up_the_batch() -> None:

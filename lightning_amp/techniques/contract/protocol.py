@@ -25,17 +25,13 @@ from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor
 
 
 class StandIn:
-    """A forward that runs a decoder in place of a module's own.
+    """A forward that runs a decoder in place of a module's own; subclasses are called as the module is.
 
     Not a module, so that setting it registers nothing. A copy of the module has a copy of it.
     """
 
     def __init__(self, decoder: nn.Module) -> None:
         self.decoder = decoder
-
-    def __call__(self, *args: Any) -> Any:
-        """Overridden by what the module's callers expect."""
-        raise NotImplementedError
 
 
 def in_place_of(module: nn.Module) -> nn.Module:
@@ -89,15 +85,12 @@ class BucketedAttention(Protocol):
 
     def n_buckets(self, n: int) -> int:
         """Buckets that n anchors fill."""
-        ...
 
     def prepare(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> tuple[Tensor, ...]:
         """What `attend` reads, made once for all buckets."""
-        ...
 
     def attend(self, state: tuple[Tensor, ...], first: int, last: int) -> Float[Tensor, "row dim"]:
         """Rows of the buckets [first, last)."""
-        ...
 
 
 Messages = Callable[[], tuple[Tensor, Tensor, Tensor]]
@@ -146,7 +139,6 @@ class ShardableAttention(BucketedAttention, Protocol):
             pairs: The i, a run in [0, D/2).
             total: Sums a tensor over all ranks' channels, forward and backward; every call is a collective.
         """
-        ...
 
 
 @runtime_checkable
@@ -161,7 +153,6 @@ class ScattersFeatures(Protocol):
         run: int,
     ) -> OwnCounts:
         """Columns [rank * run, (rank + 1) * run) of (u key^T)[:, feature_anchor], as far as there are any."""
-        ...
 
 
 ATTENTION_KEY = ("prenorm", "qk", "value", "attention", "postnorm", "ff")
@@ -275,30 +266,21 @@ class Units(Protocol):
 
     def backward(self, loss: Tensor) -> AbstractContextManager[None]:
         """Around the backward pass of a loss, after which gradients are averaged; a collective."""
-        ...
 
     def optimizers_made(self, optimizers: Iterable[Optimizer]) -> None:
         """The optimisers of the fit exist now."""
-        ...
 
     def before_update(self) -> None:
         """An optimiser is about to change the parts."""
-        ...
 
     def after_update(self) -> None:
         """An optimiser has changed the parts."""
-        ...
 
     def on_rows(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method while the module has this rank's parts as parameters."""
-        ...
 
     def undo(self) -> None:
         """Give the module back as it was."""
-        ...
-
-
-# the common base of BatchNorm1d, 2d and 3d has no public name
 
 
 def normalises_by_batch(layer: nn.Module) -> bool:

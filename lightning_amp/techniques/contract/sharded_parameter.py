@@ -27,19 +27,15 @@ class Parts(Protocol):
     @property
     def mesh(self) -> DeviceMesh:
         """The mesh axis."""
-        ...
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole, a view or a copy."""
-        ...
 
     def join(self, own: Tensor) -> Tensor:
         """The whole from every rank's part; a collective."""
-        ...
 
     def boxes(self, own: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """Blocks of adjacent entries of this rank's part: offsets in the whole tensor, and the entries."""
-        ...
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ Collectives: forward one all-gather of 2 C + 1 numbers, backward one all-reduce 
 layer without running statistics is trained through, and none in the forward pass of a block that runs again, which has
 the statistics of its first one. Each waits for all ranks, and there is nothing to be computed meanwhile.
 Legend: C channels.
-Known limits: every rank must call the layer equally often; no second derivative; a union of one value per
+Known limits: every rank must call the layer equally often; a union of one value per
 channel has no unbiased variance and makes the running variance nan.
 """
 
@@ -20,7 +20,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-# the common base of BatchNorm1d, 2d and 3d has no public name
 from lightning_amp._torch import AnyBatchNorm
 from lightning_amp.dist.normalise import batch_normalised
 from lightning_amp.dist.splits import axis_of

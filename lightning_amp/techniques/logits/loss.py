@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_amp.errors import ModelError
@@ -71,14 +70,9 @@ class Rows:
         return self.x.numel() // max(1, self.x.shape[-1])
 
     @property
-    def n_outputs(self) -> int:
-        """Outputs of a row."""
-        return int(self.weight.shape[0])
-
-    @property
     def chunk_rows(self) -> int:
         """Rows whose outputs have as many entries as x."""
-        return max(1, self.x.numel() // max(1, self.n_outputs))
+        return max(1, self.x.numel() // max(1, len(self.weight)))
 
     @property
     def requires_grad(self) -> bool:
@@ -133,10 +127,10 @@ def cross_entropy(
     if not classes and rows.moved:
         target = target.movedim(1, -1)
     shape = rows.x.shape[:-1]
-    if target.shape != (shape if classes else (*shape, rows.n_outputs)):
+    if target.shape != (shape if classes else (*shape, len(rows.weight))):
         return None
     rows.check()
-    of_rows = target.reshape(-1) if classes else target.reshape(-1, rows.n_outputs)
+    of_rows = target.reshape(-1) if classes else target.reshape(-1, len(rows.weight))
     loss = partial(
         F.cross_entropy, weight=weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
     )
@@ -150,7 +144,7 @@ def cross_entropy(
         counts = of_rows != ignore_index
         if weight is not None:
             # `ignore_index` is no row of the weights, which are read for all targets before some are left out
-            counts = torch.where(counts, weight[of_rows.masked_fill(~counts, 0)], 0)
+            counts = torch.where(counts, weight[of_rows.masked_fill(~counts, 0).long()], 0)
         found = found / counts.sum()
     elif reduction == "mean":
         found = found / rows.n_rows
@@ -172,13 +166,19 @@ class _RowLosses(torch.autograd.Function):
         return torch.cat([loss(_outputs(rows, part, of_weight, of_bias), t) for part, t in rows.chunks(target)])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, target = ctx.saved_tensors
         dtype, after = ctx.given
         # autograd has compared the versions of what it saved: `given` is not needed here
         rows = Rows(x=x, weight=weight, bias=bias, dtype=dtype, after=after)
         of_weight, of_bias = _computed_in(rows)
+        if torch.is_grad_enabled():
+            # gradients that are differentiated again need a graph, which is that of whole logits
+            with torch.autocast(**ctx.autocast):
+                losses = ctx.loss(_outputs(rows, x.reshape(-1, x.shape[-1]), of_weight, of_bias), target)
+            needed = [t for t, need in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if need]
+            found = iter(torch.autograd.grad(losses, needed, grad, create_graph=True))
+            return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None, None
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         for_x = torch.empty(rows.n_rows, x.shape[-1], dtype=x.dtype, device=x.device) if wants_x else None
         # sums of many chunks in half precision would lose what small ones add
@@ -228,8 +228,7 @@ def _autocast_now(kind: str) -> torch.dtype | None:
 
 def _computed_in(rows: Rows) -> tuple[Tensor, Tensor | None]:
     """Weight and bias in the type of the product, cast once for all chunks."""
-    bias = None if rows.bias is None else rows.bias.detach().to(rows.dtype)
-    return rows.weight.detach().to(rows.dtype), bias
+    return rows.weight.to(rows.dtype), None if rows.bias is None else rows.bias.to(rows.dtype)
 
 
 def _outputs(rows: Rows, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

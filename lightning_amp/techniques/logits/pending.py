@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_amp._torch import disable_torch_function, top_saving_hooks, tree_leaves, tree_map
+from lightning_amp._torch import disable_torch_function, in_transform, top_saving_hooks, tree_leaves, tree_map
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage
 from lightning_amp.techniques.logits.loss import Rows, cross_entropy, largest
@@ -153,8 +153,8 @@ class PutOff(TorchFunctionMode):
         if top_saving_hooks(False) != self._saving:
             # what is checkpointed runs again in the backward pass, and has to compute in the same order
             return None
-        if torch.is_inference_mode_enabled() or any(t.is_inference() for t in given):
-            # tensors of inference mode do not say when they are written to
+        if torch.is_inference_mode_enabled() or any(t.is_inference() for t in given) or in_transform():
+            # tensors of inference mode do not say when they are written to, and torch.func differentiates in its way
             return None
         if not torch.is_grad_enabled() and any(t.requires_grad for t in given):
             # of an autograd Function, perhaps, whose output gets its gradient
@@ -197,7 +197,7 @@ def _handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _view(x: Pending, rows: Rows, view: Callable[[Tensor], Tensor]) -> Pending:
-    return Pending.of(rows, (*rows.x.shape[:-1], rows.n_outputs), x.dtype, (x, view))
+    return Pending.of(rows, (*rows.x.shape[:-1], x.shape[-1]), x.dtype, (x, view))
 
 
 @_handles("view", "reshape")
@@ -206,7 +206,7 @@ def _reshaped(x: Pending, *shape: Any, **kwargs: Any) -> Any:
         shape = tuple(shape[0])
     if kwargs or x.rows.moved or not shape or not all(type(n) is int for n in shape):
         return NotImplemented
-    n, v = x.rows.n_rows, x.rows.n_outputs
+    n, v = x.rows.n_rows, x.shape[-1]
     if shape[-1] == -1:
         shape = (*shape[:-1], v) if prod(shape[:-1]) == n else shape
     if shape[-1] != v:
@@ -232,9 +232,8 @@ def _contiguous(x: Pending) -> Any:
 @_handles("__getitem__")
 def _indexed(x: Pending, index: Any) -> Any:
     items = index if isinstance(index, tuple) else (index,)
-    if x.rows.moved or not all(isinstance(i, slice | int) or i is Ellipsis for i in items):
-        return NotImplemented
-    if any(isinstance(i, bool) for i in items):
+    # not True and False, which are masks
+    if x.rows.moved or not all(type(i) in (slice, int) or i is Ellipsis for i in items):
         return NotImplemented
     if Ellipsis in items:
         at = items.index(Ellipsis)
@@ -255,7 +254,7 @@ def _transposed(x: Pending, a: Any, b: Any) -> Any:
     # [rows, places, words] -> [rows, words, places], as cross-entropy takes them
     if x.dim() != 3 or x.rows.moved or not isinstance(a, int) or {a % 3, b % 3} != {1, 2}:
         return NotImplemented
-    return _with_classes_second(x, lambda t: t.transpose(1, 2))
+    return _with_classes_second(x)
 
 
 @_handles("permute")
@@ -263,12 +262,12 @@ def _permuted(x: Pending, *dims: Any) -> Any:
     dims = tuple(dims[0]) if len(dims) == 1 and not isinstance(dims[0], int) else dims
     if x.dim() != 3 or x.rows.moved or [d % 3 for d in dims] != [0, 2, 1]:
         return NotImplemented
-    return _with_classes_second(x, lambda t: t.permute(0, 2, 1))
+    return _with_classes_second(x)
 
 
-def _with_classes_second(x: Pending, view: Callable[[Tensor], Tensor]) -> Pending:
-    b, n, v = x.rows.x.shape[0], x.rows.x.shape[1], x.rows.n_outputs
-    return Pending.of(replace(x.rows, moved=True), (b, v, n), x.dtype, (x, view))
+def _with_classes_second(x: Pending) -> Pending:
+    b, n, v = x.shape
+    return Pending.of(replace(x.rows, moved=True), (b, v, n), x.dtype, (x, lambda t: t.transpose(1, 2)))
 
 
 def _after(func: Any, x: Pending, *args: Any) -> Any:

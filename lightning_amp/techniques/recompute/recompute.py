@@ -22,11 +22,17 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_amp._torch import tree_unflatten
 from lightning_amp.errors import InstallError
+from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.footprint.forward_overrides import Position
 from lightning_amp.footprint.recompute_state import FirstPass, Place, digests, same_digests, unrepeatable
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.ranks.received import Received
 from lightning_amp.techniques.recompute.row import RecomputeBlock
+
+
+def refusal(module: nn.Module, step: CountedStep, *, values: bool) -> str:
+    """Why no block of a counted step can run again; "" where blocks can."""
+    return step.no_second_pass
 
 
 def recompute_block(module: nn.Module, spec: RecomputeBlock, mesh: object) -> Change:
@@ -104,8 +110,7 @@ class RecomputedForward:
 
     def _compare(self, name: str, expected: Sequence[Any], found: Sequence[Any]) -> None:
         """Refuse a block whose second pass is another function, for a reason that nobody has seen."""
-        same = len(expected) == len(found) and same_digests(expected, found)
-        if not same:
+        if not same_digests(expected, found):
             raise InstallError(
                 _refusal(
                     name,

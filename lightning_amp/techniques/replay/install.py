@@ -4,6 +4,7 @@ The first run records the step as one segment. Its tape says when each storage i
 whether autograd saves it; from this follows what any stretch of the step holds and takes.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -28,7 +29,7 @@ from lightning_amp.techniques.contract.protocol import StepToPlan
 from lightning_amp.techniques.put_methods import method_of, put_methods, refuse_unseen
 from lightning_amp.techniques.replay.choose_cuts import Array, Replays, Stretches
 from lightning_amp.techniques.replay.row import ReplayOperators
-from lightning_amp.techniques.replay.segment import Kept
+from lightning_amp.techniques.replay.segment import Handle, Kept
 from lightning_amp.techniques.replay.tape import Tape
 
 PLACES = 120
@@ -47,7 +48,8 @@ class Look(Tape):  # type: ignore[no-untyped-call]
         self.seconds: list[float] = []
         self.saved: dict[int, int] = {}
         self.backwards: set[int] = set()
-        self._rates = rates
+        self.stay: dict[int, int] = {}
+        self._rates, self._read = rates, list[tuple[weakref.ref[Kept], int]]()
 
     def _pack(self, x: Tensor) -> Kept:
         """Note what is saved and when; a step may end the graph of a loss before it ends itself."""
@@ -56,11 +58,20 @@ class Look(Tape):  # type: ignore[no-untyped-call]
             self.saved[ref.slot] = self.at
         return Kept(x, version_of(x))
 
+    def _unpack(self, kept: Handle | Kept) -> Tensor:
+        """Note what a backward pass inside of the step reads."""
+        if isinstance(kept, Kept) and (ref := self._ref(kept.tensor)) is not None:
+            self._read.append((weakref.ref(kept), ref.slot))
+        return super()._unpack(kept)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run and record an operator, and say what it takes."""
         before = self.at
         found = super().__torch_dispatch__(func, types, args, kwargs)
         if autograd_node() is None:
+            # a backward pass that keeps its graph, as for second derivatives, keeps what it has replayed
+            self.stay |= {slot: before for kept, slot in self._read if kept() is not None}
+            self._read.clear()
             # of whole storages: a replay that is hardly faster is not worth its recording
             moved = sum(storage.nbytes() for _, storage in storages_of(tensors_of((args, kwargs, found))))
             self.seconds += [0.0] * (before + 1 - len(self.seconds))
@@ -89,6 +100,9 @@ def stretches_of(look: Look) -> Stretches:
         saved[slot] = True
         # by the operator before, or the one after as its argument
         last[slot] = max(last[slot], place - 1)
+    for slot, place in look.stay.items():
+        # until a later backward pass frees it
+        last[slot] = max(last[slot], min((border for border in look.backwards if border > place), default=n) - 1)
     borders = sorted(place for place in look.backwards if 0 < place < n)
     places = np.union1d(_places(made, last, n_bytes, np.array(seconds), n), np.array(borders, int))
     birth, death = np.searchsorted(places, made, "right") - 1, np.searchsorted(places, last, "right") - 1
@@ -108,8 +122,10 @@ def stretches_of(look: Look) -> Stretches:
     took = np.concatenate([[0], np.cumsum(seconds)])
     since = took[places]
     # of every saved storage what leads to it from the begin of its stretch
-    until = _summed(np.bincount(birth[saved], took[made[saved] + 1], k))
-    n_saved = _summed(np.bincount(birth[saved], minlength=k))
+    until, n_saved = (
+        _between(np.tile(np.bincount(birth[saved], weights, k)[:, None], k))
+        for weights in (took[made[saved] + 1], None)
+    )
     return Stretches(
         places=places,
         out=out,
@@ -119,13 +135,6 @@ def stretches_of(look: Look) -> Stretches:
         one_by_one_seconds=until - n_saved * since[:, None],
         borders=tuple(np.searchsorted(places, borders).tolist()),
     )
-
-
-def _summed(by_stretch: Array) -> Array:
-    """[b] of stretches -> [p, q], the sum over [p, q)."""
-    sums = np.concatenate([[0], np.cumsum(by_stretch)])[: len(by_stretch)]
-    found: Array = sums[None, :] - sums[:, None]
-    return found
 
 
 def _at_work(places: Array, made: Array, last: Array, n_bytes: Array) -> Array:

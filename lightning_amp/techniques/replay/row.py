@@ -9,7 +9,6 @@ from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, KEPT, ONE_BY_ONE, Replays
 from lightning_amp.techniques.technique import Installer, Prediction, Technique
 
-TOGETHER = ("logits",)
 RECORDED = 3e-5
 """Seconds that it takes to record an operator, of one core of a server's processor."""
 
@@ -42,7 +41,7 @@ def written(segments: list[tuple[int, int]]) -> str:
 
 def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     """Stretches of the step are computed again in the backward pass, whatever code they are."""
-    others = [name for name in draft.strategies if name not in TOGETHER]
+    others = [name for name in draft.strategies if name != "logits"]
     if others:
         return f"it is not supported together with {' and '.join(others)}"
     look = seen.facts.get("replay")

@@ -205,7 +205,7 @@ class Handle:
     value: Tensor | None = None
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Kept:
     """What autograd keeps in place of any other tensor."""
 

@@ -99,7 +99,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """What the forward pass has to run in, with the mode itself."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _begin(self) -> None:
         kind = self._ends[0][1] if self._ends else KEPT
@@ -120,6 +120,13 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._compares:
             self._just_saved.append((handle, x))
         return handle
+
+    def _unpack(self, kept: Handle | Kept) -> Tensor:
+        if isinstance(kept, Handle):
+            return kept.segment.value(kept)
+        if version_of(kept.tensor) != kept.version:
+            raise ModelError(CHANGED)
+        return kept.tensor
 
     def _digest_saved(self) -> None:
         """Note the values of what was saved: after the next operator, which may be the one that makes them."""
@@ -302,11 +309,3 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         segment.slots.append(Slot(weakref.ref(storage, forget), storage.nbytes()))
         known[key] = segment, len(segment.slots) - 1
         return len(segment.slots) - 1
-
-
-def _unpack(kept: Handle | Kept) -> Tensor:
-    if isinstance(kept, Handle):
-        return kept.segment.value(kept)
-    if version_of(kept.tensor) != kept.version:
-        raise ModelError(CHANGED)
-    return kept.tensor

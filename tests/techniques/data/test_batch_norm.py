@@ -93,7 +93,10 @@ def steps(model: nn.Module, name: str, pick: Callable[[list[Tensor]], Tensor]) -
         x, w = (pick(part) for part in batches(name, step))
         x.requires_grad_()
         y = model(x)
-        (y * w).sum().backward()
+        loss = (y * w).sum()
+        # the gradient of a gradient too, which is handed a constant first
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + slope.square().sum()).backward()
         seen["y"].append(y.detach())
         seen["dx"].append(x.grad)
     seen["grads"] = [p.grad for p in model.parameters()]

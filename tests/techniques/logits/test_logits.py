@@ -53,6 +53,11 @@ def copied(take: Callable[[Tensor], Tensor], rows: int = 9) -> Step:
     return step
 
 
+def penalty(loss: Tensor, *inputs: Tensor) -> Tensor:
+    grads = torch.autograd.grad(loss, inputs, create_graph=True)
+    return loss + sum(grad.square().sum() for grad in grads)
+
+
 some = 50
 weights = torch.linspace(0, 1, WORDS).double()
 soft = torch.linspace(0, 1, 36 * WORDS).double()
@@ -81,6 +86,8 @@ IN_CHUNKS: dict[str, Step] = {
         y: (entropy(h(x), y) * (1 + no_grad(lambda: h(x + 1)).detach().max() * 0) + entropy(no_grad(lambda: h(x + 1)),
         y)),
     "of a teacher in inference": lambda h, x, y: (entropy(h(x), y) + float(inferred(lambda: entropy(h(x + 1), y)))),
+    "short integers": lambda h, x, y: entropy(h(x), y.to(torch.uint8), weight=weights),
+    "its gradient is differentiated": lambda h, x, y: penalty(entropy(h(x), y, label_smoothing=0.1), x, h.weight),
     "metrics first": lambda h, x, y: (no_grad(lambda: h(x).sum()) + 1) * entropy(h(x), y),
 }  # fmt: skip
 WHOLE: dict[str, Step] = {
@@ -101,6 +108,7 @@ WHOLE: dict[str, Step] = {
     "words left out": written(lambda z, v: z.__setitem__((..., 0), -9.0)),
     "gradient hook": lambda h, x, y: [z := h(x), z.register_hook(lambda g: 2 * g), entropy(z, y)][-1],
     "own Function by name": lambda h, x, y: twice(h(x)).square().mean(),
+    "a transform": lambda h, x, y: torch.vmap(lambda a, b: F.cross_entropy(h(a), b))(x, y).square().sum(),
     "checkpointed": lambda h, x, y: checkpoint(lambda x: entropy(h(x), y), x, use_reentrant=False),
 }
 

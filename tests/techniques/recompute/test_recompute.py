@@ -149,7 +149,8 @@ class Nested(nn.Module):
 
     def forward(self, x: Tensor, *, both: dict[str, Any], on: bool, none: None = None) -> Any:
         y = self.inner(x) * both["pair"][0] if on else x
-        return {"y": (y, [both["pair"][1] * 2, none]), "index": both["index"] + 1, "text": "a"}
+        short = y.detach().to(torch.float8_e4m3fn)
+        return {"y": (y, [both["pair"][1] * 2, none]), "index": both["index"] + 1, "text": "a", "short": short}
 
 
 class OfNested(Net):

@@ -17,6 +17,7 @@ from lightning_amp import AMPStrategy
 from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.techniques.put_methods import method_of
 from lightning_amp.techniques.replay.row import AT_ONCE, KEPT, ONE_BY_ONE, ReplayOperators, written
 from lightning_amp.techniques.replay.tape import Tape
 from tests.lightning.strategy.strategy_cases import RunningRanks
@@ -152,6 +153,34 @@ def test_each_of_several_backward_passes_frees_what_was_saved_for_it(monkeypatch
         assert plan.strategies == ("replay",)
         assert 0.9 * share * peak <= metered.live.peak <= plan.predicted_peak_bytes <= share * peak
         assert difference(before, after) == 0.0
+
+
+class Balanced(Adversarial):
+    """Weighs two losses by gradients that are taken before, while the graph of both stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = True
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        losses = [self._through(x, "judges").square().mean() for x in (batch, batch.flip(-1))]
+        sizes = [torch.autograd.grad(loss, self.score.weight, retain_graph=True)[0].norm() for loss in losses]
+        return losses[0] / sizes[0] + losses[1] / sizes[1]
+
+
+def test_a_backward_pass_that_keeps_its_graph_frees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "balanced", (Balanced, lambda n: torch.rand(4 * n, 100, 3)))
+    before, peak = plain("balanced")
+    after, metered, plan = fit("balanced", AMPStrategy(strategies="replay"), steps=2)
+    assert metered.live.peak <= plan.predicted_peak_bytes < 0.5 * peak
+    assert difference(before, after) == 0.0
+
+
+def test_a_function_in_the_place_of_the_step_is_called_without_the_module() -> None:
+    one, other = nn.Identity(), nn.Linear(1, 1)
+    for put, expected in ((lambda *given: given, (1, 2)), (other.extra_repr, other.extra_repr())):
+        one.extra_repr = put
+        assert method_of(one, "extra_repr")(one, *(expected if isinstance(expected, tuple) else ())) == expected
 
 
 class Compiled(Points):
