@@ -227,7 +227,7 @@ def _ctc(scores: Tensor, targets: Tensor, lengths: Any, of_targets: Any, *_: Any
 
     A path is as long as the longest target, which is taken to be as long as padded targets.
     """
-    steps, samples, _ = scores.shape
+    steps, samples = scores.shape[:2]
     longest = targets.shape[-1] if isinstance(of_targets, Tensor) else max(of_targets, default=0)
     return (samples,), (samples, steps, 2 * longest + 1)
 
