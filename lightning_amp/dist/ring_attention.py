@@ -17,9 +17,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_amp._torch import attend_on_cpu, attend_on_cpu_back
+from lightning_amp.derivatives import first_only
 from lightning_amp.dist._torch import never_compiled
 from lightning_amp.dist.collectives import ring
 from lightning_amp.dist.splits import MeshAxis
@@ -191,7 +191,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_only("attention over samples that are split over ranks; leave them whole")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, log_sums = ctx.saved_tensors
         causal, scale, axis, rows, columns = ctx.of

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from lightning_amp.derivatives import first_only
 from lightning_amp.dist.collectives import reduce_now
 from lightning_amp.dist.dispatch.by_rule import by_rule, with_whole
 from lightning_amp.dist.ops.random import kept
@@ -46,7 +46,7 @@ class _SplitColumns(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_only("attention over samples that are split over ranks; leave them whole")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, log_sums = ctx.saved_tensors
         scale, axis = ctx.of

@@ -34,6 +34,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.derivatives import first_only
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor, PerCell
 from lightning_amp.techniques.checks.same_function import mismatch
@@ -175,7 +176,7 @@ class _LogSoftmax(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @first_only("a softmax over features of several ranks; leave 'S2' out")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (result,) = ctx.saved_tensors
         # the softmax is exp(result): nothing but what is returned anyway is kept. A rank without columns takes part in

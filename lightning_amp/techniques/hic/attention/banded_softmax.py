@@ -34,8 +34,8 @@ from typing import Any, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from lightning_amp.derivatives import first_only
 from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, run_sizes
 from lightning_amp.techniques.hic.attention.bucket_work import BucketWork, of_keys, part_of
@@ -86,7 +86,7 @@ class _BandedSoftmax(torch.autograd.Function):
         return out.view(-1, out.shape[-1])[: len(q)] if at_once else out
 
     @staticmethod
-    @once_differentiable
+    @first_only("fused attention; leave 'fused' out")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, values, *kept = ctx.saved_tensors
         work = BucketWork(q, k, values, ctx.band, ctx.dtype, shared_qk=ctx.shared_qk, back=True, kept=kept)

@@ -35,9 +35,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_amp._torch import attend_on_cpu, attend_on_cpu_back, attend_on_cuda, attend_on_cuda_back, past_threshold
+from lightning_amp.derivatives import first_only
 from lightning_amp.errors import InstallError
 from lightning_amp.techniques.hic.attention.bucket_runs import KernelCall, KernelCalls
 from lightning_amp.techniques.hic.attention.rotary import from_pairs, kept, rotary, to_pairs
@@ -100,7 +100,7 @@ class _Sdpa(torch.autograd.Function):
         return (out[0] if len(out) == 1 else torch.cat(out)).view(-1, q.shape[1])[: len(q)].to(values.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_only("attention in torch's kernels; leave 'sdpa' out")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         run = ctx.run
         if not run.rows:

@@ -31,9 +31,9 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lightning_amp._torch import gelu_backward, has_no_values, multiplies_in_tf32
+from lightning_amp.derivatives import first_only
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.forward_overrides import HOOKS
 from lightning_amp.shapes import PerAnchor, PerCell, Scalar
@@ -276,7 +276,7 @@ class _Project(torch.autograd.Function):
         return F.linear(p, of_qk), F.linear(p, of_value), p.view_as(p)
 
     @staticmethod
-    @once_differentiable
+    @first_only("a streamed stratum; leave 'stream' out")
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         p, *weights = ctx.saved_tensors
         *of_rows, found = grads
@@ -303,7 +303,7 @@ class _Gate(torch.autograd.Function):
         return a * gate if key is None else torch.addcmul(key, a, gate)
 
     @staticmethod
-    @once_differentiable
+    @first_only("a streamed stratum; leave 'stream' out")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         h, gate = ctx.saved_tensors
         a, b = h.chunk(2, dim=-1)
