@@ -204,11 +204,11 @@ def has_kernel(operator: OpOverload, key: str) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether the module is what `torch.compile` returns."""
+    """Whether the module is what `torch.compile` returns, or its `compile` was called."""
     # late: it takes seconds, and Lightning has imported it wherever there is a compiled module
     from torch._dynamo import OptimizedModule
 
-    return isinstance(module, OptimizedModule)
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
 
 
 def compile_settings(*, graphs: int) -> AbstractContextManager[Any]:

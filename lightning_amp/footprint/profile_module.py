@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
 
+from lightning_amp._torch import has_no_values
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.bounded_step import StepOverBudget, of_transform, users_line, why_values
@@ -146,7 +147,7 @@ def _refuse_values(module: LightningModule, reason: str, around: Around, cause: 
         raise ModelError(
             f"the step of {name!r} cannot run without values ({reason}), and was not to be run with them"
         ) from cause
-    if any(tensor.is_meta for tensor in module.state_dict().values()):
+    if any(map(has_no_values, (*module.parameters(), *module.buffers()))):
         raise ModelError(
             f"cannot profile {name!r}: its step needs values ({reason}), and its parameters have none (device"
             " 'meta'): pass a module on the CPU, of which a real step is measured"

@@ -72,8 +72,8 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.went_back: set[str] = set()
         self.first_bytes = self.left_bytes = 0
         self._module = module
-        self._names = {id(child): fqn for fqn, child in module.named_modules()}
-        self._parameters = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._names: dict[int, str] = {}
+        self._parameters: dict[int, str] = {}
         self._trained: dict[str, nn.Parameter] = {}
         self._running: list[tuple[str, bool]] = []
         self._orders: list[int] = [-1]
@@ -87,7 +87,10 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
     def start(self, batch: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Begin a step, with what is there already."""
         optimizers = list(optimizers)
+        # not before: hooks of the module may make parts of it
+        self._names = {id(child): fqn for fqn, child in self._module.named_modules()}
         self._trained = dict(self._module.named_parameters())
+        self._parameters = {id(parameter): name for name, parameter in self._trained.items()}
         self._hold([*self._trained.items(), *self._module.named_buffers()], PARAMETERS)
         self.hold_gradients()
         for optimizer in optimizers:

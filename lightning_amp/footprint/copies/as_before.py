@@ -51,6 +51,8 @@ def as_before(*owners: Any) -> Iterator[None]:
     }
     files = {kind.__module__ for kind in found}
     before = _Before(files)
+    for parameter in (p for part in parts if isinstance(part, nn.Module) for p in part._parameters.values()):
+        before.keep_gradient(parameter)
     for name in sorted(files & sys.modules.keys()):
         before.keep_names(sys.modules[name], DEPTH)
     for owner in found:
@@ -84,6 +86,11 @@ class _Before:
     def put_back(self) -> None:
         for undo in self._undo:
             undo()
+
+    def keep_gradient(self, parameter: Tensor | None) -> None:
+        """Of a parameter, which a step reaches that finds its module by a global name."""
+        if parameter is not None and parameter.is_leaf:
+            self._undo.append(partial(_set_gradient, parameter, parameter.grad))
 
     def keep(self, value: Any, depth: int) -> None:
         """Of a value, and of `depth` objects within it."""
@@ -171,6 +178,11 @@ def _refill(value: Any, entries: Any) -> None:
         (value.extend if isinstance(value, list | deque) else value.update)(entries)
 
 
+def _set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    if parameter.grad is not gradient:
+        parameter.grad = gradient
+
+
 def _ids(values: Any) -> list[int]:
     both = [*values, *values.values()] if isinstance(values, dict) else values
     return [id(value) for value in both]
@@ -202,32 +214,33 @@ def apart(value: Any, memo: dict[int, Any]) -> Any:
         return value
     if isinstance(value, GENERATORS):
         memo[id(value)] = value.clone_state() if isinstance(value, torch.Generator) else copy.deepcopy(value)
-    elif isinstance(value, dict | list | tuple) and type(value) in (dict, list, tuple):
-        if len(value) > LONG:
-            # data
-            return value
-        if isinstance(value, dict):
-            # in the memo before it is filled, for it may hold itself
-            memo[id(value)] = found = {}
-            found.update({key: apart(part, memo) for key, part in value.items()})
-        else:
-            memo[id(value)] = type(value)([apart(part, memo) for part in value])
+    elif type(value) is tuple and len(value) <= LONG:
+        memo[id(value)] = tuple([apart(part, memo) for part in value])
+    elif type(value) in CONTAINERS and len(value) <= DATA:
+        # in the memo before it is filled, for it may hold itself
+        memo[id(value)] = found = copy.copy(value)
+        if len(value) <= LONG and isinstance(value, dict):
+            # that of a Counter adds to what is there
+            dict.update(found, {key: apart(part, memo) for key, part in value.items()})
+        elif len(value) <= LONG:
+            _refill(found, [apart(part, memo) for part in value])
     elif isinstance(value, MethodType):
         owner = value.__self__
         # a method of a module or data module may change that one, which is then a copy in what it remembers too
         own = _shallow(owner, memo) if isinstance(owner, OWNERS) and id(owner) not in memo else apart(owner, memo)
         memo[id(value)] = MethodType(value.__func__, own)
     elif _remembers(value):
-        try:
-            _shallow(value, memo)
-        except Exception:
-            return value
+        _shallow(value, memo)
     return memo.get(id(value), value)
 
 
 def _shallow(value: Any, memo: dict[int, Any]) -> Any:
-    found = memo[id(value)] = copy.copy(value)
-    vars(found).update({name: apart(part, memo) for name, part in vars(value).items()})
+    try:
+        found = memo[id(value)] = copy.copy(value)
+        vars(found).update({name: apart(part, memo) for name, part in vars(value).items()})
+    except Exception:
+        # shared then, for half a copy would be neither
+        found = memo[id(value)] = value
     return found
 
 

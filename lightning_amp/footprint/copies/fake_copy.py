@@ -3,17 +3,20 @@
 The module is copied with its tensors replaced, so its parameters are never held twice. It is built before the fake mode
 is entered: a module that is constructed or copied under the mode may keep a reference to the mode.
 
-`copy.deepcopy` shares functions. One that a module holds, as a hook or an attribute, may have closed over the module
-itself, and would run on the module that trains: it is copied too, with what it has closed over.
+`copy.deepcopy` shares functions and weak references. One that a module holds, as a hook or an attribute, may have closed
+over the module itself, and would run on the module that trains: it is copied too, with what it has closed over.
 """
 
 import copy
+import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from functools import partial
 from types import CellType, FunctionType, ModuleType
 from typing import Any, TypeVar, cast
+from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
@@ -21,7 +24,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_amp._torch import FakeTensor, FakeTensorMode, has_no_values
+from lightning_amp._torch import FakeTensor, FakeTensorMode, has_no_values, is_compiled
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.as_before import apart, contents, is_of_user
@@ -32,6 +35,7 @@ DATA = (Dataset, DataLoader, LightningDataModule)
 """Attributes of a module that a copy of it shares."""
 SHARED = (*DATA, np.ndarray, ModuleType, type)
 """What a copied function shares with the function that it is a copy of."""
+LOCKS: dict[type, Any] = {type(make()): make for make in (threading.Lock, threading.RLock)}
 
 
 def copy_of(module: M, fake: FakeTensorMode | None) -> M:
@@ -49,9 +53,6 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
                 memo[id(attached)] = _NOTHING
         # data are not part of a step, and may be larger than the module
         memo |= {id(value): value for value in vars(child).values() if isinstance(value, DATA)}
-        # what it has computed of parameters, as torch's older weight_norm does, which deepcopy refuses
-        computed = [v for v in vars(child).values() if isinstance(v, Tensor) and v.grad_fn is not None]
-        memo |= {id(v): v.detach() if fake is None else fake_tensor(v.detach(), fake) for v in computed}
         if fake is not None:
             for tensor in (*child._parameters.values(), *child._buffers.values()):
                 if tensor is None:
@@ -61,7 +62,7 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
                 if not (isinstance(tensor, nn.Parameter) or has_no_values(tensor)):
                     give_values(found, tensor)
     try:
-        _copy_functions([*module.modules()], memo)
+        _copy_by_hand([*module.modules()], memo, fake)
         twin = copy.deepcopy(module, memo)
     except Exception as error:
         raise ModelError(
@@ -69,10 +70,16 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
             " step on a copy, so that the module stays as it is; take what cannot be copied out of its"
             " attributes"
         ) from error
+    for child in module.modules():
+        if is_compiled(child) and not is_compiled(own := memo[id(child)]):
+            # `module.compile()`, of which a copy knows nothing: it is called as it was before
+            own._compiled_call_impl = own._call_impl
     for child in twin.modules():
-        for key in ("_trainer", "_fabric"):
-            if vars(child).get(key) is _NOTHING:
+        for key, value in vars(child).items():
+            if value is _NOTHING:
                 vars(child)[key] = None
+            elif type(value) is ReferenceType and id(value()) in memo:
+                vars(child)[key] = ref(memo[id(value())])
         if vars(child).get("_metric_attributes") is not None:
             # Lightning knows logged metrics by their ids, of a module that trains
             vars(child)["_metric_attributes"] = None
@@ -92,7 +99,7 @@ def copy_of_data(
         return None
     found = copy.copy(data)
     memo: dict[int, Any] = {id(module): twin, id(data): found}
-    _copy_functions([data], memo)
+    _copy_by_hand([data], memo, fake)
     for name, value in vars(data).items():
         if isinstance(value, nn.Module) and id(value) not in memo:
             memo[id(value)] = copy_of(value, fake)
@@ -100,21 +107,30 @@ def copy_of_data(
     return found
 
 
-def _copy_functions(owners: Sequence[Any], memo: dict[int, Any]) -> None:
-    """Put into a memo copies of the functions that some objects hold and that hold something themselves."""
+def _copy_by_hand(owners: Sequence[Any], memo: dict[int, Any], fake: FakeTensorMode | None) -> None:
+    """Put into a memo copies of what some objects hold and deepcopy shares or refuses: functions that hold something
+    themselves, locks, and tensors that were computed of others, as torch's older weight_norm does.
+    """
     cells: dict[int, tuple[CellType, CellType]] = {}
     copies: list[tuple[FunctionType, FunctionType]] = []
     waiting: list[Any] = [value for owner in owners for value in vars(owner).values()]
     seen = set[int]()
     while waiting:
         value = waiting.pop()
-        if isinstance(value, dict | list | tuple):
-            # once: a list may hold itself
-            waiting += () if id(value) in seen else value.values() if isinstance(value, dict) else value
-            seen.add(id(value))
+        if id(value) in seen or id(value) in memo:
+            # a list may hold itself
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict | list | tuple | set | deque):
+            waiting += value.values() if isinstance(value, dict) else value
         elif isinstance(value, partial):
-            waiting += [value.func, *value.args]
-        elif holds_something(value) and id(value) not in memo:
+            waiting += [value.func, *value.args, *value.keywords.values()]
+        elif type(value) in LOCKS:
+            memo[id(value)] = LOCKS[type(value)]()
+        elif isinstance(value, Tensor):
+            if value.grad_fn is not None:
+                memo[id(value)] = value.detach() if fake is None else fake_tensor(value.detach(), fake)
+        elif holds_something(value):
             # empty cells first: functions may have closed over each other, or over themselves
             own = value.__closure__ or ()
             cells.update({id(cell): (CellType(), cell) for cell in own if id(cell) not in cells})
@@ -123,6 +139,9 @@ def _copy_functions(owners: Sequence[Any], memo: dict[int, Any]) -> None:
             memo[id(value)] = twin
             copies.append((twin, value))
             waiting += [content for cell in own for content in contents(cell)]
+        elif not isinstance(value, (nn.Module, *SHARED)) and hasattr(value, "__dict__"):
+            # objects of the user's, and conditions, which hold locks
+            waiting += vars(value).values() if is_of_user(type(value)) or type(value).__module__ == "threading" else ()
     # only now, for what one has closed over may hold others
     copied = partial(_copied, memo=memo, own=set(map(id, owners)))
     for new, cell in cells.values():
@@ -159,11 +178,14 @@ _NOTHING = object()
 
 def make_fake(module: nn.Module, fake: FakeTensorMode) -> None:
     """Replace the tensors that a module has made for itself since it was copied."""
+    made: dict[int, Tensor] = {}
     for child in module.modules():
         for own in (child._parameters, child._buffers):
             for name, tensor in own.items():
                 if tensor is not None and not isinstance(tensor, FakeTensor):
-                    cast(dict[str, Any], own)[name] = fake_tensor(tensor, fake)
+                    # one that is in two places stays one
+                    found = made[id(tensor)] if id(tensor) in made else fake_tensor(tensor, fake)
+                    made[id(tensor)] = cast(dict[str, Any], own)[name] = found
 
 
 @contextmanager
@@ -260,5 +282,9 @@ def _map(values: Any, change: Any) -> Any:
     if isinstance(values, list | tuple):
         return type(values)(_map(value, change) for value in values)
     if is_dataclass(values) and not isinstance(values, type):
-        return replace(values, **{f.name: _map(getattr(values, f.name), change) for f in fields(values) if f.init})
+        changed = copy.copy(values)
+        for one in fields(values):
+            # one that is frozen has its own __setattr__
+            object.__setattr__(changed, one.name, _map(getattr(values, one.name), change))
+        return changed
     return values

@@ -19,19 +19,18 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import WarningCache  # type: ignore[attr-defined]
-from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
-from lightning_amp._torch import is_compiled, is_watched, unseen
+from lightning_amp._torch import is_watched, unseen
 from lightning_amp.footprint.copies.as_before import as_before
 from lightning_amp.random_streams import isolated_random_streams
 
@@ -54,7 +53,8 @@ def as_guest(*owners: Any) -> Iterator[None]:
         _without_files(),
         _without_others(),
         unseen(),
-        _eagerly(owners),
+        # what torch.compile has wrapped; nothing is compiled for a profile
+        torch.compiler.set_stance("force_eager"),
     ):
         yield
 
@@ -271,12 +271,3 @@ def _without_others() -> Iterator[None]:
         for registered, own in zip(hooks, before, strict=True):
             registered.clear()
             registered.update(own)
-
-
-def _eagerly(owners: Sequence[Any]) -> AbstractContextManager[Any]:
-    """Run modules that torch.compile has wrapped as they were before: nothing is compiled for a profile."""
-    modules = [child for owner in owners if isinstance(owner, nn.Module) for child in owner.modules()]
-    if not any(is_compiled(child) for child in modules):
-        return nullcontext()
-    eagerly: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return eagerly
