@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_amp
+from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.copies.as_before import apart
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.profile_module import profile_module
@@ -252,3 +253,12 @@ def test_containers_that_hold_themselves_and_objects_that_cannot_be_copied() -> 
     assert both[0].names is both[1]
     assert both[0].names is not one.names
     assert both[0].method == one.method
+
+
+def test_a_copy_of_what_is_compiled_in_place_counts_as_compiled() -> None:
+    module = Small(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3)))
+    module.net[1].compile(backend=seen)  # type: ignore[index]
+    chain = count_step(module, (torch.randn(4, 5), torch.arange(4) % 3), []).chain
+    assert [("compiled" in block.fixed, block.fqn) for block in chain.blocks] == [
+        (False, "net.0"), (True, "net.1"), (False, "net.2")
+    ]  # fmt: skip
