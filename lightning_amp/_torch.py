@@ -119,6 +119,7 @@ ACTIVATIONS_IN_C = "torch._C._nn"
 IS_ALL_TRUE = torch.ops.aten._is_all_true.default
 """By which `torch.distributions` checks arguments (`validate_args`), and little else."""
 GROUPED_MM = torch.ops.aten._grouped_mm.default
+RNN_ON_CPU = torch.ops.aten.mkldnn_rnn_layer.default
 
 SOFTMAX_BACKWARD = (torch.ops.aten._softmax_backward_data.default, torch.ops.aten._softmax_backward_data.out)
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import lightning_amp
 from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.copies.as_before import apart
+from lightning_amp.footprint.copies.fake_copy import copy_of
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.profile_module import profile_module
 from tests.footprint.test_profile_module import Small, measured
@@ -262,3 +263,26 @@ def test_a_copy_of_what_is_compiled_in_place_counts_as_compiled() -> None:
     assert [("compiled" in block.fixed, block.fqn) for block in chain.blocks] == [
         (False, "net.0"), (True, "net.1"), (False, "net.2")
     ]  # fmt: skip
+
+
+class Graph(Plain):
+    """Multiplies by a sparse matrix that it holds, or that is in the batch."""
+
+    def __init__(self, layout: torch.layout, held: bool) -> None:
+        super().__init__()
+        self.register_buffer("edges", torch.eye(6).to_sparse(layout=layout) if held else None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        edges, x = batch if self.edges is None else (self.edges, batch)
+        return super().training_step(edges @ x, batch_idx)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_tensors_have_their_entries(layout: torch.layout) -> None:
+    held = Graph(layout, True)
+    assert lightning_amp.profile(held, X).peak_bytes == measured(copy_of(held, None), X)
+    given = (torch.eye(6).to_sparse(layout=layout).clone(), X)
+    found = lightning_amp.profile(Graph(layout, False), given)
+    assert "no entries without values" in found.reason
+    assert found.peak_bytes == measured(Graph(layout, False), given)

@@ -109,7 +109,7 @@ def copy_of_data(
 
 def _copy_by_hand(owners: Sequence[Any], memo: dict[int, Any], fake: FakeTensorMode | None) -> None:
     """Put into a memo copies of what some objects hold and deepcopy shares or refuses: functions that hold something
-    themselves, locks, and tensors that were computed of others, as torch's older weight_norm does.
+    themselves, locks, sparse tensors, and those that were computed of others, as torch's older weight_norm does.
     """
     cells: dict[int, tuple[CellType, CellType]] = {}
     copies: list[tuple[FunctionType, FunctionType]] = []
@@ -128,8 +128,10 @@ def _copy_by_hand(owners: Sequence[Any], memo: dict[int, Any], fake: FakeTensorM
         elif type(value) in LOCKS:
             memo[id(value)] = LOCKS[type(value)]()
         elif isinstance(value, Tensor):
-            if value.grad_fn is not None:
-                memo[id(value)] = value.detach() if fake is None else fake_tensor(value.detach(), fake)
+            if fake is not None and value.grad_fn is not None:
+                memo[id(value)] = fake_tensor(value.detach(), fake)
+            elif value.grad_fn is not None or value.layout is not torch.strided:
+                memo[id(value)] = value.detach().clone()
         elif holds_something(value):
             # empty cells first: functions may have closed over each other, or over themselves
             own = value.__closure__ or ()
@@ -212,6 +214,9 @@ def _copy_of_tensor(tensor: Tensor, memo: dict[int, Any]) -> Any:
 
 def fake_tensor(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
     """A fake tensor on the same device; on the CPU where this one is on the device "meta"."""
+    if tensor.layout is not torch.strided:
+        # torch makes it without entries, whose bytes would not count
+        raise NotImplementedError(f"a tensor of layout {tensor.layout} has no entries without values")
     if has_no_values(tensor):
         device = "cpu" if tensor.is_meta else tensor.device
         with fake:

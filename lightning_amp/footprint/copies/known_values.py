@@ -96,8 +96,10 @@ def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
     """Remember how the result of an operator was made, and what it has written to.
 
     Raises:
-        DataDependent: It writes to a buffer whose value was read.
+        DataDependent: It writes to a buffer whose value was read, or makes as many entries as values say.
     """
+    if func._opname.startswith("_to_sparse"):
+        raise DataDependent("a sparse tensor is made of a dense one")
     given = (*args, *kwargs.values())
     known = all(recipe_of(tensor) is not None for tensor in _tensors(given))
     known = known and func not in _EMPTY and torch.Tag.nondeterministic_seeded not in func.tags

@@ -19,6 +19,7 @@ from lightning_amp._torch import (
     IS_ALL_TRUE,
     FakeTensor,
     FakeTensorMode,
+    RNN_ON_CPU,
     OpOverload,
     as_meta,
     fake_like,
@@ -103,6 +104,11 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             # torch's kernels multiply these too, where its rule for fake tensors allows bfloat16 only
             like = torch.ops.aten.new_empty_strided.default
             return super().dispatch(like, types, (args[0], *_grouped(*args[:3])), {})
+        if self._valid and func is RNN_ON_CPU:
+            # by torch's rule for fake tensors it leaves nothing to its backward pass
+            *made, _ = super().dispatch(func, types, args, kwargs)
+            like, left = torch.ops.aten.new_empty.default, [_left_by_rnn(args)]
+            return *made, super().dispatch(like, types, (args[0], left), {"dtype": torch.uint8})
         # with the default dtype, which is that of a quotient of integers, and of all that is made without a dtype
         key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not self._may_look_up(func) or not self._describe(
@@ -227,6 +233,18 @@ def _grouped(one: Tensor, other: Tensor, ends: Tensor | None = None) -> tuple[li
         return [rows, columns], [wide, 1]
     groups = one.shape[0] if one.dim() == 3 or ends is None else ends.shape[0]
     return [groups, rows, columns], [rows * wide, wide, 1]
+
+
+def _left_by_rnn(args: Any) -> int:
+    """Bytes that a kernel leaves to its backward pass, as many as its library chooses: it is run once, with values."""
+    key = RNN_ON_CPU, *((a.shape, a.dtype) if isinstance(a, Tensor) else str(a) for a in args)
+    if key not in _known:
+        # modes are off, as above
+        given = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, Tensor) else a for a in args]
+        _known[key] = RNN_ON_CPU(*given)[3].nbytes
+    found = _known[key]
+    assert isinstance(found, int), "of such a key there is a number"
+    return found
 
 
 def _is_plain(tensor: Tensor) -> bool:
