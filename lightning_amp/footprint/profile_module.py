@@ -7,7 +7,7 @@ hooks of the module and of the data module are called on copies, and nothing of 
 
 Known limits: `prepare_data` is not called, `setup` and `configure_model` are unless the run has done so; callbacks are
 not part of the step; loss scaling is left out, and what torch.compile has wrapped runs as it was before; kernels on the
-CPU and on a GPU keep other temporaries.
+CPU and on a GPU keep other temporaries, and what cuDNN's RNNs leave to their backward pass is not counted.
 """
 
 from collections.abc import Callable, Sequence

@@ -50,6 +50,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         head: The last product with a parameter in a forward pass.
         optimising: Whether the optimiser changes parameters now.
         in_step: Whether the module's training step runs now, and no backward pass that it has left to the Trainer.
+        trained: Parameters by name.
         lengths: Of the first dimensions of the tensors that the training step has got last.
         returned: Storages of what it has returned last.
         went_back: Modules whose nodes a backward pass has gone through that the training step began by itself.
@@ -74,7 +75,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self._module = module
         self._names: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
-        self._trained: dict[str, nn.Parameter] = {}
+        self.trained: dict[str, nn.Parameter] = {}
         self._running: list[tuple[str, bool]] = []
         self._orders: list[int] = [-1]
         self._owners: list[tuple[str, int]] = [("", -1)]
@@ -89,9 +90,9 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         optimizers = list(optimizers)
         # not before: hooks of the module may make parts of it
         self._names = {id(child): fqn for fqn, child in self._module.named_modules()}
-        self._trained = dict(self._module.named_parameters())
-        self._parameters = {id(parameter): name for name, parameter in self._trained.items()}
-        self._hold([*self._trained.items(), *self._module.named_buffers()], PARAMETERS)
+        self.trained = dict(self._module.named_parameters())
+        self._parameters = {id(parameter): name for name, parameter in self.trained.items()}
+        self._hold([*self.trained.items(), *self._module.named_buffers()], PARAMETERS)
         self.hold_gradients()
         for optimizer in optimizers:
             for parameter, state in optimizer.state.items():
@@ -141,7 +142,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         """Count the gradients that parameters have now as such, from their birth on."""
         # in a step tensors without a gradient may stand in the places of parameters
         now = {
-            name: self._trained.get(name, p) if hasattr(p, "__tensor_flatten__") else p
+            name: self.trained.get(name, p) if hasattr(p, "__tensor_flatten__") else p
             for name, p in self._module.named_parameters()
         }
         found = [(f"{name}.grad", p.grad) for name, p in now.items() if p.grad is not None]

@@ -152,11 +152,6 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         return sum(self.took)
 
     @property
-    def trained(self) -> frozenset[str]:
-        """Names of the parameters."""
-        return frozenset(self._trained)
-
-    @property
     def read_outside(self) -> frozenset[str]:
         """Blocks of which the forward pass reads parameters while no call of the block runs, as one that calls a
         block's parts by themselves does.

@@ -51,8 +51,9 @@ def as_before(*owners: Any) -> Iterator[None]:
     }
     files = {kind.__module__ for kind in found}
     before = _Before(files)
-    for parameter in (p for part in parts if isinstance(part, nn.Module) for p in part._parameters.values()):
-        before.keep_gradient(parameter)
+    # a step reaches those of a module that it finds by a global name
+    parameters = (p for part in parts if isinstance(part, nn.Module) for p in part._parameters.values())
+    gradients = [(p, p.grad) for p in parameters if p is not None and p.is_leaf]
     for name in sorted(files & sys.modules.keys()):
         before.keep_names(sys.modules[name], DEPTH)
     for owner in found:
@@ -61,6 +62,9 @@ def as_before(*owners: Any) -> Iterator[None]:
         yield
     finally:
         before.put_back()
+        for parameter, gradient in gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
 
 
 def contents(cell: CellType) -> list[Any]:
@@ -87,11 +91,6 @@ class _Before:
         for undo in self._undo:
             undo()
 
-    def keep_gradient(self, parameter: Tensor | None) -> None:
-        """Of a parameter, which a step reaches that finds its module by a global name."""
-        if parameter is not None and parameter.is_leaf:
-            self._undo.append(partial(_set_gradient, parameter, parameter.grad))
-
     def keep(self, value: Any, depth: int) -> None:
         """Of a value, and of `depth` objects within it."""
         if id(value) in self._seen:
@@ -111,11 +110,9 @@ class _Before:
                 self._keep_entries(value, depth)
         elif issubclass(kind, CACHED):
             self._undo.append(partial(_clear_if_filled, value, value.cache_info()))
-        elif issubclass(kind, torch.Generator):
-            self._undo.append(partial(value.set_state, value.get_state()))
         elif issubclass(kind, np.random.Generator):
             self._undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
-        elif issubclass(kind, np.random.RandomState):
+        elif issubclass(kind, torch.Generator | np.random.RandomState):
             self._undo.append(partial(value.set_state, value.get_state()))
         elif issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
             self._undo.append(partial(value.setstate, value.getstate()))
@@ -178,11 +175,6 @@ def _refill(value: Any, entries: Any) -> None:
         (value.extend if isinstance(value, list | deque) else value.update)(entries)
 
 
-def _set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
-    if parameter.grad is not gradient:
-        parameter.grad = gradient
-
-
 def _ids(values: Any) -> list[int]:
     both = [*values, *values.values()] if isinstance(values, dict) else values
     return [id(value) for value in both]
@@ -209,10 +201,8 @@ def apart(value: Any, memo: dict[int, Any]) -> Any:
     """
     if id(value) in memo:
         return memo[id(value)]
-    if isinstance(value, random.SystemRandom):
-        # the machine's own, which has no state
-        return value
-    if isinstance(value, GENERATORS):
+    # that of the machine has no state
+    if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom):
         memo[id(value)] = value.clone_state() if isinstance(value, torch.Generator) else copy.deepcopy(value)
     elif type(value) is tuple and len(value) <= LONG:
         memo[id(value)] = tuple([apart(part, memo) for part in value])

@@ -3,8 +3,9 @@
 The module is copied with its tensors replaced, so its parameters are never held twice. It is built before the fake mode
 is entered: a module that is constructed or copied under the mode may keep a reference to the mode.
 
-`copy.deepcopy` shares functions and weak references. One that a module holds, as a hook or an attribute, may have closed
-over the module itself, and would run on the module that trains: it is copied too, with what it has closed over.
+`copy.deepcopy` shares functions and weak references. A function that a module holds, as a hook or an attribute, may
+have closed over the module itself, and would run on the module that trains: it is copied too, with what it has closed
+over.
 """
 
 import copy
@@ -71,18 +72,16 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
             " attributes"
         ) from error
     for child in module.modules():
-        if is_compiled(child) and not is_compiled(own := memo[id(child)]):
+        own = memo.get(id(child), child)
+        if is_compiled(child) and not is_compiled(own):
             # `module.compile()`, of which a copy knows nothing: it is called as it was before
             own._compiled_call_impl = own._call_impl
-    for child in twin.modules():
-        for key, value in vars(child).items():
-            if value is _NOTHING:
-                vars(child)[key] = None
-            elif type(value) is ReferenceType and id(value()) in memo:
-                vars(child)[key] = ref(memo[id(value())])
-        if vars(child).get("_metric_attributes") is not None:
+        for key, value in vars(own).items():
             # Lightning knows logged metrics by their ids, of a module that trains
-            vars(child)["_metric_attributes"] = None
+            if value is _NOTHING or key == "_metric_attributes":
+                vars(own)[key] = None
+            elif type(value) is ReferenceType and isinstance(value(), nn.Module):
+                vars(own)[key] = ref(memo.get(id(value()), value()))
     return twin
 
 
@@ -221,9 +220,8 @@ def fake_tensor(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
         device = "cpu" if tensor.is_meta else tensor.device
         with fake:
             found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        found.requires_grad_(tensor.requires_grad)
-        if isinstance(tensor, nn.Parameter):
-            found = nn.Parameter(found, tensor.requires_grad)
+        learns = tensor.requires_grad
+        found = nn.Parameter(found, learns) if isinstance(tensor, nn.Parameter) else found.requires_grad_(learns)
     else:
         found = fake.from_tensor(tensor)
         found.grad = None
@@ -242,7 +240,7 @@ def length_of(batch: Any) -> int | None:
 def resize(batch: Any, batch_size: int) -> Any:
     """The batch with other tensors in the place of those whose first dimension is the batch's.
 
-    Its rows are repeated, for a step that needs values; `fake_batch` does the same without values.
+    Its rows are repeated.
     """
     length = length_of(batch)
 
@@ -261,16 +259,9 @@ def cloned(batch: Any) -> Any:
 
 def fake_batch(batch: Any, fake: FakeTensorMode, batch_size: int | None) -> Any:
     """The batch as fake tensors, of another length if one is given."""
-    length = length_of(batch)
-
-    def as_fake(tensor: Tensor) -> Tensor:
-        found = fake_tensor(tensor, fake)
-        if batch_size is None or not tensor.dim() or tensor.shape[0] != length:
-            return found
-        with fake:
-            return found.new_empty((batch_size, *tensor.shape[1:]))
-
-    return _map(batch, as_fake)
+    found = _map(batch, partial(fake_tensor, fake=fake))
+    with fake:
+        return found if batch_size is None else resize(found, batch_size)
 
 
 def _map(values: Any, change: Any) -> Any:
@@ -287,9 +278,9 @@ def _map(values: Any, change: Any) -> Any:
     if isinstance(values, list | tuple):
         return type(values)(_map(value, change) for value in values)
     if is_dataclass(values) and not isinstance(values, type):
-        changed = copy.copy(values)
+        twin: Any = copy.copy(values)
         for one in fields(values):
             # one that is frozen has its own __setattr__
-            object.__setattr__(changed, one.name, _map(getattr(values, one.name), change))
-        return changed
+            object.__setattr__(twin, one.name, _map(getattr(values, one.name), change))
+        return twin
     return values

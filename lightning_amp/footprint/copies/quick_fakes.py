@@ -17,9 +17,9 @@ from torch import Tensor
 from lightning_amp._torch import (
     GROUPED_MM,
     IS_ALL_TRUE,
+    RNN_ON_CPU,
     FakeTensor,
     FakeTensorMode,
-    RNN_ON_CPU,
     OpOverload,
     as_meta,
     fake_like,
@@ -92,7 +92,8 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             result.constant = torch.ones((), dtype=torch.bool)
             return result
         if self._valid and func is torch.ops.aten.bincount.default:
-            bins, weights = _bins(*args, **kwargs)
+            bins = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+            weights = kwargs.get("weights", args[1] if len(args) > 1 else None)
             if bins:
                 # as many as are given, as by torchmetrics; without a number they are as many as the largest value
                 dtype = torch.int64
@@ -106,9 +107,9 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             return super().dispatch(like, types, (args[0], *_grouped(*args[:3])), {})
         if self._valid and func is RNN_ON_CPU:
             # by torch's rule for fake tensors it leaves nothing to its backward pass
-            *made, _ = super().dispatch(func, types, args, kwargs)
+            made: Any = super().dispatch(func, types, args, kwargs)
             like, left = torch.ops.aten.new_empty.default, [_left_by_rnn(args)]
-            return *made, super().dispatch(like, types, (args[0], left), {"dtype": torch.uint8})
+            return *made[:3], super().dispatch(like, types, (args[0], left), {"dtype": torch.uint8})
         # with the default dtype, which is that of a quotient of integers, and of all that is made without a dtype
         key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not self._may_look_up(func) or not self._describe(
@@ -219,11 +220,6 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         return made if offset == 0 and new.nbytes() == memory.nbytes() else None
 
 
-def _bins(values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> tuple[int, Tensor | None]:
-    """The arguments of `bincount` that its result follows from."""
-    return minlength, weights
-
-
 def _grouped(one: Tensor, other: Tensor, ends: Tensor | None = None) -> tuple[list[int], list[int]]:
     """Shape and strides of a product of groups; its rows begin at multiples of 16 bytes, as the kernels have them."""
     rows, columns = one.shape[-2], other.shape[-1]
@@ -238,13 +234,12 @@ def _grouped(one: Tensor, other: Tensor, ends: Tensor | None = None) -> tuple[li
 def _left_by_rnn(args: Any) -> int:
     """Bytes that a kernel leaves to its backward pass, as many as its library chooses: it is run once, with values."""
     key = RNN_ON_CPU, *((a.shape, a.dtype) if isinstance(a, Tensor) else str(a) for a in args)
-    if key not in _known:
+    found: Any = _known.get(key)
+    if found is None:
         # modes are off, as above
         given = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, Tensor) else a for a in args]
-        _known[key] = RNN_ON_CPU(*given)[3].nbytes
-    found = _known[key]
-    assert isinstance(found, int), "of such a key there is a number"
-    return found
+        found = _known[key] = RNN_ON_CPU(*given)[3].nbytes
+    return int(found)
 
 
 def _is_plain(tensor: Tensor) -> bool:
