@@ -61,7 +61,8 @@ def as_before(*owners: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        before.put_back()
+        for undo in before.undo:
+            undo()
         for parameter, gradient in gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
@@ -85,11 +86,7 @@ class _Before:
     def __init__(self, files: Set[str]) -> None:
         self._files = files
         self._seen: set[int] = set()
-        self._undo: list[Callable[[], Any]] = []
-
-    def put_back(self) -> None:
-        for undo in self._undo:
-            undo()
+        self.undo: list[Callable[[], Any]] = []
 
     def keep(self, value: Any, depth: int) -> None:
         """Of a value, and of `depth` objects within it."""
@@ -106,19 +103,19 @@ class _Before:
             self._keep_entries(value, depth)
         elif kind in CONTAINERS:
             if len(value) <= DATA:
-                self._undo.append(partial(_refill, value, copy.copy(value)))
+                self.undo.append(partial(_refill, value, copy.copy(value)))
                 self._keep_entries(value, depth)
         elif issubclass(kind, CACHED):
-            self._undo.append(partial(_clear_if_filled, value, value.cache_info()))
+            self.undo.append(partial(_clear_if_filled, value, value.cache_info()))
         elif issubclass(kind, np.random.Generator):
-            self._undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+            self.undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
         elif issubclass(kind, torch.Generator | np.random.RandomState):
-            self._undo.append(partial(value.set_state, value.get_state()))
+            self.undo.append(partial(value.set_state, value.get_state()))
         elif issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
-            self._undo.append(partial(value.setstate, value.getstate()))
+            self.undo.append(partial(value.setstate, value.getstate()))
         elif issubclass(kind, CellType):
             for content in contents(value):
-                self._undo.append(partial(setattr, value, "cell_contents", content))
+                self.undo.append(partial(setattr, value, "cell_contents", content))
                 self.keep(content, depth)
         elif depth and self._is_looked_into(value):
             if issubclass(kind, FunctionType):
@@ -129,7 +126,7 @@ class _Before:
     def keep_names(self, owner: Any, depth: int) -> None:
         """Of the attributes of an object."""
         state = _names(owner)
-        self._undo.append(partial(_set_names, owner, state))
+        self.undo.append(partial(_set_names, owner, state))
         for value in state.values():
             self.keep(value, depth)
 

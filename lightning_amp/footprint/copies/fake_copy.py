@@ -48,16 +48,12 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
     memo: dict[int, Any] = {}
     for child in module.modules():
         # a Trainer holds loaders, loggers and process groups
-        for key in ("_trainer", "_fabric"):
-            attached = vars(child).get(key)
-            if attached is not None:
-                memo[id(attached)] = _NOTHING
+        attached = (vars(child).get(key) for key in ("_trainer", "_fabric"))
+        memo |= {id(value): _NOTHING for value in attached if value is not None}
         # data are not part of a step, and may be larger than the module
         memo |= {id(value): value for value in vars(child).values() if isinstance(value, DATA)}
         if fake is not None:
-            for tensor in (*child._parameters.values(), *child._buffers.values()):
-                if tensor is None:
-                    continue
+            for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False)):
                 memo[id(tensor)] = found = fake_tensor(tensor, fake)
                 # not those of parameters: every step changes them, so that nothing may be decided by their values
                 if not (isinstance(tensor, nn.Parameter) or has_no_values(tensor)):

@@ -20,7 +20,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,7 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_num_threads, torch.set_num_threads),
+    (torch.is_warn_always_enabled, torch.set_warn_always),
     (_matmul_precision, _set_matmul_precision),
     _cudnn("benchmark"),
     _cudnn("deterministic"),
@@ -177,22 +178,18 @@ class _OfOthers:
 @contextmanager
 def _without_messages() -> Iterator[None]:
     """Neither say anything nor ask; what is said once in a process counts as not said."""
-    always = torch.is_warn_always_enabled()
     streams = [name for name in ("stdout", "stderr") if getattr(sys, name) is not None]
     # put in by hand: whatever else changes filters lets Python forget what it has said before
     warnings.filters.insert(0, ("ignore", None, Warning, None, 0))  # type: ignore[attr-defined]
     # torch's kernels remember what they have said once, unless they say it always
     torch.set_warn_always(True)
-    with ExitStack() as stack:
-        stack.callback(torch.set_warn_always, always)
-        for context in (
-            _replaced(WarningCache, add=_nothing),
-            _replaced(logging.Logger, handle=_elsewhere(logging.Logger.handle), warning_once=_nothing),
-            # who asks finds the end of a file, and goes on
-            _replaced(sys, stdin=io.StringIO(), breakpointhook=_nothing),
-            _replaced(sys, **{name: _OfOthers(getattr(sys, name)) for name in streams}),
-        ):
-            stack.enter_context(context)
+    with (
+        _replaced(WarningCache, add=_nothing),
+        _replaced(logging.Logger, handle=_elsewhere(logging.Logger.handle), warning_once=_nothing),
+        # who asks finds the end of a file, and goes on
+        _replaced(sys, stdin=io.StringIO(), breakpointhook=_nothing),
+        _replaced(sys, **{name: _OfOthers(getattr(sys, name)) for name in streams}),
+    ):
         yield
 
 

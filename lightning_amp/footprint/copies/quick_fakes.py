@@ -153,9 +153,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Add all that a result may depend on to a key; False where that is more than layouts."""
         for value in values:
             if type(value) is FakeTensor:
-                if value.fake_mode is not self or value.constant is not None:
-                    return False
-                if not _is_plain(value):
+                if value.fake_mode is not self or value.constant is not None or not _is_plain(value):
                     return False
                 key += (value.shape, value.stride(), value.dtype, value.fake_device, value.requires_grad)
                 if offsets:
@@ -199,9 +197,12 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         return self._made(result, args, kwargs)
 
     def _made(self, result: Any, args: Any, kwargs: Any) -> _Made | None:
-        if type(result) is not FakeTensor or result.constant is not None or result.requires_grad:
-            return None
-        if not _is_plain(result):
+        if (
+            type(result) is not FakeTensor
+            or result.constant is not None
+            or result.requires_grad
+            or not _is_plain(result)
+        ):
             return None
         shape, stride, offset = tuple(result.shape), result.stride(), int(result.storage_offset())
         made, memory = _Made(shape, stride, result.dtype, result.fake_device), result.untyped_storage()
