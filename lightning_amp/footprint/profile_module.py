@@ -20,7 +20,7 @@ from lightning_amp._torch import has_no_values
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.bounded_step import StepOverBudget, of_transform, users_line, why_values
-from lightning_amp.footprint.copies.fake_copy import cloned, copy_of, copy_of_data, fake_batch, length_of, resize
+from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data, fake_batch, length_of, resized
 from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.inner_run import BY_ITSELF, Around, run_two_steps
@@ -108,10 +108,7 @@ def counted_step(
         while True:
             fake = None if with_values else QuickFakes(valid=True)
             try:
-                if fake is not None:
-                    given = fake_batch(batch, fake, batch_size)
-                else:
-                    given = cloned(batch if batch_size is None else resize(batch, batch_size))
+                given = resized(batch, batch_size) if fake is None else fake_batch(batch, fake, batch_size)
                 with as_guest(module, around.datamodule):
                     twin = copy_of(module, fake)
                     data = copy_of_data(around.datamodule, module, twin, fake)

@@ -73,8 +73,6 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.went_back: set[str] = set()
         self.first_bytes = self.left_bytes = 0
         self._module = module
-        self._names: dict[int, str] = {}
-        self._parameters: dict[int, str] = {}
         self.trained: dict[str, nn.Parameter] = {}
         self._running: list[tuple[str, bool]] = []
         self._orders: list[int] = [-1]

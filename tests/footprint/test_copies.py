@@ -6,6 +6,8 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from functools import partial
+from queue import Queue
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -86,6 +88,25 @@ class PartialWithKeyword(Plain):
         return found
 
 
+class Patched(Plain):
+    """A method of it was put in the place of its class's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        plain = self.net.forward
+        self.net.forward = MethodType(lambda layer, x: plain(x) * layer.weight.mean(), self.net)  # type: ignore[method-assign]
+
+
+class Options(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = SimpleNamespace(then=lambda x: x * self.head.bias.mean(), queue=Queue())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found: Tensor = self.options.then(self.head(self.net(batch))).square().mean()
+        return found
+
+
 class KeepsGraphs(Plain):
     """As one whose fit has ended in the midst of an epoch."""
 
@@ -131,7 +152,7 @@ class FoundByName(Plain):
         return MODULES["newest"].head(self.net(batch)).square().mean()
 
 
-KINDS = [WeakReference, ObjectWithFunction, PartialWithKeyword, KeepsGraphs, Locked]
+KINDS = [Patched, Options, WeakReference, ObjectWithFunction, PartialWithKeyword, KeepsGraphs, Locked]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, CallsCompiled, FoundByName])

@@ -3,7 +3,7 @@
 The module is copied with its tensors replaced, so its parameters are never held twice. It is built before the fake mode
 is entered: a module that is constructed or copied under the mode may keep a reference to the mode.
 
-`copy.deepcopy` shares functions and weak references. A function that a module holds, as a hook or an attribute, may
+`copy.deepcopy` shares functions and weak references. One that a module holds, as a hook, a method or an attribute, may
 have closed over the module itself, and would run on the module that trains: it is copied too, with what it has closed
 over.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
-from types import CellType, FunctionType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar, cast
 from weakref import ReferenceType, ref
 
@@ -36,6 +36,8 @@ DATA = (Dataset, DataLoader, LightningDataModule)
 """Attributes of a module that a copy of it shares."""
 SHARED = (*DATA, np.ndarray, ModuleType, type)
 """What a copied function shares with the function that it is a copy of."""
+LOOKED_INTO = ("argparse", "queue", "threading", "types")
+"""Libraries with objects that hold functions of the user's, or locks."""
 LOCKS: dict[type, Any] = {type(make()): make for make in (threading.Lock, threading.RLock)}
 
 
@@ -78,6 +80,8 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
                 vars(own)[key] = None
             elif type(value) is ReferenceType and isinstance(value(), nn.Module):
                 vars(own)[key] = ref(memo.get(id(value()), value()))
+            elif isinstance(value, MethodType) and id(value.__func__) in memo:
+                vars(own)[key] = MethodType(memo[id(value.__func__)], value.__self__)
     return twin
 
 
@@ -120,6 +124,8 @@ def _copy_by_hand(owners: Sequence[Any], memo: dict[int, Any], fake: FakeTensorM
             waiting += value.values() if isinstance(value, dict) else value
         elif isinstance(value, partial):
             waiting += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, MethodType):
+            waiting.append(value.__func__)
         elif type(value) in LOCKS:
             memo[id(value)] = LOCKS[type(value)]()
         elif isinstance(value, Tensor):
@@ -137,8 +143,8 @@ def _copy_by_hand(owners: Sequence[Any], memo: dict[int, Any], fake: FakeTensorM
             copies.append((twin, value))
             waiting += [content for cell in own for content in contents(cell)]
         elif not isinstance(value, (nn.Module, *SHARED)) and hasattr(value, "__dict__"):
-            # objects of the user's, and conditions, which hold locks
-            waiting += vars(value).values() if is_of_user(type(value)) or type(value).__module__ == "threading" else ()
+            looked_into = is_of_user(type(value)) or type(value).__module__ in LOOKED_INTO
+            waiting += vars(value).values() if looked_into else ()
     # only now, for what one has closed over may hold others
     copied = partial(_copied, memo=memo, own=set(map(id, owners)))
     for new, cell in cells.values():
@@ -233,31 +239,23 @@ def length_of(batch: Any) -> int | None:
     return next((length for length in set(found) if 2 * found.count(length) > len(found)), None)
 
 
-def resize(batch: Any, batch_size: int) -> Any:
-    """The batch with other tensors in the place of those whose first dimension is the batch's.
-
-    Its rows are repeated.
-    """
+def resized(batch: Any, batch_size: int | None) -> Any:
+    """A copy of the batch; if a length is given, with the rows repeated of tensors that have the batch's length."""
     length = length_of(batch)
 
-    def longer(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or tensor.shape[0] != length or tensor.is_meta:
-            return tensor
+    def copied(tensor: Tensor) -> Tensor:
+        if batch_size is None or not tensor.dim() or tensor.shape[0] != length or tensor.is_meta:
+            return tensor.clone()
         return tensor[torch.arange(batch_size, device=tensor.device) % length]
 
-    return _map(batch, longer)
-
-
-def cloned(batch: Any) -> Any:
-    """The batch with copies of its tensors, for a step with values that may write into them."""
-    return _map(batch, Tensor.clone)
+    return _map(batch, copied)
 
 
 def fake_batch(batch: Any, fake: FakeTensorMode, batch_size: int | None) -> Any:
     """The batch as fake tensors, of another length if one is given."""
     found = _map(batch, partial(fake_tensor, fake=fake))
     with fake:
-        return found if batch_size is None else resize(found, batch_size)
+        return found if batch_size is None else resized(found, batch_size)
 
 
 def _map(values: Any, change: Any) -> Any:
