@@ -119,6 +119,7 @@ ACTIVATIONS_IN_C = "torch._C._nn"
 IS_ALL_TRUE = torch.ops.aten._is_all_true.default
 """By which `torch.distributions` checks arguments (`validate_args`), and little else."""
 GROUPED_MM = torch.ops.aten._grouped_mm.default
+RNN_ON_CPU = torch.ops.aten.mkldnn_rnn_layer.default
 
 SOFTMAX_BACKWARD = (torch.ops.aten._softmax_backward_data.default, torch.ops.aten._softmax_backward_data.out)
 
@@ -204,11 +205,11 @@ def has_kernel(operator: OpOverload, key: str) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether the module is what `torch.compile` returns."""
+    """Whether the module is what `torch.compile` returns, or its `compile` was called."""
     # late: it takes seconds, and Lightning has imported it wherever there is a compiled module
     from torch._dynamo import OptimizedModule
 
-    return isinstance(module, OptimizedModule)
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
 
 
 def compile_settings(*, graphs: int) -> AbstractContextManager[Any]:

@@ -123,9 +123,5 @@ def hooked(parts: Iterable[nn.Module], kinds: Iterable[str] = HOOKS) -> list[str
         kinds: Which of the tables of hooks count.
     """
     found = {kind.strip("_"): hook for part in parts for kind in kinds for hook in getattr(part, kind).values()}
-    return [OF_PROFILER] if any(_is_of_profiler(hook) for hook in found.values()) else list(found)
-
-
-def _is_of_profiler(hook: Any) -> bool:
-    owner = getattr(getattr(hook, "func", None), "__self__", None)
-    return type(owner).__name__ == "RegisterRecordFunction"
+    kinds_of_owners = {type(getattr(getattr(hook, "func", None), "__self__", None)).__name__ for hook in found.values()}
+    return [OF_PROFILER] if "RegisterRecordFunction" in kinds_of_owners else list(found)

@@ -5,7 +5,7 @@ training. It handles neither signals nor errors: Ctrl-C, SIGTERM and whatever th
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -122,7 +122,7 @@ def run_two_steps(
     for parameter in counter.unfrozen:
         parameter.requires_grad_(True)
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
-    with counter:
+    with closing(counter):
         trainer = _trainer(device, counter, fake, around)
         # what `fit` does before it takes over errors and interrupts
         trainer.strategy._lightning_module = module
@@ -274,19 +274,11 @@ class _Count(Callback):
         self._datamodule, self._counted = around.datamodule, 2 * around.batches - 1
         self._first, self._counting_first = LiveBytes(), ExitStack()
         self._counted_first = around.batches - 1
-        self._limit, self._bounded = around.limit_bytes if fake is None else None, list[BoundedStep]()
+        self._limit = around.limit_bytes if fake is None else None
 
-    def __enter__(self) -> None:
-        """Nothing has begun."""
-
-    def __exit__(self, *_: Any) -> None:
+    def close(self) -> None:
         """End whatever has begun."""
-        if self._counting:
-            self.recorder.stop()
-        self._counting = False
         self._counting_first.close()
-        while self._bounded:
-            self._bounded.pop().stop()
         self._entered.close()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -304,8 +296,9 @@ class _Count(Callback):
             self._entered.enter_context(without_values())
         if batch_idx == 0 and self._limit is not None:
             held = sum(tensor.nbytes for tensor in (*pl_module.parameters(), *pl_module.buffers()))
-            self._bounded.append(BoundedStep(pl_module, max(0, self._limit - held)))
-            self._bounded[0].start(batch, trainer.optimizers)
+            bounded = BoundedStep(pl_module, max(0, self._limit - held))
+            bounded.start(batch, trainer.optimizers)
+            self._entered.callback(bounded.stop)
         if batch_idx == self._counted_first:
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
             self._first.watch([*pl_module.parameters(), *pl_module.buffers(), *gradients, batch])
@@ -313,6 +306,7 @@ class _Count(Callback):
         if batch_idx == self._counted:
             self._counting = True
             self.recorder.start(batch, trainer.optimizers)
+            self._entered.callback(self.recorder.stop)
             # alive now and no part of the second step's beginning, so the first step has left it
             self.recorder.left_bytes = max(0, self._first.current - self.recorder.current)
 

@@ -7,7 +7,7 @@ hooks of the module and of the data module are called on copies, and nothing of 
 
 Known limits: `prepare_data` is not called, `setup` and `configure_model` are unless the run has done so; callbacks are
 not part of the step; loss scaling is left out, and what torch.compile has wrapped runs as it was before; kernels on the
-CPU and on a GPU keep other temporaries.
+CPU and on a GPU keep other temporaries, and what cuDNN's RNNs leave to their backward pass is not counted.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
 
+from lightning_amp._torch import has_no_values
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.bounded_step import StepOverBudget, of_transform, users_line, why_values
-from lightning_amp.footprint.copies.fake_copy import cloned, copy_of, copy_of_data, fake_batch, length_of, resize
+from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data, fake_batch, length_of, resized
 from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.inner_run import BY_ITSELF, Around, run_two_steps
@@ -107,10 +108,7 @@ def counted_step(
         while True:
             fake = None if with_values else QuickFakes(valid=True)
             try:
-                if fake is not None:
-                    given = fake_batch(batch, fake, batch_size)
-                else:
-                    given = cloned(batch if batch_size is None else resize(batch, batch_size))
+                given = resized(batch, batch_size) if fake is None else fake_batch(batch, fake, batch_size)
                 with as_guest(module, around.datamodule):
                     twin = copy_of(module, fake)
                     data = copy_of_data(around.datamodule, module, twin, fake)
@@ -146,7 +144,7 @@ def _refuse_values(module: LightningModule, reason: str, around: Around, cause: 
         raise ModelError(
             f"the step of {name!r} cannot run without values ({reason}), and was not to be run with them"
         ) from cause
-    if any(tensor.is_meta for tensor in module.state_dict().values()):
+    if any(map(has_no_values, (*module.parameters(), *module.buffers()))):
         raise ModelError(
             f"cannot profile {name!r}: its step needs values ({reason}), and its parameters have none (device"
             " 'meta'): pass a module on the CPU, of which a real step is measured"

@@ -246,17 +246,14 @@ def mark_of(value: Any, seen: dict[int, Any], depth: int) -> Any:
         return id(value)
     seen[id(value)] = value
     if isinstance(value, nn.Module):
-        return id(value), *(_outline(part) for part in _public(value).values())
+        # of one that is not the block's what others read: its buffers, and attributes of the user's
+        public = {**value._buffers, **{name: part for name, part in vars(value).items() if name[0] != "_"}}
+        return id(value), *map(_outline, public.values())
     if isinstance(value, Mapping):
         return [(mark_of(k, seen, depth - 1), mark_of(v, seen, depth - 1)) for k, v in value.items()]
     if isinstance(value, list | tuple | set | frozenset | deque):
         return [mark_of(part, seen, depth - 1) for part in value]
     return id(value), _held(value, seen, depth)
-
-
-def _public(module: nn.Module) -> dict[str, Any]:
-    """What a module that is not the block's has for others to read: its buffers, and attributes of the user's."""
-    return {**module._buffers, **{name: value for name, value in vars(module).items() if name[0] != "_"}}
 
 
 def _outline(value: Any) -> Any:

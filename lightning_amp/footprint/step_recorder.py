@@ -50,6 +50,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         head: The last product with a parameter in a forward pass.
         optimising: Whether the optimiser changes parameters now.
         in_step: Whether the module's training step runs now, and no backward pass that it has left to the Trainer.
+        trained: Parameters by name.
         lengths: Of the first dimensions of the tensors that the training step has got last.
         returned: Storages of what it has returned last.
         went_back: Modules whose nodes a backward pass has gone through that the training step began by itself.
@@ -72,9 +73,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.went_back: set[str] = set()
         self.first_bytes = self.left_bytes = 0
         self._module = module
-        self._names = {id(child): fqn for fqn, child in module.named_modules()}
-        self._parameters = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._trained: dict[str, nn.Parameter] = {}
+        self.trained: dict[str, nn.Parameter] = {}
         self._running: list[tuple[str, bool]] = []
         self._orders: list[int] = [-1]
         self._owners: list[tuple[str, int]] = [("", -1)]
@@ -87,8 +86,11 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
     def start(self, batch: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Begin a step, with what is there already."""
         optimizers = list(optimizers)
-        self._trained = dict(self._module.named_parameters())
-        self._hold([*self._trained.items(), *self._module.named_buffers()], PARAMETERS)
+        # not before: hooks of the module may make parts of it
+        self._names = {id(child): fqn for fqn, child in self._module.named_modules()}
+        self.trained = dict(self._module.named_parameters())
+        self._parameters = {id(parameter): name for name, parameter in self.trained.items()}
+        self._hold([*self.trained.items(), *self._module.named_buffers()], PARAMETERS)
         self.hold_gradients()
         for optimizer in optimizers:
             for parameter, state in optimizer.state.items():
@@ -138,7 +140,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         """Count the gradients that parameters have now as such, from their birth on."""
         # in a step tensors without a gradient may stand in the places of parameters
         now = {
-            name: self._trained.get(name, p) if hasattr(p, "__tensor_flatten__") else p
+            name: self.trained.get(name, p) if hasattr(p, "__tensor_flatten__") else p
             for name, p in self._module.named_parameters()
         }
         found = [(f"{name}.grad", p.grad) for name, p in now.items() if p.grad is not None]

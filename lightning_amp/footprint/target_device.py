@@ -14,8 +14,6 @@ from contextvars import ContextVar
 
 from torch import Tensor
 
-from lightning_amp.errors import InstallError
-
 _DEVICE_TYPE: ContextVar[str | None] = ContextVar("device type whose settings are taken", default=None)
 
 
@@ -30,12 +28,7 @@ def settings_of(device_type: str) -> Iterator[None]:
 
     Args:
         device_type: "cpu", "cuda" or another one of torch's.
-
-    Raises:
-        InstallError: An empty name.
     """
-    if not device_type:
-        raise InstallError(f"settings of {device_type!r} do not exist; name a type of device, such as 'cpu' or 'cuda'")
     token = _DEVICE_TYPE.set(device_type)
     try:
         yield

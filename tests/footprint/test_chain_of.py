@@ -104,6 +104,25 @@ def test_the_peak_of_every_choice_in_small_chains(name: str) -> None:
         assert peak_bytes(chain, names) == pytest.approx(expected, rel=0.02), names
 
 
+class Halved(Chained):
+    """Copies of its weights live until autocast ends, after the blocks and before the backward pass."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().training_step(batch, batch_idx)
+
+
+def test_copies_of_weights_by_autocast_count_while_they_are_there() -> None:
+    def make_one() -> Halved:
+        torch.manual_seed(0)
+        return Halved(nn.ModuleList(nasty.Plain() for _ in range(4)))
+
+    chain = chain_of(make_one(), batch_of(30))
+    assert peak_bytes(chain, ()) == measured(make_one(), batch_of(30))
+    for names in choices(chain):
+        assert peak_bytes(chain, names) == pytest.approx(real_peak(make_one(), batch_of(30), names), rel=0.02), names
+
+
 class Manual(Small):
     """Two networks, two optimisers, one backward pass after the other."""
 

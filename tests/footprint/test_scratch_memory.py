@@ -9,6 +9,7 @@ import lightning_amp
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
+from tests.footprint.test_profile_module import measured
 
 ROWS, WORDS, HEADS, WIDTH = 4, 32, 2, 16
 SCORES = ROWS * HEADS * WORDS * WORDS * 4
@@ -91,3 +92,22 @@ def test_what_is_asked_of_a_plan_has_it_too() -> None:
     whole = lightning_amp.plan(Model(), batch, rates="H200").plan.predicted_peak_bytes
     planned = lightning_amp.plan(Model(), batch, strategies=["S1"], rates="H200", device_memory=whole)
     assert planned.largest_batch() == ROWS
+
+
+class Recurrent(Model):
+    """An LSTM, whose kernel leaves memory of its library's to the backward pass."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(WIDTH, 24, 2, batch_first=True, bidirectional=True, dtype=dtype)  # type: ignore[assignment]
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.layers(batch)[0].square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_the_kernel_of_an_lstm_leaves_is_counted(dtype: torch.dtype) -> None:
+    batch = torch.randn(ROWS, WORDS, WIDTH, dtype=dtype)
+    found = lightning_amp.profile(Recurrent(dtype), batch)
+    assert found.measured == "fake tensors", found.reason
+    assert found.peak_bytes == measured(Recurrent(dtype), batch)

@@ -148,8 +148,10 @@ class ChainBuilder:
         # a recomputed block holds its inputs until its backward pass ends, which is no cost where other code does too
         readers = {i for i in self._read_by.get(id(life), ()) if self._spans[i].back_end > outside}
         named = id(life) in self._made_by or id(life) in self._read_by
-        if span is not None and not named and outside == own and span.end < own <= span.back_end:
-            # something that the backward pass reads holds it, and not by way of autograd
+        held = span is not None and max(span.end + 1, span.back_start - 1) <= own <= span.back_end
+        if span is not None and held and not named and outside == own:
+            # something that the backward pass reads holds it, and not by way of autograd; what goes before that pass,
+            # as autocast's copies of weights do, is there in any case
             keepers[home] = max(own, keepers.get(home, 0))
             own = outside = span.end
         # what a block keeps no longer than other code does would not go if the block was recomputed

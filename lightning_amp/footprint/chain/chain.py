@@ -142,16 +142,10 @@ def peak_bytes(chain: Chain, forms: Forms) -> int:
     Raises:
         PlanError: A name that is no block of the chain, or a form that the block does not have.
     """
-    moment = peak_moment(chain, forms)
-    return 0 if moment is None else bytes_at(chain, moment, forms)
-
-
-def peak_moment(chain: Chain, forms: Forms) -> ChainMoment | None:
-    """When memory is at its peak; None for a chain without moments."""
     found = _by_name(chain, forms)
     of_block = [found.get(block.fqn, KEPT) for block in chain.blocks]
-    exist = [m for m in chain.moments if m.block is None or of_block[m.block] == m.form]
-    return max(exist, key=lambda m: bytes_at(chain, m, found), default=None)
+    exist = (m for m in chain.moments if m.block is None or of_block[m.block] == m.form)
+    return max((bytes_at(chain, moment, found) for moment in exist), default=0)
 
 
 def bytes_at(chain: Chain, moment: ChainMoment, forms: Forms) -> int:

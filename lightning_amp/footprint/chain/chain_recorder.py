@@ -98,7 +98,6 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         took: Seconds of every operator in `work`, as if each waited for the one before.
         read_last: Last operator of a forward pass that has read a storage, by the id of its Life.
         readers: Operators of forward passes that have read a parameter, by its name.
-        trained: Names of the parameters.
         computed: Ids of the Lives that were made from parameters, at whatever remove; others are of the batch alone.
         of_blocks: Ids of those that the blocks of `stages` have made, or that depend on what they return.
         reads, writes: Operators of forward passes that have read, and written, each of the others, by its id.
@@ -134,7 +133,6 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self.decides = False
         self.transformed: set[str] = set()
         self.swapped: set[str] = set()
-        self.trained = frozenset(self._parameters.values())
         self._rates, self._stages, self.watches_saved = rates, frozenset(stages), watches_saved
         self._read_outside: set[str] = set()
         self._open: int | None = None

@@ -51,6 +51,9 @@ def as_before(*owners: Any) -> Iterator[None]:
     }
     files = {kind.__module__ for kind in found}
     before = _Before(files)
+    # a step reaches those of a module that it finds by a global name
+    parameters = (p for part in parts if isinstance(part, nn.Module) for p in part._parameters.values())
+    gradients = [(p, p.grad) for p in parameters if p is not None and p.is_leaf]
     for name in sorted(files & sys.modules.keys()):
         before.keep_names(sys.modules[name], DEPTH)
     for owner in found:
@@ -58,7 +61,11 @@ def as_before(*owners: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        before.put_back()
+        for undo in before.undo:
+            undo()
+        for parameter, gradient in gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
 
 
 def contents(cell: CellType) -> list[Any]:
@@ -79,11 +86,7 @@ class _Before:
     def __init__(self, files: Set[str]) -> None:
         self._files = files
         self._seen: set[int] = set()
-        self._undo: list[Callable[[], Any]] = []
-
-    def put_back(self) -> None:
-        for undo in self._undo:
-            undo()
+        self.undo: list[Callable[[], Any]] = []
 
     def keep(self, value: Any, depth: int) -> None:
         """Of a value, and of `depth` objects within it."""
@@ -100,21 +103,19 @@ class _Before:
             self._keep_entries(value, depth)
         elif kind in CONTAINERS:
             if len(value) <= DATA:
-                self._undo.append(partial(_refill, value, copy.copy(value)))
+                self.undo.append(partial(_refill, value, copy.copy(value)))
                 self._keep_entries(value, depth)
         elif issubclass(kind, CACHED):
-            self._undo.append(partial(_clear_if_filled, value, value.cache_info()))
-        elif issubclass(kind, torch.Generator):
-            self._undo.append(partial(value.set_state, value.get_state()))
+            self.undo.append(partial(_clear_if_filled, value, value.cache_info()))
         elif issubclass(kind, np.random.Generator):
-            self._undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
-        elif issubclass(kind, np.random.RandomState):
-            self._undo.append(partial(value.set_state, value.get_state()))
+            self.undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        elif issubclass(kind, torch.Generator | np.random.RandomState):
+            self.undo.append(partial(value.set_state, value.get_state()))
         elif issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
-            self._undo.append(partial(value.setstate, value.getstate()))
+            self.undo.append(partial(value.setstate, value.getstate()))
         elif issubclass(kind, CellType):
             for content in contents(value):
-                self._undo.append(partial(setattr, value, "cell_contents", content))
+                self.undo.append(partial(setattr, value, "cell_contents", content))
                 self.keep(content, depth)
         elif depth and self._is_looked_into(value):
             if issubclass(kind, FunctionType):
@@ -125,7 +126,7 @@ class _Before:
     def keep_names(self, owner: Any, depth: int) -> None:
         """Of the attributes of an object."""
         state = _names(owner)
-        self._undo.append(partial(_set_names, owner, state))
+        self.undo.append(partial(_set_names, owner, state))
         for value in state.values():
             self.keep(value, depth)
 
@@ -197,37 +198,36 @@ def apart(value: Any, memo: dict[int, Any]) -> Any:
     """
     if id(value) in memo:
         return memo[id(value)]
-    if isinstance(value, random.SystemRandom):
-        # the machine's own, which has no state
-        return value
-    if isinstance(value, GENERATORS):
+    # that of the machine has no state
+    if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom):
         memo[id(value)] = value.clone_state() if isinstance(value, torch.Generator) else copy.deepcopy(value)
-    elif isinstance(value, dict | list | tuple) and type(value) in (dict, list, tuple):
-        if len(value) > LONG:
-            # data
-            return value
-        if isinstance(value, dict):
-            # in the memo before it is filled, for it may hold itself
-            memo[id(value)] = found = {}
-            found.update({key: apart(part, memo) for key, part in value.items()})
-        else:
-            memo[id(value)] = type(value)([apart(part, memo) for part in value])
+    elif type(value) is tuple and len(value) <= LONG:
+        memo[id(value)] = tuple([apart(part, memo) for part in value])
+    elif type(value) in CONTAINERS and len(value) <= DATA:
+        # in the memo before it is filled, for it may hold itself
+        memo[id(value)] = found = copy.copy(value)
+        if len(value) <= LONG and isinstance(value, dict):
+            # that of a Counter adds to what is there
+            dict.update(found, {key: apart(part, memo) for key, part in value.items()})
+        elif len(value) <= LONG:
+            _refill(found, [apart(part, memo) for part in value])
     elif isinstance(value, MethodType):
         owner = value.__self__
         # a method of a module or data module may change that one, which is then a copy in what it remembers too
         own = _shallow(owner, memo) if isinstance(owner, OWNERS) and id(owner) not in memo else apart(owner, memo)
         memo[id(value)] = MethodType(value.__func__, own)
     elif _remembers(value):
-        try:
-            _shallow(value, memo)
-        except Exception:
-            return value
+        _shallow(value, memo)
     return memo.get(id(value), value)
 
 
 def _shallow(value: Any, memo: dict[int, Any]) -> Any:
-    found = memo[id(value)] = copy.copy(value)
-    vars(found).update({name: apart(part, memo) for name, part in vars(value).items()})
+    try:
+        found = memo[id(value)] = copy.copy(value)
+        vars(found).update({name: apart(part, memo) for name, part in vars(value).items()})
+    except Exception:
+        # shared then, for half a copy would be neither
+        found = memo[id(value)] = value
     return found
 
 

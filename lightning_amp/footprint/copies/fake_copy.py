@@ -3,17 +3,21 @@
 The module is copied with its tensors replaced, so its parameters are never held twice. It is built before the fake mode
 is entered: a module that is constructed or copied under the mode may keep a reference to the mode.
 
-`copy.deepcopy` shares functions. One that a module holds, as a hook or an attribute, may have closed over the module
-itself, and would run on the module that trains: it is copied too, with what it has closed over.
+`copy.deepcopy` shares functions and weak references. One that a module holds, as a hook, a method or an attribute, may
+have closed over the module itself, and would run on the module that trains: it is copied too, with what it has closed
+over.
 """
 
 import copy
+import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from functools import partial
-from types import CellType, FunctionType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar, cast
+from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
@@ -21,7 +25,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_amp._torch import FakeTensor, FakeTensorMode, has_no_values
+from lightning_amp._torch import FakeTensor, FakeTensorMode, has_no_values, is_compiled
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.as_before import apart, contents, is_of_user
@@ -32,6 +36,9 @@ DATA = (Dataset, DataLoader, LightningDataModule)
 """Attributes of a module that a copy of it shares."""
 SHARED = (*DATA, np.ndarray, ModuleType, type)
 """What a copied function shares with the function that it is a copy of."""
+LOOKED_INTO = ("argparse", "queue", "threading", "types")
+"""Libraries with objects that hold functions of the user's, or locks."""
+LOCKS: dict[type, Any] = {type(make()): make for make in (threading.Lock, threading.RLock)}
 
 
 def copy_of(module: M, fake: FakeTensorMode | None) -> M:
@@ -43,25 +50,18 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
     memo: dict[int, Any] = {}
     for child in module.modules():
         # a Trainer holds loaders, loggers and process groups
-        for key in ("_trainer", "_fabric"):
-            attached = vars(child).get(key)
-            if attached is not None:
-                memo[id(attached)] = _NOTHING
+        attached = (vars(child).get(key) for key in ("_trainer", "_fabric"))
+        memo |= {id(value): _NOTHING for value in attached if value is not None}
         # data are not part of a step, and may be larger than the module
         memo |= {id(value): value for value in vars(child).values() if isinstance(value, DATA)}
-        # what it has computed of parameters, as torch's older weight_norm does, which deepcopy refuses
-        computed = [v for v in vars(child).values() if isinstance(v, Tensor) and v.grad_fn is not None]
-        memo |= {id(v): v.detach() if fake is None else fake_tensor(v.detach(), fake) for v in computed}
         if fake is not None:
-            for tensor in (*child._parameters.values(), *child._buffers.values()):
-                if tensor is None:
-                    continue
+            for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False)):
                 memo[id(tensor)] = found = fake_tensor(tensor, fake)
                 # not those of parameters: every step changes them, so that nothing may be decided by their values
                 if not (isinstance(tensor, nn.Parameter) or has_no_values(tensor)):
                     give_values(found, tensor)
     try:
-        _copy_functions([*module.modules()], memo)
+        _copy_by_hand([*module.modules()], memo, fake)
         twin = copy.deepcopy(module, memo)
     except Exception as error:
         raise ModelError(
@@ -69,13 +69,19 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
             " step on a copy, so that the module stays as it is; take what cannot be copied out of its"
             " attributes"
         ) from error
-    for child in twin.modules():
-        for key in ("_trainer", "_fabric"):
-            if vars(child).get(key) is _NOTHING:
-                vars(child)[key] = None
-        if vars(child).get("_metric_attributes") is not None:
+    for child in module.modules():
+        own = memo.get(id(child), child)
+        if is_compiled(child) and not is_compiled(own):
+            # `module.compile()`, of which a copy knows nothing: it is called as it was before
+            own._compiled_call_impl = own._call_impl
+        for key, value in vars(own).items():
             # Lightning knows logged metrics by their ids, of a module that trains
-            vars(child)["_metric_attributes"] = None
+            if value is _NOTHING or key == "_metric_attributes":
+                vars(own)[key] = None
+            elif type(value) is ReferenceType and isinstance(value(), nn.Module):
+                vars(own)[key] = ref(memo.get(id(value()), value()))
+            elif isinstance(value, MethodType) and id(value.__func__) in memo:
+                vars(own)[key] = MethodType(memo[id(value.__func__)], value.__self__)
     return twin
 
 
@@ -92,7 +98,7 @@ def copy_of_data(
         return None
     found = copy.copy(data)
     memo: dict[int, Any] = {id(module): twin, id(data): found}
-    _copy_functions([data], memo)
+    _copy_by_hand([data], memo, fake)
     for name, value in vars(data).items():
         if isinstance(value, nn.Module) and id(value) not in memo:
             memo[id(value)] = copy_of(value, fake)
@@ -100,21 +106,34 @@ def copy_of_data(
     return found
 
 
-def _copy_functions(owners: Sequence[Any], memo: dict[int, Any]) -> None:
-    """Put into a memo copies of the functions that some objects hold and that hold something themselves."""
+def _copy_by_hand(owners: Sequence[Any], memo: dict[int, Any], fake: FakeTensorMode | None) -> None:
+    """Put into a memo copies of what some objects hold and deepcopy shares or refuses: functions that hold something
+    themselves, locks, sparse tensors, and those that were computed of others, as torch's older weight_norm does.
+    """
     cells: dict[int, tuple[CellType, CellType]] = {}
     copies: list[tuple[FunctionType, FunctionType]] = []
     waiting: list[Any] = [value for owner in owners for value in vars(owner).values()]
     seen = set[int]()
     while waiting:
         value = waiting.pop()
-        if isinstance(value, dict | list | tuple):
-            # once: a list may hold itself
-            waiting += () if id(value) in seen else value.values() if isinstance(value, dict) else value
-            seen.add(id(value))
+        if id(value) in seen or id(value) in memo:
+            # a list may hold itself
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict | list | tuple | set | deque):
+            waiting += value.values() if isinstance(value, dict) else value
         elif isinstance(value, partial):
-            waiting += [value.func, *value.args]
-        elif holds_something(value) and id(value) not in memo:
+            waiting += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, MethodType):
+            waiting.append(value.__func__)
+        elif type(value) in LOCKS:
+            memo[id(value)] = LOCKS[type(value)]()
+        elif isinstance(value, Tensor):
+            if fake is not None and value.grad_fn is not None:
+                memo[id(value)] = fake_tensor(value.detach(), fake)
+            elif value.grad_fn is not None or value.layout is not torch.strided:
+                memo[id(value)] = value.detach().clone()
+        elif holds_something(value):
             # empty cells first: functions may have closed over each other, or over themselves
             own = value.__closure__ or ()
             cells.update({id(cell): (CellType(), cell) for cell in own if id(cell) not in cells})
@@ -123,6 +142,9 @@ def _copy_functions(owners: Sequence[Any], memo: dict[int, Any]) -> None:
             memo[id(value)] = twin
             copies.append((twin, value))
             waiting += [content for cell in own for content in contents(cell)]
+        elif not isinstance(value, (nn.Module, *SHARED)) and hasattr(value, "__dict__"):
+            looked_into = is_of_user(type(value)) or type(value).__module__ in LOOKED_INTO
+            waiting += vars(value).values() if looked_into else ()
     # only now, for what one has closed over may hold others
     copied = partial(_copied, memo=memo, own=set(map(id, owners)))
     for new, cell in cells.values():
@@ -159,11 +181,14 @@ _NOTHING = object()
 
 def make_fake(module: nn.Module, fake: FakeTensorMode) -> None:
     """Replace the tensors that a module has made for itself since it was copied."""
+    made: dict[int, Tensor] = {}
     for child in module.modules():
         for own in (child._parameters, child._buffers):
             for name, tensor in own.items():
                 if tensor is not None and not isinstance(tensor, FakeTensor):
-                    cast(dict[str, Any], own)[name] = fake_tensor(tensor, fake)
+                    # one that is in two places stays one
+                    found = made[id(tensor)] if id(tensor) in made else fake_tensor(tensor, fake)
+                    made[id(tensor)] = cast(dict[str, Any], own)[name] = found
 
 
 @contextmanager
@@ -190,13 +215,15 @@ def _copy_of_tensor(tensor: Tensor, memo: dict[int, Any]) -> Any:
 
 def fake_tensor(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
     """A fake tensor on the same device; on the CPU where this one is on the device "meta"."""
+    if tensor.layout is not torch.strided:
+        # torch makes it without entries, whose bytes would not count
+        raise NotImplementedError(f"a tensor of layout {tensor.layout} has no entries without values")
     if has_no_values(tensor):
         device = "cpu" if tensor.is_meta else tensor.device
         with fake:
             found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        found.requires_grad_(tensor.requires_grad)
-        if isinstance(tensor, nn.Parameter):
-            found = nn.Parameter(found, tensor.requires_grad)
+        learns = tensor.requires_grad
+        found = nn.Parameter(found, learns) if isinstance(tensor, nn.Parameter) else found.requires_grad_(learns)
     else:
         found = fake.from_tensor(tensor)
         found.grad = None
@@ -212,38 +239,23 @@ def length_of(batch: Any) -> int | None:
     return next((length for length in set(found) if 2 * found.count(length) > len(found)), None)
 
 
-def resize(batch: Any, batch_size: int) -> Any:
-    """The batch with other tensors in the place of those whose first dimension is the batch's.
-
-    Its rows are repeated, for a step that needs values; `fake_batch` does the same without values.
-    """
+def resized(batch: Any, batch_size: int | None) -> Any:
+    """A copy of the batch; if a length is given, with the rows repeated of tensors that have the batch's length."""
     length = length_of(batch)
 
-    def longer(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or tensor.shape[0] != length or tensor.is_meta:
-            return tensor
+    def copied(tensor: Tensor) -> Tensor:
+        if batch_size is None or not tensor.dim() or tensor.shape[0] != length or tensor.is_meta:
+            return tensor.clone()
         return tensor[torch.arange(batch_size, device=tensor.device) % length]
 
-    return _map(batch, longer)
-
-
-def cloned(batch: Any) -> Any:
-    """The batch with copies of its tensors, for a step with values that may write into them."""
-    return _map(batch, Tensor.clone)
+    return _map(batch, copied)
 
 
 def fake_batch(batch: Any, fake: FakeTensorMode, batch_size: int | None) -> Any:
     """The batch as fake tensors, of another length if one is given."""
-    length = length_of(batch)
-
-    def as_fake(tensor: Tensor) -> Tensor:
-        found = fake_tensor(tensor, fake)
-        if batch_size is None or not tensor.dim() or tensor.shape[0] != length:
-            return found
-        with fake:
-            return found.new_empty((batch_size, *tensor.shape[1:]))
-
-    return _map(batch, as_fake)
+    found = _map(batch, partial(fake_tensor, fake=fake))
+    with fake:
+        return found if batch_size is None else resized(found, batch_size)
 
 
 def _map(values: Any, change: Any) -> Any:
@@ -260,5 +272,9 @@ def _map(values: Any, change: Any) -> Any:
     if isinstance(values, list | tuple):
         return type(values)(_map(value, change) for value in values)
     if is_dataclass(values) and not isinstance(values, type):
-        return replace(values, **{f.name: _map(getattr(values, f.name), change) for f in fields(values) if f.init})
+        twin: Any = copy.copy(values)
+        for one in fields(values):
+            # one that is frozen has its own __setattr__
+            object.__setattr__(twin, one.name, _map(getattr(values, one.name), change))
+        return twin
     return values

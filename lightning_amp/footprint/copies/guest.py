@@ -19,19 +19,18 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import WarningCache  # type: ignore[attr-defined]
-from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
-from lightning_amp._torch import is_compiled, is_watched, unseen
+from lightning_amp._torch import is_watched, unseen
 from lightning_amp.footprint.copies.as_before import as_before
 from lightning_amp.random_streams import isolated_random_streams
 
@@ -54,7 +53,8 @@ def as_guest(*owners: Any) -> Iterator[None]:
         _without_files(),
         _without_others(),
         unseen(),
-        _eagerly(owners),
+        # what torch.compile has wrapped; nothing is compiled for a profile
+        torch.compiler.set_stance("force_eager"),
     ):
         yield
 
@@ -110,6 +110,7 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_num_threads, torch.set_num_threads),
+    (torch.is_warn_always_enabled, torch.set_warn_always),
     (_matmul_precision, _set_matmul_precision),
     _cudnn("benchmark"),
     _cudnn("deterministic"),
@@ -177,22 +178,18 @@ class _OfOthers:
 @contextmanager
 def _without_messages() -> Iterator[None]:
     """Neither say anything nor ask; what is said once in a process counts as not said."""
-    always = torch.is_warn_always_enabled()
     streams = [name for name in ("stdout", "stderr") if getattr(sys, name) is not None]
     # put in by hand: whatever else changes filters lets Python forget what it has said before
     warnings.filters.insert(0, ("ignore", None, Warning, None, 0))  # type: ignore[attr-defined]
     # torch's kernels remember what they have said once, unless they say it always
     torch.set_warn_always(True)
-    with ExitStack() as stack:
-        stack.callback(torch.set_warn_always, always)
-        for context in (
-            _replaced(WarningCache, add=_nothing),
-            _replaced(logging.Logger, handle=_elsewhere(logging.Logger.handle), warning_once=_nothing),
-            # who asks finds the end of a file, and goes on
-            _replaced(sys, stdin=io.StringIO(), breakpointhook=_nothing),
-            _replaced(sys, **{name: _OfOthers(getattr(sys, name)) for name in streams}),
-        ):
-            stack.enter_context(context)
+    with (
+        _replaced(WarningCache, add=_nothing),
+        _replaced(logging.Logger, handle=_elsewhere(logging.Logger.handle), warning_once=_nothing),
+        # who asks finds the end of a file, and goes on
+        _replaced(sys, stdin=io.StringIO(), breakpointhook=_nothing),
+        _replaced(sys, **{name: _OfOthers(getattr(sys, name)) for name in streams}),
+    ):
         yield
 
 
@@ -271,12 +268,3 @@ def _without_others() -> Iterator[None]:
         for registered, own in zip(hooks, before, strict=True):
             registered.clear()
             registered.update(own)
-
-
-def _eagerly(owners: Sequence[Any]) -> AbstractContextManager[Any]:
-    """Run modules that torch.compile has wrapped as they were before: nothing is compiled for a profile."""
-    modules = [child for owner in owners if isinstance(owner, nn.Module) for child in owner.modules()]
-    if not any(is_compiled(child) for child in modules):
-        return nullcontext()
-    eagerly: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return eagerly

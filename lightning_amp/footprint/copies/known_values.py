@@ -11,7 +11,7 @@ limit: numpy and `torch.tensor` make a plain 1 of it, and what is decided by tha
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp._torch import FakeTensor, OpOverload, tree_map
+from lightning_amp.footprint.live_bytes import tensors_of
 
 _EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default}
 MOST_BYTES = 2**30
@@ -96,22 +97,24 @@ def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
     """Remember how the result of an operator was made, and what it has written to.
 
     Raises:
-        DataDependent: It writes to a buffer whose value was read.
+        DataDependent: It writes to a buffer whose value was read, or makes as many entries as values say.
     """
+    if func._opname.startswith("_to_sparse"):
+        raise DataDependent("a sparse tensor is made of a dense one")
     given = (*args, *kwargs.values())
-    known = all(recipe_of(tensor) is not None for tensor in _tensors(given))
+    known = all(recipe_of(tensor) is not None for tensor in tensors_of(given))
     known = known and func not in _EMPTY and torch.Tag.nondeterministic_seeded not in func.tags
     places = _places_written(func)
     for i, name in places:
         value = args[i] if i < len(args) else kwargs.get(name)
-        for tensor in _tensors((value,)):
+        for tensor in tensors_of((value,)):
             # a recipe describes a write into the first argument alone: values of other memory that is written are
             # unknown from here
             _write(tensor, _written(func, args, kwargs) if known and tensor is args[0] else None)
     if known and not places and type(result) is FakeTensor:
         memory = result.untyped_storage()
         # a view shares its storage, and the recipe in it: only new memory gets one
-        if all(tensor.untyped_storage()._cdata != memory._cdata for tensor in _tensors(given)):
+        if all(tensor.untyped_storage()._cdata != memory._cdata for tensor in tensors_of(given)):
             memory.recipe = Recipe(  # type: ignore[attr-defined]
                 func=func, args=tree_map(_seen, args), kwargs=tree_map(_seen, kwargs), like=_view(result)
             )
@@ -138,17 +141,9 @@ def _write(tensor: Tensor, after: Recipe | None) -> None:
     tensor.untyped_storage().recipe = after  # type: ignore[attr-defined]
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-
-
 def computed(func: OpOverload, args: Any, kwargs: Any) -> Any:
     """What an operator says of values, as a number; None where these are not known."""
-    if any(recipe_of(tensor) is None for tensor in _tensors((*args, *kwargs.values()))):
+    if any(recipe_of(tensor) is None for tensor in tensors_of((*args, *kwargs.values()))):
         return None
     with torch.no_grad():
         found = _call(Recipe(func=func, args=tree_map(_seen, args), kwargs=tree_map(_seen, kwargs)), None, {})

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_amp._torch import (
     GROUPED_MM,
     IS_ALL_TRUE,
+    RNN_ON_CPU,
     FakeTensor,
     FakeTensorMode,
     OpOverload,
@@ -92,7 +93,8 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             result.constant = torch.ones((), dtype=torch.bool)
             return result
         if self._valid and func is torch.ops.aten.bincount.default:
-            bins, weights = _bins(*args, **kwargs)
+            bins = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+            weights = kwargs.get("weights", args[1] if len(args) > 1 else None)
             if bins:
                 # as many as are given, as by torchmetrics; without a number they are as many as the largest value
                 dtype = torch.int64
@@ -107,6 +109,11 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if self._valid and func in _CTC and (args[1].dim() == 2 or not isinstance(args[3], Tensor)):
             like = torch.ops.aten.new_empty.default
             return tuple(super(QuickFakes, self).dispatch(like, types, (args[0], size), {}) for size in _ctc(*args))
+        if self._valid and func is RNN_ON_CPU:
+            # by torch's rule for fake tensors it leaves nothing to its backward pass
+            made: Any = super().dispatch(func, types, args, kwargs)
+            like, left = torch.ops.aten.new_empty.default, [_left_by_rnn(args)]
+            return *made[:3], super().dispatch(like, types, (args[0], left), {"dtype": torch.uint8})
         # with the default dtype, which is that of a quotient of integers, and of all that is made without a dtype
         key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not self._may_look_up(func) or not self._describe(
@@ -150,9 +157,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Add all that a result may depend on to a key; False where that is more than layouts."""
         for value in values:
             if type(value) is FakeTensor:
-                if value.fake_mode is not self or value.constant is not None:
-                    return False
-                if not _is_plain(value):
+                if value.fake_mode is not self or value.constant is not None or not _is_plain(value):
                     return False
                 key += (value.shape, value.stride(), value.dtype, value.fake_device, value.requires_grad)
                 if offsets:
@@ -196,9 +201,12 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         return self._made(result, args, kwargs)
 
     def _made(self, result: Any, args: Any, kwargs: Any) -> _Made | None:
-        if type(result) is not FakeTensor or result.constant is not None or result.requires_grad:
-            return None
-        if not _is_plain(result):
+        if (
+            type(result) is not FakeTensor
+            or result.constant is not None
+            or result.requires_grad
+            or not _is_plain(result)
+        ):
             return None
         shape, stride, offset = tuple(result.shape), result.stride(), int(result.storage_offset())
         made, memory = _Made(shape, stride, result.dtype, result.fake_device), result.untyped_storage()
@@ -215,11 +223,6 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             new = torch.empty_strided(shape, stride, dtype=result.dtype, device="meta").untyped_storage()
         # a result in more memory than its layout needs, or that begins inside of it, is not what `_make` makes
         return made if offset == 0 and new.nbytes() == memory.nbytes() else None
-
-
-def _bins(values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> tuple[int, Tensor | None]:
-    """The arguments of `bincount` that its result follows from."""
-    return minlength, weights
 
 
 def _ctc(scores: Tensor, targets: Tensor, lengths: Any, of_targets: Any, *_: Any) -> tuple[tuple[int, ...], ...]:
@@ -241,6 +244,17 @@ def _grouped(one: Tensor, other: Tensor, ends: Tensor | None = None) -> tuple[li
         return [rows, columns], [wide, 1]
     groups = one.shape[0] if one.dim() == 3 or ends is None else ends.shape[0]
     return [groups, rows, columns], [rows * wide, wide, 1]
+
+
+def _left_by_rnn(args: Any) -> int:
+    """Bytes that a kernel leaves to its backward pass, as many as its library chooses: it is run once, with values."""
+    key = RNN_ON_CPU, *((a.shape, a.dtype) if isinstance(a, Tensor) else str(a) for a in args)
+    found: Any = _known.get(key)
+    if found is None:
+        # modes are off, as above
+        given = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, Tensor) else a for a in args]
+        found = _known[key] = RNN_ON_CPU(*given)[3].nbytes
+    return int(found)
 
 
 def _is_plain(tensor: Tensor) -> bool:

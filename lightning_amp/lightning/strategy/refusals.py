@@ -10,6 +10,7 @@ Known limit: callbacks are detected by the name of one of their classes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 
 import lightning.pytorch as pl
 import torch
@@ -80,8 +81,9 @@ def check_compiled(module: nn.Module, plan: Plan) -> None:
         compiled.append("")
     changing = [rule for rule in plan.rules if not isinstance(rule.spec, LEAVES_LAYERS)]
     for rule in changing:
-        start = rule.fqn.split("*")[0].rstrip(".")
-        if any(not name or start == name or start.startswith(f"{name}.") for name in compiled):
+        parts = rule.fqn.split(".")
+        # of a pattern as many parts as the name has
+        if any(not name or fnmatchcase(name, ".".join(parts[: name.count(".") + 1])) for name in compiled):
             raise PlanError(
                 f"torch.compile was applied to {compiled!r} ('' is the whole module), and the plan changes {rule.fqn!r}"
                 f" by {rule.strategy}, which compiled code would not follow. Compile only layers outside of the"

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,11 +26,13 @@ from torch.utils.data import DataLoader
 
 import lightning_amp  # noqa: F401  registers the names
 from lightning_amp import Plan
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, InstallError, PlanError
 from lightning_amp.lightning._compat import MultiProcessingLauncher
 from lightning_amp.lightning.consistency.replicas import check_replicas, decide_on_rank_zero
 from lightning_amp.lightning.faults.launchers import end_as_ours
 from lightning_amp.lightning.steps.cells import cells_to_weigh, count_cells, counted_once
+from lightning_amp.lightning.strategy.refusals import check_compiled
 from lightning_amp.lightning.strategy.registration import refuse
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.strategy.strategy_cases import Small, trainer_of
@@ -302,3 +305,20 @@ def test_two_ranks_say_a_mistake_once_without_a_traceback(tmp_path: Path) -> Non
     assert "Traceback" not in run.stderr
     assert run.stderr.count("predicted to run out of memory") == 1
     assert "lightning_amp.errors.PlanError: predicted to run out of memory" in run.stderr
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_pattern_of_what_is_compiled_is_refused(in_place: bool) -> None:
+    net = nn.ModuleDict({"layers": nn.ModuleList(nn.ModuleDict({"a": nn.ReLU(), "b": nn.ReLU()}) for _ in range(2))})
+    compiled: Any = net["layers"][1]  # type: ignore[index]
+    if in_place:
+        compiled["a"].compile(backend="eager")
+    else:
+        compiled["a"] = torch.compile(compiled["a"], backend="eager")
+    for fqn, refused in {"layers.*": True, "layers.*.a": True, "layers.1.a": True, "layers.*.b": False}.items():
+        plan: Any = SimpleNamespace(rules=[Rule(fqn=fqn, spec=object(), strategy="recompute", why="a test")])
+        if refused:
+            with pytest.raises(PlanError, match=r"torch.compile was applied to \['layers.1.a'\]"):
+                check_compiled(net, plan)
+        else:
+            check_compiled(net, plan)

@@ -1,0 +1,309 @@
+"""Claim: a profile runs on copies, whatever a module holds: nothing of the module that trains is changed by it."""
+
+import threading
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
+from functools import partial
+from queue import Queue
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lightning_amp
+from lightning_amp.footprint.chain.chain_of import count_step
+from lightning_amp.footprint.copies.as_before import apart
+from lightning_amp.footprint.copies.fake_copy import copy_of
+from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.profile_module import profile_module
+from tests.footprint.test_profile_module import Small, measured
+
+X = torch.randn(6, 8)
+
+
+class Plain(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.head(self.net(batch)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+class OfParent(nn.Module):
+    """Refers to the module that it is a part of, without being its child's owner."""
+
+    def __init__(self, parent: Plain) -> None:
+        super().__init__()
+        self.parent = weakref.ref(parent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parent = self.parent()
+        assert parent is not None
+        found: Tensor = parent.head(x)
+        return found
+
+
+class WeakReference(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = OfParent(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.part(self.net(batch)).square().mean()
+
+
+class Loss:
+    """An object of the user's that holds a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.function = function
+
+
+class ObjectWithFunction(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = Loss(lambda x: self.head(x).square().mean())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss.function(self.net(batch))
+
+
+class PartialWithKeyword(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = partial(lambda x, then: then(x), then=lambda x: self.head(x).square().mean())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found: Tensor = self.loss(self.net(batch))
+        return found
+
+
+class Patched(Plain):
+    """A method of it was put in the place of its class's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        plain = self.net.forward
+        self.net.forward = MethodType(lambda layer, x: plain(x) * layer.weight.mean(), self.net)  # type: ignore[method-assign]
+
+
+class Options(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = SimpleNamespace(then=lambda x: x * self.head.bias.mean(), queue=Queue())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found: Tensor = self.options.then(self.head(self.net(batch))).square().mean()
+        return found
+
+
+class KeepsGraphs(Plain):
+    """As one whose fit has ended in the midst of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs = [self.net(X).mean()]
+        self.state = {"hidden": (self.net(X), None)}
+
+
+class Locked(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock, self.condition = threading.Lock(), threading.Condition()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with self.lock, self.condition:
+            return super().training_step(batch, batch_idx)
+
+
+def seen(graph: Any, inputs: Any) -> Any:
+    raise AssertionError("nothing is compiled for a profile")
+
+
+@torch.compile(backend=seen)
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+class CallsCompiled(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(doubled(batch), batch_idx)
+
+
+MODULES: dict[str, Plain] = {}
+
+
+class FoundByName(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        MODULES["newest"] = self
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return MODULES["newest"].head(self.net(batch)).square().mean()
+
+
+KINDS = [Patched, Options, WeakReference, ObjectWithFunction, PartialWithKeyword, KeepsGraphs, Locked]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, CallsCompiled, FoundByName])
+def test_whatever_a_module_holds_the_step_is_of_the_copy(kind: type[Plain]) -> None:
+    module = kind()
+    kept = dict(vars(module))
+    found = lightning_amp.profile(module, X)
+    assert found.measured == "fake tensors", found.reason
+    assert all(p.grad is None for p in module.parameters())
+    assert all(vars(module)[name] is value for name, value in kept.items())
+    if kind in KINDS:
+        assert found.peak_bytes == measured(module, X)
+
+
+class TiedLate(Small):
+    """Its embedding is its head too; both are made in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "embedding"):
+            self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
+            self.head.weight = self.embedding.weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.head(self.embedding(batch)), batch)
+
+
+def test_parameters_that_hooks_have_tied_stay_tied() -> None:
+    found = lightning_amp.profile(TiedLate(), torch.arange(40))
+    assert found.by_kind["parameters"] == 4 * 50 * 8
+    assert found.peak_bytes == measured(TiedLate(), torch.arange(40))
+
+
+def test_what_hooks_make_has_its_names() -> None:
+    found = lightning_amp.profile(TiedLate(), torch.arange(40))
+    assert {"embedding.weight", "embedding.weight.exp_avg"} <= {t.name for t in found.tensors}
+
+
+@dataclass
+class Pair:
+    x: Tensor
+    times: InitVar[int]
+    y: Tensor = field(init=False)
+
+    def __post_init__(self, times: int) -> None:
+        self.y = self.x * times
+
+
+class OfPairs(Plain):
+    def training_step(self, batch: Pair, batch_idx: int) -> Tensor:
+        return super().training_step(batch.x + batch.y, batch_idx)
+
+
+def test_a_batch_may_be_any_dataclass() -> None:
+    found = lightning_amp.profile(OfPairs(), Pair(X, 2), batch_size=12)
+    assert found.measured == "fake tensors", found.reason
+    assert found.peak_bytes == lightning_amp.profile(OfPairs(), Pair(torch.cat([X, X]), 2)).peak_bytes
+
+
+class OtherState(Plain):
+    """Has state that is no tensor, and looks at a value."""
+
+    def get_extra_state(self) -> Any:
+        return {"steps": 3}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (2 if batch.sum() > 0 else 1)
+
+
+def test_a_module_may_have_other_state_than_tensors() -> None:
+    assert lightning_amp.profile(OtherState(), X).measured == "a real step"
+
+
+class Counting(pl.LightningDataModule):
+    """Remembers what its hooks have seen, in containers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set, self.deque, self.counter = {0}, deque([0], maxlen=3), Counter("a")
+        self.by_default: dict[str, list[int]] = defaultdict(list)
+        self.ordered, self.long = OrderedDict(a=[1]), [0] * 100
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.set.add(1)
+        self.deque.append(1)
+        self.counter["a"] += 1
+        self.by_default["a"].append(1)
+        self.ordered["a"].append(2)
+        self.long.append(1)
+        return batch
+
+
+def test_what_a_data_module_remembers_stays() -> None:
+    data = Counting()
+    profile_module(Plain(), X, around=Around(datamodule=data))
+    assert (data.set, data.deque, data.counter, data.by_default) == ({0}, deque([0]), Counter("a"), {})
+    assert (data.ordered, data.long) == (OrderedDict(a=[1]), [0] * 100)
+
+
+def test_containers_that_hold_themselves_and_objects_that_cannot_be_copied() -> None:
+    class Refuses(nn.Module):
+        def __reduce_ex__(self, _: Any) -> Any:
+            raise TypeError
+
+    class One:
+        def __init__(self) -> None:
+            self.refuses, self.names, self.method = Refuses(), ["a"], Refuses().forward
+
+    held: list[Any] = [1]
+    held += [held, {"held": held}]
+    copied = apart(held, {})
+    assert copied is not held
+    assert copied[1] is copied
+    assert copied[2]["held"] is copied
+    one = One()
+    both = apart([one, one.names], {})
+    assert both[0] is not one
+    assert both[0].names is both[1]
+    assert both[0].names is not one.names
+    assert both[0].method == one.method
+
+
+def test_a_copy_of_what_is_compiled_in_place_counts_as_compiled() -> None:
+    module = Small(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3)))
+    module.net[1].compile(backend=seen)  # type: ignore[index]
+    chain = count_step(module, (torch.randn(4, 5), torch.arange(4) % 3), []).chain
+    assert [("compiled" in block.fixed, block.fqn) for block in chain.blocks] == [
+        (False, "net.0"), (True, "net.1"), (False, "net.2")
+    ]  # fmt: skip
+
+
+class Graph(Plain):
+    """Multiplies by a sparse matrix that it holds, or that is in the batch."""
+
+    def __init__(self, layout: torch.layout, held: bool) -> None:
+        super().__init__()
+        self.register_buffer("edges", torch.eye(6).to_sparse(layout=layout) if held else None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        edges, x = batch if self.edges is None else (self.edges, batch)
+        return super().training_step(edges @ x, batch_idx)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_tensors_have_their_entries(layout: torch.layout) -> None:
+    held = Graph(layout, True)
+    assert lightning_amp.profile(held, X).peak_bytes == measured(copy_of(held, None), X)
+    given = (torch.eye(6).to_sparse(layout=layout).clone(), X)
+    found = lightning_amp.profile(Graph(layout, False), given)
+    assert "no entries without values" in found.reason
+    assert found.peak_bytes == measured(Graph(layout, False), given)
