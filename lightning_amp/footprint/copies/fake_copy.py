@@ -69,7 +69,10 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
             " step on a copy, so that the module stays as it is; take what cannot be copied out of its"
             " attributes"
         ) from error
-    for child in twin.modules():
+    for child, own in zip(twin.modules(), module.modules(), strict=True):
+        if own._compiled_call_impl is not None:
+            # still known as compiled; a copy has lost it, or, of a LightningModule, would call the original
+            child._compiled_call_impl = child._call_impl
         for key in ("_trainer", "_fabric"):
             if vars(child).get(key) is _NOTHING:
                 vars(child)[key] = None

@@ -61,11 +61,8 @@ def cells_per_step(trainer: "pl.Trainer") -> Cells:
     nothing, and the profile of its step counts them itself.
     """
     source = trainer.fit_loop._data_source
-    # a data module may be given for its plan in addition to loaders; it may also be that of an earlier run
-    owners = [getattr(trainer, "datamodule", None), source.instance]
-    for owner in owners if source.is_module() else reversed(owners):
-        if sizes := _sizes(owner):
-            return max(sizes), ""
+    if sizes := _sizes(source.instance):
+        return max(sizes), ""
     if not source.is_module() or not trainer.training or not find_decoders(trainer.lightning_module):
         return None, UNKNOWN
     loaders, why = loaders_of(trainer)
@@ -94,7 +91,7 @@ def loaders_of(trainer: "pl.Trainer", loop: Any = None) -> tuple[object, str]:
         # it may read what a hook makes that comes later; what is really wrong with it, the Trainer will say
         return (None, f"{type(source.instance).__name__}.{source.name}() gave {type(error).__name__}: {error}")
     # draws must be made where a plain run makes them, and a distributed sampler is of a plan that is not made yet
-    samplers = [getattr(loader, "sampler", None) for loader in _each(loaders)]
+    samplers = [getattr(loader, "sampler", None) for loader in each(loaders)]
     if not drew and not any(isinstance(sampler, DistributedSampler) for sampler in samplers):
 
         def dataloader() -> object:
@@ -126,14 +123,15 @@ def _drawn() -> tuple[bytes, ...]:
     return torch.get_rng_state().numpy().tobytes(), numbers
 
 
-def _each(loaders: object) -> list[Any]:
+def each(loaders: object) -> list[Any]:
+    """The loaders of any nesting."""
     return loaders.flattened if isinstance(loaders, CombinedLoader) else tree_leaves(loaders)
 
 
 def _sizes(loaders: object) -> list[int]:
     told = [
         getattr(part, "batch_size", None)
-        for one in _each(loaders)
+        for one in each(loaders)
         for part in (one, getattr(one, "batch_sampler", None))
     ]
     return [size for size in told if isinstance(size, int) and size >= 1]

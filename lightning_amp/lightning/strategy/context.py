@@ -24,9 +24,11 @@ from lightning_amp.costs.model_shape import (
     with_counts,
 )
 from lightning_amp.costs.profiled_step import ProfiledStep
+from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.installing.describe_module import describe, unpredicted, with_unsupported
+from lightning_amp.lightning._compat import datamodule_of
 from lightning_amp.lightning.profiling.blocks_outside import step_beside_decoder
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
@@ -105,11 +107,17 @@ class PlanningContext:
         ranks = strategy.num_processes if size == "auto" else size
         return DrySteps.asked(strategies, request, ranks, run_ranks=strategy.world_size, budget=self.budget)
 
+    @property
+    def data(self) -> SingleCellDataModule | None:
+        """The data that a plan is made from: another data module may mean something else by `data_dir` or `balance`."""
+        found = datamodule_of(self.trainer)
+        return found if isinstance(found, SingleCellDataModule) else None
+
     @cached_property
     def read(self) -> tuple[Profile, ModelShape, list[str]]:
         """Profile and shape of the run, and what a prediction leaves out."""
         request, trainer, seen, why = self.request, self.trainer, self.seen[0], self.not_profiled
-        module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
+        module, data = trainer.lightning_module, self.data
         reference, data_dir = isinstance(module, GLUE), request.data_dir_or(data)
         batch_size, unknown = self._cells
         if seen is not None:
@@ -228,7 +236,7 @@ class PlanningContext:
     def compare(self) -> None:
         """Make sure, once in a run, that all ranks would make the same plans; a collective, may raise PlanError."""
         if not self._compared:
-            make_sure_of_same_plan(self.request, self.strategy, getattr(self.trainer, "datamodule", None))
+            make_sure_of_same_plan(self.request, self.strategy, self.data)
         self._compared = True
 
 

@@ -84,8 +84,8 @@ def resolve_plan(
         )
     if not request.share_batch_statistics:
         plan = without_shared_statistics(plan)
-    balance = getattr(getattr(facts.trainer, "datamodule", None), "balance", None)
-    balance = request.balance_cells if balance is None else balance
+    own = None if facts.data is None else facts.data.balance
+    balance = request.balance_cells if own is None else own
     return plan if balance == "auto" else with_balance(plan, balance=bool(balance))
 
 
