@@ -204,7 +204,7 @@ def has_kernel(operator: OpOverload, key: str) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether the module is what `torch.compile` returns, or has methods that `module.compile()` or Lightning compiled."""
+    """Whether a module is what `torch.compile` returns, or `module.compile()` or Lightning has compiled its methods."""
     # late: it takes seconds, and Lightning has imported it wherever there is a compiled module
     from torch._dynamo import OptimizedModule
 

@@ -1,6 +1,7 @@
 """Read what the plans of one run depend on: its data, its step, rates, budget and speeds, equal on all ranks."""
 
 import copy
+import fnmatch
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, fields, is_dataclass, replace
@@ -89,7 +90,9 @@ class PlanningContext:
             # later in a run its blocks stay
             self.outside = step_beside_decoder(trainer)
         before = () if trained is None or fits else trained.rules
-        self.in_chunks = tuple(rule for rule in before if rule.strategy == EVALUATED)
+        # another module may be evaluated than was trained
+        names = [name for name, _ in trainer.lightning_module.named_modules()]
+        self.in_chunks = tuple(rule for rule in before if rule.strategy == EVALUATED and fnmatch.filter(names, rule.fqn))
         """Rules by which an evaluation runs as the fit before it."""
         budgeted = request.device_memory is not None and not self.in_chunks
         self.evaluation = EvaluationOfModule.of(trainer) if budgeted else None
