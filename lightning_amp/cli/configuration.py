@@ -103,7 +103,7 @@ def _grid(text: str, strategies: Any) -> tuple[int, ...] | None:
         return None
     sizes = tuple(int(part) if part.strip().isdecimal() else part for part in text.split(","))
     # checked as AMPStrategy does
-    return Request(strategies=strategies, tensor_grid=sizes).tensor_grid  # type: ignore[arg-type,return-value]
+    return Request(strategies=strategies, tensor_grid=sizes).tensor_grid  # type: ignore[arg-type]
 
 
 def _asked(arguments: argparse.Namespace, options: dict[str, Any]) -> argparse.Namespace:

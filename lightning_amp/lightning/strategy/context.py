@@ -4,7 +4,7 @@ import copy
 import fnmatch
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -304,7 +304,8 @@ def facts_of_plan(request: Request, data: Any) -> dict[str, str]:
             found["plan"] = json.loads(plan.to_json())
         if (data_dir := request.data_dir_or(data)) is not None:
             read = read_profile(data_dir, setting=getattr(data, "setting", None))
-            found["data"] = {"modality": {m.name: asdict(m) for m in read.modalities}, "graph": read.graph}
+            graph = read.graph and asdict(read.graph)
+            found["data"] = {"modality": {m.name: asdict(m) for m in read.modalities}, "graph": graph}
     except AmpError as error:
         # compared like all else: a rank that raised it here would leave the others in the collective
         found["error"] = str(error)
@@ -312,8 +313,6 @@ def facts_of_plan(request: Request, data: Any) -> dict[str, str]:
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
     if isinstance(value, dict):
         for key, part in value.items():
             yield from _flat(part, f"{name}.{key}" if name else str(key))
