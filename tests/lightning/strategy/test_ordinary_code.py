@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import lightning_amp
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.strategy.strategy_cases import Small, fitted, same, trainer_of
 
@@ -127,3 +128,8 @@ def test_an_evaluation_is_counted_with_the_arguments_that_its_step_takes(as_dict
         assert own.plan is not None
         assert own.plan.evaluates, own.plan.notes
         assert own.plan.batch_size == 4
+
+
+def test_a_precision_may_be_a_number_as_a_trainer_takes_it() -> None:
+    number, text = (lightning_amp.plan(Small(), CELLS, precision=given).plan for given in (64, "64"))
+    assert number == text
