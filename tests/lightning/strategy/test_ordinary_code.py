@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import lightning_amp
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from tests.lightning.conformance.cases import Tiny, batches
 from tests.lightning.strategy.strategy_cases import Small, fitted, same, trainer_of
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
@@ -109,6 +110,19 @@ def test_what_is_compiled_stays_as_it_is_and_is_counted_as_it_is(compiled: str) 
         assert "net.0" not in first
         if "recompute" not in own["plan"].strategies:
             assert own["plan"].predicted_peak_bytes == eager.predicted_peak_bytes
+
+
+def test_a_policy_leaves_the_decoder_of_a_compiled_module_as_it_is() -> None:
+    found = []
+    for whole in (False, True):
+        own, module = AMPStrategy(device_memory="10KiB", unfit="train"), Tiny()
+        given = torch.compile(module, backend="eager") if whole else module
+        trainer_of(own).fit(given, DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
+        torch._dynamo.reset()
+        assert own.plan is not None
+        found.append(own.plan.strategies)
+    assert "fused" in found[0]
+    assert found[1] == ()
 
 
 class Evaluated(Small):
