@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from torch import Tensor
 
 from lightning_amp.errors import InstallError
+from lightning_amp.holding import holding
 
 _DEVICE_TYPE: ContextVar[str | None] = ContextVar("device type whose settings are taken", default=None)
 
@@ -36,8 +37,5 @@ def settings_of(device_type: str) -> Iterator[None]:
     """
     if not device_type:
         raise InstallError(f"settings of {device_type!r} do not exist; name a type of device, such as 'cpu' or 'cuda'")
-    token = _DEVICE_TYPE.set(device_type)
-    try:
+    with holding(_DEVICE_TYPE, device_type):
         yield
-    finally:
-        _DEVICE_TYPE.reset(token)
