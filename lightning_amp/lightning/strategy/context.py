@@ -92,7 +92,9 @@ class PlanningContext:
         before = () if trained is None or fits else trained.rules
         # another module may be evaluated than was trained
         names = [name for name, _ in trainer.lightning_module.named_modules()]
-        self.in_chunks = tuple(rule for rule in before if rule.strategy == EVALUATED and fnmatch.filter(names, rule.fqn))
+        self.in_chunks = tuple(
+            rule for rule in before if rule.strategy == EVALUATED and fnmatch.filter(names, rule.fqn)
+        )
         """Rules by which an evaluation runs as the fit before it."""
         budgeted = request.device_memory is not None and not self.in_chunks
         self.evaluation = EvaluationOfModule.of(trainer) if budgeted else None
