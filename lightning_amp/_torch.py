@@ -205,11 +205,12 @@ def has_kernel(operator: OpOverload, key: str) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether the module is what `torch.compile` returns, or its `compile` was called."""
+    """Whether a module is what `torch.compile` returns, or `module.compile()` or Lightning has compiled its methods."""
     # late: it takes seconds, and Lightning has imported it wherever there is a compiled module
     from torch._dynamo import OptimizedModule
 
-    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+    own = vars(module)
+    return isinstance(module, OptimizedModule) or bool(own.get("_compiled_call_impl") or own.get("_compiler_ctx"))
 
 
 def compile_settings(*, graphs: int) -> AbstractContextManager[Any]:

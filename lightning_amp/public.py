@@ -127,7 +127,7 @@ def plan(
     batch_size: int | None = None,
     model_parallel_size: int | str = "auto",
     rates: Rates | str | None = None,
-    precision: str | None = None,
+    precision: str | int | None = None,
     blocks: Sequence[type | str] | None = None,
 ) -> "ModulePlan": ...
 
@@ -145,7 +145,7 @@ def plan(
     shape: ModelShape | None = None,
     rates: Rates | str | None = None,
     node_devices: int | None = None,
-    precision: str | None = None,
+    precision: str | int | None = None,
     blocks: Sequence[type | str] | None = None,
 ) -> Any:
     """Decide what to install, without training and without starting ranks.
@@ -184,7 +184,7 @@ def plan(
     strategies = None if strategies == "auto" else strategies
     reached = rates or CPU_CORE
     if isinstance(reached, str):
-        reached = rates_for(reached, products=products_under(precision or "32-true"))
+        reached = rates_for(reached, products=products_under(str(precision or "32-true")))
     request: dict[str, Any] = {
         "devices": devices,
         "device_memory": device_memory,
@@ -212,7 +212,7 @@ def plan(
         return plan_of_module(
             what,
             batch_of_shapes(batch) if isinstance(batch, str) else batch,
-            around=BY_ITSELF if precision is None else Around(precision=precision),
+            around=BY_ITSELF if precision is None else Around(precision=str(precision)),
             rates=reached,
             request=request,
             options={"blocks": blocks},

@@ -23,7 +23,7 @@ from benchmarks.models import GPT, Net, UNet
 from lightning_amp.costs.device_rates import collective_seconds, rates_for
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.inner_run import BY_ITSELF
-from lightning_amp.lightning.profiling.dry_steps import _PRICED_AS, DrySteps
+from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.tensor3d.grid_seconds import one_bandwidth
@@ -102,10 +102,10 @@ def counted(make: Callable[[], Net], batch: Callable[[], Any], grid: Grid) -> Co
     seen = StepOfModule(module, lambda: rows, around=BY_ITSELF, steps=steps).profiled(BF16)
     profile, by, flat = seen.profile, Counter[str](), one_bandwidth(A100.links)
     inner = {"x": 1, "y": grid[0], "z": grid[0] * grid[1]}
-    for one in steps.sent:
+    for one, message in zip(steps.sent, steps.messages(), strict=True):
         kind = "backward" if one.backward else "forward"
         kind = {"all_gather": "gathers", "reduce_scatter": "scatters"}.get(one.kind, kind)
-        priced, n_bytes = _PRICED_AS[one.kind], one.n_bytes / 2
+        priced, n_bytes = message.kind, one.n_bytes / 2
         by[kind] += collective_seconds(priced, n_bytes, one.ranks, A100.links, inner=inner[one.axis])
         by["flat"] += collective_seconds(priced, n_bytes, one.ranks, flat)
     own = seen.seconds - steps.sent_seconds(BF16.links)

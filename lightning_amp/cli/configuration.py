@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_amp.cli.request import OF_DATA, rates_asked, refuse, request_of
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.techniques.table import options_of_techniques, parse_strategies
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -79,7 +80,7 @@ def plan_of_configuration(
         )
     grid = getattr(arguments, "tensor_grid", None)
     if grid is not None:
-        options["tensor_grid"] = None if grid == "auto" else _grid(grid, request["strategies"])
+        options["tensor_grid"] = _grid(grid, request["strategies"])
     del request["batch_size"]
     made = plan_of_module(
         module,
@@ -94,13 +95,15 @@ def plan_of_configuration(
     return replace(made.plan, notes=(*made.plan.notes, *made.answers())), code
 
 
-def _grid(text: str, strategies: Any) -> tuple[int, ...]:
-    """The sizes of a grid that were written as "2,1,2"."""
+def _grid(text: str, strategies: Any) -> tuple[int, ...] | None:
+    """The sizes of a grid that were written as "2,1,2"; None for "auto"."""
     from lightning_amp.lightning.strategy.request import Request
 
+    if text == "auto" and {*parse_strategies(strategies or "S1")} & {*options_of_techniques()["tensor_grid"]}:
+        return None
     sizes = tuple(int(part) if part.strip().isdecimal() else part for part in text.split(","))
     # checked as AMPStrategy does
-    return Request(strategies=strategies, tensor_grid=sizes).tensor_grid  # type: ignore[arg-type,return-value]
+    return Request(strategies=strategies, tensor_grid=sizes).tensor_grid  # type: ignore[arg-type]
 
 
 def _asked(arguments: argparse.Namespace, options: dict[str, Any]) -> argparse.Namespace:

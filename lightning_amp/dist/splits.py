@@ -1,7 +1,7 @@
 """Describe how a tensor is split over the axes of a mesh: at most one dim per axis, and one axis per dim."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 from lightning_amp.dist._torch import in_backward
 from lightning_amp.dist.owners import Owners
 from lightning_amp.errors import ShardError
+from lightning_amp.holding import holding
 
 
 @dataclass(eq=False, slots=True)
@@ -168,27 +169,17 @@ WHOLE = Splits.of(())
 _REASON: ContextVar[str] = ContextVar("_REASON", default="")
 
 
-@contextmanager
-def because(why: str) -> Iterator[None]:
+def because(why: str) -> AbstractContextManager[None]:
     """Name the operator that the collectives inside the block are issued for."""
-    token = _REASON.set(why)
-    try:
-        yield
-    finally:
-        _REASON.reset(token)
+    return holding(_REASON, why)
 
 
 _MOVING: ContextVar[bool] = ContextVar("_MOVING", default=False)
 
 
-@contextmanager
-def moving() -> Iterator[None]:
+def moving() -> AbstractContextManager[None]:
     """Mark the collectives inside the block as those of a tensor that gets other splits."""
-    token = _MOVING.set(True)
-    try:
-        yield
-    finally:
-        _MOVING.reset(token)
+    return holding(_MOVING, True)
 
 
 def record(axis: MeshAxis, kind: str, n_bytes: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_amp._torch import is_compiled
 from lightning_amp.errors import PlanError
 
 MARK = "_lightning_amp_block"
@@ -20,13 +21,16 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
     """Blocks by name: the named ones where there are any, else the children of the outermost containers.
 
     Containers are ModuleList, Sequential, and of a ModuleDict the children whose class occurs twice: it often holds a
-    model's different parts (embedding, list of layers, head), which are no blocks. A module is no block of itself.
+    model's different parts (embedding, list of layers, head), which are no blocks. A module is no block of itself, and
+    what lies in a compiled module is none: compiled code would not follow what is installed there.
     """
     found = {fqn: child for fqn, child in module.named_modules() if fqn and MARK in vars(child)}
     if found:
         return found
 
     def walk(fqn: str, parent: nn.Module, listed: bool) -> None:
+        if is_compiled(parent):
+            return
         kinds: Counter[type[nn.Module]] = Counter()
         if isinstance(parent, nn.ModuleDict):
             # a dictionary is never called, so that one in a list is no block, and its children are
@@ -156,11 +160,13 @@ def longest_list(module: nn.Module) -> tuple[str, int] | None:
     """Name and length of the longest ModuleList or Sequential of two modules and more; None where there is none.
 
     Lists that are there several times under names that differ in numbers only are parts of blocks, and are no blocks.
+    Those of a compiled module do not count.
     """
+    compiled = {id(part) for child in module.modules() if is_compiled(child) for part in child.modules()}
     lists = {
         name: len(child)
         for name, child in module.named_modules()
-        if name and isinstance(child, nn.ModuleList | nn.Sequential) and len(child) > 1
+        if name and isinstance(child, nn.ModuleList | nn.Sequential) and len(child) > 1 and id(child) not in compiled
     }
     alike = Counter(re.sub(r"\d+", "*", name) for name in lists)
     once = {name: n for name, n in lists.items() if alike[re.sub(r"\d+", "*", name)] == 1}

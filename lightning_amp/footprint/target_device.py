@@ -14,6 +14,8 @@ from contextvars import ContextVar
 
 from torch import Tensor
 
+from lightning_amp.holding import holding
+
 _DEVICE_TYPE: ContextVar[str | None] = ContextVar("device type whose settings are taken", default=None)
 
 
@@ -29,8 +31,5 @@ def settings_of(device_type: str) -> Iterator[None]:
     Args:
         device_type: "cpu", "cuda" or another one of torch's.
     """
-    token = _DEVICE_TYPE.set(device_type)
-    try:
+    with holding(_DEVICE_TYPE, device_type):
         yield
-    finally:
-        _DEVICE_TYPE.reset(token)

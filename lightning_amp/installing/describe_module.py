@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import nn
 
+from lightning_amp._torch import is_compiled
 from lightning_amp.costs.model_shape import NO_DECODER, DecoderShape, ModelShape, VertexShape
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.find_blocks import blocks_with_own_parameters, longest_list
-from lightning_amp.installing.install import install_rules
+from lightning_amp.installing.install import install_rules, overlap
 from lightning_amp.techniques.checks.decoder import walk_of
 from lightning_amp.techniques.checks.key import Reach, channels_problem, reach_of, rows_problem
 from lightning_amp.techniques.contract.protocol import (
@@ -146,6 +147,11 @@ def with_unsupported(module: nn.Module, shape: ModelShape) -> ModelShape:
     """
     if not shape.decoder:
         return shape
+    compiled = [name for name, child in module.named_modules() if is_compiled(child)]
+    if any(not name or overlap(name, shape.decoder.fqn) for name in compiled):
+        # compiled code would follow none of its techniques
+        every = tuple(strategy for strategy, row in STRATEGIES.items() if row.choice is not None)
+        return replace(shape, decoder=replace(shape.decoder, unsupported=every))
     refused = {strategy for strategy in LOCAL if not _installs(module, shape, strategy)}
     refused |= {strategy for strategy, parts in _needed(part(module, shape.decoder.fqn)).items() if not parts}
     unsupported = tuple(strategy for strategy in STRATEGIES if strategy in refused)

@@ -14,6 +14,7 @@ from lightning_amp.dist.dispatch.guards import guarded
 from lightning_amp.dist.sharded_tensor import ShardedTensor
 from lightning_amp.dist.splits import MeshAxis
 from lightning_amp.errors import ShardError
+from lightning_amp.holding import holding
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -30,7 +31,7 @@ def run_sharded(name: str, step: Callable[[], Any], module: nn.Module, axes: Seq
     Raises:
         ShardError: A loss for training that is split.
     """
-    with _running(), guarded(axes), whole_in_metrics(module):
+    with holding(RUNNING, True), guarded(axes), whole_in_metrics(module):
         found = step()
         loss = found.get("loss") if isinstance(found, dict) else found
         if name == "training_step" and isinstance(loss, ShardedTensor) and loss.splits:
@@ -42,15 +43,6 @@ def run_sharded(name: str, step: Callable[[], Any], module: nn.Module, axes: Seq
 
 RUNNING: ContextVar[bool] = ContextVar("RUNNING", default=False)
 """Whether a step runs. One that it calls gets what it is given, and returns it with gradients: it is a part of it."""
-
-
-@contextmanager
-def _running() -> Iterator[None]:
-    token = RUNNING.set(True)
-    try:
-        yield
-    finally:
-        RUNNING.reset(token)
 
 
 def whole(x: Tensor) -> Tensor:

@@ -242,7 +242,9 @@ def test_the_code_of_blocks_in_chunks_is_shown(config: str, capsys: Any) -> None
 
 
 @IGNORED
-def test_all_options_of_a_strategy_and_the_precision_of_products_are_followed(config: str, monkeypatch: Any) -> None:
+def test_all_options_of_a_strategy_and_the_precision_of_products_are_followed(
+    config: str, monkeypatch: Any, capsys: Any
+) -> None:
     """Where a sequence is split, a grid and its cache had been left out; rates were those of single precision."""
     seen = dict[str, Any]()
 
@@ -268,6 +270,9 @@ def test_all_options_of_a_strategy_and_the_precision_of_products_are_followed(co
     Path(config).write_text(text)
     assert main(words) == 2
     assert seen["options"]["sequence_dim"] == {"batch": 1}
+    capsys.readouterr()
+    assert main([*words, "--tensor-grid", "auto"]) == 2
+    assert "tensor_grid=('auto',) is an option of tensor3d" in capsys.readouterr().err
 
 
 @IGNORED

@@ -25,7 +25,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_amp._torch import FakeTensor, FakeTensorMode, has_no_values, is_compiled
+from lightning_amp._torch import FakeTensor, FakeTensorMode, has_no_values
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.as_before import apart, contents, is_of_user
@@ -71,8 +71,8 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
         ) from error
     for child in module.modules():
         own = memo.get(id(child), child)
-        if is_compiled(child) and not is_compiled(own):
-            # `module.compile()`, of which a copy knows nothing: it is called as it was before
+        if child._compiled_call_impl is not None:
+            # still known as compiled; a copy has lost it, or, of a LightningModule, would call the original
             own._compiled_call_impl = own._call_impl
         for key, value in vars(own).items():
             # Lightning knows logged metrics by their ids, of a module that trains

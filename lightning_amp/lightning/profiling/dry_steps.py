@@ -11,7 +11,7 @@ from functools import wraps
 from importlib import import_module
 from math import prod
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import LightningModule
 
@@ -38,14 +38,6 @@ MOST_SHOWN = 2
 """Operators that send most, by name."""
 MOST_MOVED = 0.1
 """Of the bytes of a forward pass, from which on operators are named that compute on tensors moved for them."""
-
-_PRICED_AS: dict[str, Kind] = {
-    "all_reduce": "all_reduce",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "all_to_all": "all_to_all",
-    "ring": "exchange",
-}
 
 
 class DrySteps:
@@ -169,7 +161,8 @@ class DrySteps:
 
     def messages(self) -> tuple[Message, ...]:
         """The collectives of the last batch."""
-        return tuple(Message(_PRICED_AS[one.kind], one.n_bytes, one.axis) for one in self.sent)
+        priced = ((one, cast(Kind, "exchange" if one.kind == "ring" else one.kind)) for one in self.sent)
+        return tuple(Message(kind, one.n_bytes, one.axis) for one, kind in priced)
 
     def sent_seconds(self, links: Links) -> float:
         """What the collectives of the last batch take, none of them hidden behind computation."""

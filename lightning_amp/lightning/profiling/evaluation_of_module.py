@@ -21,6 +21,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
 from lightning_amp.costs.rule import Rule
@@ -30,7 +32,7 @@ from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install_rules
-from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of
+from lightning_amp.lightning.profiling.loaders import each, example_batch, loaders_of
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.contract.protocol import find_decoders
@@ -47,8 +49,8 @@ STEPS = {
 class EvaluationOfModule:
     """The step of a run that does not train: a method of the module, with a batch that `take_batch` gives."""
 
-    def __init__(self, trainer: pl.Trainer, step: str, take_batch: Callable[[], Any]) -> None:
-        self._trainer, self._step, self._take_batch = trainer, step, take_batch
+    def __init__(self, trainer: pl.Trainer, step: str, take_batch: Callable[[], Any], *, several: bool) -> None:
+        self._trainer, self._step, self._take_batch, self._several = trainer, step, take_batch, several
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> "EvaluationOfModule | None":
@@ -57,9 +59,10 @@ class EvaluationOfModule:
             return None
         step, loop = STEPS[trainer.state.fn]
         loaders, why = loaders_of(trainer, getattr(trainer, loop))
-        # of several loaders one after the other
-        first = loaders[0] if isinstance(loaders, list | tuple) else loaders
-        return cls(trainer, step, partial(example_batch, first, why))
+        together = isinstance(loaders, CombinedLoader) and loaders._mode != "sequential"
+        # several are read one after the other
+        first, *others = [loaders] if together else each(loaders) or [None]
+        return cls(trainer, step, partial(example_batch, first, why), several=bool(others))
 
     def within(self, budget: int, made: Plan, notes: Sequence[str]) -> tuple[Plan, tuple[Rule, ...]]:
         """The plan with the bytes of this step and these notes, and rules by which the step runs in chunks so that it
@@ -124,7 +127,9 @@ class EvaluationOfModule:
                 live.watch([*twin.parameters(), *twin.buffers(), given])
                 held = live.current
                 with live:
-                    getattr(twin, self._step)(given, 0)
+                    step = getattr(twin, self._step)
+                    n_indices = is_param_in_hook_signature(step, "batch_idx", min_args=2) + self._several
+                    step(given, *[0] * n_indices)
         except AmpError:
             raise
         except Exception as error:

@@ -32,7 +32,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_amp._torch import tree_leaves
+from lightning_amp._torch import tree_leaves, tree_map
 from lightning_amp.errors import DataError
 from lightning_amp.footprint.copies.as_before import apart
 from lightning_amp.footprint.copies.guest import as_guest
@@ -61,16 +61,13 @@ def cells_per_step(trainer: "pl.Trainer") -> Cells:
     nothing, and the profile of its step counts them itself.
     """
     source = trainer.fit_loop._data_source
-    # a data module may be given for its plan in addition to loaders; it may also be that of an earlier run
-    owners = [getattr(trainer, "datamodule", None), source.instance]
-    for owner in owners if source.is_module() else reversed(owners):
-        if sizes := _sizes(owner):
-            return max(sizes), ""
+    if (size := _largest(source.instance)) is not None:
+        return size, ""
     if not source.is_module() or not trainer.training or not find_decoders(trainer.lightning_module):
         return None, UNKNOWN
     loaders, why = loaders_of(trainer)
-    if sizes := _sizes(loaders):
-        return max(sizes), ""
+    if (size := _largest(loaders)) is not None:
+        return size, ""
     return None, f"{UNKNOWN} ({why}, before training)" if why else UNKNOWN
 
 
@@ -94,7 +91,7 @@ def loaders_of(trainer: "pl.Trainer", loop: Any = None) -> tuple[object, str]:
         # it may read what a hook makes that comes later; what is really wrong with it, the Trainer will say
         return (None, f"{type(source.instance).__name__}.{source.name}() gave {type(error).__name__}: {error}")
     # draws must be made where a plain run makes them, and a distributed sampler is of a plan that is not made yet
-    samplers = [getattr(loader, "sampler", None) for loader in _each(loaders)]
+    samplers = [getattr(loader, "sampler", None) for loader in each(loaders)]
     if not drew and not any(isinstance(sampler, DistributedSampler) for sampler in samplers):
 
         def dataloader() -> object:
@@ -126,17 +123,15 @@ def _drawn() -> tuple[bytes, ...]:
     return torch.get_rng_state().numpy().tobytes(), numbers
 
 
-def _each(loaders: object) -> list[Any]:
+def each(loaders: object) -> list[Any]:
+    """The loaders of any nesting."""
     return loaders.flattened if isinstance(loaders, CombinedLoader) else tree_leaves(loaders)
 
 
-def _sizes(loaders: object) -> list[int]:
-    told = [
-        getattr(part, "batch_size", None)
-        for one in _each(loaders)
-        for part in (one, getattr(one, "batch_sampler", None))
-    ]
-    return [size for size in told if isinstance(size, int) and size >= 1]
+def _largest(loaders: object) -> int | None:
+    parts = (part for one in each(loaders) for part in (one, getattr(one, "batch_sampler", None)))
+    sizes = (getattr(part, "batch_size", None) for part in parts)
+    return max((size for size in sizes if isinstance(size, int) and size >= 1), default=None)
 
 
 WAY_OUT = "give the loader a method amp_example_batch that returns a batch of the same shapes"
@@ -153,32 +148,28 @@ def example_batch(loaders: object, why: str = "") -> Any:
     """
     if loaders is None:
         raise DataError(why or "the loader is made anew every few epochs, or there is none")
-    if isinstance(loaders, CombinedLoader):
-        return example_batch(loaders.iterables)
-    if isinstance(loaders, dict):
-        return {name: example_batch(loader) for name, loader in loaders.items()}
-    if isinstance(loaders, list | tuple):
-        batches = [example_batch(loader) for loader in loaders]
-        # of named tuples the fields are arguments
-        return type(loaders)(*batches) if hasattr(loaders, "_fields") else type(loaders)(batches)
-    if hasattr(loaders, "amp_example_batch"):
-        return loaders.amp_example_batch()
-    kind = type(loaders).__name__
-    if not isinstance(loaders, DataLoader) or type(loaders).__iter__ is not DataLoader.__iter__:
+    return tree_map(_example_of, loaders.iterables if isinstance(loaders, CombinedLoader) else loaders)
+
+
+def _example_of(loader: Any) -> Any:
+    if hasattr(loader, "amp_example_batch"):
+        return loader.amp_example_batch()
+    kind = type(loader).__name__
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         raise DataError(
             f"the training loader is a {kind!r}; a batch that is read from it before training would be missing in"
             f" training. {WAY_OUT}"
         )
-    if isinstance(loaders.dataset, IterableDataset):
+    if isinstance(loader.dataset, IterableDataset):
         raise DataError(
-            f"the data set is a stream ({type(loaders.dataset).__name__!r}); a batch that is read from it before"
+            f"the data set is a stream ({type(loader.dataset).__name__!r}); a batch that is read from it before"
             f" training would be missing in training. {WAY_OUT}"
         )
     try:
-        return _first_batch(loaders)
+        return _first_batch(loader)
     except Exception as error:
         raise DataError(
-            f"no example batch could be read from {type(loaders.dataset).__name__!r}, which raised "
+            f"no example batch could be read from {type(loader.dataset).__name__!r}, which raised "
             f"{type(error).__name__}: {error}"
         ) from error
 

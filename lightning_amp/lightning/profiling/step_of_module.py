@@ -27,6 +27,7 @@ from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules
+from lightning_amp.lightning._compat import datamodule_of
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of
 from lightning_amp.planning.plan.plan import Explanation
@@ -98,7 +99,7 @@ class StepOfModule:
         module = trainer.lightning_module
         if trainer.state.fn != TrainerFn.FITTING or bool(find_decoders(module)) != decoder:
             return None
-        around = Around.of(trainer, prepared=True, datamodule=getattr(trainer, "datamodule", None))
+        around = Around.of(trainer, prepared=True, datamodule=datamodule_of(trainer))
         own = getattr(trainer.strategy, "own_parts", None)
         around = replace(around, values=values, limit_bytes=limit_bytes, own_parts=own)
         loaders, why = loaders_of(trainer)

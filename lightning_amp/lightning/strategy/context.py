@@ -1,9 +1,10 @@
 """Read what the plans of one run depend on: its data, its step, rates, budget and speeds, equal on all ranks."""
 
 import copy
+import fnmatch
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,9 +25,11 @@ from lightning_amp.costs.model_shape import (
     with_counts,
 )
 from lightning_amp.costs.profiled_step import ProfiledStep
+from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.installing.describe_module import describe, unpredicted, with_unsupported
+from lightning_amp.lightning._compat import datamodule_of
 from lightning_amp.lightning.profiling.blocks_outside import step_beside_decoder
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
@@ -87,7 +90,11 @@ class PlanningContext:
             # later in a run its blocks stay
             self.outside = step_beside_decoder(trainer)
         before = () if trained is None or fits else trained.rules
-        self.in_chunks = tuple(rule for rule in before if rule.strategy == EVALUATED)
+        # another module may be evaluated than was trained
+        names = [name for name, _ in trainer.lightning_module.named_modules()]
+        self.in_chunks = tuple(
+            rule for rule in before if rule.strategy == EVALUATED and fnmatch.filter(names, rule.fqn)
+        )
         """Rules by which an evaluation runs as the fit before it."""
         budgeted = request.device_memory is not None and not self.in_chunks
         self.evaluation = EvaluationOfModule.of(trainer) if budgeted else None
@@ -105,11 +112,17 @@ class PlanningContext:
         ranks = strategy.num_processes if size == "auto" else size
         return DrySteps.asked(strategies, request, ranks, run_ranks=strategy.world_size, budget=self.budget)
 
+    @property
+    def data(self) -> SingleCellDataModule | None:
+        """The data that a plan is made from: another data module may mean something else by `data_dir` or `balance`."""
+        found = datamodule_of(self.trainer)
+        return found if isinstance(found, SingleCellDataModule) else None
+
     @cached_property
     def read(self) -> tuple[Profile, ModelShape, list[str]]:
         """Profile and shape of the run, and what a prediction leaves out."""
         request, trainer, seen, why = self.request, self.trainer, self.seen[0], self.not_profiled
-        module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
+        module, data = trainer.lightning_module, self.data
         reference, data_dir = isinstance(module, GLUE), request.data_dir_or(data)
         batch_size, unknown = self._cells
         if seen is not None:
@@ -228,7 +241,7 @@ class PlanningContext:
     def compare(self) -> None:
         """Make sure, once in a run, that all ranks would make the same plans; a collective, may raise PlanError."""
         if not self._compared:
-            make_sure_of_same_plan(self.request, self.strategy, getattr(self.trainer, "datamodule", None))
+            make_sure_of_same_plan(self.request, self.strategy, self.data)
         self._compared = True
 
 
@@ -293,7 +306,8 @@ def facts_of_plan(request: Request, data: Any) -> dict[str, str]:
             found["plan"] = json.loads(plan.to_json())
         if (data_dir := request.data_dir_or(data)) is not None:
             read = read_profile(data_dir, setting=getattr(data, "setting", None))
-            found["data"] = {"modality": {m.name: asdict(m) for m in read.modalities}, "graph": read.graph}
+            graph = read.graph and asdict(read.graph)
+            found["data"] = {"modality": {m.name: asdict(m) for m in read.modalities}, "graph": graph}
     except AmpError as error:
         # compared like all else: a rank that raised it here would leave the others in the collective
         found["error"] = str(error)
@@ -301,8 +315,6 @@ def facts_of_plan(request: Request, data: Any) -> dict[str, str]:
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
     if isinstance(value, dict):
         for key, part in value.items():
             yield from _flat(part, f"{name}.{key}" if name else str(key))

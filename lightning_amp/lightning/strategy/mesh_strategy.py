@@ -60,10 +60,6 @@ class MeshStrategy(DDPStrategy):
     _shards: Shards
     _failures: FailureWatch
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: object) -> None:
-        """Nothing: registration.py adds the names when lightning_amp is imported."""
-
     @property
     def is_distributed(self) -> bool:
         """Lightning gives a distributed sampler to strategies that have this."""

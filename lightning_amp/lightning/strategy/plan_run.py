@@ -65,7 +65,8 @@ def resolve_plan(
     def decide() -> Plan:
         asked = request.given_plan if given is None else given
         if asked is None or strategies is not None:
-            found = plan_run(facts, strategies, model_ranks)
+            made = _plan_of_decoder if facts.read[1].decoder else _plan_of_module
+            found = made(facts, strategies, model_ranks)
         else:
             found = predict_anew(asked, facts)
         return with_memory(found, facts.memory)
@@ -84,20 +85,9 @@ def resolve_plan(
         )
     if not request.share_batch_statistics:
         plan = without_shared_statistics(plan)
-    balance = getattr(getattr(facts.trainer, "datamodule", None), "balance", None)
-    balance = request.balance_cells if balance is None else balance
+    own = None if facts.data is None else facts.data.balance
+    balance = request.balance_cells if own is None else own
     return plan if balance == "auto" else with_balance(plan, balance=bool(balance))
-
-
-def plan_run(facts: PlanningContext, strategies: Sequence[str] | None = None, model_ranks: int | None = None) -> Plan:
-    """Make the plan of one run; without a data directory it is made from the module only, and says so.
-
-    Raises:
-        DataError: The data directory cannot be read.
-        PlanError: No plan answers the request.
-    """
-    made = _plan_of_decoder if facts.read[1].decoder else _plan_of_module
-    return made(facts, strategies, model_ranks)
 
 
 def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, model_ranks: int | None) -> Plan:

@@ -77,8 +77,6 @@ def check_precision(installed: Installed, precision: Precision, plan: Plan) -> N
 def check_compiled(module: nn.Module, plan: Plan) -> None:
     """Refuse, with a PlanError, to change what torch.compile has wrapped, or what is inside of it."""
     compiled = [name for name, child in module.named_modules() if is_compiled(child)]
-    if getattr(module, "_compiler_ctx", None) is not None:
-        compiled.append("")
     changing = [rule for rule in plan.rules if not isinstance(rule.spec, LEAVES_LAYERS)]
     for rule in changing:
         parts = rule.fqn.split(".")

@@ -1,8 +1,7 @@
 """Register the strategy with Lightning: `Trainer(strategy="amp")`."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_amp.errors import AmpError
 
@@ -19,24 +18,15 @@ START_METHODS: dict[str, StartMethod] = {
 }
 
 
-class Registry(Protocol):
-    """What is needed of Lightning's StrategyRegistry."""
-
-    def __contains__(self, name: object, /) -> bool: ...
-
-    def register(self, name: str, strategy: Callable[..., object], description: str) -> object:
-        """Add a name."""
-
-
-def register(registry: Registry) -> None:
-    """Add the strategy's names; those already there are left as they are, so it may be called again."""
+def register(registry: Any) -> None:
+    """Add the strategy's names to Lightning's registry; those already there stay, so it may be called again."""
     for name, start_method in START_METHODS.items():
         if name not in registry:
             about = f"modality-aware parallelization, processes started by {start_method!r}"
             registry.register(name, partial(_make, start_method), about)
 
 
-def refuse(registry: Registry) -> None:
+def refuse(registry: Any) -> None:
     """Make the names fail with advice in the twin package, whose classes Lightning's does not know."""
     for name in START_METHODS:
         if name not in registry:

@@ -129,7 +129,7 @@ class AMPStrategy(MeshStrategy):
             rates: File that `lightning-amp calibrate` wrote, to predict times with; None takes the device's kind.
             rescue: Whether a batch for which memory ends runs again with a leaner plan, up to three times in a fit.
             model_parallel_size: Ranks of the model axis.
-            data_dir: Directory to read the data configuration from; None means the data module's.
+            data_dir: Directory to read the data configuration from; None means that of a SingleCellDataModule.
             balance_cells: Whether the sampler balances contacts over the ranks; "auto" leaves it to the plan.
             share_batch_statistics: Compute BatchNorm over the cells of all ranks.
             save_distributed_checkpoint: Save a directory of the ranks' parts, without `checkpoint_io`; both are loaded.

@@ -207,9 +207,8 @@ class Plan:
             return None
         if self.predicted_peak_bytes > self.budget_bytes:
             return False
-        if self.uncounted:
-            return None
-        return True if self.strata_bytes or self.diagnosis is not None or self.evaluates else None
+        counted = self.strata_bytes or self.diagnosis is not None or self.evaluates
+        return True if counted and not self.uncounted else None
 
     @property
     def gradient_ranks(self) -> int:
@@ -253,10 +252,6 @@ class Plan:
             )
         plain.pop("fits", None)
         try:
-            # of plans that were measured in the first steps of a fit, which earlier versions did
-            for one in (plain, *plain.get("candidates", ())):
-                for name in ("measured_seconds", "measured_step_seconds"):
-                    one.pop(name, None)
             return cls(**_typed(plain))
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             names = sorted(f.name for f in fields(cls))

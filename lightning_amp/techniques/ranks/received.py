@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from lightning_amp.holding import holding
+
 T = TypeVar("T")
 _asked: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("asked", default=None)
 
@@ -22,7 +24,7 @@ def once(receive: Callable[[], T]) -> T:
 
 def nothing_kept() -> AbstractContextManager[None]:
     """For what is computed within a pass and is no part of it."""
-    return _asking(None)
+    return holding(_asked, None)
 
 
 class Received:
@@ -39,7 +41,7 @@ class Received:
             self._values.append(receive())
             return self._values[-1]
 
-        with _asking(keep):
+        with holding(_asked, keep):
             yield
 
     @contextmanager
@@ -47,14 +49,5 @@ class Received:
         """While the block runs again."""
         values = iter(self._values)
         # a pass that asks more often is another function: received then, for ranks may do so together, and compared
-        with _asking(lambda receive: next(values, None) or receive()):
+        with holding(_asked, lambda receive: next(values, None) or receive()):
             yield
-
-
-@contextmanager
-def _asking(through: Callable[[Callable[[], Any]], Any] | None) -> Iterator[None]:
-    before = _asked.set(through)
-    try:
-        yield
-    finally:
-        _asked.reset(before)

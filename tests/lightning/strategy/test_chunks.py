@@ -228,3 +228,25 @@ def test_larger_batches_than_those_of_a_fit_without_chunks_are_planned_too() -> 
     trainer.predict(module, rows(24, batch_size=24), return_predictions=False)
     assert "chunk" in own.plan.strategies
     assert module.most <= BUDGET * 6
+
+
+class Other(pl.LightningModule):
+    """Has none of the blocks of `Stack`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        found: Tensor = self.layer(batch)
+        return found
+
+
+@pytest.mark.parametrize("other", [Other, lambda: Stack(layers=1)])
+def test_another_module_than_that_of_the_fit_is_evaluated(other: Any) -> None:
+    own = AMPStrategy(device_memory=BUDGET)
+    trainer = trainer_of(own)
+    trainer.fit(Stack(), rows())
+    assert own.plan is not None
+    assert "chunk" in own.plan.strategies
+    trainer.predict(other(), rows())
