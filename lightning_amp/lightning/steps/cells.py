@@ -241,17 +241,17 @@ def cells_to_weigh(batch: object) -> int | None:
 
 def _cells_by_modality(batch: object) -> list[int] | None:
     several = isinstance(batch, Mapping) and batch and all(isinstance(part, Mapping) for part in batch.values())
-    counts = [_one_size(part) for part in (batch.values() if several else (batch,))]  # type: ignore[attr-defined]
-    known = [n for n in counts if n is not None]
-    return known if len(known) == len(counts) else None
+    sizes = [_sizes(part) for part in (batch.values() if several else (batch,))]  # type: ignore[attr-defined]
+    # a mapping may have nothing but names
+    known = [found for found in sizes if found]
+    return [n for (n,) in known] if known and all(len(found) == 1 for found in known) else None
 
 
-def _one_size(batch: object) -> int | None:
+def _sizes(batch: object) -> set[int]:
     parts = list(parts_in(batch))
     # `size(0)`, for nested tensors have no shape
     sizes = {part.size(0) for part in parts if isinstance(part, Tensor) and part.dim()}
-    sizes |= {len(part) for part in parts if isinstance(part, SparseCounts)}
-    return sizes.pop() if len(sizes) == 1 else None
+    return sizes | {len(part) for part in parts if isinstance(part, SparseCounts)}
 
 
 class CellWeight:

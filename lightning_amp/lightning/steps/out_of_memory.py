@@ -48,7 +48,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_amp.data.batch import tensors_in
+from lightning_amp.data.batch import dense_parts, tensors_in
 from lightning_amp.footprint.bounded_step import BoundedStep, StepOverBudget, users_line
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
@@ -110,8 +110,8 @@ def _held(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.devi
     """Bytes by kind, as far as they can be told."""
     kinds = {
         PARAMETERS: [*module.parameters(), *module.buffers()],
-        GRADIENTS: [p.grad for p in module.parameters() if p.grad is not None],
-        STATE: [dict(state) for optimizer in optimizers for state in optimizer.state.values()],
+        GRADIENTS: [p.grad for p in module.parameters()],
+        STATE: [optimizer.state for optimizer in optimizers],
     }
     # on a GPU nothing counts that lies in the host's memory
     other = None if device.type == "cpu" else device.type
@@ -189,7 +189,8 @@ class CountedBatches:
         Raises:
             StepOverBudget: By the operator whose result is too much.
         """
-        trained, n_bytes = self._trained_now(), sum(tensor.nbytes for tensor in tensors_in(batch))
+        parts = (part for tensor in tensors_in(batch) for part in dense_parts(tensor) or (tensor,))
+        trained, n_bytes = self._trained_now(), sum(part.nbytes for part in parts)
         if self._known and trained not in self._known:
             self._begin()
             self._why = "it trains other parameters than those before, or an optimiser has others"
@@ -349,7 +350,9 @@ class _Undo:
     def __init__(self, module: pl.LightningModule, loop: Any) -> None:
         self._module, self._loop = module, loop
         self._random = random_streams()
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        # a step may write into a buffer, or put another tensor in its place
+        self._buffers = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+        self._values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
         self._results = module.trainer.fit_loop.epoch_loop._results
         self._logged = set(self._results)
         metrics = [child for child in module.modules() if isinstance(child, Metric)]
@@ -359,8 +362,10 @@ class _Undo:
     def __call__(self) -> None:
         _free(self._module)
         with torch.no_grad():
-            for buffer, before in self._buffers:
+            for buffer, before in self._values:
                 buffer.copy_(before)
+        for named, buffers in self._buffers:
+            named.update(buffers)
         for metric, state in self._metrics:
             vars(metric).update(state)
         for name in set(self._results) - self._logged:
@@ -371,8 +376,9 @@ class _Undo:
 
 def _state(metric: Metric) -> dict[str, Any]:
     """What an update changes; also of what Lightning keeps of a logged value, which is a metric too."""
-    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache"]
-    return {name: copy.deepcopy(getattr(metric, name)) for name in names}
+    states = {name: copy.deepcopy(getattr(metric, name)) for name in metric._defaults}
+    # others take the place of these, which may have a graph and could not be copied
+    return states | {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
 
 
 def _free(module: pl.LightningModule) -> None:

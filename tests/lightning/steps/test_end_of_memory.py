@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_amp._torch import autograd_node
 from lightning_amp.footprint.bounded_step import StepOverBudget
-from lightning_amp.lightning.steps.out_of_memory import CountedBatches
+from lightning_amp.lightning.steps.out_of_memory import CountedBatches, tell_where
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.steps.test_rescue import Ends
 from tests.lightning.strategy.strategy_cases import Small, fitted
@@ -112,3 +112,23 @@ def test_the_first_batches_of_every_plan_are_counted() -> None:
     counted.begin_again()
     with pytest.raises(StepOverBudget, match="allowed are 0.98 KiB|allowed are 1000 B"):
         batch(9000)
+
+
+def test_state_of_an_optimiser_may_be_any_value() -> None:
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
+    optimizer.state.update(
+        {"steps": 3, net.weight: {"momentum_buffer": torch.zeros(4, 4), "past": [None, torch.zeros(2)]}}
+    )
+    error = torch.OutOfMemoryError("tried to allocate 3 GiB")
+    tell_where(error, net, [optimizer], torch.device("cpu"))
+    assert str(error).endswith("Held were 80 B of parameters, 0 B of gradients, 72 B of optimiser state")
+
+
+def test_batches_of_any_layout_are_counted() -> None:
+    module: Any = nn.Linear(4, 4)
+    module.trainer = SimpleNamespace(optimizers=[], accumulate_grad_batches=1)
+    ragged = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(1, 4)], layout=torch.jagged)
+    for batch in (torch.eye(4).to_sparse(), ragged, None, "names"):
+        with CountedBatches(module, 10_000).counting({"x": batch}):
+            module(torch.ones(2, 4))
