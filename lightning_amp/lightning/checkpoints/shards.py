@@ -306,8 +306,9 @@ class Shards:
 def numbered(optimizer: Any, state: Mapping[str, Any]) -> Iterator[tuple[nn.Parameter, Any]]:
     """The parameters of an optimiser, perhaps inside of Lightning's, with their numbers in its state."""
     groups = getattr(optimizer, "optimizer", optimizer).param_groups
-    for group, saved in zip(groups, state["param_groups"], strict=True):
-        yield from zip(group["params"], saved["params"], strict=True)
+    # a state for other groups is refused by torch when it is loaded
+    for group, saved in zip(groups, state["param_groups"], strict=False):
+        yield from zip(group["params"], saved["params"], strict=False)
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedParameter]) -> None:
@@ -367,12 +368,13 @@ def restore(sharded: Sequence[Any], *, complete: bool) -> None:
 
 def _of_elements(one: ShardedParameter, values: dict[str, Any]) -> dict[str, Any]:
     """Of an optimiser's state of a parameter that of its elements, and not, as a number of steps, of the parameter."""
+    shapes = one.shape, one.shard.shape
     return {
         name: value
         for name, value in values.items()
-        # of a parameter without a dim torch, too, tells them by the name
-        if isinstance(value, Stored)
-        or (isinstance(value, Tensor) and (value.dim() > 0 or (not one.shape and name != "step")))
+        # of a parameter of one element torch, too, tells them by the name
+        if isinstance(value, Tensor | Stored)
+        and (value.shape.numel() != 1 or (value.shape in shapes and name != "step"))
     }
 
 

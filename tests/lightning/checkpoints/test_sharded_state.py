@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_amp.errors import DataError, InstallError
 from lightning_amp.lightning.checkpoints.probe_optimizer import mixes_elements, mixes_parameters
 from lightning_amp.lightning.checkpoints.shards import Shards, check_optimizers, restore
+from lightning_amp.lightning.checkpoints.write_checkpoint import Part
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, shard_parameter
 from lightning_amp.techniques.ranks.shards import Runs
 from tests.ranks import CountCollectives, run_ranks
@@ -165,6 +166,30 @@ def test_state_of_an_optimizer_of_another_size_is_refused() -> None:
     optimizer.step()
     with pytest.raises(DataError, match=r"cannot load 'square_avg' from the checkpoint: found \(5, 4\)"):
         Shards(model, sharded).own_optimizer_states([optimizer], [optimizer.state_dict()])
+
+
+def test_a_count_of_one_element_is_of_the_parameter() -> None:
+    model, sharded = shared_weight()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    shard = sharded[0].shard
+    optimizer.state[shard] = {"step": torch.ones(1), "m": torch.ones_like(shard), "none": None, "past": [1.0]}
+    shards = Shards(model, sharded)
+    saved = shards.saved_optimizer_state(optimizer, optimizer.state_dict(), in_parts=True)
+    (values,) = saved["state"].values()
+    assert [type(value) for value in values.values()] == [Tensor, Part, type(None), list]
+    values["m"] = torch.arange(5.0 * FEATURES).view(5, FEATURES)
+    (own,) = shards.own_optimizer_states([optimizer], [saved])
+    optimizer.load_state_dict(own)
+    assert torch.equal(optimizer.state[shard]["m"], values["m"][:, :4])
+    assert optimizer.state[shard]["step"].shape == (1,)
+
+
+def test_a_state_for_other_groups_is_refused_by_torch() -> None:
+    model, sharded = shared_weight()
+    one, two = (torch.optim.SGD([{"params": [p]} for p in list(model.parameters())[:n]]) for n in (1, 2))
+    (own,) = Shards(model, sharded).own_optimizer_states([two], [one.state_dict()])
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        two.load_state_dict(own)
 
 
 def test_optimizers_that_mix_elements_are_refused() -> None:
