@@ -58,6 +58,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import batch_text
 from lightning_amp.quantities import format_bytes
 from lightning_amp.random_streams import random_streams, set_random_streams
+from lightning_amp.techniques.data.gradient_sync import GradientSync
 
 TOLD = "_amp_told"
 """Attribute of an error that has said where memory ended: it may be caught, and raised again."""
@@ -92,6 +93,8 @@ def _place(error: BaseException, module: nn.Module) -> str:
             missing = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
             before = f", before there was a gradient of {missing[-1]}" if missing else ""
             return f"Memory ended in the backward pass{before}{at}"
+        if isinstance(owner, GradientSync):
+            return f"Memory ended in the average of gradients over ranks{at}"
         if isinstance(owner, Optimizer):
             return f"Memory ended in the step of {type(owner).__name__}{at}"
         if id(owner) in names:
@@ -142,7 +145,7 @@ def advice_on_memory(plan: Plan | None, device: torch.device) -> str:
     if plan is None:
         return f"{measured}. No plan was made yet: the module itself, or the data, do not fit"
     least = " at least" if plan.uncounted else ""
-    predicted = f"a peak of {format_bytes(plan.predicted_peak_bytes)}{least} was predicted for {batch_text(plan)}"
+    predicted = f"A peak of {format_bytes(plan.predicted_peak_bytes)}{least} was predicted for {batch_text(plan)}"
     if plan.budget_bytes is not None:
         predicted += f", of {format_bytes(plan.budget_bytes)}"
     return f"{predicted}, and {measured}. {_next(plan)}"

@@ -14,6 +14,7 @@ from lightning_amp._torch import autograd_node
 from lightning_amp.footprint.bounded_step import StepOverBudget
 from lightning_amp.lightning.steps.out_of_memory import CountedBatches, tell_where
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.techniques.data.gradient_sync import GradientSync
 from tests.lightning.steps.test_rescue import Ends
 from tests.lightning.strategy.strategy_cases import Small, fitted
 
@@ -79,6 +80,15 @@ def test_an_error_says_where_and_what_was_held(where: str) -> None:
     assert text.count("Held were") == text.count("Memory ended") == 1
     if where != "again":
         assert "The next plan to try is strategies='S1,recompute'" in text or "smaller batch" in text
+
+
+def test_an_error_in_the_average_of_gradients_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reduce(self: GradientSync) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+    monkeypatch.setattr(GradientSync, "reduce", reduce)
+    with pytest.raises(torch.OutOfMemoryError, match="3 GiB. Memory ended in the average of gradients over ranks"):
+        fitted(Small(), DataLoader(ROWS, batch_size=None), AMPStrategy(strategies="S1"))
 
 
 def grown(strategy: Any, rows: int = 6000) -> dict[str, Any]:
