@@ -36,7 +36,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from traceback import walk_tb
-from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -83,7 +82,8 @@ def _place(error: BaseException, module: nn.Module) -> str:
     """The innermost function that says where a step was, "" where none does."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     names = {id(child): fqn for fqn, child in module.named_modules()}
-    backward = [_is_backward(frame) for frame in frames]
+    codes = [(frame.f_code.co_filename, frame.f_code.co_name) for frame in frames]
+    backward = [file == torch.autograd.__file__ and name in ("backward", "grad") for file, name in codes]
     line = users_line(error)
     at = f" ({line})" if line else ""
     # from the innermost: a module's function within a backward pass is one that is computed again
@@ -102,11 +102,6 @@ def _place(error: BaseException, module: nn.Module) -> str:
             called = names[id(owner)] or "the module itself"
             return f"Memory ended in {frames[k].f_code.co_name} of {called}{again}{at}"
     return ""
-
-
-def _is_backward(frame: FrameType) -> bool:
-    code = frame.f_code
-    return code.co_filename == torch.autograd.__file__ and code.co_name in ("backward", "grad")
 
 
 def _held(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> str:
@@ -297,7 +292,7 @@ class Rescue(pl.Callback):
         """Run one batch by `plain(*args)`."""
         while True:
             self._updating = self._told = False
-            undo = _Undo(self._module, loop)
+            undo = _undoing(self._module, loop)
             try:
                 with nullcontext() if self._counted is None else self._counted.counting(args):
                     return plain(*args)
@@ -308,7 +303,7 @@ class Rescue(pl.Callback):
 
     def _get_over(self, error: Exception) -> None:
         """Install a leaner plan, or raise the error."""
-        if not isinstance(error, OtherRank) and (not is_out_of_memory(error) or self._updating):
+        if not is_out_of_memory(error) or self._updating:
             raise error
         if not self._told:
             # the other ranks wait for this at the end of their backward pass, in `gradients_are_there`
@@ -347,34 +342,31 @@ def rescue_batches(trainer: pl.Trainer, rescue: Rescue) -> Callable[[], None]:
     return end
 
 
-class _Undo:
-    """What a batch may change before its optimiser's step, as it was."""
+def _undoing(module: pl.LightningModule, loop: Any) -> Callable[[], None]:
+    """Note what a batch may change before its optimiser's step; returns what puts it back."""
+    random, progress = random_streams(), loop.optim_progress.state_dict()
+    results = module.trainer.fit_loop.epoch_loop._results
+    logged = set(results)
+    metrics = [*(child for child in module.modules() if isinstance(child, Metric)), *results.values()]
+    # a step may write into a buffer, or put another tensor in its place
+    values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    kept: list[tuple[dict[str, Any], dict[str, Any]]]
+    kept = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+    kept += [(vars(metric), _state(metric)) for metric in metrics]
 
-    def __init__(self, module: pl.LightningModule, loop: Any) -> None:
-        self._module, self._loop = module, loop
-        self._random = random_streams()
-        # a step may write into a buffer, or put another tensor in its place
-        self._buffers = [(part._buffers, dict(part._buffers)) for part in module.modules()]
-        self._values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-        self._results = module.trainer.fit_loop.epoch_loop._results
-        self._logged = set(self._results)
-        metrics = [child for child in module.modules() if isinstance(child, Metric)]
-        self._metrics = [(metric, _state(metric)) for metric in [*metrics, *self._results.values()]]
-        self._progress = loop.optim_progress.state_dict()
-
-    def __call__(self) -> None:
-        _free(self._module)
+    def undo() -> None:
+        _free(module)
         with torch.no_grad():
-            for buffer, before in self._values:
+            for buffer, before in values:
                 buffer.copy_(before)
-        for named, buffers in self._buffers:
-            named.update(buffers)
-        for metric, state in self._metrics:
-            vars(metric).update(state)
-        for name in set(self._results) - self._logged:
-            del self._results[name]
-        self._loop.optim_progress.load_state_dict(self._progress)
-        set_random_streams(self._random)
+        for names, before in kept:
+            names.update(before)
+        for name in set(results) - logged:
+            del results[name]
+        loop.optim_progress.load_state_dict(progress)
+        set_random_streams(random)
+
+    return undo
 
 
 def _state(metric: Metric) -> dict[str, Any]:
