@@ -81,7 +81,8 @@ def is_out_of_memory(exception: BaseException) -> bool:
     """Whether an error says that memory could not be had, on whichever device."""
     if isinstance(exception, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(exception, RuntimeError) and "allocate memory" in str(exception)
+    words = ("allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
+    return isinstance(exception, RuntimeError) and any(word in str(exception) for word in words)
 
 
 OWNED = (pl.Callback, ModelHooks, DataHooks, CheckpointHooks)
