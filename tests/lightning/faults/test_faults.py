@@ -260,7 +260,11 @@ def test_out_of_memory_is_told_with_the_next_plan_to_try() -> None:
     Made.candidates = ()
     assert "No plan for these ranks needs less" in advice_on_memory(Made(), torch.device("cpu"))  # type: ignore[arg-type]
     assert "No plan was made yet" in advice_on_memory(None, torch.device("cpu"))
-    told = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED when")
+    told = (
+        "DefaultCPUAllocator: can't allocate memory",
+        "CUDA error: out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED when",
+    )
     assert all(map(is_out_of_memory, (MemoryError(), *map(RuntimeError, told))))
     assert not is_out_of_memory(RuntimeError("shape mismatch"))
 
