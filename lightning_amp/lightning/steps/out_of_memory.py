@@ -359,8 +359,8 @@ def _undoing(module: pl.LightningModule, loop: Any) -> Callable[[], None]:
         with torch.no_grad():
             for buffer, before in values:
                 buffer.copy_(before)
-        for names, before in kept:
-            names.update(before)
+        for names, held in kept:
+            names.update(held)
         for name in set(results) - logged:
             del results[name]
         loop.optim_progress.load_state_dict(progress)

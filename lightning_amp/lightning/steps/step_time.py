@@ -2,8 +2,9 @@
 
 A step is a training batch: forward, backward, averaging and update, from the moment that its batch is on the device.
 A batch whose gradients are only accumulated is not counted, nor are the first two steps, which also load kernels and
-fill caches; of the others the median is taken, so that some steps whose memory is measured do not count. The prediction is for the same step of the reference model
-(planning/time/step_seconds.py); of another model only that of the decoder is known, and the line says so.
+fill caches. Of the others the median is taken, so that some steps whose memory is measured do not count. The prediction
+is for the same step of the reference model (planning/time/step_seconds.py); of another model only that of the decoder
+is known, and the line says so.
 
 No step waits for the device: on CUDA its beginning and its end are events among the device's work, which are read when
 the fit is over.
