@@ -168,20 +168,23 @@ def test_state_of_an_optimizer_of_another_size_is_refused() -> None:
         Shards(model, sharded).own_optimizer_states([optimizer], [optimizer.state_dict()])
 
 
-def test_a_count_of_one_element_is_of_the_parameter() -> None:
+def test_state_may_be_nested_and_a_count_of_one_element_is_of_the_parameter() -> None:
     model, sharded = shared_weight()
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     shard = sharded[0].shard
-    optimizer.state[shard] = {"step": torch.ones(1), "m": torch.ones_like(shard), "none": None, "past": [1.0]}
+    one, whole = torch.ones_like(shard), torch.arange(5.0 * FEATURES).view(5, FEATURES)
+    optimizer.state[shard] = {"step": torch.ones(1), "m": one, "none": None, "past": [one, 1.0], "of": {0.9: (one,)}}
     shards = Shards(model, sharded)
     saved = shards.saved_optimizer_state(optimizer, optimizer.state_dict(), in_parts=True)
     (values,) = saved["state"].values()
-    assert [type(value) for value in values.values()] == [Tensor, Part, type(None), list]
-    values["m"] = torch.arange(5.0 * FEATURES).view(5, FEATURES)
+    assert isinstance(values["step"], Tensor)
+    assert all(isinstance(part, Part) for part in (values["m"], values["past"][0], values["of"][0.9][0]))
+    values |= {"m": whole, "past": [whole, 1.0], "of": {0.9: (whole,)}}
     (own,) = shards.own_optimizer_states([optimizer], [saved])
     optimizer.load_state_dict(own)
-    assert torch.equal(optimizer.state[shard]["m"], values["m"][:, :4])
-    assert optimizer.state[shard]["step"].shape == (1,)
+    found = optimizer.state[shard]
+    assert all(torch.equal(part, whole[:, :4]) for part in (found["m"], found["past"][0], found["of"][0.9][0]))
+    assert (found["step"].shape, found["none"], found["past"][1]) == ((1,), None, 1.0)
 
 
 def test_a_state_for_other_groups_is_refused_by_torch() -> None:
