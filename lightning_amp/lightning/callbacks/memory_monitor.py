@@ -334,5 +334,4 @@ def _gather(rows: list[Any]) -> list[Any]:
 
 def _unique(rows: Iterable[Row]) -> list[Row]:
     """One row per place, the latest: a checkpoint gives rank 0's rows to every rank."""
-    places = COLUMNS[:4]
-    return list({tuple(row[name] for name in places): row for row in rows}.values())
+    return list({tuple(row[name] for name in COLUMNS[:4]): row for row in rows}.values())

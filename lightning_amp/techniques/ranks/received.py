@@ -31,24 +31,20 @@ class Received:
     def __init__(self) -> None:
         self._values: list[Any] = []
 
-    @contextmanager
-    def first_pass(self) -> Iterator[None]:
+    def first_pass(self) -> AbstractContextManager[None]:
         """While the block runs for the first time."""
 
         def keep(receive: Callable[[], Any]) -> Any:
             self._values.append(receive())
             return self._values[-1]
 
-        with _asking(keep):
-            yield
+        return _asking(keep)
 
-    @contextmanager
-    def second_pass(self) -> Iterator[None]:
+    def second_pass(self) -> AbstractContextManager[None]:
         """While the block runs again."""
         values = iter(self._values)
         # a pass that asks more often is another function: received then, for ranks may do so together, and compared
-        with _asking(lambda receive: next(values, None) or receive()):
-            yield
+        return _asking(lambda receive: next(values, None) or receive())
 
 
 @contextmanager
