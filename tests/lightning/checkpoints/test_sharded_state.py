@@ -250,6 +250,19 @@ class Plain(torch.optim.AdamW):
     pass
 
 
+class Counts(Plain):
+    """Its steps, in an attribute."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.kept, self.steps, self.past = list(parameters), torch.zeros(()), list[int]()
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        self.past.append(int(self.steps))
+        super().step()
+
+
 class Fails(Plain):
     def step(self, closure: Any = None) -> None:
         raise RuntimeError("only as it was made")
@@ -268,7 +281,7 @@ class ByNormOfAll(Plain):
 def test_an_optimiser_that_mixes_elements_or_parameters_is_known() -> None:
     cases: list[tuple[Any, bool | None, bool | None]] = [
         (ByNorm, True, False), (ByNormLater, True, False), (ByNormOfAll, True, True), (Plain, False, False),
-        (Fails, None, None), (Wraps, None, None),
+        (Fails, None, None), (Wraps, None, None), (Counts, False, False),
     ]  # fmt: skip
     for kind, right, of_parameters in cases:
         optimizer: Any = kind([nn.Parameter(torch.randn(3))])
@@ -278,3 +291,5 @@ def test_an_optimiser_that_mixes_elements_or_parameters_is_known() -> None:
         assert mixes_parameters(optimizer) is of_parameters, kind
         assert torch.equal(torch.random.get_rng_state(), before)
         assert not optimizer.state
+        assert not getattr(optimizer, "steps", 0)
+        assert not getattr(optimizer, "past", [])
