@@ -364,7 +364,9 @@ def restore(sharded: Sequence[Any], *, complete: bool) -> None:
         )
 
 
-def _elements_changed(one: ShardedParameter, values: Any, change: Callable[[Any, str, Any], Any]) -> Any:
+def _elements_changed(
+    one: ShardedParameter, values: dict[str, Any], change: Callable[[Any, str, Any], Any]
+) -> dict[str, Any]:
     """An optimiser's state of a parameter with that of its elements changed, and not, as a number of steps, that of the
     parameter.
     """
@@ -379,7 +381,7 @@ def _elements_changed(one: ShardedParameter, values: Any, change: Callable[[Any,
             return value
         return change(one, name, value)
 
-    return replaced(values, changed)
+    return cast(dict[str, Any], replaced(values, changed))
 
 
 def _who(sharded: Iterable[ShardedParameter]) -> str:
