@@ -95,7 +95,8 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         for optimizer in optimizers:
             for parameter, state in optimizer.state.items():
                 name = self._parameters.get(id(parameter), "")
-                self._hold([(f"{name}.{key}", v) for key, value in state.items() for v in tensors_of(value)], STATE)
+                named = state.items() if isinstance(state, dict) else [("", state)]
+                self._hold([(f"{name}.{key}", v) for key, value in named for v in tensors_of(value)], STATE)
         self._hold([("batch", tensor) for tensor in tensors_in(batch)], ACTIVATIONS)
         self._hooks = [
             register_module_forward_pre_hook(self._enter),

@@ -236,7 +236,7 @@ def _fit(
 
 def _keep(value: Any, path: Path) -> None:
     try:
-        with written_aside(path) as aside, aside.open("wb", buffering=0) as file:
+        with written_aside(path) as aside, aside.open("wb") as file:
             write_state(value, file)
     except DataError as error:
         raise DataError(f"{error}. TMPDIR says where verify keeps its files") from error

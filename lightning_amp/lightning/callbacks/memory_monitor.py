@@ -83,7 +83,10 @@ class StratumMemoryMonitor(pl.Callback):
         self._open: _MeasuredStep | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Choose the folder, while all ranks are here: log_dir is a broadcast."""
+        """Choose the folder, while all ranks are here: log_dir is a broadcast. Forget what another run has measured."""
+        done = trainer.fit_loop.epoch_loop.total_batch_idx
+        self.rows = [row for row in self.rows if row["step"] <= done]
+        self.measured_step = self._predicted_step = None
         self._target = self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "amp_memory"
         if not find_decoders(pl_module):
             rank_zero_info(
@@ -230,10 +233,9 @@ class _MeasuredStep:
         elif self.by_module is not None:
             self.read = self.by_module.read
         else:
-            held = [*module.parameters(), *module.buffers()]
-            held += [p.grad for p in module.parameters() if p.grad is not None]
             live = LiveBytes()
-            live.watch([held, [dict(optimizer.state) for optimizer in trainer.optimizers], batch])
+            live.watch([*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters())])
+            live.watch([[optimizer.state for optimizer in trainer.optimizers], batch])
             self._stack.enter_context(live)
             self.read = lambda: (live.current, live.peak)
         if self.by_module is not None:
@@ -332,5 +334,4 @@ def _gather(rows: list[Any]) -> list[Any]:
 
 def _unique(rows: Iterable[Row]) -> list[Row]:
     """One row per place, the latest: a checkpoint gives rank 0's rows to every rank."""
-    places = COLUMNS[:4]
-    return list({tuple(row[name] for name in places): row for row in rows}.values())
+    return list({tuple(row[name] for name in COLUMNS[:4]): row for row in rows}.values())

@@ -53,6 +53,7 @@ NO_ROWS = np.empty(0, dtype=np.int64)
 Imputed = Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]
 """Rows of a modality and their expected counts, [row, feature], some cells at a time."""
 PROJECTIONS = ("pca", "umap")
+OURS = ("embeddings_*.h5ad", "imputed*.scool", "pseudobulk/*.cool", "embedding.png", "contact_map.png")
 ALIGNED = 1.25
 """Times the share by chance from which on modalities are said to meet."""
 
@@ -130,8 +131,8 @@ class PredictionWriter(pl.Callback):
         if data.layout is not None and (len(rows) or (by_type and hasattr(pl_module, "impute"))):
             check_maps(data.layout, data.tables[HIC].obs_names[np.unique(rows)].tolist())
         asked = {f"contact_map_cells={self.contact_map_cells!r}": len(rows) > 0, "impute_rna=True": self.impute_rna}
-        for option in (option for option, is_asked in asked.items() if is_asked):
-            if not hasattr(pl_module, "impute"):
+        for option, is_asked in asked.items():
+            if is_asked and not hasattr(pl_module, "impute"):
                 raise ModelError(
                     f"{option} is not supported: {type(pl_module).__name__!r} has no method impute(modality,"
                     " cells); add it, or give contact_map_cells=0 and leave impute_rna out"
@@ -184,6 +185,10 @@ class PredictionWriter(pl.Callback):
         self._write_cells(embeddings, tables, expression, trainer, data)
         self._write_maps(maps, sums, data)
         self._draw(embeddings, tables, maps, data)
+        others = {path for files in OURS for path in self.out_dir.glob(files)} - set(self.written)
+        if others:
+            names = sorted(str(path.relative_to(self.out_dir)) for path in others)
+            self.remarks.append(f"{self.out_dir} has files that this run did not write, as of another model: {names!r}")
 
     def _check_columns(self, data: SingleCellDataModule) -> dict[str, list[Any]]:
         """The columns of obs by modality; a DataError where a key is in none of them."""

@@ -1,5 +1,6 @@
 """Test whether an optimiser updates an element, or a parameter, by its own gradient and state alone."""
 
+import copy
 from collections import OrderedDict, defaultdict
 from typing import Any
 
@@ -74,10 +75,11 @@ def _trained(optimizer: Optimizer, group: dict[str, Any], trained: list[list[Ten
     # without `__init__`, whose arguments are not known: attributes are those of the run's optimiser, options the
     # group's
     other: Any = object.__new__(type(optimizer))
-    # a scheduler puts its own step on the instance, and hooks belong to the run
-    other.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(other, name, OrderedDict())
+    # a scheduler puts its own step on the instance, and hooks belong to the run; a count of steps is copied
+    own = [name for name in vars(optimizer) if name not in ("step", "state") and not name.startswith("_optimizer_")]
+    kept = {id(p): p for one in optimizer.param_groups for p in one["params"]}
+    other.__dict__.update(copy.deepcopy({name: vars(optimizer)[name] for name in own}, kept))
+    other._optimizer_step_pre_hooks = other._optimizer_step_post_hooks = OrderedDict()
     other.state = defaultdict(dict)
     other.param_groups = [{**group, "lr": LR, "params": parameters}]
     for step in gradients:

@@ -191,14 +191,14 @@ def fill(tree: Any) -> Any:
 
 
 def replaced(tree: Any, change: Callable[[str, Any], Any], place: str = "") -> Any:
-    """A nesting of dicts and lists with every leaf changed; `change` gets the place of a leaf and the leaf."""
+    """A nesting of dicts, lists and tuples with every leaf changed; `change` gets the place of a leaf and the leaf."""
     if isinstance(tree, dict):
         # copied, not made anew: load_state_dict reads the versions that torch keeps with the tensors
         copied = copy.copy(tree)
         copied.update({key: replaced(value, change, f"{place}/{key}") for key, value in tree.items()})
         return copied
-    if isinstance(tree, list):
-        return [replaced(value, change, f"{place}/{i}") for i, value in enumerate(tree)]
+    if type(tree) in (list, tuple):
+        return type(tree)(replaced(value, change, f"{place}/{i}") for i, value in enumerate(tree))
     return change(place, tree)
 
 

@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_amp.errors import DataError, InstallError, PlanError
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.probe_optimizer import mixes_elements
-from lightning_amp.lightning.checkpoints.read_directory import Stored, fill
+from lightning_amp.lightning.checkpoints.read_directory import Stored, fill, replaced
 from lightning_amp.lightning.checkpoints.write_checkpoint import Part
 from lightning_amp.techniques.contract.protocol import Units
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, is_split, local
@@ -127,19 +127,17 @@ class Shards:
             InstallError: The state of a shard has not its shape.
         """
 
-        def saved(one: ShardedParameter, values: dict[str, Any]) -> dict[str, Any]:
-            own = _of_elements(one, values)
-            for name, value in own.items():
-                if value.shape != one.shard.shape:
-                    kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
-                    raise InstallError(
-                        f"the optimizer {kind!r} keeps {name!r} of shape {tuple(value.shape)!r} for a shard of shape"
-                        f" {tuple(one.shard.shape)!r}; only an optimizer that keeps elementwise state can train what"
-                        f" {one.technique} splits over ranks: use another one, or leave {one.technique} out"
-                    )
-            return values | {n: self._saved(one, value, in_parts=in_parts) for n, value in own.items()}
+        def saved(one: ShardedParameter, name: str, value: Any) -> Any:
+            if value.shape != one.shard.shape:
+                kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+                raise InstallError(
+                    f"the optimizer {kind!r} keeps {name!r} of shape {tuple(value.shape)!r} for a shard of shape"
+                    f" {tuple(one.shard.shape)!r}; only an optimizer that keeps elementwise state can train what"
+                    f" {one.technique} splits over ranks: use another one, or leave {one.technique} out"
+                )
+            return self._saved(one, value, in_parts=in_parts)
 
-        return self._converted(optimizer, state, saved)
+        return self._converted(optimizer, state, lambda one, values: _elements_changed(one, values, saved))
 
     def own_optimizer_states(
         self, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
@@ -265,7 +263,7 @@ class Shards:
 
     def _own_values(self, one: Any, values: dict[str, Any]) -> dict[str, Any] | None:
         """What a rank loads of an optimiser's state for whole parameters; None is nothing."""
-        return values | {n: self._own(one, value, n) for n, value in _of_elements(one, values).items()}
+        return _elements_changed(one, values, lambda one, name, value: self._own(one, value, name))
 
     def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         try:
@@ -306,8 +304,9 @@ class Shards:
 def numbered(optimizer: Any, state: Mapping[str, Any]) -> Iterator[tuple[nn.Parameter, Any]]:
     """The parameters of an optimiser, perhaps inside of Lightning's, with their numbers in its state."""
     groups = getattr(optimizer, "optimizer", optimizer).param_groups
-    for group, saved in zip(groups, state["param_groups"], strict=True):
-        yield from zip(group["params"], saved["params"], strict=True)
+    # a state for other groups is refused by torch when it is loaded
+    for group, saved in zip(groups, state["param_groups"], strict=False):
+        yield from zip(group["params"], saved["params"], strict=False)
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedParameter]) -> None:
@@ -365,15 +364,24 @@ def restore(sharded: Sequence[Any], *, complete: bool) -> None:
         )
 
 
-def _of_elements(one: ShardedParameter, values: dict[str, Any]) -> dict[str, Any]:
-    """Of an optimiser's state of a parameter that of its elements, and not, as a number of steps, of the parameter."""
-    return {
-        name: value
-        for name, value in values.items()
-        # of a parameter without a dim torch, too, tells them by the name
-        if isinstance(value, Stored)
-        or (isinstance(value, Tensor) and (value.dim() > 0 or (not one.shape and name != "step")))
-    }
+def _elements_changed(
+    one: ShardedParameter, values: dict[str, Any], change: Callable[[Any, str, Any], Any]
+) -> dict[str, Any]:
+    """An optimiser's state of a parameter with that of its elements changed, and not, as a number of steps, that of the
+    parameter.
+    """
+    shapes = one.shape, one.shard.shape
+
+    def changed(place: str, value: Any) -> Any:
+        name = place.removeprefix("/")
+        # of a parameter of one element torch, too, tells them by the name
+        if not isinstance(value, Tensor | Stored) or (
+            value.shape.numel() == 1 and (value.shape not in shapes or name == "step")
+        ):
+            return value
+        return change(one, name, value)
+
+    return cast(dict[str, Any], replaced(values, changed))
 
 
 def _who(sharded: Iterable[ShardedParameter]) -> str:

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from lightning_amp.errors import InstallError
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.probe_optimizer import mixes_parameters
+from lightning_amp.lightning.checkpoints.read_directory import replaced
 from lightning_amp.lightning.checkpoints.shards import Shards, numbered
 from lightning_amp.techniques.ranks.placeholders import AbsentParameter, absent_parameter
 from lightning_amp.techniques.table import STAGED
@@ -248,19 +249,16 @@ class StageParameters(Shards):
     def saved_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
         """An optimiser's state with that of every rank's parameters, a collective."""
         everyones: list[Any] = [None] * self._model.size()
-        own = {
-            i: {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in values.items()}
-            for i, values in state["state"].items()
-        }
+        own = replaced(state["state"], lambda _, v: v.detach().cpu() if isinstance(v, Tensor) else v)
         dist.all_gather_object(everyones, own, group=self._model.get_group())
-        merged: dict[Any, Any] = {}
+        merged = {key: value for key, value in everyones[0].items() if not isinstance(key, int)}
         of_parameter = self._held()
         for parameter, index in numbered(optimizer, state):
             held = of_parameter.get(id(parameter))
             rank = held.ranks[0] if held is not None and held.ranks else 0
-            if held is not None and index in everyones[rank]:
+            if index in everyones[rank]:
                 merged[index] = everyones[rank][index]
-        return {**state, "state": dict(sorted(merged.items()))}
+        return {**state, "state": merged}
 
 
 def broadcast(value: Tensor, rank: int, mesh: DeviceMesh) -> Tensor:

@@ -106,6 +106,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 def write_state(checkpoint: Any, file: Any) -> None:
     """Write what torch.save writes to an open file, down to the disk.
 
+    The file has a buffer: without one a write takes 2 GiB at most, and torch.save does not write the rest.
+
     Raises:
         OSError: As the file has raised it.
     """
@@ -162,7 +164,7 @@ def _new_locked(folder: Path) -> tuple[Path, BinaryIO]:
     while True:
         # containers may have the same machine's name and process, so neither makes it one's own
         aside = folder / f"{ASIDE}-{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
-        file = aside.open("xb", buffering=0)
+        file = aside.open("xb")
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         if aside.exists():

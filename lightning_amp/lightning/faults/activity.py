@@ -19,6 +19,7 @@ import re
 import sysconfig
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import FrameSummary, StackSummary, walk_tb
@@ -80,13 +81,13 @@ def is_out_of_memory(exception: BaseException) -> bool:
     """Whether an error says that memory could not be had, on whichever device."""
     if isinstance(exception, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(exception, RuntimeError) and "allocate memory" in str(exception)
+    words = ("allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
+    return isinstance(exception, RuntimeError) and any(word in str(exception) for word in words)
 
 
-STEPS = ("training_step", "validation_step", "test_step", "predict_step", "optimizer_step", "backward")
 OWNED = (pl.Callback, ModelHooks, DataHooks, CheckpointHooks)
 HOOKS = {
-    *STEPS,
+    *("training_step", "validation_step", "test_step", "predict_step", "optimizer_step", "backward"),
     *("save_checkpoint", "load_checkpoint", "configure_optimizers"),
     *(name for kind in OWNED for name in vars(kind) if name.startswith(("on_", "configure_"))),
     *("setup", "teardown", "prepare_data", "train_dataloader", "val_dataloader", "test_dataloader"),
@@ -139,28 +140,23 @@ FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
 
 def doing_of_thread(ident: int, trainer: pl.Trainer | None) -> Doing:
     """What a thread of this process is doing now; `trainer` is None where it has none yet."""
-    return doing_in(_frames_of(ident), trainer)
+    text = ""
+    # without its functions it is what Lightning has noted; a file, for a pipe that is full would be waited for by this
+    # thread, which holds the interpreter
+    with suppress(OSError), tempfile.TemporaryFile("w+", errors="replace") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read()
+    _, *parts = THREAD.split(text)
+    of_thread = {int(number, 16): text for number, text in zip(parts[::2], parts[1::2], strict=True)}
+    found = FRAME.findall(of_thread.get(ident, ""))
+    return doing_in((FrameSummary(file, int(line), name, lookup_line=False) for file, line, name in found), trainer)
 
 
 def doing_of_exception(exception: BaseException, trainer: pl.Trainer | None) -> Doing:
     """What was being done when an exception was raised."""
     found = StackSummary.extract(walk_tb(exception.__traceback__), lookup_lines=False)
     return doing_in(reversed(found), trainer)
-
-
-def _frames_of(ident: int) -> list[FrameSummary]:
-    """The functions of a thread, the innermost first; none where they cannot be had."""
-    try:
-        # a file, for a pipe that is full would be waited for by this thread, which holds the interpreter
-        with tempfile.TemporaryFile("w+", errors="replace") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.seek(0)
-            _, *parts = THREAD.split(file.read())
-    except OSError:
-        return []
-    of_thread = {int(number, 16): text for number, text in zip(parts[::2], parts[1::2], strict=True)}
-    found = FRAME.findall(of_thread.get(ident, ""))
-    return [FrameSummary(file, int(line), name, lookup_line=False) for file, line, name in found]
 
 
 def doing_in(frames: Iterable[FrameSummary], trainer: pl.Trainer | None) -> Doing:

@@ -149,7 +149,12 @@ class Detector:
             )
             for seen in self._seen.values():
                 seen.link.send(bye=True)
-        self._close()
+        for seen in self._seen.values():
+            seen.link.close()
+        for sock in (self._listener, self._wake, self._woken):
+            if sock is not None:
+                sock.close()
+        self._selector.close()
 
     def _look_after(self) -> None:
         """Listen, speak, and end the process when another has ended and the main thread does not."""
@@ -328,14 +333,6 @@ class Detector:
 
     def _is_over(self, rank: int) -> bool:
         return rank in self._seen and self._seen[rank].over
-
-    def _close(self) -> None:
-        for seen in self._seen.values():
-            seen.link.close()
-        for sock in (self._listener, self._wake, self._woken):
-            if sock is not None:
-                sock.close()
-        self._selector.close()
 
 
 def say(text: str) -> None:

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import weakref
+from contextlib import suppress
 from typing import Any
 
 SEND_S = 5.0
@@ -49,11 +50,8 @@ class Link:
     def send(self, **message: Any) -> None:
         """Send an object; from any thread. A link whose other end has gone takes it silently, `receive` will tell."""
         line = json.dumps(message).encode() + b"\n"
-        try:
-            with self._lock:
-                self.sock.sendall(line)
-        except OSError:
-            return
+        with suppress(OSError), self._lock:
+            self.sock.sendall(line)
 
     def receive(self) -> list[dict[str, Any]] | None:
         """The objects that have come, once the socket is readable; None when the other end has closed."""

@@ -56,8 +56,7 @@ class CellOrder(DataConnector):
     """The part of a Trainer that chooses the sampler of every loader."""
 
     def _requires_distributed_sampler(self, dataloader: DataLoader[Any]) -> bool:
-        several = self._share()["num_replicas"] > 1
-        return several and super()._requires_distributed_sampler(dataloader)
+        return self._share()["num_replicas"] > 1 and super()._requires_distributed_sampler(dataloader)
 
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         if (
@@ -67,15 +66,13 @@ class CellOrder(DataConnector):
             or _permutes(dataloader)
         ):
             return super()._prepare_dataloader(dataloader, shuffle, mode)
-        own = OwnCells(dataloader, same=self._same_on_ranks, **self._share())
+        run = self.trainer.strategy
+        own = OwnCells(
+            dataloader, same=lambda n: run.reduce_boolean_decision(run.broadcast(n) == n, all=True), **self._share()
+        )
         read = "sampler" if dataloader.batch_sampler is None else "batch_sampler"
         # as `sampler` it receives the epoch
         return _with(dataloader, **{"sampler": own, read: own})
-
-    def _same_on_ranks(self, value: int) -> bool:
-        """Whether all ranks have called this with one value; a collective."""
-        strategy = self.trainer.strategy
-        return strategy.reduce_boolean_decision(strategy.broadcast(value) == value, all=True)
 
     def _share(self) -> dict[str, int]:
         kwargs = self.trainer.distributed_sampler_kwargs
@@ -241,17 +238,17 @@ def cells_to_weigh(batch: object) -> int | None:
 
 def _cells_by_modality(batch: object) -> list[int] | None:
     several = isinstance(batch, Mapping) and batch and all(isinstance(part, Mapping) for part in batch.values())
-    counts = [_one_size(part) for part in (batch.values() if several else (batch,))]  # type: ignore[attr-defined]
-    known = [n for n in counts if n is not None]
-    return known if len(known) == len(counts) else None
+    sizes = [_sizes(part) for part in (batch.values() if several else (batch,))]  # type: ignore[attr-defined]
+    # a mapping may have nothing but names
+    known = [found for found in sizes if found]
+    return [n for (n,) in known] if known and all(len(found) == 1 for found in known) else None
 
 
-def _one_size(batch: object) -> int | None:
+def _sizes(batch: object) -> set[int]:
     parts = list(parts_in(batch))
     # `size(0)`, for nested tensors have no shape
     sizes = {part.size(0) for part in parts if isinstance(part, Tensor) and part.dim()}
-    sizes |= {len(part) for part in parts if isinstance(part, SparseCounts)}
-    return sizes.pop() if len(sizes) == 1 else None
+    return sizes | {len(part) for part in parts if isinstance(part, SparseCounts)}
 
 
 class CellWeight:
@@ -261,7 +258,7 @@ class CellWeight:
         """Weigh over the ranks of `mesh`, the data axis; a mesh can be deep-copied, a process group cannot."""
         self._mesh = mesh
         self._device = device
-        self._cells: int | None = None
+        self._cells = 0
         self._counts = torch.empty(0)
         self._travelling: Work | None = None
         self._weight = 1.0
@@ -272,18 +269,17 @@ class CellWeight:
         if self._mesh.size() > 1:
             # the last step, if it had no backward pass, has not waited for its collective
             self.value()
-            n = self._cells = cells_to_weigh(batch)
-            self._counts = torch.tensor([n or 0, n is None], dtype=torch.int64, device=self._device)
+            n = cells_to_weigh(batch)
+            self._cells = n or 0
+            self._counts = torch.tensor([self._cells, n is None], dtype=torch.int64, device=self._device)
             self._travelling = all_reduce(self._counts, group=self._mesh.get_group(), async_op=True)
 
     def value(self) -> float:
         """The weight. Exactly 1.0 where ranks hold equally many."""
-        if self._travelling is not None:
-            wait_in_all_reduce(self._travelling)
-            self._travelling, self._weight = None, self._of(self._cells)
-        return self._weight
-
-    def _of(self, n: int | None) -> float:
+        if self._travelling is None:
+            return self._weight
+        wait_in_all_reduce(self._travelling)
+        self._travelling = None
         total, unknown = self._counts.tolist()
         if unknown and not self._warned:
             self._warned = True
@@ -292,9 +288,8 @@ class CellWeight:
                 " first axes differ), so gradients are averaged with every rank counted equally. This is"
                 " exact only when all ranks have equally many samples in every step."
             )
-        if unknown or n is None or not total:
-            return 1.0
-        return n * self._mesh.size() / int(total)
+        self._weight = 1.0 if unknown or not total else self._cells * self._mesh.size() / total
+        return self._weight
 
 
 @dataclass(frozen=True, eq=False, slots=True)

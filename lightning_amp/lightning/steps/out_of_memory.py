@@ -36,7 +36,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from traceback import walk_tb
-from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -48,7 +47,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_amp.data.batch import tensors_in
+from lightning_amp.data.batch import dense_parts, tensors_in
 from lightning_amp.footprint.bounded_step import BoundedStep, StepOverBudget, users_line
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
@@ -58,6 +57,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import batch_text
 from lightning_amp.quantities import format_bytes
 from lightning_amp.random_streams import random_streams, set_random_streams
+from lightning_amp.techniques.data.gradient_sync import GradientSync
 
 TOLD = "_amp_told"
 """Attribute of an error that has said where memory ended: it may be caught, and raised again."""
@@ -82,7 +82,8 @@ def _place(error: BaseException, module: nn.Module) -> str:
     """The innermost function that says where a step was, "" where none does."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     names = {id(child): fqn for fqn, child in module.named_modules()}
-    backward = [_is_backward(frame) for frame in frames]
+    codes = [(frame.f_code.co_filename, frame.f_code.co_name) for frame in frames]
+    backward = [file == torch.autograd.__file__ and name in ("backward", "grad") for file, name in codes]
     line = users_line(error)
     at = f" ({line})" if line else ""
     # from the innermost: a module's function within a backward pass is one that is computed again
@@ -92,6 +93,8 @@ def _place(error: BaseException, module: nn.Module) -> str:
             missing = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
             before = f", before there was a gradient of {missing[-1]}" if missing else ""
             return f"Memory ended in the backward pass{before}{at}"
+        if isinstance(owner, GradientSync):
+            return f"Memory ended in the average of gradients over ranks{at}"
         if isinstance(owner, Optimizer):
             return f"Memory ended in the step of {type(owner).__name__}{at}"
         if id(owner) in names:
@@ -101,17 +104,12 @@ def _place(error: BaseException, module: nn.Module) -> str:
     return ""
 
 
-def _is_backward(frame: FrameType) -> bool:
-    code = frame.f_code
-    return code.co_filename == torch.autograd.__file__ and code.co_name in ("backward", "grad")
-
-
 def _held(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> str:
     """Bytes by kind, as far as they can be told."""
     kinds = {
         PARAMETERS: [*module.parameters(), *module.buffers()],
-        GRADIENTS: [p.grad for p in module.parameters() if p.grad is not None],
-        STATE: [dict(state) for optimizer in optimizers for state in optimizer.state.values()],
+        GRADIENTS: [p.grad for p in module.parameters()],
+        STATE: [optimizer.state for optimizer in optimizers],
     }
     # on a GPU nothing counts that lies in the host's memory
     other = None if device.type == "cpu" else device.type
@@ -142,7 +140,7 @@ def advice_on_memory(plan: Plan | None, device: torch.device) -> str:
     if plan is None:
         return f"{measured}. No plan was made yet: the module itself, or the data, do not fit"
     least = " at least" if plan.uncounted else ""
-    predicted = f"a peak of {format_bytes(plan.predicted_peak_bytes)}{least} was predicted for {batch_text(plan)}"
+    predicted = f"A peak of {format_bytes(plan.predicted_peak_bytes)}{least} was predicted for {batch_text(plan)}"
     if plan.budget_bytes is not None:
         predicted += f", of {format_bytes(plan.budget_bytes)}"
     return f"{predicted}, and {measured}. {_next(plan)}"
@@ -189,7 +187,8 @@ class CountedBatches:
         Raises:
             StepOverBudget: By the operator whose result is too much.
         """
-        trained, n_bytes = self._trained_now(), sum(tensor.nbytes for tensor in tensors_in(batch))
+        parts = (part for tensor in tensors_in(batch) for part in dense_parts(tensor) or (tensor,))
+        trained, n_bytes = self._trained_now(), sum(part.nbytes for part in parts)
         if self._known and trained not in self._known:
             self._begin()
             self._why = "it trains other parameters than those before, or an optimiser has others"
@@ -301,7 +300,7 @@ class Rescue(pl.Callback):
         """Run one batch by `plain(*args)`."""
         while True:
             self._updating = self._told = False
-            undo = _Undo(self._module, loop)
+            undo = _undoing(self._module, loop)
             try:
                 with nullcontext() if self._counted is None else self._counted.counting(args):
                     return plain(*args)
@@ -312,7 +311,7 @@ class Rescue(pl.Callback):
 
     def _get_over(self, error: Exception) -> None:
         """Install a leaner plan, or raise the error."""
-        if not isinstance(error, OtherRank) and (not is_out_of_memory(error) or self._updating):
+        if not is_out_of_memory(error) or self._updating:
             raise error
         if not self._told:
             # the other ranks wait for this at the end of their backward pass, in `gradients_are_there`
@@ -351,36 +350,38 @@ def rescue_batches(trainer: pl.Trainer, rescue: Rescue) -> Callable[[], None]:
     return end
 
 
-class _Undo:
-    """What a batch may change before its optimiser's step, as it was."""
+def _undoing(module: pl.LightningModule, loop: Any) -> Callable[[], None]:
+    """Note what a batch may change before its optimiser's step; returns what puts it back."""
+    random, progress = random_streams(), loop.optim_progress.state_dict()
+    results = module.trainer.fit_loop.epoch_loop._results
+    logged = set(results)
+    metrics = [*(child for child in module.modules() if isinstance(child, Metric)), *results.values()]
+    # a step may write into a buffer, or put another tensor in its place
+    values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    kept: list[tuple[dict[str, Any], dict[str, Any]]]
+    kept = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+    kept += [(vars(metric), _state(metric)) for metric in metrics]
 
-    def __init__(self, module: pl.LightningModule, loop: Any) -> None:
-        self._module, self._loop = module, loop
-        self._random = random_streams()
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-        self._results = module.trainer.fit_loop.epoch_loop._results
-        self._logged = set(self._results)
-        metrics = [child for child in module.modules() if isinstance(child, Metric)]
-        self._metrics = [(metric, _state(metric)) for metric in [*metrics, *self._results.values()]]
-        self._progress = loop.optim_progress.state_dict()
-
-    def __call__(self) -> None:
-        _free(self._module)
+    def undo() -> None:
+        _free(module)
         with torch.no_grad():
-            for buffer, before in self._buffers:
+            for buffer, before in values:
                 buffer.copy_(before)
-        for metric, state in self._metrics:
-            vars(metric).update(state)
-        for name in set(self._results) - self._logged:
-            del self._results[name]
-        self._loop.optim_progress.load_state_dict(self._progress)
-        set_random_streams(self._random)
+        for names, held in kept:
+            names.update(held)
+        for name in set(results) - logged:
+            del results[name]
+        loop.optim_progress.load_state_dict(progress)
+        set_random_streams(random)
+
+    return undo
 
 
 def _state(metric: Metric) -> dict[str, Any]:
     """What an update changes; also of what Lightning keeps of a logged value, which is a metric too."""
-    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache"]
-    return {name: copy.deepcopy(getattr(metric, name)) for name in names}
+    states = {name: copy.deepcopy(getattr(metric, name)) for name in metric._defaults}
+    # others take the place of these, which may have a graph and could not be copied
+    return states | {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
 
 
 def _free(module: pl.LightningModule) -> None:

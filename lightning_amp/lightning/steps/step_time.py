@@ -1,9 +1,10 @@
 """Measure the time of training steps, and print it with the plan's prediction at the end of every fit.
 
 A step is a training batch: forward, backward, averaging and update, from the moment that its batch is on the device.
-The first two are not counted, for they also load kernels and fill caches; of the others the median is taken, so that
-some steps whose memory is measured do not count. The prediction is for the same step of the reference model
-(planning/time/step_seconds.py); of another model only that of the decoder is known, and the line says so.
+A batch whose gradients are only accumulated is not counted, nor are the first two steps, which also load kernels and
+fill caches. Of the others the median is taken, so that some steps whose memory is measured do not count. The prediction
+is for the same step of the reference model (planning/time/step_seconds.py); of another model only that of the decoder
+is known, and the line says so.
 
 No step waits for the device: on CUDA its beginning and its end are events among the device's work, which are read when
 the fit is over.
@@ -70,6 +71,7 @@ class StepTimer(pl.Callback):
         self._plan = plan
         self._steps: list[tuple[TimedMoment, TimedMoment]] = []
         self._begin: TimedMoment | None = None
+        self._updates = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, as `deepcopy(trainer)` makes: moments of a device stay the original's."""
@@ -85,13 +87,14 @@ class StepTimer(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin."""
+        self._updates = trainer.global_step
         self._begin = TimedMoment(pl_module.device) if len(self._steps) < WARM_UP + MOST else None
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the time of the step."""
-        if self._begin is None:
+        if self._begin is None or trainer.global_step == self._updates:
             return
         plan = getattr(trainer.strategy, "plan", None) or self._plan
         if plan is not self._plan:

@@ -5,8 +5,8 @@ layer that receives a few numbers asks for them by `once`: they are kept from th
 pass. What is as large as an activation is better sent again than kept.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -33,21 +33,17 @@ class Received:
     def __init__(self) -> None:
         self._values: list[Any] = []
 
-    @contextmanager
-    def first_pass(self) -> Iterator[None]:
+    def first_pass(self) -> AbstractContextManager[None]:
         """While the block runs for the first time."""
 
         def keep(receive: Callable[[], Any]) -> Any:
             self._values.append(receive())
             return self._values[-1]
 
-        with holding(_asked, keep):
-            yield
+        return holding(_asked, keep)
 
-    @contextmanager
-    def second_pass(self) -> Iterator[None]:
+    def second_pass(self) -> AbstractContextManager[None]:
         """While the block runs again."""
         values = iter(self._values)
         # a pass that asks more often is another function: received then, for ranks may do so together, and compared
-        with holding(_asked, lambda receive: next(values, None) or receive()):
-            yield
+        return holding(_asked, lambda receive: next(values, None) or receive())

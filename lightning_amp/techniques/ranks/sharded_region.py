@@ -121,10 +121,6 @@ class SharedRegion(nn.Module):
         return collectives.leave(self.mesh, total) if self.summed else total
 
 
-TOGETHER = {"S2", "S5"}
-"""Strategies that can share one decoder; no other two ways to split it go together."""
-
-
 def share_region(decoder: object, new: SharedRegion) -> SharedRegion:
     """The region with one more technique; S2 and S5 may come in any order, strata and nodes go with no other.
 
@@ -139,7 +135,7 @@ def share_region(decoder: object, new: SharedRegion) -> SharedRegion:
     region, (strategy,) = getattr(decoder, "region", None), new.strategies
     if isinstance(region, SharedRegion):
         strategies = (*region.strategies, strategy)
-        if not TOGETHER.issuperset(strategies):
+        if not {"S2", "S5"}.issuperset(strategies):
             raise InstallError(
                 f"{strategy} does not support a decoder that {', '.join(region.strategies)} has split"
                 " already; two splits add up to another loss: only S2 and S5 can be together, leave one out"

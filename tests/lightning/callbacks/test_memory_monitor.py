@@ -198,10 +198,19 @@ def test_rows_go_through_checkpoints(tmp_path: Path) -> None:
     assert again.rows == monitor.rows != []
 
 
+def test_rows_are_those_of_one_run(tmp_path: Path) -> None:
+    monitor = StratumMemoryMonitor(every_n_steps=1, plot=False)
+    fit(monitor, Model(), tmp_path, max_steps=4)
+    fit(monitor, Model(), tmp_path, max_steps=2)
+    assert {row["step"] for row in monitor.rows} == {1}
+    assert monitor.table()[-1]["stratum"] == "step"
+
+
 def gather(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
     monitor = StratumMemoryMonitor(plot=False, dirpath=folder)
     module = Model()
-    trainer: Any = SimpleNamespace(is_global_zero=rank == 0, strategy=None)
+    loops = SimpleNamespace(epoch_loop=SimpleNamespace(total_batch_idx=-1))
+    trainer: Any = SimpleNamespace(is_global_zero=rank == 0, strategy=None, fit_loop=loops)
     monitor.on_train_start(trainer, module)
     measures = dict.fromkeys(COLUMNS[4:], 10 * rank)
     old = {"rank": 0, "step": 1, "decoder": "", "stratum": "step", **dict.fromkeys(COLUMNS[4:], 5)}

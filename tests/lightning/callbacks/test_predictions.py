@@ -296,6 +296,8 @@ def test_what_the_files_do_not_show_is_remarked(root: Path, tmp_path: Path) -> N
     assert re.match(r"same-type share 0\.\d\d: of a cell's 15 nearest .*, 50% by chance", share)
     predict(root, writer := PredictionWriter(tmp_path, contact_map_cells=30))
     assert "imputed" not in " ".join(writer.remarks)
+    predict(root, writer := PredictionWriter(tmp_path, contact_map_cells=0))
+    assert writer.remarks[-1].endswith("did not write, as of another model: ['contact_map.png', 'imputed.scool']")
 
 
 class Wrong(pl.LightningModule):

@@ -10,7 +10,7 @@ import platform
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from io import FileIO
+from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,24 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
     assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
     io.save_checkpoint({"a": torch.zeros(3)}, path)
     assert io.load_checkpoint(path)["a"].tolist() == [0, 0, 0]
+
+
+def test_a_write_that_takes_a_part_of_its_bytes_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Short(FileIO):
+        """As the call of the system, which writes 2 GiB at most."""
+
+        def write(self, data: Any) -> int:
+            return super().write(memoryview(data)[:1000])
+
+    def opened(path: Path, mode: str, buffering: int = -1) -> Any:
+        return BufferedWriter(Short(path, mode)) if buffering else Short(path, mode)
+
+    monkeypatch.setattr(Path, "open", opened)
+    AtomicCheckpointIO().save_checkpoint({"a": torch.arange(5000)}, tmp_path / "a.ckpt")
+    monkeypatch.undo()
+    assert torch.equal(torch.load(tmp_path / "a.ckpt")["a"], torch.arange(5000))
 
 
 def test_what_is_no_folder_and_what_is_not_pickled_is_told_apart(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_amp.errors import DataError, InstallError
 from lightning_amp.lightning.checkpoints.probe_optimizer import mixes_elements, mixes_parameters
 from lightning_amp.lightning.checkpoints.shards import Shards, check_optimizers, restore
+from lightning_amp.lightning.checkpoints.write_checkpoint import Part
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, shard_parameter
 from lightning_amp.techniques.ranks.shards import Runs
 from tests.ranks import CountCollectives, run_ranks
@@ -167,6 +168,33 @@ def test_state_of_an_optimizer_of_another_size_is_refused() -> None:
         Shards(model, sharded).own_optimizer_states([optimizer], [optimizer.state_dict()])
 
 
+def test_state_may_be_nested_and_a_count_of_one_element_is_of_the_parameter() -> None:
+    model, sharded = shared_weight()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    shard = sharded[0].shard
+    one, whole = torch.ones_like(shard), torch.arange(5.0 * FEATURES).view(5, FEATURES)
+    optimizer.state[shard] = {"step": torch.ones(1), "m": one, "none": None, "past": [one, 1.0], "of": {0.9: (one,)}}
+    shards = Shards(model, sharded)
+    saved = shards.saved_optimizer_state(optimizer, optimizer.state_dict(), in_parts=True)
+    (values,) = saved["state"].values()
+    assert isinstance(values["step"], Tensor)
+    assert all(isinstance(part, Part) for part in (values["m"], values["past"][0], values["of"][0.9][0]))
+    values |= {"m": whole, "past": [whole, 1.0], "of": {0.9: (whole,)}}
+    (own,) = shards.own_optimizer_states([optimizer], [saved])
+    optimizer.load_state_dict(own)
+    found = optimizer.state[shard]
+    assert all(torch.equal(part, whole[:, :4]) for part in (found["m"], found["past"][0], found["of"][0.9][0]))
+    assert (found["step"].shape, found["none"], found["past"][1]) == ((1,), None, 1.0)
+
+
+def test_a_state_for_other_groups_is_refused_by_torch() -> None:
+    model, sharded = shared_weight()
+    one, two = (torch.optim.SGD([{"params": [p]} for p in list(model.parameters())[:n]]) for n in (1, 2))
+    (own,) = Shards(model, sharded).own_optimizer_states([two], [one.state_dict()])
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        two.load_state_dict(own)
+
+
 def test_optimizers_that_mix_elements_are_refused() -> None:
     model, sharded = shared_weight()
     for make_optimizer in (torch.optim.LBFGS, torch.optim.Adafactor):
@@ -222,6 +250,19 @@ class Plain(torch.optim.AdamW):
     pass
 
 
+class Counts(Plain):
+    """Its steps, in an attribute."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.kept, self.steps, self.past = list(parameters), torch.zeros(()), list[int]()
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        self.past.append(int(self.steps))
+        super().step()
+
+
 class Fails(Plain):
     def step(self, closure: Any = None) -> None:
         raise RuntimeError("only as it was made")
@@ -240,7 +281,7 @@ class ByNormOfAll(Plain):
 def test_an_optimiser_that_mixes_elements_or_parameters_is_known() -> None:
     cases: list[tuple[Any, bool | None, bool | None]] = [
         (ByNorm, True, False), (ByNormLater, True, False), (ByNormOfAll, True, True), (Plain, False, False),
-        (Fails, None, None), (Wraps, None, None),
+        (Fails, None, None), (Wraps, None, None), (Counts, False, False),
     ]  # fmt: skip
     for kind, right, of_parameters in cases:
         optimizer: Any = kind([nn.Parameter(torch.randn(3))])
@@ -250,3 +291,5 @@ def test_an_optimiser_that_mixes_elements_or_parameters_is_known() -> None:
         assert mixes_parameters(optimizer) is of_parameters, kind
         assert torch.equal(torch.random.get_rng_state(), before)
         assert not optimizer.state
+        assert not getattr(optimizer, "steps", 0)
+        assert not getattr(optimizer, "past", [])

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 
 from lightning_amp._torch import autograd_node
 from lightning_amp.footprint.bounded_step import StepOverBudget
-from lightning_amp.lightning.steps.out_of_memory import CountedBatches
+from lightning_amp.lightning.steps.out_of_memory import CountedBatches, tell_where
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.techniques.data.gradient_sync import GradientSync
 from tests.lightning.steps.test_rescue import Ends
 from tests.lightning.strategy.strategy_cases import Small, fitted
 
@@ -81,6 +82,15 @@ def test_an_error_says_where_and_what_was_held(where: str) -> None:
         assert "The next plan to try is strategies='S1,recompute'" in text or "smaller batch" in text
 
 
+def test_an_error_in_the_average_of_gradients_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reduce(self: GradientSync) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+    monkeypatch.setattr(GradientSync, "reduce", reduce)
+    with pytest.raises(torch.OutOfMemoryError, match="3 GiB. Memory ended in the average of gradients over ranks"):
+        fitted(Small(), DataLoader(ROWS, batch_size=None), AMPStrategy(strategies="S1"))
+
+
 def grown(strategy: Any, rows: int = 6000) -> dict[str, Any]:
     """A run whose second batch has other rows than the first."""
     torch.manual_seed(0)
@@ -126,3 +136,23 @@ def test_a_larger_batch_is_counted_where_its_growth_may_exceed_the_budget(budget
             found = counted._step is not None
     # 400 bytes with 10 rows, at most eight times as many with 20
     assert found == looked_at
+
+
+def test_state_of_an_optimiser_may_be_any_value() -> None:
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
+    optimizer.state.update(
+        {"steps": 3, net.weight: {"momentum_buffer": torch.zeros(4, 4), "past": [None, torch.zeros(2)]}}
+    )
+    error = torch.OutOfMemoryError("tried to allocate 3 GiB")
+    tell_where(error, net, [optimizer], torch.device("cpu"))
+    assert str(error).endswith("Held were 80 B of parameters, 0 B of gradients, 72 B of optimiser state")
+
+
+def test_batches_of_any_layout_are_counted() -> None:
+    module: Any = nn.Linear(4, 4)
+    module.trainer = SimpleNamespace(optimizers=[], accumulate_grad_batches=1)
+    ragged = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(1, 4)], layout=torch.jagged)
+    for batch in (torch.eye(4).to_sparse(), ragged, None, "names"):
+        with CountedBatches(module, 10_000).counting({"x": batch}):
+            module(torch.ones(2, 4))

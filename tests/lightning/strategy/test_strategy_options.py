@@ -126,7 +126,7 @@ def tensors(*sizes: int) -> dict[str, torch.Tensor]:
         ({"rna": tensors(5, 5), "hic": tensors(5)}, 5),
         ({"rna": tensors(5), "hic": tensors(3, 3)}, 8),
         ({"rna": tensors(5), "hic": tensors(3, 4)}, None),
-        ({"rna": tensors(5), "hic": {}}, None),
+        ({"rna": tensors(5), "hic": {}, "names": {"cell": ["a"] * 5}}, 5),
         (tensors(5, 3), None),
         ({"x": torch.zeros(6), "step": torch.tensor(3)}, 6),
         (torch.tensor(1.0), None),
@@ -143,7 +143,7 @@ def test_ranks_weigh_by_one_measure_and_sum_integers_exactly() -> None:
     batches = [{"rna": tensors(4), "hic": tensors(4)}, {"rna": tensors(4), "hic": tensors(3)}]
     assert [cells_to_weigh(batch) for batch in batches] == [8, 7]
     assert cells_to_weigh(torch.zeros(4, 2)) == 4
-    assert cells_to_weigh({"rna": tensors(5), "hic": {}}) is None
+    assert cells_to_weigh({"rna": tensors(5), "hic": {}}) == 5
     total = torch.tensor(2 * (2**24 + 1))
     assert counted_once(total, "sum", model_ranks=2) == 2**24 + 1
 
