@@ -97,7 +97,9 @@ def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, mo
     if asked is not None:
         asked += _without_profile(named or (), facts)
     size, stages = model_axis_size(request.model_parallel_size, asked, seen, policy=request.policy)
-    size = facts.grid_ranks or size if model_ranks is None else model_ranks
+    # an evaluation of a fit whose policy has chosen a grid has whole parameters, and no grid
+    grid = facts.grid_ranks if asked is not None else None
+    size = grid or size if model_ranks is None else model_ranks
     base = _without_step(facts, asked, size, steps=facts.steps)
     if seen is None:
         return replace(_evaluated(base, facts, named), uncounted=facts.not_profiled)

@@ -226,7 +226,7 @@ def all_cases(rank: int, world_size: int) -> dict[str, Any]:
         "lazy": refused(rank, s1(), Lazy()),
         "file": refused(rank, AMPStrategy(plan="/nowhere/plan.json"), Regression()),
     }
-    with patch.object(planner, "plan_run", cannot_plan):
+    with patch.object(planner, "_plan_of_module", cannot_plan):
         seen["refused"]["plan"] = refused(rank, AMPStrategy(), Regression())
     seen["reductions"] = reductions(rank)
     seen["warnings"] = unknown_cells(rank)
