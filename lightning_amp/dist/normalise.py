@@ -173,7 +173,7 @@ class _Normalise(torch.autograd.Function):
         mean, var = (value.repeat_interleave(per) for value in (mean, var)) if per > 1 else (mean, var)
         own = x.to(mean.dtype)
         if _by_channel(x, dims):
-            scale, shift = (None if p is None else p.flatten() for p in (weight, bias))
+            scale, shift = (None if p is None else p.flatten().to(mean.dtype) for p in (weight, bias))
             return batch_norm(own, mean, var, scale, shift, eps=eps).to(x.dtype)
         form = [1 if d in dims else n for d, n in enumerate(x.shape)]
         y = (own - mean.view(form)).mul_((var + eps).rsqrt().view(form))

@@ -1,5 +1,6 @@
 """Override a module's methods on the instance, so that its class stays as it is."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,7 +31,15 @@ def method_of(module: nn.Module, name: str) -> Callable[..., Any]:
     put = vars(module).get(name)
     if put is not None and getattr(put, "__self__", None) is not module:
         # Python calls what was put there without the module
-        return lambda _, *args, **kwargs: put(*args, **kwargs)
+
+        def run(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return put(*args, **kwargs)
+
+        # Lightning looks whether a step takes the number of its batch
+        module_first = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
+        own = inspect.signature(put)
+        run.__signature__ = own.replace(parameters=[module_first, *own.parameters.values()])  # type: ignore[attr-defined]
+        return run
     found: Callable[..., Any] = getattr(type(module), name) if put is None else put.__func__
     return found
 

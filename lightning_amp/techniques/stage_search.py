@@ -60,8 +60,9 @@ class StageSearch:
         limit: Why stages may not help where they leave the peak about as it is.
         names: "module:function": module -> names of the blocks that can be stages, or none and why.
         refuse: "module:function": (module) -> None; raises what stages would train otherwise than one process.
-        install: "module:function": (module, installed, spec, mesh, parameters=) -> the parameters, and what runs the
-            module's steps as stages; `parameters(module, [(block, rank)], mesh)` frees those of other ranks.
+        install: "module:function": (module, overridden forwards, spec, mesh, parameters_of) -> the parameters, and
+            what runs the module's steps as stages; `parameters_of(module, [(block, rank)], mesh)` frees those of other
+            ranks. Like `names` and `refuse` it is a name, for it imports torch.
     """
 
     staged: Callable[..., Draft | str]

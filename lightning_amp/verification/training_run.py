@@ -86,6 +86,8 @@ def first_of(loaders: Any, steps: int) -> list[Any]:
     """The first batches, again from the start where there are fewer; of several loaders as a Trainer combines them."""
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
     found = [batch for batch, _, _ in islice(combined, steps)]
+    # ends the processes of its loaders
+    combined.reset()
     if not found:
         raise DataError("a loader without batches was given; give one with at least one batch")
     return [found[step % len(found)] for step in range(steps)]

@@ -2,6 +2,7 @@
 saved tensors; torch's own decorator says nothing where the gradient that comes in is a constant.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_amp.derivatives import first_only
 from lightning_amp.dist.ops.attention import _SplitColumns
+from lightning_amp.dist.ops.products import _GatheredProduct
 from lightning_amp.dist.ring_attention import _Ring
 from lightning_amp.errors import ModelError
 from lightning_amp.techniques.hic.attention.banded_softmax import _BandedSoftmax
@@ -48,3 +50,9 @@ def test_a_constant_gradient_is_refused_too() -> None:
 def test_functions_that_are_not_linear_refuse(function: Any) -> None:
     with pytest.raises(ModelError, match="leave"):
         function.backward(None, torch.ones(1))
+
+
+def test_a_product_with_a_view_of_a_larger_tensor_refuses() -> None:
+    # of the view it has kept a copy
+    with pytest.raises(ModelError, match="clone"):
+        _GatheredProduct.backward(SimpleNamespace(part=True), torch.ones(1))

@@ -29,6 +29,7 @@ from lightning_amp.dist.sharded_tensor import (
     wrap,
 )
 from lightning_amp.dist.splits import WHOLE, MeshAxis
+from lightning_amp.errors import ModelError
 
 
 @operator("linear")
@@ -116,13 +117,19 @@ class _GatheredProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
         # a view would keep the memory of a larger tensor, such as queries, keys and values in one
-        part = right.untyped_storage().nbytes() != right.nbytes
-        ctx.save_for_backward(left, right.contiguous().clone() if part else right)
+        ctx.part = right.untyped_storage().nbytes() != right.nbytes
+        ctx.save_for_backward(left, right.contiguous().clone() if ctx.part else right)
         ctx.to = axis, dim, owners
         return left @ gather(right, axis, dim, owners)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.part and torch.is_grad_enabled():
+            # the copy has no graph
+            raise ModelError(
+                "a second derivative is not supported (create_graph=True) through a product with a view of a larger"
+                " tensor, split over ranks; copy the view before (.clone())"
+            )
         left, right = ctx.saved_tensors
         of_left = of_right = None
         if ctx.needs_input_grad[0]:

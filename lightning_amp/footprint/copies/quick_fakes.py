@@ -29,7 +29,8 @@ from lightning_amp.footprint.copies.known_values import computed, note
 
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 """Tags of operators whose results follow from values, or that change the layout of an argument."""
-_CTC = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
+CTC_LOSS = torch.ops.aten._ctc_loss.Tensor
+"""With lengths as tensors; lists of numbers have a backward pass that fails without values."""
 
 
 class _Made(NamedTuple):
@@ -106,7 +107,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             # torch's kernels multiply these too, where its rule for fake tensors allows bfloat16 only
             like = torch.ops.aten.new_empty_strided.default
             return super().dispatch(like, types, (args[0], *_grouped(*args[:3])), {})
-        if self._valid and func in _CTC and (args[1].dim() == 2 or not isinstance(args[3], Tensor)):
+        if self._valid and func is CTC_LOSS and args[1].dim() == 2:
             like = torch.ops.aten.new_empty.default
             return tuple(super(QuickFakes, self).dispatch(like, types, (args[0], size), {}) for size in _ctc(*args))
         if self._valid and func is RNN_ON_CPU:
@@ -225,14 +226,13 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         return made if offset == 0 and new.nbytes() == memory.nbytes() else None
 
 
-def _ctc(scores: Tensor, targets: Tensor, lengths: Any, of_targets: Any, *_: Any) -> tuple[tuple[int, ...], ...]:
+def _ctc(scores: Tensor, targets: Tensor, *_: Any) -> tuple[tuple[int, ...], ...]:
     """Shapes of what `ctc_loss` returns of scores [step, sample, class]: losses, and those of paths up to each step.
 
-    A path is as long as the longest target, which is taken to be as long as padded targets.
+    A path is as long as the longest target, which is taken to be as long as padded targets [sample, letter].
     """
     steps, samples = scores.shape[:2]
-    longest = targets.shape[-1] if isinstance(of_targets, Tensor) else max(of_targets, default=0)
-    return (samples,), (samples, steps, 2 * longest + 1)
+    return (samples,), (samples, steps, 2 * targets.shape[1] + 1)
 
 
 def _grouped(one: Tensor, other: Tensor, ends: Tensor | None = None) -> tuple[list[int], list[int]]:

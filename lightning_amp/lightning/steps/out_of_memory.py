@@ -15,13 +15,7 @@ error is raised as it came.
     rank that has no memory     waits for the others at the end of their backward pass, and says so
     other ranks                 learn of it there, before gradients are averaged, and run the batch again too
 
-On a CPU nobody says that memory has ended before the machine does. There batches are counted, storage by storage,
-against the budget that was named, and the error itself names operator, tensor and module, and every kind of bytes. To
-count takes time, so it is done where bytes may be others than those of before:
-
-    the first batches of a plan    the last of them has the optimiser's state, and gradients that it adds to
-    parameters that were frozen and are trained now, or that an optimiser was given    as many again
-    a batch of more bytes than any that was counted, unless growth by the cube of that still fits the budget
+On a CPU batches are counted against the budget that was named (counted_batches.py).
 
 Known limits: activations and temporaries are distinguished only where a batch was counted; of a module whose parameters
 were made in another order than they are read in, the backward pass names another parameter. Hooks of a training step,
@@ -32,9 +26,8 @@ Not run on a GPU.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from traceback import walk_tb
 from typing import Any
 
@@ -47,12 +40,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_amp.data.batch import dense_parts, tensors_in
-from lightning_amp.footprint.bounded_step import BoundedStep, StepOverBudget, users_line
+from lightning_amp.footprint.bounded_step import StepOverBudget, users_line
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.faults.activity import is_out_of_memory
+from lightning_amp.lightning.steps.counted_batches import CountedBatches, run_batches_by
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import batch_text
 from lightning_amp.quantities import format_bytes
@@ -164,103 +157,6 @@ def _next(plan: Plan) -> str:
     return "No plan for these ranks needs less: take a smaller batch, or more devices"
 
 
-class CountedBatches:
-    """Counts the batches of a plan whose bytes are not known yet, each while it runs.
-
-    Args:
-        budget: The most bytes that may be alive.
-        why: Added to the error of a batch that needs more.
-    """
-
-    def __init__(self, module: pl.LightningModule, budget: int, *, why: str = "") -> None:
-        self._module, self._budget, self._why = module, budget, why
-        self._parameters = list(module.parameters())
-        self._step: BoundedStep | None = None
-        self._known: set[Any] = set()
-        self._left = self._most_bytes = self._counted_bytes = self._peak_bytes = 0
-        self._begin()
-
-    @contextmanager
-    def counting(self, batch: Any) -> Iterator[None]:
-        """Count the bytes of a batch, if they may exceed those of batches before.
-
-        Raises:
-            StepOverBudget: By the operator whose result is too much.
-        """
-        parts = (part for tensor in tensors_in(batch) for part in dense_parts(tensor) or (tensor,))
-        trained, n_bytes = self._trained_now(), sum(part.nbytes for part in parts)
-        if self._known and trained not in self._known:
-            self._begin()
-            self._why = "it trains other parameters than those before, or an optimiser has others"
-        elif n_bytes > self._most_bytes and not self._left and self._may_exceed(n_bytes):
-            self._left, self._why = 1, "no batch before it had as many bytes"
-        self._known.add(trained)
-        self._most_bytes = max(self._most_bytes, n_bytes)
-        if not self._left:
-            yield
-            return
-        self._left -= 1
-        self._step = BoundedStep(self._module, self._budget)
-        self._step.start(batch, self._module.trainer.optimizers)
-        try:
-            yield
-        except StepOverBudget as error:
-            if self._why:
-                error.args = (f"{error}; {self._why}",)
-            raise
-        finally:
-            self._step.stop()
-            self._counted_bytes = max(self._counted_bytes, n_bytes)
-            self._peak_bytes = max(self._peak_bytes, self._step.peak)
-            self._step = None
-
-    def _may_exceed(self, n_bytes: int) -> bool:
-        """Whether a larger batch may exceed the budget; a step of recurrent layers takes ten times as long counted."""
-        # attention grows by the square of a length, pairs of pairs by its cube
-        growth = n_bytes / max(1, self._counted_bytes)
-        return self._peak_bytes * growth**3 > self._budget
-
-    def unbound(self) -> None:
-        """Refuse nothing more of this batch."""
-        if self._step is not None:
-            self._step.unbound()
-
-    def begin_again(self) -> None:
-        """Another plan is installed, whose first batches come now."""
-        self._known.clear()
-        self._begin()
-
-    def _begin(self) -> None:
-        # the last of them has the optimiser's state, and gradients of one before that it is added to
-        added_up = self._module.trainer.accumulate_grad_batches
-        self._left, self._most_bytes = added_up + min(added_up, 2), 0
-
-    def _trained_now(self) -> Any:
-        """Which parameters need gradients, and how many each group of an optimiser has."""
-        groups = (group for optimizer in self._module.trainer.optimizers for group in optimizer.param_groups)
-        flags = (parameter.requires_grad for parameter in self._parameters)
-        return tuple(flags), tuple(len(group["params"]) for group in groups)
-
-
-def refuse_beyond(budget: int, trainer: pl.Trainer, *, why: str = "") -> Callable[[], None]:
-    """Refuse batches of a fit that need more bytes, with a reason why none was refused before; returns what ends it."""
-    counted = CountedBatches(trainer.lightning_module, budget, why=why)
-
-    def counting(loop: Any, plain: Callable[..., Any], *args: Any) -> Any:
-        with counted.counting(args):
-            return plain(*args)
-
-    return _run_batches_by(trainer, counting)
-
-
-def _run_batches_by(trainer: pl.Trainer, run: Callable[..., Any]) -> Callable[[], None]:
-    """Let a fit run batches by `run(loop, plain, *args)`; returns what ends it."""
-    loops, automatic = trainer.fit_loop.epoch_loop, trainer.lightning_module.automatic_optimization
-    loop: Any = loops.automatic_optimization if automatic else loops.manual_optimization
-    loop.run = partial(run, loop, loop.run)
-    return lambda: vars(loop).pop("run", None)
-
-
 class OtherRank(MemoryError):
     """Memory has ended on another rank."""
 
@@ -338,7 +234,7 @@ class Rescue(pl.Callback):
 
 def rescue_batches(trainer: pl.Trainer, rescue: Rescue) -> Callable[[], None]:
     """Let a fit's batches run by a rescue; returns what ends it."""
-    stop = _run_batches_by(trainer, rescue.run)
+    stop = run_batches_by(trainer, rescue.run)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks.append(rescue)
 

@@ -26,7 +26,8 @@ from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.profiling.blocks_outside import keeping_blocks
 from lightning_amp.lightning.profiling.loaders import UNKNOWN
 from lightning_amp.lightning.steps.cells import count_replicas_once
-from lightning_amp.lightning.steps.out_of_memory import LEANER, Rescue, largest, refuse_beyond, rescue_batches
+from lightning_amp.lightning.steps.counted_batches import refuse_beyond
+from lightning_amp.lightning.steps.out_of_memory import LEANER, Rescue, largest, rescue_batches
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.install_parts import install_stages, install_steps

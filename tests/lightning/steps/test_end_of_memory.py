@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_amp._torch import autograd_node
 from lightning_amp.footprint.bounded_step import StepOverBudget
-from lightning_amp.lightning.steps.out_of_memory import CountedBatches, tell_where
+from lightning_amp.lightning.steps.counted_batches import CountedBatches
+from lightning_amp.lightning.steps.out_of_memory import tell_where
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.techniques.data.gradient_sync import GradientSync
 from tests.lightning.steps.test_rescue import Ends
@@ -136,6 +137,24 @@ def test_a_larger_batch_is_counted_where_its_growth_may_exceed_the_budget(budget
             found = counted._step is not None
     # 400 bytes with 10 rows, at most eight times as many with 20
     assert found == looked_at
+
+
+def test_growth_is_that_of_each_tensor_since_the_parameters_changed() -> None:
+    module: Any = nn.Linear(4, 4)
+    module.trainer = SimpleNamespace(optimizers=[], accumulate_grad_batches=1)
+    counted, features, found = CountedBatches(module, 500_000), torch.ones(1000, 4), list[bool]()
+
+    def batch(rows: int) -> None:
+        with counted.counting((features, torch.ones(rows, 4))):
+            module(torch.ones(rows, 4))
+            found.append(counted._step is not None)
+
+    for rows in (10, 10, 200):
+        batch(rows)
+    module.weight.requires_grad_(False)
+    for rows in (10, 10, 200):
+        batch(rows)
+    assert found == [True] * 6
 
 
 def test_state_of_an_optimiser_may_be_any_value() -> None:

@@ -84,7 +84,7 @@ def test_calls_that_are_all_unlike_are_said_and_their_plans_do_not_pile_up(monke
         warnings.simplefilter("always")
         found = [torch.equal(run(block, x), block(x)) for x in (x_of(1, n, 16).detach() for n in range(1, 8))]
     assert all(found)
-    assert "planned for 3 unlike calls" in str(caught[0].message)
+    assert "planned in chunks for 3 unlike calls" in str(caught[0].message)
     assert (len(caught), len(run.known)) == (1, 4)
 
 

@@ -2,9 +2,11 @@
 peak."""
 
 import copy
+import inspect
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -178,6 +180,9 @@ def test_a_backward_pass_that_keeps_its_graph_frees_nothing(monkeypatch: pytest.
 
 def test_a_function_in_the_place_of_the_step_is_called_without_the_module() -> None:
     one, other = nn.Identity(), nn.Linear(1, 1)
+    one.extra_repr = lambda batch: batch  # type: ignore[method-assign, assignment]
+    # Lightning looks whether a step takes the number of its batch
+    assert list(inspect.signature(MethodType(method_of(one, "extra_repr"), one)).parameters) == ["batch"]
     for put, expected in ((lambda *given: given, (1, 2)), (other.extra_repr, other.extra_repr())):
         one.extra_repr = put
         assert method_of(one, "extra_repr")(one, *(expected if isinstance(expected, tuple) else ())) == expected

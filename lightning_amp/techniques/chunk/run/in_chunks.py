@@ -26,9 +26,9 @@ MANY = 8
 """Blocks of several parts above which a module is planned block by block where that keeps it within the budget: blocks
 that are equal are planned once, while the time to plan one graph grows with the square of its operators."""
 OFTEN = 64
-"""Plans of unlike calls after which a person learns that each call takes the time of a plan."""
-KEPT = 256
-"""Plans that are kept; the oldest goes first."""
+"""Plans of a block's unlike calls after which a person learns that each of them takes the time of a plan."""
+KEPT = 4096
+"""Plans of all blocks that are kept; the oldest goes first."""
 
 
 class InChunks:
@@ -55,7 +55,7 @@ class InChunks:
         self.captures_whole = train
         self.known: dict[Any, Planned] = {}
         self._last: tuple[Any, Planned] | None = None
-        self.fqn = ""
+        self.fqn, self._n_planned = "", 0
 
     def installed_at(self, fqn: str, plans: dict[Any, Planned]) -> None:
         """Note the block's name, and share the plans of the model's other blocks."""
@@ -94,11 +94,12 @@ class InChunks:
 
     def _limit(self) -> None:
         """Keep memory bounded where no call is like another, as of a block that appends to a list in every step."""
-        if len(self.known) == OFTEN:
+        self._n_planned += 1
+        if self._n_planned == OFTEN:
             warnings.warn(
-                f"{self.fqn or 'a module'} in chunks was planned for {OFTEN} unlike calls, and every further one is"
-                " planned too, which takes longer than the call: tensors of few lengths (padded), and a module that"
-                " keeps nothing of its calls, are planned once; or leave chunk out",
+                f"{self.fqn or 'a module'} was planned in chunks for {OFTEN} unlike calls, and each further one is"
+                " planned too, which takes longer than the call. Pad inputs to a few lengths, keep no state in the"
+                " block that every call changes, or leave 'chunk' out",
                 stacklevel=2,
             )
         if len(self.known) > KEPT:

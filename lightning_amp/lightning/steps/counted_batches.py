@@ -1,0 +1,123 @@
+"""Count batches of a fit on a CPU while they run, and refuse one that needs more than the budget.
+
+On a CPU nobody says that memory has ended before the machine does. There batches are counted, storage by storage,
+against the budget that was named, and the error itself names operator, tensor and module, and every kind of bytes. To
+count takes time, so it is done where bytes may be others than those of before:
+
+    the first batches of a plan    the last of them has the optimiser's state, and gradients that it adds to
+    parameters that were frozen and are trained now, or that an optimiser was given    as many again
+    a batch of more bytes than any before, unless the peak would fit even if it grew by the cube of its tensors' growth
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_amp.data.batch import dense_parts, tensors_in
+from lightning_amp.footprint.bounded_step import BoundedStep, StepOverBudget
+
+
+class CountedBatches:
+    """Counts the batches of a plan whose bytes are not known yet, each while it runs.
+
+    Args:
+        budget: The most bytes that may be alive.
+        why: Added to the error of a batch that needs more.
+    """
+
+    def __init__(self, module: pl.LightningModule, budget: int, *, why: str = "") -> None:
+        self._module, self._budget, self._why = module, budget, why
+        self._parameters = list(module.parameters())
+        self._step: BoundedStep | None = None
+        self._known: set[Any] = set()
+        self._left = self._most_bytes = self._peak_bytes = 0
+        self._sizes: list[int] = []
+        self._begin()
+
+    @contextmanager
+    def counting(self, batch: Any) -> Iterator[None]:
+        """Count the bytes of a batch, if they may exceed those of batches before.
+
+        Raises:
+            StepOverBudget: By the operator whose result is too much.
+        """
+        sizes = [part.nbytes for tensor in tensors_in(batch) for part in dense_parts(tensor) or (tensor,)]
+        trained, n_bytes = self._trained_now(), sum(sizes)
+        if self._known and trained not in self._known:
+            self._begin()
+            self._why = "it trains other parameters than those before, or an optimiser has others"
+        elif n_bytes > self._most_bytes and not self._left and self._may_exceed(sizes):
+            self._left, self._why = 1, "no batch before it had as many bytes"
+        self._known.add(trained)
+        self._most_bytes = max(self._most_bytes, n_bytes)
+        if not self._left:
+            yield
+            return
+        self._left -= 1
+        self._step = BoundedStep(self._module, self._budget)
+        self._step.start(batch, self._module.trainer.optimizers)
+        try:
+            yield
+        except StepOverBudget as error:
+            if self._why:
+                error.args = (f"{error}; {self._why}",)
+            raise
+        finally:
+            self._step.stop()
+            same = len(sizes) == len(self._sizes)
+            self._sizes = list(map(max, sizes, self._sizes)) if same else sizes
+            self._peak_bytes = max(self._peak_bytes, self._step.peak)
+            self._step = None
+
+    def _may_exceed(self, sizes: Sequence[int]) -> bool:
+        """Whether a larger batch, of tensors of so many bytes, may exceed the budget."""
+        if len(sizes) != len(self._sizes):
+            return True
+        # attention grows by the square of a length, pairs of pairs by its cube. Of each tensor, for others may be
+        # constant: the features of a graph whose edges are many more
+        growth = max(1.0, *(n / max(1, counted) for n, counted in zip(sizes, self._sizes, strict=True)))
+        return bool(self._peak_bytes * growth**3 > self._budget)
+
+    def unbound(self) -> None:
+        """Refuse nothing more of this batch."""
+        if self._step is not None:
+            self._step.unbound()
+
+    def begin_again(self) -> None:
+        """Another plan is installed, whose first batches come now."""
+        self._known.clear()
+        self._begin()
+
+    def _begin(self) -> None:
+        # the last of them has the optimiser's state, and gradients of one before that it is added to
+        added_up = self._module.trainer.accumulate_grad_batches
+        self._left, self._most_bytes, self._peak_bytes = added_up + min(added_up, 2), 0, 0
+        self._sizes = []
+
+    def _trained_now(self) -> Any:
+        """Which parameters need gradients, and how many each group of an optimiser has."""
+        groups = (group for optimizer in self._module.trainer.optimizers for group in optimizer.param_groups)
+        flags = (parameter.requires_grad for parameter in self._parameters)
+        return tuple(flags), tuple(len(group["params"]) for group in groups)
+
+
+def refuse_beyond(budget: int, trainer: pl.Trainer, *, why: str = "") -> Callable[[], None]:
+    """Refuse batches of a fit that need more bytes, with a reason why none was refused before; returns what ends it."""
+    counted = CountedBatches(trainer.lightning_module, budget, why=why)
+
+    def counting(loop: Any, plain: Callable[..., Any], *args: Any) -> Any:
+        with counted.counting(args):
+            return plain(*args)
+
+    return run_batches_by(trainer, counting)
+
+
+def run_batches_by(trainer: pl.Trainer, run: Callable[..., Any]) -> Callable[[], None]:
+    """Let a fit run batches by `run(loop, plain, *args)`; returns what ends it."""
+    loops, automatic = trainer.fit_loop.epoch_loop, trainer.lightning_module.automatic_optimization
+    loop: Any = loops.automatic_optimization if automatic else loops.manual_optimization
+    loop.run = partial(run, loop, loop.run)
+    return lambda: vars(loop).pop("run", None)
