@@ -204,13 +204,17 @@ def has_kernel(operator: OpOverload, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is what `torch.compile` returns, or `module.compile()` or Lightning has compiled its methods."""
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether a module is what `torch.compile` returns."""
     # late: it takes seconds, and Lightning has imported it wherever there is a compiled module
     from torch._dynamo import OptimizedModule
 
-    own = vars(module)
-    return isinstance(module, OptimizedModule) or bool(own.get("_compiled_call_impl") or own.get("_compiler_ctx"))
+    return isinstance(module, OptimizedModule) or bool(vars(module).get("_compiler_ctx"))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is what `torch.compile` returns, or `module.compile()` has compiled it in place."""
+    return is_wrapped(module) or bool(vars(module).get("_compiled_call_impl"))
 
 
 def compile_settings(*, graphs: int) -> AbstractContextManager[Any]:

@@ -37,6 +37,7 @@ from lightning_amp.data.files.write_results import (
 from lightning_amp.data.loading.datamodule import HIC, SingleCellDataModule
 from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
 from lightning_amp.errors import DataError, ModelError
+from lightning_amp.lightning._compat import datamodule_of
 from lightning_amp.lightning.callbacks.predictions import (
     Embeddings,
     Parts,
@@ -329,7 +330,7 @@ def _sum_by(labels: NDArray[np.str_], imputed: Imputed) -> dict[str, tuple[int, 
 
 
 def _data_of(trainer: pl.Trainer) -> SingleCellDataModule:
-    data = getattr(trainer, "datamodule", None)
+    data = datamodule_of(trainer)
     if not isinstance(data, SingleCellDataModule):
         raise DataError(
             f"PredictionWriter reads names of cells and bins from a SingleCellDataModule, the trainer has {data!r}; "

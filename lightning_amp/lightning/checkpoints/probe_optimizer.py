@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict, defaultdict
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -76,9 +77,14 @@ def _trained(optimizer: Optimizer, group: dict[str, Any], trained: list[list[Ten
     # group's
     other: Any = object.__new__(type(optimizer))
     # a scheduler puts its own step on the instance, and hooks belong to the run; a count of steps is copied
-    own = [name for name in vars(optimizer) if name not in ("step", "state") and not name.startswith("_optimizer_")]
     kept = {id(p): p for one in optimizer.param_groups for p in one["params"]}
-    other.__dict__.update(copy.deepcopy({name: vars(optimizer)[name] for name in own}, kept))
+    for name, value in vars(optimizer).items():
+        if name not in ("step", "state", "param_groups", "defaults") and not name.startswith("_optimizer_"):
+            other.__dict__[name] = value
+            # what cannot be copied, such as a lock, is shared
+            with suppress(Exception):
+                other.__dict__[name] = copy.deepcopy(value, dict(kept))
+    other.defaults = optimizer.defaults
     other._optimizer_step_pre_hooks = other._optimizer_step_post_hooks = OrderedDict()
     other.state = defaultdict(dict)
     other.param_groups = [{**group, "lr": LR, "params": parameters}]

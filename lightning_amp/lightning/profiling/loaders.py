@@ -152,6 +152,8 @@ def example_batch(loaders: object, why: str = "") -> Any:
 
 
 def _example_of(loader: Any) -> Any:
+    if isinstance(loader, CombinedLoader):
+        return example_batch(loader)
     if hasattr(loader, "amp_example_batch"):
         return loader.amp_example_batch()
     kind = type(loader).__name__

@@ -239,7 +239,9 @@ def cells_to_weigh(batch: object) -> int | None:
 def _cells_by_modality(batch: object) -> list[int] | None:
     several = isinstance(batch, Mapping) and batch and all(isinstance(part, Mapping) for part in batch.values())
     sizes = [_sizes(part) for part in (batch.values() if several else (batch,))]  # type: ignore[attr-defined]
-    # a mapping may have nothing but names
+    # a mapping may have nothing but names; one that is empty has no cells that others have
+    if several and not all(batch.values()):  # type: ignore[attr-defined]
+        return None
     known = [found for found in sizes if found]
     return [n for (n,) in known] if known and all(len(found) == 1 for found in known) else None
 

@@ -25,7 +25,6 @@ blocks. A rank whose memory ends while others wait for it, in an average of grad
 Not run on a GPU.
 """
 
-import copy
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from traceback import walk_tb
@@ -36,7 +35,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -255,7 +254,8 @@ def _undoing(module: pl.LightningModule, loop: Any) -> Callable[[], None]:
     # a step may write into a buffer, or put another tensor in its place
     values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     kept: list[tuple[dict[str, Any], dict[str, Any]]]
-    kept = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+    scripted = torch.jit.ScriptModule
+    kept = [(part._buffers, dict(part._buffers)) for part in module.modules() if not isinstance(part, scripted)]
     kept += [(vars(metric), _state(metric)) for metric in metrics]
 
     def undo() -> None:
@@ -275,9 +275,14 @@ def _undoing(module: pl.LightningModule, loop: Any) -> Callable[[], None]:
 
 def _state(metric: Metric) -> dict[str, Any]:
     """What an update changes; also of what Lightning keeps of a logged value, which is a metric too."""
-    states = {name: copy.deepcopy(getattr(metric, name)) for name in metric._defaults}
+    states = {name: _copied(getattr(metric, name)) for name in metric._defaults}
     # others take the place of these, which may have a graph and could not be copied
     return states | {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
+
+
+def _copied(state: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
+    """A state of a metric; to a list tensors are added, which may have a graph."""
+    return list(state) if isinstance(state, list) else state.detach().clone()
 
 
 def _free(module: pl.LightningModule) -> None:

@@ -94,7 +94,9 @@ class StepTimer(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the time of the step."""
-        if self._begin is None or trainer.global_step == self._updates:
+        # by hand an optimiser may step unseen by the Trainer
+        only_added = trainer.accumulate_grad_batches > 1 and trainer.global_step == self._updates
+        if self._begin is None or only_added:
             return
         plan = getattr(trainer.strategy, "plan", None) or self._plan
         if plan is not self._plan:

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_amp._torch import is_compiled
+from lightning_amp._torch import is_wrapped
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.footprint.find_blocks import blocks_with_own_parameters
@@ -74,7 +74,7 @@ def _refuse_modules(module: nn.Module) -> None:
             f"fsdp is not supported: {sparse!r} have sparse gradients, which cannot be added up in parts;"
             f" make them dense (sparse=False), {LEAVE_OUT}"
         )
-    if compiled := [name for name, child in module.named_modules() if is_compiled(child)]:
+    if compiled := [name for name, child in module.named_modules() if is_wrapped(child)]:
         raise InstallError(
             f"fsdp is not supported: torch.compile was applied to {compiled!r}, which has not been tested"
             f" together; leave torch.compile out, {LEAVE_OUT}"

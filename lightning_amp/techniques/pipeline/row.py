@@ -76,8 +76,8 @@ def _unsuited(shape: ModelShape, strategies: Collection[str]) -> str:
         )
     if shape.block_list is None:
         return (
-            "pipeline requires a ModuleList or Sequential of two or more modules, and the module has none: put its"
-            " blocks into one, or leave 'pipeline' out"
+            "pipeline requires a ModuleList or Sequential of two or more modules, and the module has none outside"
+            " of what torch.compile has compiled: put its blocks into one, or leave 'pipeline' out"
         )
     return ""
 
