@@ -307,3 +307,59 @@ def test_sparse_tensors_have_their_entries(layout: torch.layout) -> None:
     found = lightning_amp.profile(Graph(layout, False), given)
     assert "no entries without values" in found.reason
     assert found.peak_bytes == measured(Graph(layout, False), given)
+
+
+class OwnCopy(nn.Module):
+    """Says by itself what a copy of it is."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.shared, self.net = shared, nn.Linear(8, 8)
+        plain = self.net.forward
+        self.net.forward = MethodType(lambda layer, x: plain(x) * layer.weight.mean(), self.net)  # type: ignore[method-assign]
+        self.net.compile(backend=seen)
+        object.__setattr__(self.net, "parent", weakref.ref(self))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.net(x)
+        return found
+
+    def __deepcopy__(self, memo: Any) -> "OwnCopy":
+        return self if self.shared else OwnCopy(False)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_module_that_copies_itself_stays_as_it_is(shared: bool) -> None:
+    module = Plain()
+    module.net = OwnCopy(shared)  # type: ignore[assignment]
+    before = [dict(vars(child)) for child in module.modules()]
+    tensors = [*module.parameters()]
+    lightning_amp.profile(module, X)
+    for child, kept in zip(module.modules(), before, strict=True):
+        assert all(vars(child)[name] is value for name, value in kept.items())
+    assert all(a is b for a, b in zip(module.parameters(), tensors, strict=True))
+
+
+class OwnParameters(OtherState):
+    def parameters(self) -> Any:  # type: ignore[override]
+        return super().parameters()
+
+
+def test_a_module_may_have_a_method_of_its_parameters() -> None:
+    assert lightning_amp.profile(OwnParameters(), X).measured == "a real step"
+
+
+class ByNameWithValues(FoundByName):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (2 if batch.sum() > 0 else 1)
+
+
+def test_gradients_keep_their_values() -> None:
+    module = ByNameWithValues()
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    kept = [parameter.grad for parameter in module.parameters()]
+    assert lightning_amp.profile(module, X).measured == "a real step"
+    for parameter, gradient in zip(module.parameters(), kept, strict=True):
+        assert parameter.grad is gradient
+        assert gradient.eq(1).all()

@@ -51,21 +51,25 @@ def as_before(*owners: Any) -> Iterator[None]:
     }
     files = {kind.__module__ for kind in found}
     before = _Before(files)
-    # a step reaches those of a module that it finds by a global name
-    parameters = (p for part in parts if isinstance(part, nn.Module) for p in part._parameters.values())
-    gradients = [(p, p.grad) for p in parameters if p is not None and p.is_leaf]
+    # a step reaches those of a module that it finds by a global name, or that its copy shares
+    own = [tensors for part in parts if isinstance(part, nn.Module) for tensors in (part._parameters, part._buffers)]
+    gradients = [(p, p.grad) for tensors in own for p in tensors.values() if p is not None and p.is_leaf]
+    for tensors in own:
+        before.keep(tensors, 0)
     for name in sorted(files & sys.modules.keys()):
         before.keep_names(sys.modules[name], DEPTH)
     for owner in found:
         before.keep(owner, DEPTH)
+    # a step would add to them in place
+    for parameter, _ in gradients:
+        parameter.grad = None
     try:
         yield
     finally:
         for undo in before.undo:
             undo()
         for parameter, gradient in gradients:
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
+            parameter.grad = gradient
 
 
 def contents(cell: CellType) -> list[Any]:

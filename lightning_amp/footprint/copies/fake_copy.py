@@ -55,7 +55,7 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
         # data are not part of a step, and may be larger than the module
         memo |= {id(value): value for value in vars(child).values() if isinstance(value, DATA)}
         if fake is not None:
-            for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False)):
+            for tensor in tensors_of(child):
                 memo[id(tensor)] = found = fake_tensor(tensor, fake)
                 # not those of parameters: every step changes them, so that nothing may be decided by their values
                 if not (isinstance(tensor, nn.Parameter) or has_no_values(tensor)):
@@ -69,11 +69,15 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
             " step on a copy, so that the module stays as it is; take what cannot be copied out of its"
             " attributes"
         ) from error
-    for child in module.modules():
-        own = memo.get(id(child), child)
-        if child._compiled_call_impl is not None:
+    users = {id(child): child for child in module.modules()}
+    for child in users.values():
+        if child._compiled_call_impl is not None and id(memo.get(id(child), child)) not in users:
             # still known as compiled; a copy has lost it, or, of a LightningModule, would call the original
-            own._compiled_call_impl = own._call_impl
+            memo[id(child)]._compiled_call_impl = memo[id(child)]._call_impl
+    for own in twin.modules():
+        if id(own) in users:
+            # a __deepcopy__ of the user's shares it
+            continue
         for key, value in vars(own).items():
             # Lightning knows logged metrics by their ids, of a module that trains
             if value is _NOTHING or key == "_metric_attributes":
@@ -83,6 +87,11 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
             elif isinstance(value, MethodType) and id(value.__func__) in memo:
                 vars(own)[key] = MethodType(memo[id(value.__func__)], value.__self__)
     return twin
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Parameters and buffers of a module, without its submodules; it may have methods of these names."""
+    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
 
 
 def copy_of_data(
