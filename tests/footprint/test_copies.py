@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_amp
+from lightning_amp.errors import ModelError
 from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.copies.as_before import apart
-from lightning_amp.footprint.copies.fake_copy import copy_of
+from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.profile_module import profile_module
 from tests.footprint.test_profile_module import Small, measured
@@ -100,7 +101,7 @@ class Patched(Plain):
 class Options(Plain):
     def __init__(self) -> None:
         super().__init__()
-        self.options = SimpleNamespace(then=lambda x: x * self.head.bias.mean(), queue=Queue())
+        self.options = SimpleNamespace(then=lambda x: x * self.head.bias.mean())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         found: Tensor = self.options.then(self.head(self.net(batch))).square().mean()
@@ -214,6 +215,76 @@ def test_a_batch_may_be_any_dataclass() -> None:
     assert found.peak_bytes == lightning_amp.profile(OfPairs(), Pair(torch.cat([X, X]), 2)).peak_bytes
 
 
+@dataclass
+class Rows:
+    x: Tensor
+    length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.length = len(self.x)
+
+
+class OfRows(Plain):
+    def training_step(self, batch: Rows, batch_idx: int) -> Tensor:
+        return super().training_step(batch.x[: batch.length], batch_idx)
+
+
+def test_what_a_dataclass_derives_of_its_rows_is_derived_of_the_new_ones() -> None:
+    found = lightning_amp.profile(OfRows(), Rows(X), batch_size=600)
+    assert found.peak_bytes == lightning_amp.profile(OfRows(), Rows(torch.cat([X] * 100))).peak_bytes
+
+
+def test_a_queue_is_refused_for_nothing_is_at_the_other_end_of_a_copy() -> None:
+    module = Plain()
+    module.queue = Queue()
+    with pytest.raises(ModelError, match="cannot be copied"):
+        lightning_amp.profile(module, X)
+
+
+def test_a_copied_condition_has_a_lock_of_its_own() -> None:
+    module = Locked()
+    module.shared = threading.Condition(module.lock)
+    twin = copy_of(module, None)
+    with module.condition, module.shared:
+        assert not twin.lock.locked()
+        assert twin.shared.acquire(blocking=False)
+        assert twin.lock.locked()
+        with twin.condition:
+            assert vars(twin.condition)["_lock"] is not vars(module.condition)["_lock"]
+
+
+class Record:
+    looked_at = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        Record.looked_at += name == "__dict__"
+        return super().__getattribute__(name)
+
+
+def test_long_lists_and_sparse_tensors_of_a_data_module_are_shared() -> None:
+    data = pl.LightningDataModule()
+    data.records, data.edges = [Record() for _ in range(1000)], torch.eye(6).to_sparse()  # type: ignore[attr-defined]
+    Record.looked_at = 0
+    module = Plain()
+    twin: Any = copy_of_data(data, module, copy_of(module, None), None)
+    assert Record.looked_at == 0
+    assert twin.records is not data.records  # type: ignore[attr-defined]
+    assert twin.edges is data.edges  # type: ignore[attr-defined]
+
+
+def returns(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def test_a_function_that_holds_what_cannot_be_copied_shares_it_whole() -> None:
+    held: list[Any] = [1, Queue(), 2]
+    module = Plain()
+    module.one, module.two = returns(held), returns(held)
+    twin = copy_of(module, None)
+    assert twin.one() is held
+    assert twin.two() is held
+
+
 class OtherState(Plain):
     """Has state that is no tensor, and looks at a value."""
 
@@ -263,6 +334,9 @@ def test_containers_that_hold_themselves_and_objects_that_cannot_be_copied() -> 
         def __init__(self) -> None:
             self.refuses, self.names, self.method = Refuses(), ["a"], Refuses().forward
 
+    key = Loss(torch.sum)
+    assert key in apart({key}, {})
+    assert key in apart([key, {key}], {})[1]
     held: list[Any] = [1]
     held += [held, {"held": held}]
     copied = apart(held, {})

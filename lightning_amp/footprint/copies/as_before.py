@@ -213,7 +213,8 @@ def apart(value: Any, memo: dict[int, Any]) -> Any:
         if len(value) <= LONG and isinstance(value, dict):
             # that of a Counter adds to what is there
             dict.update(found, {key: apart(part, memo) for key, part in value.items()})
-        elif len(value) <= LONG:
+        elif len(value) <= LONG and not isinstance(value, set):
+            # what a set holds is found by its identity, as a key of a dict
             _refill(found, [apart(part, memo) for part in value])
     elif isinstance(value, MethodType):
         owner = value.__self__
@@ -230,7 +231,7 @@ def _shallow(value: Any, memo: dict[int, Any]) -> Any:
         found = memo[id(value)] = copy.copy(value)
         vars(found).update({name: apart(part, memo) for name, part in vars(value).items()})
     except Exception:
-        # shared then, for half a copy would be neither
+        # it is shared then, for half a copy would be neither a copy nor the object
         found = memo[id(value)] = value
     return found
 
