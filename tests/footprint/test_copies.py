@@ -389,8 +389,8 @@ class OwnCopy(nn.Module):
     def __init__(self, shared: bool) -> None:
         super().__init__()
         self.shared, self.net = shared, nn.Linear(8, 8)
-        plain = self.net.forward
-        self.net.forward = MethodType(lambda layer, x: plain(x) * layer.weight.mean(), self.net)  # type: ignore[method-assign]
+        weight = [2.0]
+        self.net.forward = MethodType(lambda layer, x: F.linear(x, layer.weight) * weight[0], self.net)  # type: ignore[method-assign]
         self.net.compile(backend=seen)
         object.__setattr__(self.net, "parent", weakref.ref(self))
 
@@ -414,13 +414,20 @@ def test_a_module_that_copies_itself_stays_as_it_is(shared: bool) -> None:
     assert all(a is b for a, b in zip(module.parameters(), tensors, strict=True))
 
 
-class OwnParameters(OtherState):
+class OwnParameters(Plain):
     def parameters(self) -> Any:  # type: ignore[override]
         return super().parameters()
 
 
+class OwnBuffers(Plain):
+    def buffers(self, kind: str) -> Any:  # type: ignore[override]
+        return []
+
+
 def test_a_module_may_have_a_method_of_its_parameters() -> None:
-    assert lightning_amp.profile(OwnParameters(), X).measured == "a real step"
+    assert lightning_amp.profile(OwnParameters(), X).measured == "fake tensors"
+    with pytest.raises(ModelError, match="missing 1 required"):
+        lightning_amp.profile(OwnBuffers(), X)
 
 
 class ByNameWithValues(FoundByName):

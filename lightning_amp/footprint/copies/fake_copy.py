@@ -3,9 +3,9 @@
 The module is copied with its tensors replaced, so its parameters are never held twice. It is built before the fake mode
 is entered: a module that is constructed or copied under the mode may keep a reference to the mode.
 
-`copy.deepcopy` shares functions and weak references. A function that a module holds, as a hook, a method or an attribute,
-may have closed over the module itself, and would run on the module that trains: it is copied too, with what it has
-closed over. So are weak references to modules that are direct attributes of modules.
+`copy.deepcopy` shares functions and weak references. A function that a module holds, as a hook, a method or an
+attribute, may have closed over the module itself, and would run on the module that trains: it is copied too, with what
+it has closed over. So are weak references to modules that are direct attributes of modules.
 """
 
 import copy
