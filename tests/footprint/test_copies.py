@@ -414,6 +414,17 @@ def test_a_module_that_copies_itself_stays_as_it_is(shared: bool) -> None:
     assert all(a is b for a, b in zip(module.parameters(), tensors, strict=True))
 
 
+def test_a_part_that_a_copy_shares_is_not_trained_by_a_profile() -> None:
+    module = OtherState()
+    module.net = OwnCopy(True)  # type: ignore[assignment]
+    before = module.net.net.weight.clone()  # type: ignore[operator, union-attr]
+    with pytest.raises(ModelError, match="'net.net' itself"):
+        lightning_amp.profile(module, X)
+    assert torch.equal(module.net.net.weight, before)  # type: ignore[arg-type, union-attr]
+    module.net.requires_grad_(False)
+    assert lightning_amp.profile(module, X).measured == "a real step"
+
+
 class OwnParameters(Plain):
     def parameters(self) -> Any:  # type: ignore[override]
         return super().parameters()

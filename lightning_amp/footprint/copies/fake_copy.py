@@ -75,9 +75,14 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
         if child._compiled_call_impl is not None and id(memo.get(id(child), child)) not in users:
             # still known as compiled; a copy has lost it, or, of a LightningModule, would call the original
             memo[id(child)]._compiled_call_impl = memo[id(child)]._call_impl
-    for own in twin.modules():
+    for name, own in twin.named_modules():
         if id(own) in users:
             # a __deepcopy__ of the user's shares it
+            if fake is None and any(tensor.requires_grad for tensor in tensors_of(own)):
+                raise ModelError(
+                    f"cannot profile {type(module).__name__!r}: its step needs values, and would train its part"
+                    f" {name!r} itself, which a copy shares; let `__deepcopy__` return a copy"
+                )
             continue
         for key, value in vars(own).items():
             # Lightning knows logged metrics by their ids, of a module that trains
