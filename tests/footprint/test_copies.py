@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_amp
+from lightning_amp.errors import ModelError
 from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.copies.as_before import apart
-from lightning_amp.footprint.copies.fake_copy import copy_of
+from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.profile_module import profile_module
 from tests.footprint.test_profile_module import Small, measured
@@ -100,7 +101,7 @@ class Patched(Plain):
 class Options(Plain):
     def __init__(self) -> None:
         super().__init__()
-        self.options = SimpleNamespace(then=lambda x: x * self.head.bias.mean(), queue=Queue())
+        self.options = SimpleNamespace(then=lambda x: x * self.head.bias.mean())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         found: Tensor = self.options.then(self.head(self.net(batch))).square().mean()
@@ -214,6 +215,76 @@ def test_a_batch_may_be_any_dataclass() -> None:
     assert found.peak_bytes == lightning_amp.profile(OfPairs(), Pair(torch.cat([X, X]), 2)).peak_bytes
 
 
+@dataclass
+class Rows:
+    x: Tensor
+    length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.length = len(self.x)
+
+
+class OfRows(Plain):
+    def training_step(self, batch: Rows, batch_idx: int) -> Tensor:
+        return super().training_step(batch.x[: batch.length], batch_idx)
+
+
+def test_what_a_dataclass_derives_of_its_rows_is_derived_of_the_new_ones() -> None:
+    found = lightning_amp.profile(OfRows(), Rows(X), batch_size=600)
+    assert found.peak_bytes == lightning_amp.profile(OfRows(), Rows(torch.cat([X] * 100))).peak_bytes
+
+
+def test_a_queue_is_refused_for_nothing_is_at_the_other_end_of_a_copy() -> None:
+    module = Plain()
+    module.queue = Queue()
+    with pytest.raises(ModelError, match="cannot be copied"):
+        lightning_amp.profile(module, X)
+
+
+def test_a_copied_condition_has_a_lock_of_its_own() -> None:
+    module = Locked()
+    module.shared = threading.Condition(module.lock)
+    twin = copy_of(module, None)
+    with module.condition, module.shared:
+        assert not twin.lock.locked()
+        assert twin.shared.acquire(blocking=False)
+        assert twin.lock.locked()
+        with twin.condition:
+            assert vars(twin.condition)["_lock"] is not vars(module.condition)["_lock"]
+
+
+class Record:
+    looked_at = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        Record.looked_at += name == "__dict__"
+        return super().__getattribute__(name)
+
+
+def test_long_lists_and_sparse_tensors_of_a_data_module_are_shared() -> None:
+    data = pl.LightningDataModule()
+    data.records, data.edges = [Record() for _ in range(1000)], torch.eye(6).to_sparse()  # type: ignore[attr-defined]
+    Record.looked_at = 0
+    module = Plain()
+    twin: Any = copy_of_data(data, module, copy_of(module, None), None)
+    assert Record.looked_at == 0
+    assert twin.records is not data.records  # type: ignore[attr-defined]
+    assert twin.edges is data.edges  # type: ignore[attr-defined]
+
+
+def returns(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def test_a_function_that_holds_what_cannot_be_copied_shares_it_whole() -> None:
+    held: list[Any] = [1, Queue(), 2]
+    module = Plain()
+    module.one, module.two = returns(held), returns(held)
+    twin = copy_of(module, None)
+    assert twin.one() is held
+    assert twin.two() is held
+
+
 class OtherState(Plain):
     """Has state that is no tensor, and looks at a value."""
 
@@ -263,6 +334,9 @@ def test_containers_that_hold_themselves_and_objects_that_cannot_be_copied() -> 
         def __init__(self) -> None:
             self.refuses, self.names, self.method = Refuses(), ["a"], Refuses().forward
 
+    key = Loss(torch.sum)
+    assert key in apart({key}, {})
+    assert key in apart([key, {key}], {})[1]
     held: list[Any] = [1]
     held += [held, {"held": held}]
     copied = apart(held, {})
@@ -307,3 +381,77 @@ def test_sparse_tensors_have_their_entries(layout: torch.layout) -> None:
     found = lightning_amp.profile(Graph(layout, False), given)
     assert "no entries without values" in found.reason
     assert found.peak_bytes == measured(Graph(layout, False), given)
+
+
+class OwnCopy(nn.Module):
+    """Says by itself what a copy of it is."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.shared, self.net = shared, nn.Linear(8, 8)
+        weight = [2.0]
+        self.net.forward = MethodType(lambda layer, x: F.linear(x, layer.weight) * weight[0], self.net)  # type: ignore[method-assign]
+        self.net.compile(backend=seen)
+        object.__setattr__(self.net, "parent", weakref.ref(self))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.net(x)
+        return found
+
+    def __deepcopy__(self, memo: Any) -> "OwnCopy":
+        return self if self.shared else OwnCopy(False)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_module_that_copies_itself_stays_as_it_is(shared: bool) -> None:
+    module = Plain()
+    module.net = OwnCopy(shared)  # type: ignore[assignment]
+    before = [dict(vars(child)) for child in module.modules()]
+    tensors = [*module.parameters()]
+    lightning_amp.profile(module, X)
+    for child, kept in zip(module.modules(), before, strict=True):
+        assert all(vars(child)[name] is value for name, value in kept.items())
+    assert all(a is b for a, b in zip(module.parameters(), tensors, strict=True))
+
+
+def test_a_part_that_a_copy_shares_is_not_trained_by_a_profile() -> None:
+    module = OtherState()
+    module.net = OwnCopy(True)  # type: ignore[assignment]
+    before = module.net.net.weight.clone()  # type: ignore[operator, union-attr]
+    with pytest.raises(ModelError, match="'net.net' itself"):
+        lightning_amp.profile(module, X)
+    assert torch.equal(module.net.net.weight, before)  # type: ignore[arg-type, union-attr]
+    module.net.requires_grad_(False)
+    assert lightning_amp.profile(module, X).measured == "a real step"
+
+
+class OwnParameters(Plain):
+    def parameters(self) -> Any:  # type: ignore[override]
+        return super().parameters()
+
+
+class OwnBuffers(Plain):
+    def buffers(self, kind: str) -> Any:  # type: ignore[override]
+        return []
+
+
+def test_a_module_may_have_a_method_of_its_parameters() -> None:
+    assert lightning_amp.profile(OwnParameters(), X).measured == "fake tensors"
+    with pytest.raises(ModelError, match="missing 1 required"):
+        lightning_amp.profile(OwnBuffers(), X)
+
+
+class ByNameWithValues(FoundByName):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (2 if batch.sum() > 0 else 1)
+
+
+def test_gradients_keep_their_values() -> None:
+    module = ByNameWithValues()
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    kept = [parameter.grad for parameter in module.parameters()]
+    assert lightning_amp.profile(module, X).measured == "a real step"
+    for parameter, gradient in zip(module.parameters(), kept, strict=True):
+        assert parameter.grad is gradient
+        assert gradient.eq(1).all()

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from lightning_amp.footprint.copies import quick_fakes
 from lightning_amp.footprint.profile_module import profile_module
+from lightning_amp.footprint.target_device import settings_of
 
 
 def test_weights_and_bins_give_the_type_and_length_of_a_count() -> None:
@@ -81,3 +82,35 @@ def test_targets_end_to_end_have_no_known_longest_path() -> None:
         given = [fake.from_tensor(x) for x in real]
         with pytest.raises(Exception, match="ctc_loss"):
             F.ctc_loss(*given)
+
+
+class Recurrent(Speech):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(12, hidden, batch_first=True)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.rnn(batch)[0].mean()
+
+
+def test_a_kernel_that_leaves_much_is_run_for_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    def counted(most: int) -> tuple[int, int]:
+        monkeypatch.setattr(quick_fakes, "MOST_LEFT", most)
+        monkeypatch.setattr(quick_fakes, "_known", {})
+        ran.clear()
+        return profile_module(Recurrent(128), torch.randn(70, 40, 12)).peak_bytes, max(ran)
+
+    def run(args: Any, samples: int) -> int:
+        ran.append(samples)
+        return usual(args, samples)
+
+    ran: list[int] = []
+    usual = quick_fakes._run_rnn
+    monkeypatch.setattr(quick_fakes, "_run_rnn", run)
+    exact, samples = counted(2**26)
+    assert samples == 70
+    near, samples = counted(2**22)
+    assert samples < 70
+    assert near == pytest.approx(exact, rel=0.01)
+    with settings_of("cuda"):
+        assert profile_module(Recurrent(128), torch.randn(70, 40, 12)).peak_bytes < exact

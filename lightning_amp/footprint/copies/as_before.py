@@ -51,21 +51,25 @@ def as_before(*owners: Any) -> Iterator[None]:
     }
     files = {kind.__module__ for kind in found}
     before = _Before(files)
-    # a step reaches those of a module that it finds by a global name
-    parameters = (p for part in parts if isinstance(part, nn.Module) for p in part._parameters.values())
-    gradients = [(p, p.grad) for p in parameters if p is not None and p.is_leaf]
+    # a step reaches those of a module that it finds by a global name, or that its copy shares
+    own = [tensors for part in parts if isinstance(part, nn.Module) for tensors in (part._parameters, part._buffers)]
+    gradients = [(p, p.grad) for tensors in own for p in tensors.values() if p is not None and p.is_leaf]
+    for tensors in own:
+        before.keep(tensors, 0)
     for name in sorted(files & sys.modules.keys()):
         before.keep_names(sys.modules[name], DEPTH)
     for owner in found:
         before.keep(owner, DEPTH)
+    # a step would add to them in place
+    for parameter, _ in gradients:
+        parameter.grad = None
     try:
         yield
     finally:
         for undo in before.undo:
             undo()
         for parameter, gradient in gradients:
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
+            parameter.grad = gradient
 
 
 def contents(cell: CellType) -> list[Any]:
@@ -209,7 +213,8 @@ def apart(value: Any, memo: dict[int, Any]) -> Any:
         if len(value) <= LONG and isinstance(value, dict):
             # that of a Counter adds to what is there
             dict.update(found, {key: apart(part, memo) for key, part in value.items()})
-        elif len(value) <= LONG:
+        elif len(value) <= LONG and not isinstance(value, set):
+            # what a set holds is found by its identity, as a key of a dict
             _refill(found, [apart(part, memo) for part in value])
     elif isinstance(value, MethodType):
         owner = value.__self__
@@ -226,7 +231,7 @@ def _shallow(value: Any, memo: dict[int, Any]) -> Any:
         found = memo[id(value)] = copy.copy(value)
         vars(found).update({name: apart(part, memo) for name, part in vars(value).items()})
     except Exception:
-        # shared then, for half a copy would be neither
+        # it is shared then, for half a copy would be neither a copy nor the object
         found = memo[id(value)] = value
     return found
 

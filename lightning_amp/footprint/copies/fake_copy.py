@@ -3,17 +3,17 @@
 The module is copied with its tensors replaced, so its parameters are never held twice. It is built before the fake mode
 is entered: a module that is constructed or copied under the mode may keep a reference to the mode.
 
-`copy.deepcopy` shares functions and weak references. One that a module holds, as a hook, a method or an attribute, may
-have closed over the module itself, and would run on the module that trains: it is copied too, with what it has closed
-over.
+`copy.deepcopy` shares functions and weak references. A function that a module holds, as a hook, a method or an
+attribute, may have closed over the module itself, and would run on the module that trains: it is copied too, with what
+it has closed over. So are weak references to modules that are direct attributes of modules.
 """
 
 import copy
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar, cast
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_amp._torch import FakeTensor, FakeTensorMode, has_no_values
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.copies.as_before import apart, contents, is_of_user
+from lightning_amp.footprint.copies.as_before import LONG, apart, contents, is_of_user
 from lightning_amp.footprint.copies.known_values import give_values, numbers_may_be_taken
 
 M = TypeVar("M", bound=nn.Module)
@@ -36,8 +36,9 @@ DATA = (Dataset, DataLoader, LightningDataModule)
 """Attributes of a module that a copy of it shares."""
 SHARED = (*DATA, np.ndarray, ModuleType, type)
 """What a copied function shares with the function that it is a copy of."""
-LOOKED_INTO = ("argparse", "queue", "threading", "types")
+LOOKED_INTO = ("argparse", "threading", "types")
 """Libraries with objects that hold functions of the user's, or locks."""
+PLAIN = {type(None), bool, int, float, complex, str, bytes}
 LOCKS: dict[type, Any] = {type(make()): make for make in (threading.Lock, threading.RLock)}
 
 
@@ -55,13 +56,13 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
         # data are not part of a step, and may be larger than the module
         memo |= {id(value): value for value in vars(child).values() if isinstance(value, DATA)}
         if fake is not None:
-            for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False)):
+            for tensor in tensors_of(child):
                 memo[id(tensor)] = found = fake_tensor(tensor, fake)
                 # not those of parameters: every step changes them, so that nothing may be decided by their values
                 if not (isinstance(tensor, nn.Parameter) or has_no_values(tensor)):
                     give_values(found, tensor)
     try:
-        _copy_by_hand([*module.modules()], memo, fake)
+        _copy_unlike_deepcopy([*module.modules()], memo, fake, whole=True)
         twin = copy.deepcopy(module, memo)
     except Exception as error:
         raise ModelError(
@@ -69,11 +70,20 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
             " step on a copy, so that the module stays as it is; take what cannot be copied out of its"
             " attributes"
         ) from error
-    for child in module.modules():
-        own = memo.get(id(child), child)
-        if child._compiled_call_impl is not None:
+    users = {id(child): child for child in module.modules()}
+    for child in users.values():
+        if child._compiled_call_impl is not None and id(memo.get(id(child), child)) not in users:
             # still known as compiled; a copy has lost it, or, of a LightningModule, would call the original
-            own._compiled_call_impl = own._call_impl
+            memo[id(child)]._compiled_call_impl = memo[id(child)]._call_impl
+    for name, own in twin.named_modules():
+        if id(own) in users:
+            # a __deepcopy__ of the user's shares it
+            if fake is None and any(tensor.requires_grad for tensor in tensors_of(own)):
+                raise ModelError(
+                    f"cannot profile {type(module).__name__!r}: its step needs values, and would train its part"
+                    f" {name!r} itself, which a copy shares; let `__deepcopy__` return a copy"
+                )
+            continue
         for key, value in vars(own).items():
             # Lightning knows logged metrics by their ids, of a module that trains
             if value is _NOTHING or key == "_metric_attributes":
@@ -83,6 +93,11 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
             elif isinstance(value, MethodType) and id(value.__func__) in memo:
                 vars(own)[key] = MethodType(memo[id(value.__func__)], value.__self__)
     return twin
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Parameters and buffers of a module, without its submodules; it may have methods of these names."""
+    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
 
 
 def copy_of_data(
@@ -98,7 +113,7 @@ def copy_of_data(
         return None
     found = copy.copy(data)
     memo: dict[int, Any] = {id(module): twin, id(data): found}
-    _copy_by_hand([data], memo, fake)
+    _copy_unlike_deepcopy([data], memo, fake, whole=False)
     for name, value in vars(data).items():
         if isinstance(value, nn.Module) and id(value) not in memo:
             memo[id(value)] = copy_of(value, fake)
@@ -106,9 +121,16 @@ def copy_of_data(
     return found
 
 
-def _copy_by_hand(owners: Sequence[Any], memo: dict[int, Any], fake: FakeTensorMode | None) -> None:
+def _copy_unlike_deepcopy(
+    owners: Sequence[Any], memo: dict[int, Any], fake: FakeTensorMode | None, *, whole: bool
+) -> None:
     """Put into a memo copies of what some objects hold and deepcopy shares or refuses: functions that hold something
     themselves, locks, sparse tensors, and those that were computed of others, as torch's older weight_norm does.
+
+    Args:
+        owners: Modules, or a data module.
+        memo, fake: As of `copy.deepcopy`, and of `copy_of`.
+        whole: Whether long containers and sparse tensors are copied too, which a copy of a data module shares.
     """
     cells: dict[int, tuple[CellType, CellType]] = {}
     copies: list[tuple[FunctionType, FunctionType]] = []
@@ -116,22 +138,29 @@ def _copy_by_hand(owners: Sequence[Any], memo: dict[int, Any], fake: FakeTensorM
     seen = set[int]()
     while waiting:
         value = waiting.pop()
+        if type(value) in PLAIN:
+            continue
         if id(value) in seen or id(value) in memo:
             # a list may hold itself
             continue
         seen.add(id(value))
         if isinstance(value, dict | list | tuple | set | deque):
-            waiting += value.values() if isinstance(value, dict) else value
+            if whole or len(value) <= LONG:
+                waiting += value.values() if isinstance(value, dict) else value
         elif isinstance(value, partial):
             waiting += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, MethodType):
             waiting.append(value.__func__)
         elif type(value) in LOCKS:
             memo[id(value)] = LOCKS[type(value)]()
+        elif type(value) is threading.Condition and type(vars(value)["_lock"]) in LOCKS:
+            # its attributes are methods of its lock, which deepcopy shares
+            lock = vars(value)["_lock"]
+            memo[id(value)] = threading.Condition(memo.setdefault(id(lock), LOCKS[type(lock)]()))
         elif isinstance(value, Tensor):
             if fake is not None and value.grad_fn is not None:
                 memo[id(value)] = fake_tensor(value.detach(), fake)
-            elif value.grad_fn is not None or value.layout is not torch.strided:
+            elif whole and (value.grad_fn is not None or value.layout is not torch.strided):
                 memo[id(value)] = value.detach().clone()
         elif holds_something(value):
             # empty cells first: functions may have closed over each other, or over themselves
@@ -171,9 +200,13 @@ def _copied(value: Any, *, memo: dict[int, Any], own: set[int]) -> Any:
     """What a copied function holds: copies of the module's parts and of small things, and all else itself."""
     if isinstance(value, SHARED) or (isinstance(value, nn.Module | Tensor) and id(value) not in own | memo.keys()):
         return value
+    before = set(memo)
     try:
         return copy.deepcopy(value, memo)
     except Exception:
+        # what it had begun to copy is half filled
+        for key in memo.keys() - before:
+            del memo[key]
         return value
 
 
@@ -274,6 +307,12 @@ def _map(values: Any, change: Any) -> Any:
     if isinstance(values, list | tuple):
         return type(values)(_map(value, change) for value in values)
     if is_dataclass(values) and not isinstance(values, type):
+        derived = [getattr(values, one.name, None) for one in fields(values) if not one.init]
+        if next(tensors_in(derived), None) is None:
+            given = {one.name: _map(getattr(values, one.name), change) for one in fields(values) if one.init}
+            # a ValueError: its __init__ takes what it has no field of
+            with suppress(ValueError):
+                return replace(values, **given)
         twin: Any = copy.copy(values)
         for one in fields(values):
             # one that is frozen has its own __setattr__

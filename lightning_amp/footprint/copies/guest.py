@@ -53,7 +53,7 @@ def as_guest(*owners: Any) -> Iterator[None]:
         _without_files(),
         _without_others(),
         unseen(),
-        # what torch.compile has wrapped; nothing is compiled for a profile
+        # what torch.compile has wrapped runs as it was before, for nothing is compiled for a profile
         torch.compiler.set_stance("force_eager"),
     ):
         yield

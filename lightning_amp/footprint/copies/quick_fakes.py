@@ -26,6 +26,7 @@ from lightning_amp._torch import (
     tree_leaves,
 )
 from lightning_amp.footprint.copies.known_values import computed, note
+from lightning_amp.footprint.target_device import launches_operators
 
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 """Tags of operators whose results follow from values, or that change the layout of an argument."""
@@ -53,6 +54,8 @@ _known: dict[Any, _Found] = {}
 """Of all modes, by an operator and its arguments: a step is counted several times while it is planned."""
 MOST = 100_000
 """Entries before it is emptied."""
+MOST_LEFT = 2**26
+"""Bytes that a kernel may leave when it is run to see how many."""
 
 
 class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -110,7 +113,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if self._valid and func is CTC_LOSS and args[1].dim() == 2:
             like = torch.ops.aten.new_empty.default
             return tuple(super(QuickFakes, self).dispatch(like, types, (args[0], size), {}) for size in _ctc(*args))
-        if self._valid and func is RNN_ON_CPU:
+        if self._valid and func is RNN_ON_CPU and not launches_operators(args[0]):
             # by torch's rule for fake tensors it leaves nothing to its backward pass
             made: Any = super().dispatch(func, types, args, kwargs)
             like, left = torch.ops.aten.new_empty.default, [_left_by_rnn(args)]
@@ -247,14 +250,30 @@ def _grouped(one: Tensor, other: Tensor, ends: Tensor | None = None) -> tuple[li
 
 
 def _left_by_rnn(args: Any) -> int:
-    """Bytes that a kernel leaves to its backward pass, as many as its library chooses: it is run once, with values."""
+    """Bytes that a kernel leaves to its backward pass, as many as its library chooses: it is run with values.
+
+    Beyond `MOST_LEFT` bytes it is run for fewer samples. Each further one adds the same number of bytes, but for pages.
+    """
     key = RNN_ON_CPU, *((a.shape, a.dtype) if isinstance(a, Tensor) else str(a) for a in args)
     found: Any = _known.get(key)
     if found is None:
-        # modes are off, as above
-        given = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, Tensor) else a for a in args]
-        found = _known[key] = RNN_ON_CPU(*given)[3].nbytes
+        samples = args[0].shape[-2]
+        few = max(1, MOST_LEFT // 2 // _run_rnn(args, 1))
+        found = _run_rnn(args, min(samples, 2 * few))
+        if samples > 2 * few:
+            found += (found - _run_rnn(args, few)) * (samples - 2 * few) // few
+        _known[key] = found
     return int(found)
+
+
+def _run_rnn(args: Any, samples: int) -> int:
+    # modes are off, as above
+    given = [torch.zeros(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in args]
+    for place in (0, 5, 6):
+        # inputs, hidden and cell states
+        given[place] = given[place][..., :samples, :]
+    given = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, Tensor) else a for a in given]
+    return int(RNN_ON_CPU(*given)[3].nbytes)
 
 
 def _is_plain(tensor: Tensor) -> bool:
