@@ -248,7 +248,7 @@ def install_rules(
 
     Plans of chunks are kept in the dictionary `chunks`, for who installs other rules in the module afterwards.
     """
-    targets = [(rule, fqn) for rule in rules for fqn in _matches(rule, module)]
+    targets = [(rule, fqn) for rule in rules for fqn in matched_names(rule, module)]
     # stable: among equals the order of the plan
     targets.sort(key=lambda target: _installer(target[0]).last)
     claimed: set[tuple[str, type]] = set()
@@ -311,7 +311,8 @@ def _installer(rule: Rule) -> Installer:
     return found
 
 
-def _matches(rule: Rule, module: nn.Module) -> list[str]:
+def matched_names(rule: Rule, module: nn.Module) -> list[str]:
+    """Names of the modules that a rule changes; an InstallError where there is none."""
     if not rule.fqn:
         return [""]
     matches = [fqn for fqn, _ in named_parts(module) if fqn and fnmatchcase(fqn, rule.fqn)]

@@ -10,7 +10,6 @@ Known limit: callbacks are detected by the name of one of their classes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
 
 import lightning.pytorch as pl
 import torch
@@ -22,7 +21,7 @@ from lightning_amp._torch import is_compiled
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, PlanError
-from lightning_amp.installing.install import Installed
+from lightning_amp.installing.install import Installed, matched_names
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
@@ -79,9 +78,8 @@ def check_compiled(module: nn.Module, plan: Plan) -> None:
     compiled = [name for name, child in module.named_modules() if is_compiled(child)]
     changing = [rule for rule in plan.rules if not isinstance(rule.spec, LEAVES_LAYERS)]
     for rule in changing:
-        parts = rule.fqn.split(".")
-        # of a pattern as many parts as the name has
-        if any(not name or fnmatchcase(name, ".".join(parts[: name.count(".") + 1])) for name in compiled):
+        names = matched_names(rule, module) if compiled else []
+        if any(not name or f"{found}.".startswith(f"{name}.") for name in compiled for found in names):
             raise PlanError(
                 f"torch.compile was applied to {compiled!r} ('' is the whole module), and the plan changes {rule.fqn!r}"
                 f" by {rule.strategy}, which compiled code would not follow. Compile only layers outside of the"

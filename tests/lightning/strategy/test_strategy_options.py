@@ -35,6 +35,7 @@ from lightning_amp.lightning.steps.cells import cells_to_weigh, count_cells, cou
 from lightning_amp.lightning.strategy.refusals import check_compiled
 from lightning_amp.lightning.strategy.registration import refuse
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.techniques.recompute.row import RecomputeBlock
 from tests.lightning.strategy.strategy_cases import Small, trainer_of
 from tests.paths import ROOT
 
@@ -126,7 +127,8 @@ def tensors(*sizes: int) -> dict[str, torch.Tensor]:
         ({"rna": tensors(5, 5), "hic": tensors(5)}, 5),
         ({"rna": tensors(5), "hic": tensors(3, 3)}, 8),
         ({"rna": tensors(5), "hic": tensors(3, 4)}, None),
-        ({"rna": tensors(5), "hic": {}, "names": {"cell": ["a"] * 5}}, 5),
+        ({"rna": tensors(5), "names": {"cell": ["a"] * 5}}, 5),
+        ({"rna": tensors(5), "hic": {}}, None),
         (tensors(5, 3), None),
         ({"x": torch.zeros(6), "step": torch.tensor(3)}, 6),
         (torch.tensor(1.0), None),
@@ -143,7 +145,7 @@ def test_ranks_weigh_by_one_measure_and_sum_integers_exactly() -> None:
     batches = [{"rna": tensors(4), "hic": tensors(4)}, {"rna": tensors(4), "hic": tensors(3)}]
     assert [cells_to_weigh(batch) for batch in batches] == [8, 7]
     assert cells_to_weigh(torch.zeros(4, 2)) == 4
-    assert cells_to_weigh({"rna": tensors(5), "hic": {}}) == 5
+    assert cells_to_weigh({"rna": tensors(5), "hic": {}}) is None
     total = torch.tensor(2 * (2**24 + 1))
     assert counted_once(total, "sum", model_ranks=2) == 2**24 + 1
 
@@ -315,8 +317,14 @@ def test_a_pattern_of_what_is_compiled_is_refused(in_place: bool) -> None:
         compiled["a"].compile(backend="eager")
     else:
         compiled["a"] = torch.compile(compiled["a"], backend="eager")
-    for fqn, refused in {"layers.*": True, "layers.*.a": True, "layers.1.a": True, "layers.*.b": False}.items():
-        plan: Any = SimpleNamespace(rules=[Rule(fqn=fqn, spec=object(), strategy="recompute", why="a test")])
+    for fqn, refused in {
+        "layers.*": False,
+        "layers.*.a": True,
+        "layers.1.a": True,
+        "*.a": True,
+        "layers.*.b": False,
+    }.items():
+        plan: Any = SimpleNamespace(rules=[Rule(fqn=fqn, spec=RecomputeBlock(), strategy="recompute", why="a test")])
         if refused:
             with pytest.raises(PlanError, match=r"torch.compile was applied to \['layers.1.a'\]"):
                 check_compiled(net, plan)
