@@ -119,6 +119,8 @@ ACTIVATIONS_IN_C = "torch._C._nn"
 IS_ALL_TRUE = torch.ops.aten._is_all_true.default
 """By which `torch.distributions` checks arguments (`validate_args`), and little else."""
 GROUPED_MM = torch.ops.aten._grouped_mm.default
+CTC_LOSS = torch.ops.aten._ctc_loss.Tensor
+"""With lengths as tensors; lists of numbers have a backward pass that fails without values."""
 RNN_ON_CPU = torch.ops.aten.mkldnn_rnn_layer.default
 
 SOFTMAX_BACKWARD = (torch.ops.aten._softmax_backward_data.default, torch.ops.aten._softmax_backward_data.out)

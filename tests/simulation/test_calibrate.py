@@ -186,6 +186,7 @@ class Steps:
     """A Trainer that takes a step whenever it is looked at; one that accumulates gradients takes none."""
 
     strategy = SimpleNamespace(plan=None)
+    accumulate_grad_batches = 1
 
     def __init__(self) -> None:
         self.steps = count()
@@ -201,7 +202,7 @@ def test_the_median_leaves_out_the_first_steps_and_those_after_many(monkeypatch)
     monkeypatch.setattr(step_time, "MOST", 3)
     timer = StepTimer(None)  # type: ignore[arg-type]
     trainer: Any = Steps()
-    accumulates: Any = SimpleNamespace(global_step=3, strategy=Steps.strategy)
+    accumulates: Any = SimpleNamespace(global_step=3, strategy=Steps.strategy, accumulate_grad_batches=2)
     assert timer.median_seconds is None
     timer.on_train_batch_start(accumulates, Module, None, 0)  # type: ignore[arg-type]
     timer.on_train_batch_end(accumulates, Module, None, None, 0)  # type: ignore[arg-type]

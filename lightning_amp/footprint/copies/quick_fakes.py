@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp._torch import (
+    CTC_LOSS,
     GROUPED_MM,
     IS_ALL_TRUE,
     RNN_ON_CPU,
@@ -30,8 +31,6 @@ from lightning_amp.footprint.target_device import launches_operators
 
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 """Tags of operators whose results follow from values, or that change the layout of an argument."""
-CTC_LOSS = torch.ops.aten._ctc_loss.Tensor
-"""With lengths as tensors; lists of numbers have a backward pass that fails without values."""
 
 
 class _Made(NamedTuple):
