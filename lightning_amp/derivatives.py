@@ -9,6 +9,12 @@ import torch
 from lightning_amp.errors import ModelError
 
 
+def refuse_second(what: str) -> None:
+    """Raise a ModelError in a backward pass that is differentiated in its turn (`create_graph=True`)."""
+    if torch.is_grad_enabled():
+        raise ModelError(f"a second derivative is not supported (create_graph=True) through {what}")
+
+
 def first_only(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate the backward pass of a function that is not linear, so that it is not differentiated in its turn.
 
@@ -25,8 +31,7 @@ def first_only(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)
         def refusing(ctx: Any, *grads: Any) -> Any:
-            if torch.is_grad_enabled():
-                raise ModelError(f"a second derivative is not supported (create_graph=True) through {what}")
+            refuse_second(what)
             return backward(ctx, *grads)
 
         return refusing

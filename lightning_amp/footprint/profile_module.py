@@ -20,7 +20,7 @@ from lightning_amp._torch import has_no_values
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.bounded_step import StepOverBudget, of_transform, users_line, why_values
-from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data, fake_batch, length_of, resized, tensors_of
+from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data, fake_batch, length_of, own_tensors, resized
 from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.inner_run import BY_ITSELF, Around, run_two_steps
@@ -144,7 +144,7 @@ def _refuse_values(module: LightningModule, reason: str, around: Around, cause: 
         raise ModelError(
             f"the step of {name!r} cannot run without values ({reason}), and was not to be run with them"
         ) from cause
-    if any(has_no_values(tensor) for child in module.modules() for tensor in tensors_of(child)):
+    if any(has_no_values(tensor) for child in module.modules() for tensor in own_tensors(child)):
         raise ModelError(
             f"cannot profile {name!r}: its step needs values ({reason}), and its parameters have none (device"
             " 'meta'): pass a module on the CPU, of which a real step is measured"

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_amp.derivatives import refuse_second
 from lightning_amp.dist._torch import is_reached
 from lightning_amp.dist.collectives import gather, reduce_scatter
 from lightning_amp.dist.dispatch.by_rule import by_rule, rule_plan
@@ -29,7 +30,6 @@ from lightning_amp.dist.sharded_tensor import (
     wrap,
 )
 from lightning_amp.dist.splits import WHOLE, MeshAxis
-from lightning_amp.errors import ModelError
 
 
 @operator("linear")
@@ -124,12 +124,9 @@ class _GatheredProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.part and torch.is_grad_enabled():
+        if ctx.part:
             # the copy has no graph
-            raise ModelError(
-                "a second derivative is not supported (create_graph=True) through a product with a view of a larger"
-                " tensor, split over ranks; copy the view before (.clone())"
-            )
+            refuse_second("a product with a view of a larger tensor, split over ranks; copy the view before (.clone())")
         left, right = ctx.saved_tensors
         of_left = of_right = None
         if ctx.needs_input_grad[0]:

@@ -56,7 +56,7 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
         # data are not part of a step, and may be larger than the module
         memo |= {id(value): value for value in vars(child).values() if isinstance(value, DATA)}
         if fake is not None:
-            for tensor in tensors_of(child):
+            for tensor in own_tensors(child):
                 memo[id(tensor)] = found = fake_tensor(tensor, fake)
                 # not those of parameters: every step changes them, so that nothing may be decided by their values
                 if not (isinstance(tensor, nn.Parameter) or has_no_values(tensor)):
@@ -78,7 +78,7 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
     for name, own in twin.named_modules():
         if id(own) in users:
             # a __deepcopy__ of the user's shares it
-            if fake is None and any(tensor.requires_grad for tensor in tensors_of(own)):
+            if fake is None and any(tensor.requires_grad for tensor in own_tensors(own)):
                 raise ModelError(
                     f"cannot profile {type(module).__name__!r}: its step needs values, and would train its part"
                     f" {name!r} itself, which a copy shares; let `__deepcopy__` return a copy"
@@ -95,7 +95,7 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
     return twin
 
 
-def tensors_of(module: nn.Module) -> list[Tensor]:
+def own_tensors(module: nn.Module) -> list[Tensor]:
     """Parameters and buffers of a module, without its submodules; it may have methods of these names."""
     return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
 
@@ -198,7 +198,9 @@ def holds_something(value: Any) -> bool:
 
 def _copied(value: Any, *, memo: dict[int, Any], own: set[int]) -> Any:
     """What a copied function holds: copies of the module's parts and of small things, and all else itself."""
-    if isinstance(value, SHARED) or (isinstance(value, nn.Module | Tensor) and id(value) not in own | memo.keys()):
+    if isinstance(value, SHARED) or (
+        isinstance(value, nn.Module | Tensor) and id(value) not in own and id(value) not in memo
+    ):
         return value
     before = set(memo)
     try:
