@@ -12,7 +12,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import NotRequired, TypeAlias, TypedDict
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 import torch
@@ -85,6 +85,15 @@ def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     return ()
+
+
+def datamodule_of(trainer: Any) -> Any:
+    """Return the data module of a Trainer's run, or None; `trainer.datamodule` may be that of an earlier run.
+
+    Lightning leaves that attribute as it is where a run is given loaders. A Trainer without a run has it set by hand.
+    """
+    selector = None if trainer is None else trainer._data_connector._datahook_selector
+    return getattr(trainer, "datamodule", None) if selector is None else selector.datamodule
 
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")

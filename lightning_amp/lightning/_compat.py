@@ -5,7 +5,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 
 # moves optimiser state next to the parameters after loading; DDPStrategy.setup does the same
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 # broadcasts parameters and buffers from rank 0 in large buffers; DDPStrategy uses it outside fitting
 from lightning.pytorch.overrides.distributed import _sync_module_states as broadcast_module
@@ -29,7 +29,6 @@ __all__ = [
     "MultiProcessingLauncher",
     "ScriptLauncher",
     "broadcast_module",
-    "datamodule_of",
     "default_pg_timeout",
     "launch_process_observer",
     "optimizers_to_device",
@@ -44,9 +43,3 @@ __all__ = [
 def trainer_of(module: LightningModule | None) -> Trainer | None:
     """The Trainer of a module; None in a process where it has none, for which the public property raises."""
     return None if module is None else module._trainer
-
-
-def datamodule_of(trainer: Trainer) -> LightningDataModule | None:
-    """The data module of this run; `trainer.datamodule` stays that of an earlier one where loaders are given."""
-    selector = trainer._data_connector._datahook_selector
-    return None if selector is None else selector.datamodule

@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_amp.data.batch import datamodule_of
 from lightning_amp.errors import ModelError
 from lightning_amp.models.decoders.likelihoods import PLAIN_DECODERS, PlainDecoder
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
@@ -107,7 +108,7 @@ class LinkedAutoencoders(pl.LightningModule):
         # Lightning has no public question for a trainer: the property raises without one
         if self.inputs is not None or self._trainer is None:
             return
-        datamodule: Any = getattr(self.trainer, "datamodule", None)
+        datamodule = datamodule_of(self.trainer)
         if datamodule is None:
             raise ModelError(
                 f"{type(self).__name__} was given to a Trainer without a data module, so its sizes are unknown; pass "

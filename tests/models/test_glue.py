@@ -296,6 +296,11 @@ def test_refusals(tmp_path):
         GLUE(**SMALL, modality_weights={"atac": 1.0}).build(inputs())
     with pytest.raises(ModelError, match="without a data module"):
         trainer(tmp_path, max_steps=1).fit(GLUE(**SMALL), DataLoader([batch()], batch_size=None))
+    again = trainer(tmp_path, max_steps=1)
+    again.fit(GLUE(**SMALL).build(inputs()), datamodule=Batches())
+    with pytest.raises(ModelError, match="without a data module"):
+        # Lightning leaves the data module of the fit before in `trainer.datamodule`
+        again.fit(GLUE(**SMALL), DataLoader([batch()], batch_size=None))
     with pytest.raises(ModelError, match=r"Batches has no \['tables', 'layout', 'graph', 'vertices'\]"):
         trainer(tmp_path, max_steps=1).fit(GLUE(**SMALL), datamodule=Batches())
     with pytest.raises(ModelError, match="GLUE has no networks yet; call build"):

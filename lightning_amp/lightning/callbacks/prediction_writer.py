@@ -20,7 +20,7 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 
-from lightning_amp.data.batch import hash_integers
+from lightning_amp.data.batch import datamodule_of, hash_integers
 from lightning_amp.data.files.directory import written_aside
 from lightning_amp.data.files.write_results import (
     NEIGHBOURS,
@@ -37,7 +37,6 @@ from lightning_amp.data.files.write_results import (
 from lightning_amp.data.loading.datamodule import HIC, SingleCellDataModule
 from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
 from lightning_amp.errors import DataError, ModelError
-from lightning_amp.lightning._compat import datamodule_of
 from lightning_amp.lightning.callbacks.predictions import (
     Embeddings,
     Parts,

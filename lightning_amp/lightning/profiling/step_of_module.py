@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.costs.rule import Rule, Spec
+from lightning_amp.data.batch import datamodule_of
 from lightning_amp.dist.own_parts import OwnParts
 from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.chain.chain import Chain
@@ -27,7 +28,6 @@ from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules
-from lightning_amp.lightning._compat import datamodule_of
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of
 from lightning_amp.planning.plan.plan import Explanation

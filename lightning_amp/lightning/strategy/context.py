@@ -25,11 +25,11 @@ from lightning_amp.costs.model_shape import (
     with_counts,
 )
 from lightning_amp.costs.profiled_step import ProfiledStep
+from lightning_amp.data.batch import datamodule_of
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.installing.describe_module import describe, unpredicted, with_unsupported
-from lightning_amp.lightning._compat import datamodule_of
 from lightning_amp.lightning.profiling.blocks_outside import step_beside_decoder
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule

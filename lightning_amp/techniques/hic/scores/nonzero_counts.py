@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_amp._torch import has_no_values, tree_leaves, whole_of
+from lightning_amp.data.batch import datamodule_of
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.techniques.contract.protocol import is_decomposed
@@ -40,7 +41,7 @@ def find_entries(before: Any, after: Any, likelihoods: type[nn.Module], module: 
 
     `before` is the batch as the loader has left it, `after` the same on the device.
     """
-    data = getattr(getattr(module, "_trainer", None), "datamodule", None)
+    data = datamodule_of(getattr(module, "_trainer", None))
     owners = [one for one in (module, data) if isinstance(one, LightningModule | LightningDataModule)]
     # a hook may return other counts, or other tensors: what the host has seen says nothing of them
     if any(is_overridden(hook, one) for one in owners for hook in HOOKS):
