@@ -25,9 +25,12 @@ from torch import nn
 
 from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import DataError, InstallError
+from lightning_amp.footprint.copies.fake_copy import length_of
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.lightning.callbacks.step_files import Ran, StepMeter, module_rows, write_schedule, write_step
+from lightning_amp.footprint.module_profile import ModuleProfile, summarize
+from lightning_amp.footprint.profile_module import REAL
+from lightning_amp.footprint.step_recorder import StepRecorder
+from lightning_amp.lightning.callbacks.step_files import Ran, module_rows, write_schedule, write_step
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder, find_decoders
 
 COLUMNS = (*("rank", "step", "decoder", "stratum"), *("current_bytes", "peak_bytes", "predicted_bytes", "rss_bytes"))
@@ -119,11 +122,12 @@ class StratumMemoryMonitor(pl.Callback):
                 self._passes = [(trainer.global_rank, step, steps.times)]
             return
         self._open.record("", WHOLE_STEP)
-        rows, by_module = self._open.rows, self._open.by_module
+        rows, found = self._open.rows, self._open.by_module
         self._stop()
         self.rows += rows
-        if by_module is not None:
-            self.measured_step = by_module.profile()
+        if found is not None:
+            size = length_of(batch)
+            self.measured_step = summarize(found.lives, found.work, found.head, measured=REAL, batch_size=size)
             self._predicted_step = getattr(trainer.strategy, "predicted_step", None)
         logged = {"amp/peak_bytes": "peak_bytes", "amp/peak_predicted_bytes": "predicted_bytes"}
         for name, column in logged.items():
@@ -204,7 +208,16 @@ class StratumMemoryMonitor(pl.Callback):
         target, self._target = self._target, None
         if target is None or not self.rows or not trainer.is_global_zero:
             return
-        self.written = write_rows(target, self.rows)
+        target.mkdir(parents=True, exist_ok=True)
+        table, lines = target / "memory.csv", target / "memory.jsonl"
+        ordered = sorted(self.rows, key=lambda row: (row["rank"], row["step"]))
+        with written_aside(table) as aside, aside.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(ordered)
+        with written_aside(lines) as aside:
+            aside.write_text("".join(json.dumps(row) + "\n" for row in ordered))
+        self.written = [table, lines]
         budget = getattr(_plan(trainer), "budget_bytes", None)
         if self.measured_step is not None:
             self.written += write_step(
@@ -220,7 +233,9 @@ class _MeasuredStep:
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, step: int) -> None:
         decoders, device = find_decoders(module), module.device
         self.rows: list[Row] = []
-        self.by_module = None if decoders else StepMeter(module, trainer.optimizers, batch)
+        # on a GPU nothing counts that lies in the host's memory, as fsdp's rows may
+        other = None if device.type == "cpu" else device.type
+        self.by_module = recorder = None if decoders else StepRecorder(module, device_type=other)
         self._place = {"rank": trainer.global_rank, "step": step}
         self._predicted = _predicted(decoders, _plan(trainer))
         self._seen: set[tuple[str, int]] = set()
@@ -230,17 +245,19 @@ class _MeasuredStep:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self.read = lambda: (torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
-        elif self.by_module is not None:
-            self.read = self.by_module.read
+        elif recorder is not None:
+            self.read = lambda: (recorder.current, recorder.peak)
         else:
             live = LiveBytes()
             live.watch([*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters())])
             live.watch([[optimizer.state for optimizer in trainer.optimizers], batch])
             self._stack.enter_context(live)
             self.read = lambda: (live.current, live.peak)
-        if self.by_module is not None:
-            self.by_module.start()
-            self._stack.callback(self.by_module.stop)
+        if recorder is not None:
+            recorder.start(batch, trainer.optimizers)
+            # gradients are looked at before that
+            self._stack.callback(recorder.stop)
+            self._stack.callback(recorder.hold_gradients)
         for fqn, decoder in decoders.items():
             for k, stratum in enumerate(decoder.strata):
                 self._stack.callback(stratum.register_forward_hook(partial(self._after, fqn, k)).remove)
@@ -261,19 +278,6 @@ class _MeasuredStep:
         rss = self._process.memory_info().rss
         values = (fqn, stratum, current, peak, predicted, rss)
         self.rows.append(self._place | dict(zip(COLUMNS[2:], values, strict=True)))
-
-
-def write_rows(folder: Path, rows: Iterable[Row]) -> list[Path]:
-    """Write memory.csv and memory.jsonl, and return their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    ordered = sorted(rows, key=lambda row: (row["rank"], row["step"]))
-    with written_aside(folder / "memory.csv") as aside, aside.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(ordered)
-    with written_aside(folder / "memory.jsonl") as aside:
-        aside.write_text("".join(json.dumps(row) + "\n" for row in ordered))
-    return [folder / "memory.csv", folder / "memory.jsonl"]
 
 
 def _draw(path: Path, rows: list[Row], *, budget_bytes: int | None) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Measure one training step: which tensors a module's step holds when, and which pass of a pipeline ran when and where.
+"""Write one measured training step: which modules hold what, and which pass of a pipeline ran when and where.
 
 A row of schedule.csv holds: rank, step (training batches so far), pass ("forward", "backward", or "after the blocks":
 what follows these for the whole batch), stage, micro_batch (None after the blocks), and begin and end in seconds since
@@ -12,53 +12,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.pytorch import LightningModule
-
 from lightning_amp.data.files.directory import written_aside
-from lightning_amp.footprint.copies.fake_copy import length_of
-from lightning_amp.footprint.module_profile import ModuleProfile, summarize
-from lightning_amp.footprint.profile_module import REAL
-from lightning_amp.footprint.step_recorder import StepRecorder
+from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.stages_report import schedule_title, timeline_of
 from lightning_amp.techniques.pipeline.schedule.schedules import Pass, PassTimes, Timeline
 
 SHOWN = 10
 """Modules in a table: those that hold most."""
-
-
-class StepMeter:
-    """Counts a step by storage and by module, from `start` to `stop`."""
-
-    def __init__(self, module: LightningModule, optimizers: Iterable[torch.optim.Optimizer], batch: Any) -> None:
-        # on a GPU nothing counts that lies in the host's memory, as fsdp's rows may
-        device = module.device.type
-        self._recorder = StepRecorder(module, device_type=None if device == "cpu" else device)
-        self._optimizers, self._batch = list(optimizers), batch
-
-    def start(self) -> None:
-        """Begin with what the module, its optimisers and the batch hold."""
-        self._recorder.start(self._batch, self._optimizers)
-
-    def read(self) -> tuple[int, int]:
-        """Bytes alive, and their peak."""
-        return self._recorder.current, self._recorder.peak
-
-    def begin_optimiser(self) -> None:
-        """Gradients are whole."""
-        self._recorder.begin_optimiser()
-
-    def stop(self) -> None:
-        """Look no further."""
-        self._recorder.hold_gradients()
-        self._recorder.stop()
-
-    def profile(self) -> ModuleProfile:
-        """What was counted, after `stop`."""
-        found = self._recorder
-        size = length_of(self._batch)
-        return summarize(found.lives, found.work, found.head, measured=REAL, batch_size=size)
 
 
 def module_rows(measured: ModuleProfile, predicted: ModuleProfile | None) -> list[dict[str, Any]]:

@@ -121,8 +121,15 @@ class StageParameters(Shards):
         self._rank = self._model.get_local_rank()
         self._optimizers: list[Optimizer] = []
         self._owners = _owners(module, {id(block): rank for block, rank in blocks})
-        self.held = self._find(module)
+        found: dict[int, Held] = {}
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    found.setdefault(id(parameter), Held(parameter, self._model)).places.append((part, name))
+        self.held = list(found.values())
         for held in self.held:
+            ranks = set[int | None]().union(*(self._owners[id(part)] for part, _ in held.places))
+            held.ranks = None if None in ranks else tuple(sorted(rank for rank in ranks if rank is not None))
             if held.ranks is not None and self._rank not in held.ranks:
                 held.free()
 
@@ -130,18 +137,6 @@ class StageParameters(Shards):
     def here(self) -> list[nn.Parameter]:
         """What this rank holds."""
         return [held.whole for held in self.held if held.here]
-
-    def _find(self, module: nn.Module) -> list[Held]:
-        found: dict[int, Held] = {}
-        for part in module.modules():
-            for name, parameter in part._parameters.items():
-                if parameter is not None:
-                    held = found.setdefault(id(parameter), Held(parameter, self._model))
-                    held.places.append((part, name))
-        for held in found.values():
-            ranks = set[int | None]().union(*(self._owners[id(part)] for part, _ in held.places))
-            held.ranks = None if None in ranks else tuple(sorted(rank for rank in ranks if rank is not None))
-        return list(found.values())
 
     # --- a step ---
 

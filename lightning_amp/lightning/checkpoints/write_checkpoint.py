@@ -149,7 +149,16 @@ def _remove(path: Path) -> None:
 @contextlib.contextmanager
 def _aside(target: Path) -> Iterator[BinaryIO]:
     """A locked file to write to, renamed to the target at the end, or removed."""
-    aside, file = _new_locked(target.parent)
+    while True:
+        # containers may have the same machine's name and process, so neither makes it one's own
+        aside = target.parent / f"{ASIDE}-{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
+        file = aside.open("xb")
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if aside.exists():
+            break
+        # another writer has taken it for one left over, in the instant before it was locked
+        file.close()
     with file:
         try:
             yield file
@@ -158,19 +167,6 @@ def _aside(target: Path) -> Iterator[BinaryIO]:
         except BaseException:
             aside.unlink(missing_ok=True)
             raise
-
-
-def _new_locked(folder: Path) -> tuple[Path, BinaryIO]:
-    while True:
-        # containers may have the same machine's name and process, so neither makes it one's own
-        aside = folder / f"{ASIDE}-{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
-        file = aside.open("xb")
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if aside.exists():
-            return aside, file
-        # another writer has taken it for one left over, in the instant before it was locked
-        file.close()
 
 
 def _remove_left_over(folder: Path) -> None:

@@ -29,7 +29,7 @@ from torchmetrics import Metric
 
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import rank_zero_warn
-from lightning_amp.techniques.contract.sharded_parameter import is_split, local
+from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, is_split, local
 from lightning_amp.techniques.data.batch_norm import is_local, is_shared
 
 TOLERANCE = 1e-5
@@ -72,30 +72,29 @@ ADVICE = {
 
 def warn_of_differences(
     module: nn.Module,
-    sharded: Iterable[nn.Parameter],
+    sharded: Iterable[ShardedParameter],
     mesh: DeviceMesh,
     *,
     step: int,
     apart: bool = False,
     groups: DeviceMesh | None = None,
-    in_place: Iterable[nn.Parameter] = (),
 ) -> None:
     """Warn where ranks no longer have the parameters and buffers that they should have in common; all ranks call it.
 
     Args:
-        sharded: Parameters of which a rank of the model axis has its shard.
+        sharded: Of which a rank has its part; one that is its parameter's values is not compared.
         mesh: With the axes "data" and "model".
         apart: Whether parameters are on some ranks of the model axis only, and on the device "meta" elsewhere.
         groups: With the axes "replicate", "shard" and "model", where parameters lie over parts of the data axis; where
             they lie over all of it, no two ranks have the same, and nothing is compared.
-        in_place: Parameters that have a rank's part as their values, which are not compared.
     """
     if mesh.size() == 1:
         return
-    parts, elsewhere = {id(parameter) for parameter in sharded}, {id(parameter) for parameter in in_place}
+    in_place = {id(parameter.shard): parameter.in_place for parameter in sharded}
     named: dict[str, Tensor] = {
-        name: p for name, p in module.named_parameters() if not is_split(p) and id(p) not in elsewhere
+        name: p for name, p in module.named_parameters() if not is_split(p) and not in_place.get(id(p))
     }
+    parts = set(in_place)
     held = {**named, **common_buffers(module)}
     if apart:
         held, parts = _of_stages(held)

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from traceback import FrameSummary, StackSummary, walk_tb
+from traceback import FrameSummary
 
 import lightning
 import lightning.pytorch as pl
@@ -151,12 +151,6 @@ def doing_of_thread(ident: int, trainer: pl.Trainer | None) -> Doing:
     of_thread = {int(number, 16): text for number, text in zip(parts[::2], parts[1::2], strict=True)}
     found = FRAME.findall(of_thread.get(ident, ""))
     return doing_in((FrameSummary(file, int(line), name, lookup_line=False) for file, line, name in found), trainer)
-
-
-def doing_of_exception(exception: BaseException, trainer: pl.Trainer | None) -> Doing:
-    """What was being done when an exception was raised."""
-    found = StackSummary.extract(walk_tb(exception.__traceback__), lookup_lines=False)
-    return doing_in(reversed(found), trainer)
 
 
 def doing_in(frames: Iterable[FrameSummary], trainer: pl.Trainer | None) -> Doing:

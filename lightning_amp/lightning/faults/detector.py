@@ -162,7 +162,13 @@ class Detector:
             before = time.monotonic()
             # more often after a fault, for `_is_due` then counts in parts of a second
             ready = self._selector.select(self._tick if self.fault is None else ASKED_GRACE_S / 4)
-            self._forgive(time.monotonic() - before)
+            gap = time.monotonic() - before
+            if gap > PAUSE_TICKS * self._tick:
+                # the whole process stood still: nobody could be heard, and others may have paused too
+                self._since += gap
+                self._learned += gap
+                for seen in self._seen.values():
+                    seen.heard += gap
             for key, _ in ready:
                 if key.fileobj is self._listener:
                     self._accept()
@@ -174,15 +180,6 @@ class Detector:
                 self._look_around()
             if self.fault is not None and self._is_due() and not self._over.is_set():
                 self._leave(self.fault)
-
-    def _forgive(self, gap: float) -> None:
-        """After a pause of the whole process do not count it: nobody could be heard, and others may have paused too."""
-        if gap <= PAUSE_TICKS * self._tick:
-            return
-        self._since += gap
-        self._learned += gap
-        for seen in self._seen.values():
-            seen.heard += gap
 
     def _is_due(self) -> bool:
         """Whether the main thread has had its time to end by itself; the user may catch what it has raised."""

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
+from traceback import StackSummary, walk_tb
 from types import FrameType
 from typing import Any
 
@@ -25,7 +26,6 @@ from lightning_amp.lightning._compat import launch_process_observer, trainer_of
 from lightning_amp.lightning.faults.activity import (
     Fault,
     doing_in,
-    doing_of_exception,
     doing_of_thread,
     is_of_communication,
     text_of,
@@ -236,9 +236,16 @@ class FailureWatch:
         of_all = isinstance(exception, OF_ALL_RANKS)
         if fault is not None and fault.rank != rank:
             if not (of_all and fault.what.endswith(text_of(exception))):
-                self._blame(exception, fault)
+                say(f"rank {rank} ends: {fault}")
+                if is_of_communication(exception):
+                    # where this rank waited for the other is no news, and would bury the message under a hundred lines
+                    exception.__traceback__ = exception.__cause__ = exception.__context__ = None
+                if isinstance(exception, RuntimeError):
+                    own_words = text_of(exception).partition(". ")[0]
+                    exception.args = (f"{fault}; rank {rank} ends with it, of {own_words}",)
             return
-        doing = doing_of_exception(exception, self._trainer)
+        frames = StackSummary.extract(walk_tb(exception.__traceback__), lookup_lines=False)
+        doing = doing_in(reversed(frames), self._trainer)
         what = f"failed {doing}: {text_of(exception)}"
         if isinstance(exception, SIGTERMException | KeyboardInterrupt):
             signalled = isinstance(exception, SIGTERMException)
@@ -248,15 +255,6 @@ class FailureWatch:
         if not of_all:
             over = self._detector.ended_ranks() if is_of_communication(exception) else []
             say(f"{own}{f'; ranks {over} had ended their run before' if over else ''}")
-
-    def _blame(self, exception: BaseException, fault: Fault) -> None:
-        say(f"rank {self._strategy.global_rank} ends: {fault}")
-        if is_of_communication(exception):
-            # where this rank waited for the other is no news, and would bury the message under a hundred lines
-            exception.__traceback__ = exception.__cause__ = exception.__context__ = None
-        if isinstance(exception, RuntimeError):
-            own = text_of(exception).partition(". ")[0]
-            exception.args = (f"{fault}; rank {self._strategy.global_rank} ends with it, of {own}",)
 
     @contextmanager
     def teardown(self) -> Generator[None, None, None]:

@@ -30,7 +30,6 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.chain.chain import CHUNKED, Chain, extra_seconds, peak_bytes
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.footprint.recompute_state import unrepeatable
-from lightning_amp.graph.table import Table
 from lightning_amp.installing.install import overlap
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.plan.plan import Axes, Candidate, Plan
@@ -124,15 +123,10 @@ def with_blocks_outside(made: DecoderPlan, named: Collection[str], *, share_stat
 
 def _in_chunks(made: DecoderPlan, seen: ProfiledStep, chain: Chain, *, again: bool) -> Plan:
     """With every block in the form of the least bytes, unless that is far slower."""
-    forms = forms_of(seen)
-    assert forms is not None, "a profiled step has them"
-    tables = forms.tables
-
-    def tables_outside() -> list[Table | str]:
-        pairs = zip(chain.blocks, tables(), strict=True)
-        return [INSIDE if overlap(block.fqn, made.decoder) else table for block, table in pairs]
-
-    forms = ChunkForms(chain, tables_outside)
+    whole = forms_of(seen)
+    assert whole is not None, "a profiled step has them"
+    inside = [overlap(block.fqn, made.decoder) for block in chain.blocks]
+    forms = ChunkForms(chain, lambda: [INSIDE if n else t for n, t in zip(inside, whole.tables(), strict=True)])
     found = forms.choose(None, recompute=again)
     chunked = {name: form for name, form in found.forms.items() if form >= CHUNKED}
     if not chunked:
@@ -142,8 +136,8 @@ def _in_chunks(made: DecoderPlan, seen: ProfiledStep, chain: Chain, *, again: bo
             f" chunks{' than where it runs again' * again}{f': {forms.reason}' if forms.reason else ''};"
             " leave chunk out"
         )
-    whole = (*found.recomputed, *(name for name, form in chunked.items() if forms.form(name, form).again))
-    saved = {name: n_bytes for name, n_bytes in saved_bytes(chain).items() if name in whole}
+    again_too = {*found.recomputed, *(name for name, form in chunked.items() if forms.form(name, form).again)}
+    saved = {name: n_bytes for name, n_bytes in saved_bytes(chain).items() if name in again_too}
     rules = [*recomputed(saved, OUTSIDE)]
     for name, form in chunked.items():
         target = in_chunks(forms, name, form, len(chunked))

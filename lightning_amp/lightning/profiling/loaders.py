@@ -183,24 +183,20 @@ def _first_batch(loader: DataLoader[Any]) -> Any:
     batches = None if loader.batch_sampler is None else apart(loader.batch_sampler, memo)
     order = apart(loader.sampler, memo)
     with as_guest(dataset, collate, *memo.values()):
-        index = _first_index(loader, batches, order)
+        torchs = type(order) in (SequentialSampler, RandomSampler)
+        read = order if batches is None else batches
+        index: Any
+        if torchs and batches is None:
+            index = 0
+        elif torchs and type(batches) is BatchSampler:
+            index = range(min(batches.batch_size, len(loader.dataset)))  # type: ignore[arg-type]
+        elif (numbers := iter(read)) is read:
+            raise TypeError(f"its order is an iterator ({type(read).__name__!r}), which can be read once only")
+        else:
+            index = next(numbers)
         if batches is None:
             return collate(dataset[index])
         index = list(index)
         # as torch's own loader asks
         several: Callable[[Any], Any] | None = getattr(dataset, "__getitems__", None)
         return collate([dataset[i] for i in index] if several is None else several(index))
-
-
-def _first_index(loader: DataLoader[Any], batches: Any, order: Any) -> Any:
-    """The number of an item, or numbers of the items of a batch; the samplers are copies."""
-    torchs = type(order) in (SequentialSampler, RandomSampler)
-    if torchs and batches is None:
-        return 0
-    if torchs and type(batches) is BatchSampler:
-        return range(min(batches.batch_size, len(loader.dataset)))  # type: ignore[arg-type]
-    order = order if batches is None else batches
-    numbers = iter(order)
-    if numbers is order:
-        raise TypeError(f"its order is an iterator ({type(order).__name__!r}), which can be read once only")
-    return next(numbers)

@@ -5,7 +5,8 @@ done to validate, test or predict. A step that cannot be profiled is trained as 
 why.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -129,13 +130,15 @@ class StepOfModule:
         row = None if steps is None else STRATEGIES[steps.name]
         # what splits parameters too averages no whole gradients
         averages = row is None or not row.data_axis
+        looks = {name: STRATEGIES[name].look for name in (STRATEGIES if row is None else row.together)}
+        looked = {name: function_at(look)(self) for name, look in looks.items() if look}
         found = ProfiledStep(
             profile=step.profile,
             chain=step.chain,
             rates=rates,
             gradient_sizes=gradient_sizes(self.module) if averages else (),
             requested=requested,
-            facts=facts_of_step(self.module, step) | self._facts(STRATEGIES if row is None else row.together),
+            facts=facts_of_step(self.module, step) | looked,
             refused=refused_techniques(self.module, step, values=self._trains),
             notes=tuple(self._notes(step)),
         )
@@ -164,12 +167,21 @@ class StepOfModule:
 
     def run_with(self, rules: Sequence[Rule], count: Callable[..., T], rows: int | None = None) -> T:
         """What `count(module, batch, batch_size=, around=)` returns while rules are installed."""
-        # on the module itself, of which a copy is counted: chunks that were found once are kept for the next count
-        installed = install_rules(self.module, rules, chunks=self._chunk_plans)
-        try:
-            return self._run(count, rows)
-        finally:
-            installed.undo()
+        size = self._batch_size if rows is None else rows
+        with ExitStack() as undo:
+            # on the module itself, of which a copy is counted: chunks that were found once are kept for the next count
+            undo.callback(install_rules(self.module, rules, chunks=self._chunk_plans).undo)
+            if self._steps is not None:
+                undo.callback(self._steps.put(self.module))
+            try:
+                return count(self.module, self._batch, batch_size=size, around=self._around)
+            except AmpError:
+                raise
+            except Exception as error:
+                raise ModelError(
+                    f"cannot profile {type(self.module).__name__!r}, an unexpected error occurred:"
+                    f" {type(error).__name__}: {error}"
+                ) from error
 
     def operator_rates(self) -> OperatorRates:
         """Rates of the device that the times of operators follow from."""
@@ -188,10 +200,6 @@ class StepOfModule:
             except AmpError as error:
                 self._steps_with[key] = str(error)
         return self._steps_with[key]
-
-    def _facts(self, names: Iterable[str]) -> dict[str, Any]:
-        """What techniques read from the step."""
-        return {name: function_at(STRATEGIES[name].look)(self) for name in names if STRATEGIES[name].look}
 
     def _notes(self, step: CountedStep) -> Iterator[str]:
         if step.profile.reason:
@@ -248,32 +256,12 @@ class StepOfModule:
         return self._counts[key]
 
     def chain_with(self, rules: Sequence[Rule]) -> Chain:
-        """The blocks of the step with rules installed, which are undone; for after `take`.
-
-        Raises:
-            AmpError: As of `count`.
-        """
+        """The blocks of the step with rules installed, which are undone; for after `take`. Raises as `count`."""
         return self.run_with(rules, partial(count_step, names=(), rates=self.operator_rates())).chain
 
     def profile_with(self, rules: Sequence[Rule]) -> ModuleProfile | None:
         """What `profiled` or `count` has found last with rules for the same modules; None where none has."""
         return self._profiles.get(_places(rules))
-
-    def _run(self, count: Callable[..., T], rows: int | None) -> T:
-        size = self._batch_size if rows is None else rows
-        undo = None if self._steps is None else self._steps.put(self.module)
-        try:
-            return count(self.module, self._batch, batch_size=size, around=self._around)
-        except AmpError:
-            raise
-        except Exception as error:
-            raise ModelError(
-                f"cannot profile {type(self.module).__name__!r}, an unexpected error occurred:"
-                f" {type(error).__name__}: {error}"
-            ) from error
-        finally:
-            if undo is not None:
-                undo()
 
 
 def facts_of_step(module: LightningModule, step: CountedStep) -> dict[str, Any]:

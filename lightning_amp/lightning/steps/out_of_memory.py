@@ -35,7 +35,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -256,7 +256,14 @@ def _undoing(module: pl.LightningModule, loop: Any) -> Callable[[], None]:
     kept: list[tuple[dict[str, Any], dict[str, Any]]]
     scripted = torch.jit.ScriptModule
     kept = [(part._buffers, dict(part._buffers)) for part in module.modules() if not isinstance(part, scripted)]
-    kept += [(vars(metric), _state(metric)) for metric in metrics]
+    for metric in metrics:
+        # what an update changes; also of what Lightning keeps of a logged value, which is a metric too
+        held = {name: getattr(metric, name) for name in metric._defaults}
+        # to a list tensors are added, which may have a graph
+        states = {k: list(x) if isinstance(x, list) else x.detach().clone() for k, x in held.items()}
+        # others take the place of these, which may have a graph and could not be copied
+        others = {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
+        kept.append((vars(metric), states | others))
 
     def undo() -> None:
         _free(module)
@@ -271,18 +278,6 @@ def _undoing(module: pl.LightningModule, loop: Any) -> Callable[[], None]:
         set_random_streams(random)
 
     return undo
-
-
-def _state(metric: Metric) -> dict[str, Any]:
-    """What an update changes; also of what Lightning keeps of a logged value, which is a metric too."""
-    states = {name: _copied(getattr(metric, name)) for name in metric._defaults}
-    # others take the place of these, which may have a graph and could not be copied
-    return states | {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
-
-
-def _copied(state: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
-    """A state of a metric; to a list tensors are added, which may have a graph."""
-    return list(state) if isinstance(state, list) else state.detach().clone()
 
 
 def _free(module: pl.LightningModule) -> None:

@@ -53,7 +53,8 @@ class FiniteCheck:
         self._handles: list[Any] = []
         for name, child in module.named_modules():
             if name:
-                self._handles.append(child.register_forward_hook(self._look_at(name), with_kwargs=True))
+                look = partial(self._look_at, name)
+                self._handles.append(child.register_forward_hook(look, with_kwargs=True))
         self._unwatched = dict(module.named_parameters()) if gradients else {}
         self._watch_gradients()
 
@@ -72,7 +73,11 @@ class FiniteCheck:
         for name, parameter in list(self._unwatched.items()):
             if parameter.requires_grad:
                 del self._unwatched[name]
-                look = self._look_at_gradient(name)
+
+                def look(parameter: Tensor, name: str = name) -> None:
+                    if not self._gradient and parameter.grad is not None and not _is_finite(parameter.grad):
+                        self._gradient = name
+
                 self._handles.append(parameter.register_post_accumulate_grad_hook(look))  # type: ignore[no-untyped-call]
 
     def check_loss(self, output: Any) -> None:
@@ -100,23 +105,13 @@ class FiniteCheck:
             f"{_stratum(self._first)}. Look at its inputs in this step, at the learning rate, and at the precision"
         )
 
-    def _look_at(self, name: str) -> Callable[..., None]:
-        def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self._first or _all_finite(output):
-                return
-            if _all_finite((args, kwargs)):
-                self._first = name
-            else:
-                self._reader = self._reader or name
-
-        return look
-
-    def _look_at_gradient(self, name: str) -> Callable[[Tensor], None]:
-        def look(parameter: Tensor) -> None:
-            if not self._gradient and parameter.grad is not None and not _is_finite(parameter.grad):
-                self._gradient = name
-
-        return look
+    def _look_at(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._first or _all_finite(output):
+            return
+        if _all_finite((args, kwargs)):
+            self._first = name
+        else:
+            self._reader = self._reader or name
 
 
 def _stratum(name: str) -> str:

@@ -58,6 +58,13 @@ from lightning_amp.techniques.table import (
 ADAM_SLOTS = 2
 """Assumed for a module that is not the reference model: its optimisers do not exist yet."""
 RMSPROP_SLOTS = 1
+SHOWN = 8
+"""Differences that are spelled out."""
+OF_THE_MACHINE = ("data_dir", "budget_bytes")
+COMPARED = (
+    *("policy", "strategies", "model_parallel_size", "share_batch_statistics", "balance_cells"),
+    *("blocks", "fsdp_ranks", "fsdp_offload", "device_speeds"),
+)
 
 
 class PlanningContext:
@@ -239,10 +246,36 @@ class PlanningContext:
         self.step = None
 
     def compare(self) -> None:
-        """Make sure, once in a run, that all ranks would make the same plans; a collective, may raise PlanError."""
-        if not self._compared:
-            make_sure_of_same_plan(self.request, self.strategy, self.data)
-        self._compared = True
+        """Compare, once in a run, everything that decides the plan with rank 0; a collective, after which all ranks go
+        on or none.
+
+        Paths, memory and rates are left out, for machines may differ in them, and so is the batch size, for ranks may
+        have unequal numbers of cells; rank 0's count.
+
+        Raises:
+            PlanError: Another rank's facts differ; on all ranks, with the same text.
+        """
+        compared, self._compared, n_ranks = self._compared, True, self.strategy.world_size
+        if compared or n_ranks == 1:
+            return
+        everyones: list[Any] = [None] * n_ranks
+        dist.all_gather_object(everyones, _facts_of_plan(self.request, self.data))
+        first, differing = everyones[0], list[tuple[int, list[str]]]()
+        for rank, facts in enumerate(everyones):
+            lines = [
+                f"{name} is {first.get(name, 'missing')} on rank 0 and {facts.get(name, 'missing')} on rank {rank}"
+                for name in sorted({*first, *facts})
+                if first.get(name) != facts.get(name)
+            ]
+            differing += [(rank, lines)] if lines else []
+        if differing:
+            other, lines = differing[0]
+            more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+            raise PlanError(
+                f"the same plan is needed on all {n_ranks} ranks, and {len(differing)} of them see something else than"
+                f" rank 0, first rank {other}: {'; '.join(lines[:SHOWN])}{more}. Give all ranks the same options and"
+                " the same data"
+            )
 
 
 def _as_used(profile: Profile, names: list[str] | None, *, decoder: DecoderShape) -> Profile:
@@ -258,47 +291,7 @@ def _as_used(profile: Profile, names: list[str] | None, *, decoder: DecoderShape
     return replace(profile, modalities=tuple(modalities))
 
 
-SHOWN = 8
-"""Differences that are spelled out."""
-OF_THE_MACHINE = ("data_dir", "budget_bytes")
-COMPARED = (
-    *("policy", "strategies", "model_parallel_size", "share_batch_statistics", "balance_cells"),
-    *("blocks", "fsdp_ranks", "fsdp_offload", "device_speeds"),
-)
-
-
-def make_sure_of_same_plan(request: Request, strategy: MeshStrategy, data: Any) -> None:
-    """Compare everything that decides the plan with rank 0; a collective, after which all ranks go on or none.
-
-    Paths, memory and rates are left out, for machines may differ in them, and so is the batch size, for ranks may have
-    unequal numbers of cells; rank 0's count.
-
-    Raises:
-        PlanError: Another rank's facts differ; on all ranks, with the same text.
-    """
-    if strategy.world_size == 1:
-        return
-    everyones: list[Any] = [None] * strategy.world_size
-    dist.all_gather_object(everyones, facts_of_plan(request, data))
-    first, differing = everyones[0], list[tuple[int, list[str]]]()
-    for rank, facts in enumerate(everyones):
-        lines = [
-            f"{name} is {first.get(name, 'missing')} on rank 0 and {facts.get(name, 'missing')} on rank {rank}"
-            for name in sorted({*first, *facts})
-            if first.get(name) != facts.get(name)
-        ]
-        differing += [(rank, lines)] if lines else []
-    if differing:
-        other, lines = differing[0]
-        more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-        raise PlanError(
-            f"the same plan is needed on all {strategy.world_size} ranks, and {len(differing)} of them see something"
-            f" else than rank 0, first rank {other}: {'; '.join(lines[:SHOWN])}{more}. Give all ranks the same options"
-            " and the same data"
-        )
-
-
-def facts_of_plan(request: Request, data: Any) -> dict[str, str]:
+def _facts_of_plan(request: Request, data: Any) -> dict[str, str]:
     """Everything that decides the plan, by name, as this rank sees it; `data` is the data module or None."""
     found: dict[str, Any] = {name: getattr(request, name) for name in COMPARED}
     try:

@@ -1,4 +1,4 @@
-"""Describe where a run takes place: the memory and speed of a rank's device, and the mesh of all ranks."""
+"""Describe where a run takes place: the memory and speed of a rank's device."""
 
 import os
 import time
@@ -8,10 +8,8 @@ from statistics import median
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_amp._torch import ALLOCATOR_VARIABLES, set_allocator
-from lightning_amp.errors import PlanError
 
 TENSORS_SHARE = 0.97
 """Of what CUDA's allocator can have, what tensors can have: on an H100 steps of 95 % ran, and of 99 % did not."""
@@ -46,26 +44,6 @@ def let_segments_grow(device: torch.device) -> None:
     """
     if device.type == "cuda" and not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
         set_allocator("expandable_segments:True")
-
-
-def make_mesh(device_type: str, *, n_ranks: int, model_ranks: int, shard_ranks: int | None = None) -> DeviceMesh:
-    """The mesh of all ranks with the axes "data" and "model"; consecutive ranks are a model group.
-
-    With `shard_ranks`, which divide the data axis, that axis is two: "replicate" and "shard".
-
-    Raises:
-        PlanError: The model axis does not divide the ranks.
-    """
-    if n_ranks % model_ranks:
-        raise PlanError(
-            f"model_parallel_size={model_ranks!r} is not supported, the run has {n_ranks} ranks; it must"
-            " divide them. Change `devices` or `num_nodes` of the Trainer, or model_parallel_size"
-        )
-    data_ranks = n_ranks // model_ranks
-    if shard_ranks is None:
-        return init_device_mesh(device_type, (data_ranks, model_ranks), mesh_dim_names=("data", "model"))
-    shape = (data_ranks // shard_ranks, shard_ranks, model_ranks)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard", "model"))
 
 
 SPEED_S, WINDOWS, SPEED_SIZE = 1.0, 4, 384

@@ -1,8 +1,7 @@
-"""Install what a plan spreads over ranks: shared batch statistics, split parameters, stages, steps of a technique."""
+"""Install what a plan spreads over ranks: shared batch statistics, split parameters, steps of a technique."""
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
@@ -11,19 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import PlanError
-from lightning_amp.installing.install import Installed
 from lightning_amp.lightning.checkpoints.shards import Shards
-from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
 from lightning_amp.lightning.profiling.dry_steps import put_steps
-from lightning_amp.lightning.strategy.refusals import check_run
-from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
 from lightning_amp.techniques.data.batch_norm import share_batch_statistics
 from lightning_amp.techniques.data.row import ShareBatchStatistics
 from lightning_amp.techniques.ranks.collectives import Agreement
-from lightning_amp.techniques.table import STAGED, STRATEGIES, refuse_apart, stage_search, with_steps
+from lightning_amp.techniques.table import STRATEGIES, refuse_apart, with_steps
 from lightning_amp.techniques.technique import function_at
 
 Undo = list[Callable[[], None]]
@@ -101,27 +96,6 @@ def check_split(plan: Plan, fn: TrainerFn | None) -> None:
             f" {'predict requires whole parameters' if splits else 'this plan shards none'}; train, validate or test"
             " with strategies='tensor3d', or give them values first"
         )
-
-
-def install_stages(
-    request: Request, trainer: pl.Trainer, model: nn.Module, installed: Installed, plan: Plan, mesh: DeviceMesh
-) -> tuple[StageParameters, Any] | None:
-    """Free what other stages of a pipeline hold, and let the module's steps run as stages until these are undone.
-
-    Returns:
-        The parameters and the steps; None where the plan has no stages.
-
-    Raises:
-        PlanError, InstallError: As of `check_run`.
-    """
-    spec = next((rule.spec for rule in plan.rules if rule.strategy == STAGED), None)
-    if spec is None:
-        return None
-    check_run(request, trainer, model, plan.rules)
-    overridden = [(one.fqn, one.module, one.override.run) for one in installed.overridden]
-    install = function_at(stage_search().install)
-    found: tuple[StageParameters, Any] = install(trainer.lightning_module, overridden, spec, mesh, StageParameters)
-    return found
 
 
 def install_steps(module: pl.LightningModule, plan: Plan, mesh: DeviceMesh) -> Callable[[], None]:

@@ -23,6 +23,7 @@ from lightning_amp.adapters.adapt import adapt
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.installing.install import Installed, install
 from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
 from lightning_amp.lightning.profiling.blocks_outside import keeping_blocks
 from lightning_amp.lightning.profiling.loaders import UNKNOWN
 from lightning_amp.lightning.steps.cells import count_replicas_once
@@ -30,7 +31,7 @@ from lightning_amp.lightning.steps.counted_batches import refuse_beyond
 from lightning_amp.lightning.steps.out_of_memory import LEANER, Rescue, largest, rescue_batches
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.context import PlanningContext
-from lightning_amp.lightning.strategy.install_parts import install_stages, install_steps
+from lightning_amp.lightning.strategy.install_parts import install_steps
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.plan_run import resolve_plan
 from lightning_amp.lightning.strategy.refusals import (
@@ -39,11 +40,13 @@ from lightning_amp.lightning.strategy.refusals import (
     check_compiled,
     check_precision,
     check_rescue,
+    check_run,
 )
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, techniques
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.table import OF_BLOCKS
+from lightning_amp.techniques.table import OF_BLOCKS, STAGED, stage_search
+from lightning_amp.techniques.technique import function_at
 
 
 class InstalledPlan:
@@ -85,9 +88,12 @@ class InstalledPlan:
         check_callbacks(self._installed, getattr(trainer, "callbacks", ()), plan)
         self._undo.append(install_steps(module, plan, self._strategy.mesh))
         shards = Shards(self._model, self._installed.sharded, self._installed.partial)
-        staged = install_stages(self._request, trainer, self._model, self._installed, plan, self._strategy.mesh)
-        if staged is not None:
-            shards, steps = staged
+        for rule in (rule for rule in plan.rules if rule.strategy == STAGED):
+            check_run(self._request, trainer, self._model, plan.rules)
+            overridden = [(one.fqn, one.module, one.override.run) for one in self._installed.overridden]
+            # frees what other stages hold; the module's steps run as stages until these are undone
+            install_stages = function_at(stage_search().install)
+            shards, steps = install_stages(module, overridden, rule.spec, self._strategy.mesh, StageParameters)
             self._undo += [steps.undo, lambda: setattr(self._strategy, "pipelined_steps", None)]
             self._strategy.pipelined_steps = steps
         self._foreign.tell_rows(self.again)
@@ -202,7 +208,19 @@ class InstalledPlan:
         with _as_in_setup(self._strategy.root_device):
             with self._installed.aside():
                 self._foreign.stand_in()
-                plan = self._plan_again()
+                before = self._plan
+                unknown = any(note.startswith(UNKNOWN) for note in before.notes)
+                cells = (None, UNKNOWN) if unknown else (before.batch_size, "")
+                self._facts = PlanningContext(self._strategy, self._trainer, cells=cells)
+                plan = keeping_blocks(resolve_plan(self._facts, notes=self._foreign.notes), before)
+                if _split(plan) != _split(before):
+                    note = (
+                        f"for the rows that v has the choice would be {','.join(plan.strategies)} on {plan.mesh.data} x"
+                        f" {plan.mesh.model} ranks (data x model), which a run that has begun cannot change to; ask for"
+                        f" it with strategies and model_parallel_size={plan.mesh.model}"
+                    )
+                    plan = resolve_plan(self._facts, notes=self._foreign.notes, given=before)
+                    plan = replace(plan, notes=(*plan.notes, note))
                 notes = f"{rows}: planned anew for these", *self._foreign.compare(plan)
             self._keep(replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes)))))
             self._announce()
@@ -210,22 +228,6 @@ class InstalledPlan:
             names = list(self._foreign.decoders)
             self._installed.take_out(names)
             self._install(self._plan, within=names)
-
-    def _plan_again(self) -> Plan:
-        before = self._plan
-        unknown = any(note.startswith(UNKNOWN) for note in before.notes)
-        cells = (None, UNKNOWN) if unknown else (before.batch_size, "")
-        self._facts = PlanningContext(self._strategy, self._trainer, cells=cells)
-        wanted = keeping_blocks(resolve_plan(self._facts, notes=self._foreign.notes), before)
-        if _split(wanted) == _split(before):
-            return wanted
-        kept = resolve_plan(self._facts, notes=self._foreign.notes, given=before)
-        note = (
-            f"for the rows that v has the choice would be {','.join(wanted.strategies)} on {wanted.mesh.data} x"
-            f" {wanted.mesh.model} ranks (data x model), which a run that has begun cannot change to; ask for it with"
-            f" strategies and model_parallel_size={wanted.mesh.model}"
-        )
-        return replace(kept, notes=(*kept.notes, note))
 
     # --- what all of them do ---
 

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.distributed import HashStore, ReduceOp  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.dist.own_parts import OwnParts
 from lightning_amp.dist.sharded_tensor import ShardedTensor
 from lightning_amp.dist.splits import axis_of
-from lightning_amp.errors import DataError
+from lightning_amp.errors import DataError, PlanError
 from lightning_amp.lightning._compat import trainer_of
 from lightning_amp.lightning.checkpoints.read_directory import load_either
 from lightning_amp.lightning.checkpoints.shards import Shards
@@ -34,7 +34,6 @@ from lightning_amp.lightning.consistency.replicas import (
 )
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
 from lightning_amp.lightning.steps.cells import counted_once, unrounded, with_same_draws
-from lightning_amp.lightning.strategy.hardware import make_mesh
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.hic.scores.nonzero_counts import find_entries
@@ -117,12 +116,25 @@ class MeshStrategy(DDPStrategy):
         return self._mesh_of(self._model_ranks)
 
     def _mesh_of(self, model_ranks: int, shard_ranks: int | None = None) -> DeviceMesh:
-        """As `make_mesh`, made once for a shape: process groups are never given back."""
-        key = self.world_size, model_ranks, shard_ranks
+        """The mesh of all ranks with the axes "data" and "model"; consecutive ranks are a model group.
+
+        With `shard_ranks`, which divide the data axis, that axis is two: "replicate" and "shard". It is made once for a
+        shape: process groups are never given back. A PlanError where the model axis does not divide the ranks.
+        """
+        n_ranks = self.world_size
+        key = n_ranks, model_ranks, shard_ranks
         if key not in self._meshes:
-            self._meshes[key] = make_mesh(
-                self.root_device.type, n_ranks=key[0], model_ranks=model_ranks, shard_ranks=shard_ranks
-            )
+            if n_ranks % model_ranks:
+                raise PlanError(
+                    f"model_parallel_size={model_ranks!r} is not supported, the run has {n_ranks} ranks; it must"
+                    " divide them. Change `devices` or `num_nodes` of the Trainer, or model_parallel_size"
+                )
+            sizes = {"data": n_ranks // model_ranks}
+            if shard_ranks is not None:
+                sizes = {"replicate": sizes["data"] // shard_ranks, "shard": shard_ranks}
+            sizes["model"] = model_ranks
+            shape, names = tuple(sizes.values()), tuple(sizes)
+            self._meshes[key] = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
         return self._meshes[key]
 
     def process_dataloader(self, dataloader: object) -> object:

@@ -334,12 +334,11 @@ class AMPStrategy(MeshStrategy):
             return
         warn_of_differences(
             module,
-            [parameter.shard for parameter in self._shards.sharded],
+            self._shards.sharded,
             self.mesh,
             step=trainer.global_step,
             apart=self._shards.apart,
             groups=self._shards.groups,
-            in_place=[parameter.shard for parameter in self._shards.sharded if parameter.in_place],
         )
 
     # --- a step ---

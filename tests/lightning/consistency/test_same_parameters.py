@@ -6,6 +6,7 @@ differ are not told.
 import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,7 +103,7 @@ def looks(rank: int, ranks: int) -> dict[str, str]:
             module.within.norm.running_mean += 1 + rank
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            warn_of_differences(module, [held["shard"]], mesh, step=7)
+            warn_of_differences(module, [SimpleNamespace(shard=held["shard"], in_place=False)], mesh, step=7)
         found[case] = "".join(str(w.message) for w in told)
     return found
 
