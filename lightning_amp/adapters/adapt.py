@@ -165,7 +165,20 @@ class _DecoderForward(StandIn):
         if isinstance(decoder, MultiResDecoder) and subset is not None:
             decoder, options = decoder.among(subset), {"subset": subset}
         l = decoder.library(u, l)  # noqa: E741
-        _check_rows(b, n_cells=len(u), n_rows=len(cast(Any, self.module).scale_lin))
+        # with one row our tables do not read b, and would take anything for it
+        n_cells, n_rows = len(u), len(cast(Any, self.module).scale_lin)
+        allowed = (
+            f"allowed is the row of the tables for every cell, integers of the shape {(n_cells,)!r} from 0 to"
+            f" {n_rows - 1!r}"
+        )
+        if not isinstance(b, Tensor) or b.dtype not in INTEGERS or tuple(b.shape) not in ((n_cells,), (1,), ()):
+            found = f"{b.dtype} of the shape {tuple(b.shape)!r}" if isinstance(b, Tensor) else repr(b)
+            raise ModelError(f"a decoder of HiGLUE's shape was called with b={found}; {allowed}")
+        # negative rows count from the end, as they do in the module's own forward
+        if b.device.type == "cpu" and b.numel() and not -n_rows <= int(b.min()) <= int(b.max()) < n_rows:
+            raise ModelError(
+                f"a decoder of HiGLUE's shape was called with b from {int(b.min())!r} to {int(b.max())!r}; {allowed}"
+            )
         inputs = u, v, b, l
         # by the class: the instance's `forward` is this object
         eager = partial(type(self.module).forward, self.module, **options)
@@ -185,19 +198,3 @@ def _by_name(given: tuple[Any, ...], named: dict[str, Any], names: tuple[str, ..
             " others, or train with strategies='S1', which runs the decoder's own forward"
         )
     return found
-
-
-def _check_rows(b: object, *, n_cells: int, n_rows: int) -> None:
-    """With one row our tables do not read b, and would take anything for it."""
-    allowed = (
-        f"allowed is the row of the tables for every cell, integers of the shape {(n_cells,)!r} from 0 to"
-        f" {n_rows - 1!r}"
-    )
-    if not isinstance(b, Tensor) or b.dtype not in INTEGERS or tuple(b.shape) not in ((n_cells,), (1,), ()):
-        found = f"{b.dtype} of the shape {tuple(b.shape)!r}" if isinstance(b, Tensor) else repr(b)
-        raise ModelError(f"a decoder of HiGLUE's shape was called with b={found}; {allowed}")
-    # negative rows count from the end, as they do in the module's own forward
-    if b.device.type == "cpu" and b.numel() and not -n_rows <= int(b.min()) <= int(b.max()) < n_rows:
-        raise ModelError(
-            f"a decoder of HiGLUE's shape was called with b from {int(b.min())!r} to {int(b.max())!r}; {allowed}"
-        )

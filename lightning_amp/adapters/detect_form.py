@@ -121,18 +121,13 @@ class Small:
         u, v, l = self.inputs  # noqa: E741
         return self.module.train(training)(u, v, self.b, l)
 
-    def x(self, *, binarized: bool) -> Tensor:
-        """Data that the copy may have been made for."""
-        return (self.counts > 0).double() if binarized else self.counts
-
 
 def small_copy(module: nn.Module, layout: Layout, sizes: Scales) -> Small:
     """A small copy of a decoder, which is left as it is, with the decoder's layout."""
     n_strata = len(layout.nodes)
     n_anchors = sizes.n_anchors(n_strata + MORE)
     # three or four of the anchors that have a pair at this distance, up to the last one
-    nodes = [torch.arange(k % 2, n_anchors - k, 4) for k in range(n_strata)]
-    nodes[0] = torch.arange(n_anchors)
+    nodes = [torch.arange(n_anchors), *(torch.arange(k % 2, n_anchors - k, 4) for k in range(1, n_strata))]
     few = layout_of(nodes, layout.listed_in)
     columns = [torch.arange(*run) for run in few.columns]
     memo: dict[int, Any] = {}
@@ -253,7 +248,18 @@ def adapted(module: nn.Module) -> AdaptedDecoder:
     try:
         # a library's warning says nothing of the module, also where warnings are errors
         with warnings.catch_warnings(action="ignore"):
-            return _adapted(module)
+            family = SEVERAL if resembles_multires(module) else ONE_RESOLUTION
+            layout = family.read(module)
+            if "forward" in vars(module) or module._compiled_call_impl is not None:
+                raise NotDetected("has a forward that is set on the instance, or was compiled")
+            try:
+                inspect.signature(module.forward).bind("u", "v", "b", "l")
+            except TypeError as error:
+                raise NotDetected(f"has a forward that does not take u, v, b and l: {error}") from error
+            decoder = family.make(module, layout, _form_of(family, module, layout))
+            if names := hooked(module, decoder):
+                raise NotDetected(f"has hooks on modules of it, {names[:SHOWN]!r}, which would not run")
+            return decoder
     except AmpError:
         raise
     except Exception as error:
@@ -266,28 +272,20 @@ def adapted(module: nn.Module) -> AdaptedDecoder:
         ) from error
 
 
-def _adapted(module: nn.Module) -> AdaptedDecoder:
-    family = SEVERAL if resembles_multires(module) else ONE_RESOLUTION
-    layout = family.read(module)
-    if "forward" in vars(module) or module._compiled_call_impl is not None:
-        raise NotDetected("has a forward that is set on the instance, or was compiled")
-    try:
-        inspect.signature(module.forward).bind("u", "v", "b", "l")
-    except TypeError as error:
-        raise NotDetected(f"has a forward that does not take u, v, b and l: {error}") from error
-    decoder = family.make(module, layout, _form_of(family, module, layout))
-    names = hooked(module, decoder)
-    if names:
-        raise NotDetected(f"has hooks on modules of it, {names[:SHOWN]!r}, which would not run")
-    return decoder
-
-
 def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
     # the copy is on the CPU: no other device draws
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         small = family.small(module, layout, NEAR_ONE)
         marks = Marks(small.module)
-        kind = _kind_of(small.run())
+        kind = type(small.run())
+        needed = {"zi_logits", "total_count", "logits"}
+        counts = issubclass(kind, torch.distributions.NegativeBinomial)
+        counts = counts and needed <= set(inspect.signature(kind).parameters)
+        if not counts and not issubclass(kind, torch.distributions.Bernoulli):
+            raise NotDetected(
+                f"returns {kind.__name__!r}, and not a Bernoulli, or a NegativeBinomial that is made from zi_logits,"
+                " total_count and logits"
+            )
         binarized = issubclass(kind, torch.distributions.Bernoulli)
         seen = Form(kind=kind, least=0.0 if binarized else _least(small))
         cases = [_case(small, seen, training=training) for training in (True, False)]
@@ -309,20 +307,6 @@ def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
     raise NotDetected(found + settings_problem(module))
 
 
-def _kind_of(given: object) -> type:
-    """The class of what a decoder returns."""
-    kind = type(given)
-    counts = issubclass(kind, torch.distributions.NegativeBinomial)
-    if issubclass(kind, torch.distributions.Bernoulli) or (
-        counts and {"zi_logits", "total_count", "logits"} <= set(inspect.signature(kind).parameters)
-    ):
-        return kind
-    raise NotDetected(
-        f"returns {kind.__name__!r}, and not a Bernoulli, or a NegativeBinomial that is made from zi_logits,"
-        " total_count and logits"
-    )
-
-
 def _least(small: Small) -> float:
     """What is added to means: all that is left of them in cells without contacts."""
     u, v, l = small.inputs  # noqa: E741
@@ -336,7 +320,8 @@ def _least(small: Small) -> float:
 
 
 def _case(small: Small, seen: Form, *, training: bool = True) -> _Case:
-    x = small.x(binarized=seen.binarized)
+    # data that the copy may have been made for
+    x = (small.counts > 0).double() if seen.binarized else small.counts
     total = small.run(training=training).log_prob(x).sum()
     return _Case(small, training, x, dict(_results(small, total)))
 

@@ -21,7 +21,7 @@ stratum (K), feature (F).
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any, cast
@@ -266,15 +266,13 @@ class FirstBatch:
         theirs = type(module).forward
         if subset is not None:
             theirs, plain = partial(theirs, subset=subset), cast(MultiResDecoder, plain).among(subset)
-        return difference(module, theirs, plain, *self._some(inputs, x, plain.n_features), directed=directed)
-
-    def _some(self, inputs: Inputs, x: Tensor | SparseCounts | None, n_features: int) -> tuple[Inputs, Tensor]:
         u, v, b, l = inputs  # noqa: E741
         some = slice(min(self.cells, len(u)))
         b = b[some] if b.dim() and len(b) == len(u) else b
-        counts = torch.zeros(len(u[some]), n_features, device=u.device) if x is None else x[some]
+        counts = torch.zeros(len(u[some]), plain.n_features, device=u.device) if x is None else x[some]
         dense = counts.to_dense() if isinstance(counts, SparseCounts) else counts
-        return (_exact(u[some]), _exact(v), b, _exact(l[some])), _exact(dense)
+        inputs = _exact(u[some]), _exact(v), b, _exact(l[some])
+        return difference(module, theirs, plain, inputs, _exact(dense), directed=directed)
 
     def _copies(self) -> tuple[nn.Module, AdaptedDecoder]:
         memo = no_hooks(self.module) | no_hooks(self.plain)
@@ -315,7 +313,13 @@ def difference(
             log_prob = theirs(module, *inputs).log_prob(x)
             expected = _numbers(log_prob[:, slice(*cast(AdaptedStratum, one).columns)].sum() for one in decoder.strata)
             names = marks.changed(module)
-            found = _numbers(_ours(decoder, inputs, x))
+            (u, v, b, l), ours = inputs, []  # noqa: E741
+            log_weights = decoder.log_weights(u)
+            for k, one in enumerate(decoder.strata):
+                stratum = cast(AdaptedStratum, one)
+                nll, v = stratum(v, u, **stratum.arguments(k, log_weights, batch=b, library=l, x=x))
+                ours.append(-nll)
+            found = _numbers(ours)
     if names:
         return f"changes its attributes {names[:SHOWN]!r} in forward, unlike"
     known = expected.isfinite()
@@ -343,16 +347,7 @@ def _directed(module: nn.Module, inputs: Inputs) -> Inputs:
     return directed(u), directed(v), b, directed(l)
 
 
-def _ours(decoder: AdaptedDecoder, inputs: Inputs, x: Tensor) -> Iterator[Tensor]:
-    u, v, b, l = inputs  # noqa: E741
-    log_weights = decoder.log_weights(u)
-    for k, module in enumerate(decoder.strata):
-        stratum = cast(AdaptedStratum, module)
-        nll, v = stratum(v, u, **stratum.arguments(k, log_weights, batch=b, library=l, x=x))
-        yield -nll
-
-
-def _numbers(totals: Iterator[Tensor]) -> Tensor:
+def _numbers(totals: Iterable[Tensor]) -> Tensor:
     """Values and derivatives [2, stratum]; a tensor without a direction has the derivative 0."""
     pairs = [forward_ad.unpack_dual(total) for total in totals]  # type: ignore[no-untyped-call]
     ways = [torch.zeros_like(one) if way is None else way for one, way in pairs]

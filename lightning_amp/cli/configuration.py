@@ -5,7 +5,7 @@ import ast
 import importlib
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,7 +210,16 @@ def _made(name: str, init: list[str]) -> "LightningModule":
         what = f"{module!r} has no {attribute!r}" if kind is None else f"{attribute!r} is no LightningModule"
         raise ModelError(f"{name!r} is not supported: {what}; its LightningModules are {there!r}")
     try:
-        return kind(**dict(map(_argument, init)))
+        values = dict[str, Any]()
+        for text in init:
+            argument, equals, value = text.partition("=")
+            if not equals or not argument.isidentifier():
+                raise PlanError(f"--init {text!r} was given; write --init NAME=VALUE, for example --init width=64")
+            values[argument] = value
+            # what is no literal is a text
+            with suppress(ValueError, SyntaxError):
+                values[argument] = ast.literal_eval(value)
+        return kind(**values)
     except PlanError:
         raise
     except Exception as error:
@@ -218,13 +227,3 @@ def _made(name: str, init: list[str]) -> "LightningModule":
             f"{name!r} cannot be made: {type(error).__name__}: {error}; give arguments of its constructor as"
             " --init NAME=VALUE"
         ) from error
-
-
-def _argument(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise PlanError(f"--init {text!r} was given; write --init NAME=VALUE, for example --init width=64")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value

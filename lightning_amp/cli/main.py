@@ -11,32 +11,14 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
-from lightning_amp.cli.commands.calibrate import add_calibrate
-from lightning_amp.cli.commands.convert import add_convert
-from lightning_amp.cli.commands.demo import add_demo
-from lightning_amp.cli.commands.plan import add_plan
-from lightning_amp.cli.commands.prepare import add_prepare
-from lightning_amp.cli.commands.profile import add_profile
-from lightning_amp.cli.commands.simulate import add_simulate
-from lightning_amp.cli.commands.tune import add_tune
-from lightning_amp.cli.commands.verify import add_verify
+from lightning_amp.cli.commands import calibrate, convert, demo, plan, prepare, profile, simulate, tune, verify
 from lightning_amp.cli.verbs import PROGRAM, VERBS, described
 from lightning_amp.data.files.directory import FULL, cannot_write
 from lightning_amp.errors import STATUS_OF_INTERRUPT, AmpError
 
 TRAINING = ("fit", "validate", "test", "predict")
-ADD = {
-    "demo": add_demo,
-    "prepare": add_prepare,
-    "profile": add_profile,
-    "plan": add_plan,
-    "simulate": add_simulate,
-    "calibrate": add_calibrate,
-    "tune": add_tune,
-    "convert": add_convert,
-    "verify": add_verify,
-}
-"""What adds the flags of a command to its parser, and says what runs it; all others are Lightning's."""
+COMMANDS = (demo, prepare, profile, plan, simulate, calibrate, tune, convert, verify)
+"""Each adds its flags to its parser, and says what runs it; all others are Lightning's."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,6 +92,6 @@ def _parser() -> argparse.ArgumentParser:
         verb: verbs.add_parser(verb, help=words[0], formatter_class=raw, **described(verb))
         for verb, words in VERBS.items()
     }
-    for verb, add in ADD.items():
-        add(parsers[verb])
+    for command in COMMANDS:
+        command.add_flags(parsers[command.__name__.rpartition(".")[2]])
     return parser

@@ -45,8 +45,12 @@ def describe(
         base_activation_bytes: What the backward pass keeps outside the decoder.
         optimizer_slots: Copies of the parameters that the optimiser keeps.
     """
-    found = {fqn: decoder for fqn, decoder in find_decoders(module).items() if _describable(decoder)}
-    shapes = [_decoder_shape(module, fqn, decoder) for fqn, decoder in found.items()]
+    shapes = [
+        _decoder_shape(module, fqn, decoder)
+        for fqn, decoder in find_decoders(module).items()
+        # without the parts that a memory model and techniques need it counts as undetected
+        if _is_of_units(decoder) or (decoder.strata and all(_has(stratum, PARTS) for stratum in decoder.strata))
+    ]
     decoder = max(shapes, key=lambda s: s.anchors * len(s.features), default=NO_DECODER)
     wide = _wide_layers(module, decoder)
     sizes = [p.element_size() for p in module.parameters() if p.is_floating_point()]
@@ -97,13 +101,6 @@ def _wide_layers(module: nn.Module, decoder: DecoderShape) -> dict[str, nn.Linea
     return {fqn: layer for fqn, layer in layers.items() if layer.in_features == features and not fqn.startswith(inside)}
 
 
-def _describable(decoder: DecomposedDecoder) -> bool:
-    """Whether all strata have the parts that a memory model and techniques need; else it counts as undetected."""
-    return _is_of_units(decoder) or (
-        len(decoder.strata) > 0 and all(hasattr(s, part) for s in decoder.strata for part in PARTS)
-    )
-
-
 def _is_of_units(decoder: DecomposedDecoder) -> bool:
     """Whether the strata are units that say how large they are, and have no parts that techniques know."""
     return len(decoder.strata) > 0 and all(hasattr(s, "n_features") and not hasattr(s, "key") for s in decoder.strata)
@@ -152,21 +149,17 @@ def with_unsupported(module: nn.Module, shape: ModelShape) -> ModelShape:
         # compiled code would follow none of its techniques
         every = tuple(strategy for strategy, row in STRATEGIES.items() if row.choice is not None)
         return replace(shape, decoder=replace(shape.decoder, unsupported=every))
-    refused = {strategy for strategy in LOCAL if not _installs(module, shape, strategy)}
+    refused = set() if shape.decoder.attention else {"S3", "fused", "sdpa"}
+    for strategy in (name for name in LOCAL if name not in refused):
+        try:
+            targets = targets_of(strategy, shape)
+            rules = [Rule(fqn=fqn, spec=spec, strategy=strategy, why="tried") for fqn, spec in targets]
+            install_rules(module, rules).undo()
+        except AmpError:
+            refused.add(strategy)
     refused |= {strategy for strategy, parts in _needed(part(module, shape.decoder.fqn)).items() if not parts}
     unsupported = tuple(strategy for strategy in STRATEGIES if strategy in refused)
     return replace(shape, decoder=replace(shape.decoder, unsupported=unsupported))
-
-
-def _installs(module: nn.Module, shape: ModelShape, strategy: str) -> bool:
-    if strategy in ("S3", "fused", "sdpa") and not shape.decoder.attention:
-        return False
-    try:
-        rules = [Rule(fqn=fqn, spec=spec, strategy=strategy, why="tried") for fqn, spec in targets_of(strategy, shape)]
-        install_rules(module, rules).undo()
-    except AmpError:
-        return False
-    return True
 
 
 def _needed(decoder: Any) -> dict[str, bool]:
@@ -175,6 +168,12 @@ def _needed(decoder: Any) -> dict[str, bool]:
     region = hasattr(decoder, "region")
     features = region and all(hasattr(stratum, "features") for stratum in strata)
     keys = [key for key in (getattr(stratum, "key", None) for stratum in strata) if key is not None]
+    walks = region
+    if region:
+        try:
+            walk_of(decoder, "strata")
+        except AmpError:
+            walks = False
     return {
         "S2": features,
         "S5": region
@@ -185,12 +184,12 @@ def _needed(decoder: Any) -> dict[str, bool]:
         and bool(keys)
         and all(_has(key, ATTENTION_KEY) for key in keys)
         and not any(rows_problem(key, decoder.dim) for key in keys),
-        "strata": region and _walks(decoder),
+        "strata": walks,
     }
 
 
-def _has(module: nn.Module, children: Iterable[str]) -> bool:
-    return all(hasattr(module, name) for name in children)
+def _has(module: nn.Module, names: Iterable[str]) -> bool:
+    return all(hasattr(module, name) for name in names)
 
 
 def _has_channels(key: Any) -> bool:
@@ -198,11 +197,3 @@ def _has_channels(key: Any) -> bool:
     if not _has(key, ATTENTION_KEY):
         return _has(key, CONVOLUTION_KEY)
     return any(isinstance(part, ShardableAttention) for part in key.attention.modules())
-
-
-def _walks(decoder: Any) -> bool:
-    try:
-        walk_of(decoder, "strata")
-    except AmpError:
-        return False
-    return True

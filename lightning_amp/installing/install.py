@@ -119,10 +119,6 @@ class Installed:
         for change in reversed(taken):
             change.take()
 
-    def add(self, other: "Installed") -> None:
-        """Count what another one has installed in the same module as of this one; its parameters are known here."""
-        self.changes += other.changes
-
     @contextmanager
     def aside(self) -> Iterator[None]:
         """The modules that were there before, for as long as the block lasts."""

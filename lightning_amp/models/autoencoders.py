@@ -46,7 +46,13 @@ class LinkedAutoencoders(pl.LightningModule):
         """The hyper-parameters, as attributes."""
         return self.hparams
 
-    def _make_networks(self, inputs: ModelInputs) -> None:
+    def build(self: Self, inputs: ModelInputs) -> Self:
+        """Make the networks for some data, without a trainer."""
+        if self.inputs is not None:
+            raise ModelError(
+                f"{type(self).__name__}.build was called, but its networks exist already; make a new "
+                f"{type(self).__name__} for other data"
+            )
         h = self.settings
         strangers = sorted(set(h.modality_weights or {}) - set(inputs.modalities))
         if strangers:
@@ -91,15 +97,6 @@ class LinkedAutoencoders(pl.LightningModule):
         self.discriminator = Discriminator(
             h.latent_dim, len(inputs.modalities), width=h.discriminator_dim, depth=h.discriminator_depth
         )
-
-    def build(self: Self, inputs: ModelInputs) -> Self:
-        """Make the networks for some data, without a trainer."""
-        if self.inputs is not None:
-            raise ModelError(
-                f"{type(self).__name__}.build was called, but its networks exist already; make a new "
-                f"{type(self).__name__} for other data"
-            )
-        self._make_networks(inputs)
         self.inputs = inputs
         return self
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_amp.lightning.checkpoints.shards import Shards
@@ -62,7 +62,13 @@ class Recorder(Callback):
             output = step(*args, **kwargs)
             drawn = [f"training_step, {name}" for name, state in _states().items() if state != before[name]]
             named = ((n, part) for n, part in pl_module.named_modules() if "training_step, torch.random" in drawn)
-            drops = [f"{n} ({type(part).__name__})" for n, part in named if _drops(part)]
+            # torch's layers that drop values at random keep the probability under one of these names
+            chance = ("p", "dropout", "drop_prob")
+            drops = [
+                f"{n} ({type(part).__name__})"
+                for n, part in named
+                if part.training and any(isinstance(p := getattr(part, c, 0), float) and p > 0 for c in chance)
+            ]
             self.record.draws = list(dict.fromkeys([*self.record.draws, *drops, *drawn]))
             return output
 
@@ -119,12 +125,6 @@ class Recorder(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the module back as it was."""
         vars(pl_module).pop("training_step", None)
-
-
-def _drops(module: nn.Module) -> bool:
-    """Whether a module drops values at random: torch's layers keep the probability under one of these names."""
-    found = (getattr(module, name, 0) for name in ("p", "dropout", "drop_prob"))
-    return module.training and any(isinstance(p, float) and p > 0 for p in found)
 
 
 def _states() -> dict[str, object]:

@@ -43,7 +43,7 @@ class _Idle(Trainer):
 def read_configuration(path: str) -> tuple[LightningModule, LightningDataModule, dict[str, Any]]:
     """Module, data module, and what the YAML file asks of AMPStrategy; what it asks of the Trainer is left out."""
     module, data, trainer = _read(path, (*HERE, OWN))
-    return module, data, _options(trainer.strategy)
+    return module, data, _options(trainer)
 
 
 def read_step(path: str, batch_size: int | None = None) -> tuple[LightningModule, Any, Around, dict[str, Any]]:
@@ -87,7 +87,7 @@ def _prepared(path: str, *, values: bool) -> tuple[LightningModule, Any, Around,
     except DataError:
         # nobody else reads it
         batch = first_of(loader, 1)[0]
-    return module, batch, around, _options(trainer.strategy)
+    return module, batch, around, _options(trainer)
 
 
 def _read(path: str, settings: Sequence[str]) -> tuple[LightningModule, LightningDataModule, Trainer]:
@@ -99,8 +99,7 @@ def _read(path: str, settings: Sequence[str]) -> tuple[LightningModule, Lightnin
     return cli.model, cli.datamodule, cli.trainer
 
 
-def _options(strategy: object) -> dict[str, Any]:
-    if not isinstance(strategy, AMPStrategy):
-        return {}
+def _options(trainer: Trainer) -> dict[str, Any]:
     names = {*COMPARED, *options_of_techniques(), "plan", "device_memory", "unfit", "rates", "data_dir"}
-    return {name: getattr(strategy.request, name) for name in names}
+    ours = trainer.strategy
+    return {name: getattr(ours.request, name) for name in names} if isinstance(ours, AMPStrategy) else {}

@@ -29,12 +29,11 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
 from lightning_amp._torch import AnyBatchNorm
-from lightning_amp.data.batch import parts_in
 from lightning_amp.data.files.directory import written_aside
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.checkpoints.write_checkpoint import write_state
-from lightning_amp.lightning.steps.cells import count_cells
+from lightning_amp.lightning.steps.cells import count_cells, sizes_of
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.compare import DTYPES, Precision, Record, Recorder, Report, common_factor, errors
 
@@ -42,17 +41,11 @@ Cells = Tensor | SparseCounts | np.ndarray
 """What has a first axis of cells."""
 
 
-def sizes_of(batch: object) -> list[int]:
-    """The different numbers of cells in a batch, one for each length of a first axis."""
-    shapes = [part.shape for part in parts_in(batch) if isinstance(part, Tensor | SparseCounts)]
-    return sorted({int(shape[0]) for shape in shapes if shape})
-
-
 def part_of(batch: Any, part: int, parts: int) -> Any:
     """The cells of one data rank."""
     if parts == 1:
         return batch
-    sizes = sizes_of(batch)
+    sizes = sorted(sizes_of(batch))
     if count_cells(batch) is None:
         raise DataError(
             f"the batch cannot be split over {parts} ranks: its tensors have the first axes "

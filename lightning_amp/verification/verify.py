@@ -132,7 +132,14 @@ def _is_interactive() -> bool:
 
 def _answer(task: Callable[..., Any], rank: int, ranks: int, folder: Path, threads: int, args: Any) -> None:
     """Carry out the task in a new process, which is quiet and ends with the caller."""
-    threading.Thread(target=_end_with_caller, daemon=True).start()
+    caller = multiprocessing.parent_process()
+    assert caller is not None, "this process has been started by another"
+
+    def end_with_caller() -> None:
+        caller.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_caller, daemon=True).start()
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore")
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
@@ -140,7 +147,16 @@ def _answer(task: Callable[..., Any], rank: int, ranks: int, folder: Path, threa
     try:
         answer = task(rank, ranks, folder, *args)
     except BaseException as error:
-        answer = error if isinstance(error, AmpError) else _as_amp_error(error, rank)
+        answer = error
+        if not isinstance(error, AmpError):
+            # with the user's part of its traceback as text, which the caller's process can raise
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or list(frames)
+            where = "".join(traceback.format_list(own)).rstrip()
+            answer = AmpError(
+                f"verify cannot train the module: in rank {rank} {type(error).__name__} was raised: {error}; it must"
+                f" train there before it can be compared. It was raised in\n{where}"
+            )
     aside = folder / f"{rank}.aside"
     aside.write_bytes(pickle.dumps(answer))
     # renamed when it is complete: the caller may look at any time
@@ -149,24 +165,6 @@ def _answer(task: Callable[..., Any], rank: int, ranks: int, folder: Path, threa
     sys.stderr.flush()
     # at once: to free memory piece by piece takes long
     os._exit(isinstance(answer, AmpError))
-
-
-def _end_with_caller() -> None:
-    caller = multiprocessing.parent_process()
-    assert caller is not None, "this process has been started by another"
-    caller.join()
-    os._exit(1)
-
-
-def _as_amp_error(error: BaseException, rank: int) -> AmpError:
-    """The error with the user's part of its traceback as text, which the caller's process can raise."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or list(frames)
-    where = "".join(traceback.format_list(own)).rstrip()
-    return AmpError(
-        f"verify cannot train the module: in rank {rank} {type(error).__name__} was raised: {error}; it must train"
-        f" there before it can be compared. It was raised in\n{where}"
-    )
 
 
 def verify(

@@ -10,7 +10,7 @@ from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import PlanError
 
 
-def add_calibrate(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     parser.add_argument("--out", required=True, metavar="FILE.json", help="file to write, for --rates")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")

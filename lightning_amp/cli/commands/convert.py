@@ -6,8 +6,8 @@ from pathlib import Path
 from lightning_amp.errors import DataError
 
 
-def add_convert(parser: argparse.ArgumentParser) -> None:
-    """Add the words of the command."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
     parser.add_argument("directory", metavar="DIR", help="a checkpoint that is a directory of shards")
     parser.add_argument("--out", required=True, metavar="FILE.ckpt", help="file to write")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
@@ -19,16 +19,6 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     directory, out = Path(arguments.directory), Path(arguments.out)
-    _check(directory, out, overwrite=arguments.overwrite)
-
-    # late: torch takes seconds to load, and mistakes are reported before
-    from lightning_amp.lightning.checkpoints.write_checkpoint import convert_checkpoint
-
-    convert_checkpoint(directory, out, weights_only=not arguments.trust)
-    print(f"wrote {out}")
-
-
-def _check(directory: Path, out: Path, *, overwrite: bool) -> None:
     if not directory.is_dir():
         found = "a file" if directory.exists() else "nothing"
         raise DataError(
@@ -38,5 +28,11 @@ def _check(directory: Path, out: Path, *, overwrite: bool) -> None:
     if out.is_dir() or not out.parent.is_dir():
         found = "is a directory" if out.is_dir() else "lies in a folder that does not exist"
         raise DataError(f"--out {str(out)!r} {found}; give the name of a file to write")
-    if out.exists() and not overwrite:
+    if out.exists() and not arguments.overwrite:
         raise DataError(f"--out {str(out)!r} exists; choose another name, or add --overwrite")
+
+    # late: torch takes seconds to load, and mistakes are reported before
+    from lightning_amp.lightning.checkpoints.write_checkpoint import convert_checkpoint
+
+    convert_checkpoint(directory, out, weights_only=not arguments.trust)
+    print(f"wrote {out}")

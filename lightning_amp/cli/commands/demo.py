@@ -51,7 +51,7 @@ NOTES = {
 """What is said of a command before it runs."""
 
 
-def add_demo(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     parser.add_argument("--out", default="demo", help="folder to write to (default: demo); replaced if a demo made it")
     parser.add_argument("--devices", type=int, default=2, help="CPU ranks (default: 2)")

@@ -39,7 +39,7 @@ NOTHING_FITS = 3
 NO_CODE = "# no block of this plan runs in chunks; --strategies chunk, or a smaller --device-memory, would ask for them"
 
 
-def add_plan(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     add_request(parser)
     add_configuration(parser)

@@ -1,12 +1,9 @@
 """`lightning-amp prepare`: a data directory, and what is kept and left out of what was read."""
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_amp.planning.reports.table import table
-
-if TYPE_CHECKING:
-    from lightning_amp.data.files.directory import DataDirectory
 
 NAMED = 6
 GENES = {
@@ -17,7 +14,7 @@ GENES = {
 }
 
 
-def add_prepare(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     parser.add_argument("--hic", required=True, help="single-cell Hi-C, .scool")
     parser.add_argument("--rna", required=True, help="RNA, .h5ad with raw counts in X or layers['counts']")
@@ -44,23 +41,14 @@ def add_prepare(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from lightning_amp.data.prepare.prepare import prepare
+    from anndata.io import read_elem
+
+    from lightning_amp.data.files.read_h5ad import open_h5ad
+    from lightning_amp.data.prepare.prepare import CELLTYPES, prepare
 
     chromosomes = arguments.chromosomes.split(",") if arguments.chromosomes else None
     options = {name: value for name, value in vars(arguments).items() if name != "run"}
     directory = prepare(**options | {"chromosomes": chromosomes})
-    print(f"{prepared_report(directory)}\n")
-    for path in (directory.hic, directory.rna, directory.graph):
-        print(f"wrote {path}")
-
-
-def prepared_report(directory: "DataDirectory") -> str:
-    """Cells, genes and chromosomes: how many were read, are kept, and are left out for which reason."""
-    from anndata.io import read_elem
-
-    from lightning_amp.data.files.read_h5ad import open_h5ad
-    from lightning_amp.data.prepare.prepare import CELLTYPES
-
     with open_h5ad(directory.modalities["hic"]) as file:
         hic, n_hic = read_elem(file["uns/amp"]), int(file["X"].attrs["shape"][0])
         n_chroms = len(file["var/chrom/categories"])
@@ -70,27 +58,25 @@ def prepared_report(directory: "DataDirectory") -> str:
     n_far = int(hic["n_dropped_cells"] - hic["n_shallow_cells"])
     few = f"with fewer than {hic['min_depth']:,} contacts"
     left = list(hic["chromosomes_left_out"])
+    more = f" and {len(left) - NAMED:,} more" if len(left) > NAMED else ""
+    named = f"{', '.join(left[:NAMED])}{more}; --chromosomes names those to keep" if left else "none"
+    # how many were read, are kept, and are left out for which reason
     rows = [
         _row("Hi-C cells", n_hic, {few: hic["n_shallow_cells"], "without contacts in the strata": n_far}),
         _row("RNA cells", n_rna, {"without counts in the genes kept": rna["n_dropped_cells"]}),
         _row("genes", n_genes, {words: rna["genes"][name] for name, words in GENES.items()}),
-        ["chromosomes", str(n_chroms + len(left)), str(n_chroms), _names(left)],
+        ["chromosomes", str(n_chroms + len(left)), str(n_chroms), named],
     ]
     text = table(["", "read", "kept", "left out"], rows)
     if celltypes == {"Unknown"}:
         # a column of another name is copied, and not used as the cell type
         names = f"{', '.join(CELLTYPES[:-1])} or {CELLTYPES[-1]}"
         text += f"\nno cell has a type: --labels has it in a column {names}"
-    return text
+    print(f"{text}\n")
+    for path in (directory.hic, directory.rna, directory.graph):
+        print(f"wrote {path}")
 
 
 def _row(what: str, kept: int, left_out: dict[str, Any]) -> list[str]:
     reasons = ", ".join(f"{int(n):,} {why}" for why, n in left_out.items() if n) or "none"
     return [what, f"{kept + int(sum(left_out.values())):,}", f"{kept:,}", reasons]
-
-
-def _names(left_out: list[str]) -> str:
-    if not left_out:
-        return "none"
-    more = f" and {len(left_out) - NAMED:,} more" if len(left_out) > NAMED else ""
-    return f"{', '.join(left_out[:NAMED])}{more}; --chromosomes names those to keep"

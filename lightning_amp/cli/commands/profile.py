@@ -15,8 +15,8 @@ OF_STEP, OF_FOLDER = {"--batch-size": "batch_size"}, {"--setting": "setting", "-
 """Options of one of both alone."""
 
 
-def add_profile(parser: argparse.ArgumentParser) -> None:
-    """Add the words of the command; torch is loaded for a configuration only."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command; torch is loaded for a configuration only."""
     add_data(parser)
     parser.add_argument(
         "--config", metavar="FILE.yaml", help="of `lightning-amp fit`: profile its model's step instead"
@@ -31,7 +31,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from lightning_amp.planning.reports.module_report import module_report
     from lightning_amp.planning.reports.plan_report import profile_report
 
-    named = named_step(arguments)
+    named: Any = named_step(arguments)
     if named is None and (arguments.config is None) == (arguments.data_dir is None):
         both = f"both DIR={arguments.data_dir!r} and --config {arguments.config!r}"
         raise PlanError(
@@ -54,23 +54,18 @@ def _run(arguments: argparse.Namespace) -> None:
         found: Any = read(arguments)
         text = profile_report(found)
     else:
-        found = _of_step(arguments, named)
+        from lightning_amp.footprint.inner_run import BY_ITSELF
+        from lightning_amp.footprint.profile_module import profile_module
+
+        around = BY_ITSELF
+        if named is None:
+            from lightning_amp.verification.read_configuration import read_step
+
+            *named, around, _ = read_step(arguments.config, arguments.batch_size)
+        with of_shapes(arguments):
+            found = profile_module(*named, batch_size=arguments.batch_size, around=around)
         text = module_report(found)
         if arguments.plot is not None:
             with written_aside(Path(arguments.plot)) as aside:
                 found.plot(aside)
     print(json.dumps(found.to_dict(), indent=2) if arguments.format == "json" else text)
-
-
-def _of_step(arguments: argparse.Namespace, named: Any) -> Any:
-    from lightning_amp.footprint.inner_run import BY_ITSELF
-    from lightning_amp.footprint.profile_module import profile_module
-
-    if named is None:
-        from lightning_amp.verification.read_configuration import read_step
-
-        module, batch, around, _ = read_step(arguments.config, arguments.batch_size)
-    else:
-        (module, batch), around = named, BY_ITSELF
-    with of_shapes(arguments):
-        return profile_module(module, batch, batch_size=arguments.batch_size, around=around)

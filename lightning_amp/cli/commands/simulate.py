@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning_amp.planning.plan.plan import Plan
 
 
-def add_simulate(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     add_request(parser)
     add_configuration(parser)

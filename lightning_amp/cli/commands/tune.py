@@ -11,8 +11,8 @@ from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from lightning_amp.cli.commands import plan
 from lightning_amp.cli.commands.calibrate import check_target
-from lightning_amp.cli.commands.plan import add_plan
 from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Plan
@@ -24,7 +24,7 @@ OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_su
 """Settings of the Trainer that have no part in a training step."""
 
 
-def add_tune(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     parser.add_argument("--config", required=True, metavar="FILE.yaml", help="of `lightning-amp fit`")
     parser.add_argument("--devices", required=True, type=int, help="ranks on this machine")
@@ -54,13 +54,13 @@ def _run(arguments: argparse.Namespace) -> None:
         )
     rows, best, least = list[tuple[str, ...]](), None, inf
     for grid in grids:
-        plan = _planned([*words, "--tensor-grid", ",".join(grid)])
-        seconds, why = _measured(plan, arguments)
+        made = _planned([*words, "--tensor-grid", ",".join(grid)])
+        seconds, why = _measured(made, arguments)
         # ranks of data read a batch each
-        predicted, measured = (plan.predicted_step_seconds or inf) / plan.mesh.data, seconds / plan.mesh.data
+        predicted, measured = (made.predicted_step_seconds or inf) / made.mesh.data, seconds / made.mesh.data
         rows.append((", ".join(grid), format_seconds(predicted), why or format_seconds(measured)))
         if measured < least:
-            best, least = plan, measured
+            best, least = made, measured
     print(table(("tensor_grid", "predicted, a batch", "measured"), rows))
     if best is None:
         raise PlanError("no grid could be trained on; the reasons are above")
@@ -75,15 +75,15 @@ def _planned(words: list[str]) -> Plan:
     from lightning_amp.cli.configuration import plan_of_configuration
 
     parser = argparse.ArgumentParser()
-    add_plan(parser)
+    plan.add_flags(parser)
     return plan_of_configuration(parser.parse_args(words))[0]
 
 
-def _measured(plan: Plan, arguments: argparse.Namespace) -> tuple[float, str]:
+def _measured(made: Plan, arguments: argparse.Namespace) -> tuple[float, str]:
     """Seconds of a step of `lightning-amp fit` under a plan; infinite, with the reason, where it fails."""
     with TemporaryDirectory() as folder:
         file, seconds = Path(folder, "plan.json"), Path(folder, "seconds")
-        file.write_text(plan.to_json())
+        file.write_text(made.to_json())
         timer = [{"class_path": TIMER, "init_args": {"path": str(seconds)}}]
         settings = {
             "strategy": "amp",

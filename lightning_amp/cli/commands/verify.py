@@ -12,8 +12,8 @@ from lightning_amp.techniques.table import options_of_techniques
 OF_THE_PLAN = ("policy", "strategies", "plan", "model_parallel_size")
 
 
-def add_verify(parser: argparse.ArgumentParser) -> None:
-    """Add the words of the command; torch is loaded when it runs."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command; torch is loaded when it runs."""
     parser.add_argument("--config", required=True, metavar="FILE.yaml", help="what `lightning-amp fit` is given")
     parser.add_argument("--devices", type=int, default=2, help="CPU ranks (default: 2)")
     parser.add_argument("--steps", type=int, default=3, help="batches to train on (default: 3)")

@@ -124,7 +124,21 @@ def write_aside(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
     `overwrite` replaces a data directory; nothing else is ever replaced.
     """
     out = Path(out)
-    _check_free(out, overwrite=overwrite)
+    if out.exists():
+        found = sorted(p.name for p in out.iterdir()) if out.is_dir() else None
+        if found is None:
+            raise DataError(f"{out}: expected a directory to write, found a file; choose another path")
+        if found and not overwrite:
+            raise DataError(
+                f"{out}: the output exists and holds {found[:5]!r}; choose another path, or pass overwrite to replace"
+                " it"
+            )
+        # A mistyped path must not cost a home directory.
+        if foreign := [name for name in found if name not in FOLDERS]:
+            raise DataError(
+                f"{out}: does not overwrite a directory that is no data directory; found {foreign[:5]!r} together with "
+                f"{sorted(FOLDERS)!r}; remove it yourself or choose another path"
+            )
     place = out.resolve()  # "." has neither a name nor a parent
     aside = place.parent / f".{place.name}.{secrets.token_hex(4)}.partial"
     try:
@@ -164,22 +178,3 @@ def cannot_write(path: str | Path | None, error: OSError) -> str:
     """Say that a disk is full or read-only, and what to do."""
     what = "a file" if path is None else f"{str(path)!r}"
     return f"cannot write {what}: {error.strerror}; make room or choose another folder"
-
-
-def _check_free(out: Path, *, overwrite: bool) -> None:
-    if not out.exists():
-        return
-    found = sorted(p.name for p in out.iterdir()) if out.is_dir() else None
-    if found is None:
-        raise DataError(f"{out}: expected a directory to write, found a file; choose another path")
-    if found and not overwrite:
-        raise DataError(
-            f"{out}: the output exists and holds {found[:5]!r}; choose another path, or pass overwrite to replace it"
-        )
-    # A mistyped path must not cost a home directory.
-    foreign = [name for name in found if name not in FOLDERS]
-    if foreign:
-        raise DataError(
-            f"{out}: does not overwrite a directory that is no data directory; found {foreign[:5]!r} together with "
-            f"{sorted(FOLDERS)!r}; remove it yourself or choose another path"
-        )

@@ -304,17 +304,14 @@ class SingleCellDataModule(pl.LightningDataModule):
         return {"num_workers": self.num_workers, "pin_memory": bool(pins)}
 
     def _dataset(self) -> MultiModalDataset:
-        return MultiModalDataset(self.tables, sparse=[HIC] if HIC in self.tables and self._is_sparse() else [])
-
-    def _is_sparse(self) -> bool:
-        if self.sparse != "auto":
-            return bool(self.sparse)
-        table = self.tables[HIC]
-        model = getattr(self.trainer, "lightning_module", None)
-        # other models need a dense x, and so do own columns: their share differs between ranks, and they become a part
-        # of a sharded tensor
-        takes = getattr(model, "takes_sparse_counts", False) is True and table.columns is None
-        return takes and table.n_features > MANY_FEATURES and table.share <= FEW_ENTRIES
+        table, sparse = self.tables.get(HIC), self.sparse is True
+        if table is not None and self.sparse == "auto":
+            model = getattr(self.trainer, "lightning_module", None)
+            # other models need a dense x, and so do own columns: their share differs between ranks, and they become a
+            # part of a sharded tensor
+            takes = getattr(model, "takes_sparse_counts", False) is True and table.columns is None
+            sparse = takes and table.n_features > MANY_FEATURES and table.share <= FEW_ENTRIES
+        return MultiModalDataset(self.tables, sparse=[HIC] if table is not None and sparse else [])
 
     def _sampler(self, cells: CellRowsOf | None, *, cycle: bool, shuffle: bool) -> StepSampler:
         # None where the strategy has one device

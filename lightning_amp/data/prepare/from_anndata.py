@@ -36,9 +36,23 @@ def write_objects(
     loop_quantile: float,
 ) -> None:
     """Write hic/, rna/ and graphs/ under an existing directory; arguments and errors as for `from_anndata`."""
-    _check_arguments(rna=rna, hic=hic, graph=graph, genes=genes)
     from anndata import AnnData
 
+    given = {"rna": rna, "hic": hic, "graph": graph, "genes": genes}
+    found = [name for name, value in given.items() if value is not None]
+    question = f"SingleCellDataModule.from_anndata: given are {found!r}; "
+    both = rna is not None and hic is not None
+    if rna is None and hic is None:
+        raise DataError(f"{question}rna, hic or both are needed")
+    if graph is not None and genes is not None:
+        raise DataError(f"{question}give graph, or genes to build one with, not both")
+    if genes is not None and not both:
+        raise DataError(f"{question}genes build a graph between rna and hic, which needs both; leave genes out")
+    if both and graph is None and genes is None:
+        raise DataError(
+            f"{question}rna and hic are related through a guidance graph: give genes=, a GTF, a BED or a table of"
+            " positions such as rna.var, or graph=, a networkx graph"
+        )
     objects = {name: data for name, data in (("rna", rna), ("hic", hic)) if data is not None}
     for name, data in objects.items():
         if not isinstance(data, AnnData):
@@ -63,23 +77,6 @@ def write_objects(
     if graph is not None:
         names = {"rna": objects["rna"].var_names} if rna is not None else {}
         _write_networkx(root, graph, names if layout is None else names | {"hic": layout.anchor_names})
-
-
-def _check_arguments(**given: Any) -> None:
-    found = [name for name, value in given.items() if value is not None]
-    question = f"SingleCellDataModule.from_anndata: given are {found!r}; "
-    if given["rna"] is None and given["hic"] is None:
-        raise DataError(f"{question}rna, hic or both are needed")
-    if given["graph"] is not None and given["genes"] is not None:
-        raise DataError(f"{question}give graph, or genes to build one with, not both")
-    both = given["rna"] is not None and given["hic"] is not None
-    if given["genes"] is not None and not both:
-        raise DataError(f"{question}genes build a graph between rna and hic, which needs both; leave genes out")
-    if both and given["graph"] is None and given["genes"] is None:
-        raise DataError(
-            f"{question}rna and hic are related through a guidance graph: give genes=, a GTF, a BED or a table of"
-            " positions such as rna.var, or graph=, a networkx graph"
-        )
 
 
 def _raw_counts(name: str, data: Any) -> Any:

@@ -10,6 +10,7 @@ the graph are listed once each:
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ def read_genes(path: str | Path) -> pd.DataFrame:
     path = Path(path)
     lowered = path.name.lower().removesuffix(".gz")
     if lowered.endswith((".gtf", ".gff2")):
-        found = _collect(path, _parse_gtf("gene")) or _collect(path, _parse_gtf("transcript"))
+        found = _collect(path, partial(_parse_gtf, "gene")) or _collect(path, partial(_parse_gtf, "transcript"))
     elif lowered.endswith(".bed"):
         found = _collect(path, _parse_bed)
     else:
@@ -123,22 +124,18 @@ def _collect(path: Path, parse: Callable[[str], Gene | None]) -> list[Gene]:
     return found
 
 
-def _parse_gtf(feature: str) -> Callable[[str], Gene | None]:
-    """Return a parser of the GTF lines of one feature type; other lines give None."""
-
-    def parse(line: str) -> Gene | None:
-        fields = line.split("\t")
-        if len(fields) < 9:
-            raise ValueError("fewer than 9 tab-separated columns")
-        if fields[2] != feature:
-            return None
-        symbol = SYMBOL.search(fields[8]) or IDENTIFIER.search(fields[8])
-        if symbol is None:
-            raise ValueError("neither gene_name nor gene_id")
-        # GTF counts from 1, and includes the end
-        return _gene(symbol[1], fields[0], int(fields[3]) - 1, int(fields[4]), fields[6])
-
-    return parse
+def _parse_gtf(feature: str, line: str) -> Gene | None:
+    """Parse a GTF line of one feature type; other lines give None."""
+    fields = line.split("\t")
+    if len(fields) < 9:
+        raise ValueError("fewer than 9 tab-separated columns")
+    if fields[2] != feature:
+        return None
+    symbol = SYMBOL.search(fields[8]) or IDENTIFIER.search(fields[8])
+    if symbol is None:
+        raise ValueError("neither gene_name nor gene_id")
+    # GTF counts from 1, and includes the end
+    return _gene(symbol[1], fields[0], int(fields[3]) - 1, int(fields[4]), fields[6])
 
 
 def _parse_bed(line: str) -> Gene:

@@ -64,21 +64,6 @@ def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
     return pd.DataFrame(known, index=cells).join(others.set_axis(cells))
 
 
-def label_cells(labels: pd.DataFrame | None, cells: list[str], *, path: str | Path | None) -> pd.DataFrame:
-    """Return the labels of the cells in their order; without a table, the defaults of `read_labels`."""
-    if labels is None:
-        return pd.DataFrame(
-            {"celltype": "Unknown", "batch": "0", "read_depth": 1.0}, index=pd.Index(cells, name="cell")
-        )
-    missing = [cell for cell in cells if cell not in labels.index]
-    if missing:
-        raise DataError(
-            f"{path}: {len(missing)} of {len(cells)} cells have no label, e.g. {missing[:3]!r}; the table "
-            f"has e.g. {labels.index[:3].tolist()!r}; add them (the cell type may be empty) or correct the names"
-        )
-    return labels.loc[cells]
-
-
 def prepare(
     *,
     hic: str | Path,
@@ -136,8 +121,17 @@ def prepare(
         kept = choose_chromosomes(chromosomes, present, path=scool.path)
         grid = build_grid(scool.bins, strata=strata, chromosomes=kept, cis_only=cis_only, source=scool.path)
         named = scool.named_cells()
-        table = None if labels is None else read_labels(labels, resolution=width)
-        marks = label_cells(table, list(named), path=labels)
+        if labels is None:
+            unknown = {"celltype": "Unknown", "batch": "0", "read_depth": 1.0}
+            marks = pd.DataFrame(unknown, index=pd.Index(list(named), name="cell"))
+        else:
+            table = read_labels(labels, resolution=width)
+            if missing := [cell for cell in named if cell not in table.index]:
+                raise DataError(
+                    f"{labels}: {len(missing)} of {len(named)} cells have no label, e.g. {missing[:3]!r}; the table has"
+                    f" e.g. {table.index[:3].tolist()!r}; add them (the cell type may be empty) or correct the names"
+                )
+            marks = table.loc[list(named)]
         found = read_rna(rna), read_genes(genes)
         counts, positions = choose_genes(*found, grid.bins, n_genes=n_genes, annotation=genes)
         # lazily: a cell is read when it is written

@@ -6,7 +6,7 @@ or a mouse's, ids of genes are compared too.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,13 @@ def check_same_assembly(genes: pd.DataFrame, bins: pd.DataFrame, *, annotation: 
     chroms = genes["chrom"].map(bare_name)
     end = chroms.map(ends)
     why = _beyond(genes, chroms, end + width, ends) or _short(genes, chroms, ends)
-    species, named = _species_of(ends), _species_named(genes.index)
+    species = named = ""
+    for name, lengths in LENGTHS.items():
+        there = lengths.keys() & ends.keys()
+        if there and all(abs(ends[chrom] / lengths[chrom] - 1) < 0.02 for chrom in there):
+            species = name
+        if sum(IDS[name].match(gene) is not None for gene in genes.index) > 0.8 * len(genes):
+            named = name
     if species and named and species != named:
         why = f"their names are a {named}'s, and the chromosomes are as long as a {species}'s"
     if why:
@@ -151,24 +157,6 @@ def _short(genes: pd.DataFrame, chroms: pd.Series, ends: dict[str, int]) -> str:
         f"on {len(short)} of {len(many)} chromosomes the last one is far from the end, such as at"
         f" {int(reach[short[0]]):,} of {ends[short[0]]:,} on chromosome {short[0]}"
     )
-
-
-def _species_of(ends: dict[str, int]) -> str:
-    """Return the species with first chromosomes of these lengths; "" if there is none."""
-    for species, lengths in LENGTHS.items():
-        there = lengths.keys() & ends.keys()
-        if there and all(abs(ends[name] / lengths[name] - 1) < 0.02 for name in there):
-            return species
-    return ""
-
-
-def _species_named(ids: Iterable[str]) -> str:
-    """Return the species whose ids most genes have; "" if there is none."""
-    known = list(ids)
-    for species, pattern in IDS.items():
-        if sum(pattern.match(name) is not None for name in known) > 0.8 * len(known):
-            return species
-    return ""
 
 
 N_TREND_BINS = 20

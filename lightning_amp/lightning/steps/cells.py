@@ -63,7 +63,7 @@ class CellOrder(DataConnector):
             not isinstance(dataloader, DataLoader)
             or mode == RunningStage.PREDICTING
             or not self._requires_distributed_sampler(dataloader)
-            or _permutes(dataloader)
+            or _permutes(dataloader.sampler, dataloader.dataset)
         ):
             return super()._prepare_dataloader(dataloader, shuffle, mode)
         run = self.trainer.strategy
@@ -194,12 +194,9 @@ def with_same_draws(loader: object, agree: Callable[[], None]) -> object:
     return _with(loader, sampler=SameDraws(loader.sampler, agree))
 
 
-def _permutes(loader: DataLoader[Any]) -> bool:
-    """Whether its order is a new permutation of the data set in every epoch."""
-    sampler = loader.sampler
-    if not isinstance(sampler, RandomSampler) or sampler.replacement:
-        return False
-    return sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+def _permutes(order: object, dataset: Any) -> bool:
+    """Whether an order is a new permutation of the data set in every epoch."""
+    return isinstance(order, RandomSampler) and not order.replacement and order.num_samples == len(dataset)
 
 
 def _with(loader: DataLoader[Any], **samplers: Any) -> DataLoader[Any]:
@@ -238,7 +235,7 @@ def cells_to_weigh(batch: object) -> int | None:
 
 def _cells_by_modality(batch: object) -> list[int] | None:
     several = isinstance(batch, Mapping) and batch and all(isinstance(part, Mapping) for part in batch.values())
-    sizes = [_sizes(part) for part in (batch.values() if several else (batch,))]  # type: ignore[attr-defined]
+    sizes = [sizes_of(part) for part in (batch.values() if several else (batch,))]  # type: ignore[attr-defined]
     # a mapping may have nothing but names; one that is empty has no cells that others have
     if several and not all(batch.values()):  # type: ignore[attr-defined]
         return None
@@ -246,7 +243,8 @@ def _cells_by_modality(batch: object) -> list[int] | None:
     return [n for (n,) in known] if known and all(len(found) == 1 for found in known) else None
 
 
-def _sizes(batch: object) -> set[int]:
+def sizes_of(batch: object) -> set[int]:
+    """The different numbers of cells in a batch, one for each length of a first axis."""
     parts = list(parts_in(batch))
     # `size(0)`, for nested tensors have no shape
     sizes = {part.size(0) for part in parts if isinstance(part, Tensor) and part.dim()}

@@ -45,7 +45,11 @@ class CountedBatches:
             StepOverBudget: By the operator whose result is too much.
         """
         sizes = [part.nbytes for tensor in tensors_in(batch) for part in dense_parts(tensor) or (tensor,)]
-        trained, n_bytes = self._trained_now(), sum(sizes)
+        # which parameters need gradients, and how many each group of an optimiser has
+        groups = (group for optimizer in self._module.trainer.optimizers for group in optimizer.param_groups)
+        flags = (parameter.requires_grad for parameter in self._parameters)
+        trained = tuple(flags), tuple(len(group["params"]) for group in groups)
+        n_bytes = sum(sizes)
         if self._known and trained not in self._known:
             self._begin()
             self._why = "it trains other parameters than those before, or an optimiser has others"
@@ -97,12 +101,6 @@ class CountedBatches:
         self._left, self._most_bytes, self._peak_bytes = added_up + min(added_up, 2), 0, 0
         self._sizes = []
 
-    def _trained_now(self) -> Any:
-        """Which parameters need gradients, and how many each group of an optimiser has."""
-        groups = (group for optimizer in self._module.trainer.optimizers for group in optimizer.param_groups)
-        flags = (parameter.requires_grad for parameter in self._parameters)
-        return tuple(flags), tuple(len(group["params"]) for group in groups)
-
 
 def refuse_beyond(budget: int, trainer: pl.Trainer, *, why: str = "") -> Callable[[], None]:
     """Refuse batches of a fit that need more bytes, with a reason why none was refused before; returns what ends it."""
@@ -113,6 +111,18 @@ def refuse_beyond(budget: int, trainer: pl.Trainer, *, why: str = "") -> Callabl
             return plain(*args)
 
     return run_batches_by(trainer, counting)
+
+
+def called_in(trainer: pl.Trainer, callback: pl.Callback, *, first: bool = False) -> Callable[[], None]:
+    """Let a Trainer call a callback too; returns what ends it."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks.insert(0 if first else len(callbacks), callback)
+
+    def end() -> None:
+        if callback in callbacks:
+            callbacks.remove(callback)
+
+    return end
 
 
 def run_batches_by(trainer: pl.Trainer, run: Callable[..., Any]) -> Callable[[], None]:

@@ -26,7 +26,7 @@ Not run on a GPU.
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from traceback import walk_tb
 from typing import Any
 
@@ -44,7 +44,7 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.faults.activity import is_out_of_memory
-from lightning_amp.lightning.steps.counted_batches import CountedBatches, run_batches_by
+from lightning_amp.lightning.steps.counted_batches import CountedBatches, called_in, run_batches_by
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import batch_text
 from lightning_amp.quantities import format_bytes
@@ -233,16 +233,10 @@ class Rescue(pl.Callback):
 
 def rescue_batches(trainer: pl.Trainer, rescue: Rescue) -> Callable[[], None]:
     """Let a fit's batches run by a rescue; returns what ends it."""
-    stop = run_batches_by(trainer, rescue.run)
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    callbacks.append(rescue)
-
-    def end() -> None:
-        stop()
-        if rescue in callbacks:
-            callbacks.remove(rescue)
-
-    return end
+    undo = ExitStack()
+    undo.callback(called_in(trainer, rescue))
+    undo.callback(run_batches_by(trainer, rescue.run))
+    return undo.close
 
 
 def _undoing(module: pl.LightningModule, loop: Any) -> Callable[[], None]:

@@ -22,6 +22,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_amp.lightning._compat import rank_zero_info
+from lightning_amp.lightning.steps.counted_batches import called_in
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import step_text
 from lightning_amp.quantities import format_seconds
@@ -35,15 +36,8 @@ def time_steps(trainer: pl.Trainer, plan: Plan | None) -> Callable[[], None]:
     """Time the steps of a fit on rank 0; returns what ends it."""
     if plan is None or plan.predicted_step_seconds is None or not trainer.is_global_zero:
         return lambda: None
-    timer, callbacks = StepTimer(plan), trainer.callbacks  # type: ignore[attr-defined]
     # the first of them: what others do at the end of a step is not counted
-    callbacks.insert(0, timer)
-
-    def end() -> None:
-        if timer in callbacks:
-            callbacks.remove(timer)
-
-    return end
+    return called_in(trainer, StepTimer(plan), first=True)
 
 
 class TimedMoment:

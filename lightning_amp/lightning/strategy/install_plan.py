@@ -238,7 +238,8 @@ class InstalledPlan:
         if within is None:
             self._installed = made
         else:
-            self._installed.add(made)
+            # the parameters of these are known already
+            self._installed.changes += made.changes
         self._foreign.keep(swap.fqn for swap in self._installed.swaps)
         check_precision(made, self._trainer.precision_plugin, plan)
 
