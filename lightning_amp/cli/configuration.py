@@ -146,11 +146,8 @@ def add_named_class(parser: argparse.ArgumentParser) -> None:
 
 
 def named_step(arguments: argparse.Namespace) -> "tuple[LightningModule, Any] | None":
-    """The module and the batch that were named, None where none was.
-
-    Raises:
-        AmpError: There is no such class, it cannot be made, or the batch is none.
-    """
+    """The module and the batch that were named, None where none was. Raises AmpError: there is no such class, it cannot
+    be made, or the batch is none."""
     name = arguments.data_dir
     if arguments.batch is None:
         if name is not None and ":" in name and not Path(name).exists():

@@ -69,11 +69,8 @@ class CommandLine(LightningCLI):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Called by Lightning.
-
-        Raises:
-            PlanError: A key, a class or an argument that is not there, or a value that does not fit.
-        """
+        """Called by Lightning. Raises PlanError: a key, a class or an argument that is not there, or a value that does
+        not fit."""
         words = sys.argv[1:] if args is None else list(args)
         try:
             self.config = parser.parse_args(_with_class_of_strategy(parser, words))
@@ -94,11 +91,7 @@ class CommandLine(LightningCLI):
             )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Called by Lightning.
-
-        Raises:
-            PlanError: A setting of the Trainer means nothing.
-        """
+        """Called by Lightning. Raises PlanError: a setting of the Trainer means nothing."""
         try:
             return super().instantiate_trainer(**kwargs)
         except ValueError as error:
@@ -141,11 +134,8 @@ class CommandLine(LightningCLI):
 def _with_class_of_strategy(parser: LightningArgumentParser, words: list[str]) -> list[str]:
     """The words, with the class in place of a name such as "amp" where options of the strategy are among them.
 
-    A name has no options in jsonargparse. The options move behind a configuration file, which may set the name.
-
-    Raises:
-        PlanError: The name is of another strategy.
-    """
+    A name has no options in jsonargparse. The options move behind a configuration file, which may set the name. Raises
+    PlanError: the name is of another strategy."""
     options, others, rest = [], [], iter(words)
     for word in rest:
         if word.startswith(OPTION) and not word.startswith(f"{OPTION}help"):
@@ -180,13 +170,8 @@ SHOWN = 5
 
 def find_checkpoint(asked: str, trainer: Trainer, same_configuration: Callable[[Path], bool]) -> str:
     """The path of the checkpoint that is requested; a word that Lightning can resolve, and a path, stay as they are.
-
-    Args:
-        same_configuration: Whether the run whose logs are in a folder had the model and the data of this one.
-
-    Raises:
-        PlanError: There is none.
-    """
+    `same_configuration`: whether the run whose logs are in a folder had the model and the data of this one. Raises
+    PlanError: there is none."""
     known = {
         "last": False,
         # of a Trainer that has trained in this process

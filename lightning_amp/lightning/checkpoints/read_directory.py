@@ -162,11 +162,8 @@ def open_directory(
 def load_either(path: str | Path, read_file: ReadFile, *, weights_only: bool | None) -> dict[str, Any]:
     """A checkpoint that is a file or a directory of shards, whichever is there.
 
-    Of a directory the module's tensors are read; optimiser states are read when the optimisers load them.
-
-    Raises:
-        DataError: As `open_directory`, the shards cannot be read, or a run ended while it replaced the checkpoint.
-    """
+    Of a directory the module's tensors are read; optimiser states are read when the optimisers load them. Raises
+    DataError: as `open_directory`, the shards cannot be read, or a run ended while it replaced the checkpoint."""
     place = Path(path)
     previous = earlier_name(place)
     if not place.exists() and is_directory(previous):
@@ -182,11 +179,8 @@ def load_either(path: str | Path, read_file: ReadFile, *, weights_only: bool | N
 
 
 def fill(tree: Any) -> Any:
-    """A state with the tensors that it had in `open_directory` as `Stored`; all else as it is.
-
-    Raises:
-        DataError: The shards cannot be read.
-    """
+    """A state with the tensors that it had in `open_directory` as `Stored`; all else as it is. Raises DataError: the
+    shards cannot be read."""
     return replaced(tree, lambda _, value: value.read() if isinstance(value, Stored) else value)
 
 

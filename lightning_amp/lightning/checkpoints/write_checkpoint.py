@@ -106,11 +106,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 def write_state(checkpoint: Any, file: Any) -> None:
     """Write what torch.save writes to an open file, down to the disk.
 
-    The file has a buffer: without one a write takes 2 GiB at most, and torch.save does not write the rest.
-
-    Raises:
-        OSError: As the file has raised it.
-    """
+    The file has a buffer: without one a write takes 2 GiB at most, and torch.save does not write the rest. Raises
+    OSError as the file has raised it."""
     try:
         torch.save(checkpoint, file)
     except RuntimeError as error:

@@ -77,11 +77,8 @@ class DecoderPlan:
         return replace(chain, blocks=tuple(blocks))
 
     def counted(self, rules: Sequence[Rule] = (), *, seconds: float = 0.0) -> Plan:
-        """The plan with rules of blocks outside, which take so much longer, and the peak of a counted step.
-
-        Raises:
-            AmpError: The step cannot be counted.
-        """
+        """The plan with rules of blocks outside, which take so much longer, and the peak of a counted step. Raises
+        AmpError: the step cannot be counted."""
         more = self.step.count([*self.local, *rules]).peak_bytes - self.alone.predicted_peak_bytes
         plan = with_rules(self.whole, rules, seconds=seconds) if rules else self.whole
         return replace(

@@ -244,11 +244,8 @@ class StepOfModule:
         self._batch = None
 
     def count(self, rules: Sequence[Rule]) -> ModuleProfile:
-        """Profile the step with rules installed, once for the same rules, and undo them; for after `take`.
-
-        Raises:
-            AmpError: A technique refuses the module, or the step fails with it.
-        """
+        """Profile the step with rules installed, once for the same rules, and undo them; for after `take`. Raises
+        AmpError: a technique refuses the module, or the step fails with it."""
         key = tuple((rule.fqn, rule.spec) for rule in rules)
         if key not in self._counts:
             self._counts[key] = self.run_with(rules, profile_module)

@@ -182,11 +182,8 @@ class Rescue(pl.Callback):
             self._counted.unbound()
 
     def gradients_are_there(self) -> None:
-        """Called when a backward pass has ended, before gradients are averaged: a collective.
-
-        Raises:
-            OtherRank: Memory has ended on another rank.
-        """
+        """Called when a backward pass has ended, before gradients are averaged: a collective. Raises OtherRank: memory
+        has ended on another rank."""
         self._told = True
         if largest(0.0, self._device):
             raise OtherRank("memory has ended on another rank")

@@ -234,11 +234,8 @@ class TrainingStep:
     def backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Backward of the rank's share of the union batch's mean loss, then average the gradients over ranks.
 
-        Averaged before `on_after_backward`, so that hooks and clipping see what the optimiser will.
-
-        Raises:
-            ModelError: A loss that a profile has left without values.
-        """
+        Averaged before `on_after_backward`, so that hooks and clipping see what the optimiser will. Raises ModelError:
+        a loss that a profile has left without values."""
         # for parameters that were unfrozen since
         self._gradients.watch()
         self._shards.check(loss)

@@ -250,11 +250,8 @@ class PlanningContext:
         on or none.
 
         Paths, memory and rates are left out, for machines may differ in them, and so is the batch size, for ranks may
-        have unequal numbers of cells; rank 0's count.
-
-        Raises:
-            PlanError: Another rank's facts differ; on all ranks, with the same text.
-        """
+        have unequal numbers of cells; rank 0's count. Raises PlanError: another rank's facts differ; on all ranks, with
+        the same text."""
         compared, self._compared, n_ranks = self._compared, True, self.strategy.world_size
         if compared or n_ranks == 1:
             return

@@ -99,11 +99,8 @@ def check_split(plan: Plan, fn: TrainerFn | None) -> None:
 
 
 def install_steps(module: pl.LightningModule, plan: Plan, mesh: DeviceMesh) -> Callable[[], None]:
-    """Put the steps of a plan's technique in the place of a module's; returns what undoes it.
-
-    Raises:
-        PlanError: A technique of the plan that does not go together with it, or a module that it does not support.
-    """
+    """Put the steps of a plan's technique in the place of a module's; returns what undoes it. Raises PlanError: a
+    technique of the plan that does not go together with it, or a module that it does not support."""
     name = with_steps(plan.strategies)
     if not name:
         return lambda: None

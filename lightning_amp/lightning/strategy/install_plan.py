@@ -108,10 +108,7 @@ class InstalledPlan:
 
     def rescue(self, step: TrainingStep) -> Callable[[], None]:
         """Let batches run again where memory ends, if that was requested, else hold a budget; returns what ends it.
-
-        Raises:
-            PlanError: A batch of this run cannot run again.
-        """
+        Raises PlanError: a batch of this run cannot run again."""
         if not self._request.rescue:
             held = self._holds(self._plan) and self._request.if_unfit == "refuse"
             why = self._plan.uncounted

@@ -88,11 +88,8 @@ def check_compiled(module: nn.Module, plan: Plan) -> None:
 
 
 def check_callbacks(installed: Installed, callbacks: Sequence[object], plan: Plan) -> None:
-    """Refuse callbacks that hold the module as it was before.
-
-    Raises:
-        PlanError: One averages shards, or buffers that were replaced, or prunes a module that the plan changes.
-    """
+    """Refuse callbacks that hold the module as it was before. Raises PlanError: one averages shards, or buffers that
+    were replaced, or prunes a module that the plan changes."""
     replaced = [swap.fqn for swap in installed.swaps]
     buffers = [swap.fqn for swap in installed.swaps if _buffers(swap.old) != _buffers(swap.new)]
     who, what = _sharding(installed, plan)
