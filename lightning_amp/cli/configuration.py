@@ -40,18 +40,11 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
 def plan_of_configuration(
     arguments: argparse.Namespace, named: "tuple[LightningModule, Any] | None" = None
 ) -> tuple[Plan, str]:
-    """The plan, with answers to two questions where a memory is named: the largest batch and the fewest devices.
+    """The plan, with answers to two questions where a memory is named: the largest batch and the fewest devices; and
+    what its blocks in chunks run, as Python, "" where there are none, and where it is not asked for.
 
-    Args:
-        arguments: Of the command.
-        named: The module and the batch that were named instead of a configuration.
-
-    Returns:
-        Besides, what its blocks in chunks run, as Python; "" where there are none, and where it is not asked for.
-
-    Raises:
-        AmpError: The module has a Hi-C decoder, its step cannot be profiled, or nothing can be planned as asked.
-    """
+    `named`: the module and the batch that were named instead of a configuration. Raises AmpError: the module has a Hi-C
+    decoder, its step cannot be profiled, or nothing can be planned as asked."""
     # late: torch takes seconds to load
     from lightning_amp.footprint.inner_run import BY_ITSELF
     from lightning_amp.lightning.profiling.plan_of_module import plan_of_module

@@ -39,12 +39,8 @@ def describe(
 ) -> ModelShape:
     """Read a module's shape; the largest detected decoder is described, the others count as parameters.
 
-    Args:
-        module: The whole LightningModule.
-        batch_size: Cells per rank and modality.
-        base_activation_bytes: What the backward pass keeps outside the decoder.
-        optimizer_slots: Copies of the parameters that the optimiser keeps.
-    """
+    `batch_size`: cells per rank and modality; `base_activation_bytes`: what the backward pass keeps outside the
+    decoder; `optimizer_slots`: copies of the parameters that the optimiser keeps."""
     shapes = [
         _decoder_shape(module, fqn, decoder)
         for fqn, decoder in find_decoders(module).items()
@@ -136,12 +132,7 @@ LOCAL = ("S3", "S4", "fused", "sdpa", "sparse", "recompute", "stream")
 
 
 def with_unsupported(module: nn.Module, shape: ModelShape) -> ModelShape:
-    """The shape of a module with what its decoder refuses.
-
-    Args:
-        module: The LightningModule; is left as it was.
-        shape: Its shape, with the decoder's name.
-    """
+    """The shape of a module, which is left as it was, with what its decoder refuses."""
     if not shape.decoder:
         return shape
     compiled = [name for name, child in module.named_modules() if is_compiled(child)]

@@ -37,13 +37,9 @@ RAISE = {"exit_on_error": False}
 class CommandLine(LightningCLI):
     """Reads modules and data modules of any class, with strategy "amp" by default; mistakes are PlanErrors.
 
-    Classes are found in installed packages and in the current folder.
-
-    Args:
-        prog: The program's name, for its messages; None takes the script's.
-        help_of: verb -> usage, description and examples of its `--help`.
-        options: Lightning's.
-    """
+    Classes are found in installed packages and in the current folder. `prog`: the program's name, for its messages;
+    None takes the script's. `help_of`: verb -> usage, description and examples of its `--help`. `options` are
+    Lightning's."""
 
     def __init__(
         self,

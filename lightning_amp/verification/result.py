@@ -15,17 +15,12 @@ SUSPECTS = "Suspects; none is proved, and one difference can hide another: chang
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One quantity in one precision.
-
-    Attributes:
-        errors: Relative error of every tensor, by name; at least one.
-        allowed: Largest relative error that is rounding.
-    """
+    """One quantity in one precision."""
 
     quantity: str
     precision: str
-    errors: Mapping[str, float]
-    allowed: float
+    errors: Mapping[str, float]  # relative error of every tensor, by name; at least one
+    allowed: float  # largest relative error that is rounding
 
     @property
     def worst(self) -> str:

@@ -67,10 +67,8 @@ def _run(arguments: argparse.Namespace) -> None:
 def run_demo(out: Path, *, devices: int = 2, epochs: int = 40) -> Iterator[str]:
     """Make data, plan, train, predict; yields what to print between the commands.
 
-    Raises:
-        DataError: `out` holds something that no demo wrote; an earlier demo there is replaced.
-        AmpError: One of the commands failed; it has said why.
-    """
+    Raises DataError where `out` holds something that no demo wrote, and AmpError where a command failed, which has said
+    why. An earlier demo there is replaced."""
     from lightning_amp.data.prepare.synthetic import synthesize
 
     if out.exists() and not (out / MARK).exists() and any(out.iterdir()):

@@ -119,15 +119,10 @@ def earlier_name(path: Path) -> Path:
 def open_directory(
     path: Path, read_file: ReadFile | None = None, *, weights_only: bool | None = None
 ) -> dict[str, Any]:
-    """A checkpoint whose tensors are still on the disk.
+    """A checkpoint whose tensors are still on the disk; a DataError where it is no such directory, or not complete.
 
-    Args:
-        read_file: Reads the file of everything but tensors; by default torch.load.
-        weights_only: False reads what may run code; None is True.
-
-    Raises:
-        DataError: It is no such directory, or not complete.
-    """
+    `read_file` reads the file of everything but tensors, by default as torch.load does; `weights_only=False` reads what
+    may run code."""
     safe = weights_only is not False
 
     def read_metadata() -> Metadata:

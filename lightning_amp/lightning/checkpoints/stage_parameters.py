@@ -37,23 +37,14 @@ from lightning_amp.techniques.table import STAGED
 
 @dataclass(eq=False)
 class Held:
-    """One parameter.
+    """One parameter."""
 
-    Attributes:
-        whole: The module's object, which optimisers of ranks that hold it have.
-        mesh: The model axis.
-        absent: What stands for it on other ranks.
-        places: Modules that have it, and under which names.
-        ranks: Of the model axis, those that hold it; None as long as all do.
-        here: Whether this rank does.
-    """
-
-    whole: nn.Parameter
-    mesh: DeviceMesh
-    absent: AbsentParameter = field(init=False)
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
-    ranks: tuple[int, ...] | None = None
-    here: bool = True
+    whole: nn.Parameter  # the module's object, which optimisers of ranks that hold it have
+    mesh: DeviceMesh  # the model axis
+    absent: AbsentParameter = field(init=False)  # what stands for it on other ranks
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)  # modules that have it, and under which names
+    ranks: tuple[int, ...] | None = None  # of the model axis, those that hold it; None as long as all do
+    here: bool = True  # whether this rank does
     technique: ClassVar[str] = STAGED
 
     def __post_init__(self) -> None:
@@ -106,12 +97,8 @@ class Held:
 
 
 class StageParameters(Shards):
-    """The parameters of a module whose blocks are stages; frees those that other ranks hold.
-
-    Args:
-        blocks: Its blocks, and the rank of the model axis of each.
-        mesh: With the axes "data" and "model".
-    """
+    """The parameters of a module whose blocks, each with its rank of the model axis, are stages; frees those that other
+    ranks hold. `mesh`: with the axes "data" and "model"."""
 
     apart = True
 

@@ -190,15 +190,11 @@ class Part:
     """This rank's part of a sharded tensor, in its place in a checkpoint on the way to a directory of shards.
 
     It is no tensor on purpose: a hook that would take it for the whole value fails instead of saving a piece.
-
-    Attributes:
-        shape: Of the whole tensor.
-        boxes: Blocks of adjacent entries that this rank has, by their offsets in the whole tensor.
     """
 
-    shape: torch.Size
+    shape: torch.Size  # of the whole tensor
     dtype: torch.dtype
-    boxes: Mapping[tuple[int, ...], Tensor]
+    boxes: Mapping[tuple[int, ...], Tensor]  # adjacent entries that this rank has, by their offsets in the whole tensor
 
     def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
         """What this rank writes; called by torch."""
@@ -239,17 +235,11 @@ class _Planner(DefaultSavePlanner):
 def write_directory(
     checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None, *, rank: int, broadcast: Broadcast
 ) -> None:
-    """Write a checkpoint, with a `Part` for each sharded tensor, in the place of what is there; a collective.
+    """Write a checkpoint, with a `Part` for each sharded tensor, in the place of what is there at rank 0's path; a
+    collective.
 
-    Args:
-        filepath: The directory to write, rank 0's counts.
-        storage_options: There are none for a directory.
-        rank, broadcast: The rank, and rank 0's value on every rank.
-
-    Raises:
-        DataError: It could not be written; on every rank.
-        PlanError: There are options, or the path is an address.
-    """
+    Raises on every rank DataError where it could not be written, and PlanError where there are options, of which a
+    directory has none, or the path is an address."""
     if storage_options is not None or "://" in str(filepath):
         raise PlanError(
             f"save_distributed_checkpoint=True cannot be used with storage_options={storage_options!r},"
@@ -313,15 +303,8 @@ def convert_checkpoint(directory: Path, out: Path, *, weights_only: bool = True)
     """Write the plain file that `save_distributed_checkpoint=False` would have, without starting ranks.
 
     Lightning loads it under any strategy, and torch without this package. Takes the host's memory for all of it once.
-
-    Args:
-        directory: What a run with `save_distributed_checkpoint=True` has written.
-        out: The file to write; replaced if it is there.
-        weights_only: False reads what may run code.
-
-    Raises:
-        DataError: The directory cannot be read, or the file cannot be written.
-    """
+    `weights_only=False` reads what may run code. Raises DataError: the directory cannot be read, or the file cannot be
+    written."""
     stored = open_directory(directory, weights_only=weights_only)
     whole = {name: fill(tree) if name in BULK else tree for name, tree in stored.items()}
     AtomicCheckpointIO().save_checkpoint(whole, out)

@@ -80,12 +80,8 @@ Broadcast = Callable[[Any], Any]
 
 
 def decide_on_rank_zero(decide: Callable[[], T], *, rank: int, broadcast: Broadcast) -> T:
-    """Let rank 0 decide, and give the decision, or its error, to every rank.
-
-    Raises:
-        AmpError: What `decide` raised on rank 0, with the same text on every rank.
-        PlanError: On the other ranks, when rank 0 failed in a way that is not an AmpError.
-    """
+    """Let rank 0 decide, and give the decision, or its error, to every rank: an AmpError with the same text, and a
+    PlanError on the other ranks where rank 0 failed in another way."""
     decided: T | None = None
     error: Exception | None = None
     if rank == 0:

@@ -42,18 +42,12 @@ OF_COMMUNICATION = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One rank's end.
-
-    Attributes:
-        rank, host: The rank, its machine and process.
-        what: What happened to it, as the rest of a sentence.
-        asked: Whether a person has ended the run, who waits for it.
-    """
+    """One rank's end."""
 
     rank: int
-    host: str
-    what: str
-    asked: bool = False
+    host: str  # its machine and process
+    what: str  # what happened to it, as the rest of a sentence
+    asked: bool = False  # whether a person has ended the run, who waits for it
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}) {self.what}"
@@ -108,22 +102,14 @@ INNERMOST = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Doing:
-    """One look at a rank; what there is none of is "".
-
-    Attributes:
-        hook: Hook that it is in.
-        where: File, line and function of the innermost frame of the user's code inside the hook.
-        place: Stage, epoch and batch.
-        batches: Batches begun so far; with the hook, the measure of progress.
-        unwinding: Whether an error has been raised, and callbacks and loggers hear of it before the run ends.
-    """
+    """One look at a rank; what there is none of is ""."""
 
     hook: str = ""
-    where: str = ""
+    where: str = ""  # file, line and function of the innermost frame of the user's code inside the hook
     waiting: str = ""
-    place: str = ""
-    batches: int = 0
-    unwinding: bool = False
+    place: str = ""  # stage, epoch and batch
+    batches: int = 0  # begun so far; with the hook, the measure of progress
+    unwinding: bool = False  # whether an error was raised, and callbacks and loggers hear of it before the run ends
 
     def __str__(self) -> str:
         text = f"in {self.hook or 'no hook'}"

@@ -50,20 +50,12 @@ TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class DecoderPlan:
-    """A plan of the decoder, and the step that it is for.
+    """A plan of the decoder, and the step that it is for."""
 
-    Attributes:
-        whole: For all ranks.
-        alone: What of it is for one device.
-        step: Of the module.
-        decoder: Its name.
-        rates: Of the device.
-    """
-
-    whole: Plan
-    alone: Plan
+    whole: Plan  # for all ranks
+    alone: Plan  # what of it is for one device
     step: StepOfModule
-    decoder: str
+    decoder: str  # its name
     rates: Rates
 
     @property
@@ -92,14 +84,9 @@ class DecoderPlan:
 def with_blocks_outside(made: DecoderPlan, named: Collection[str], *, share_statistics: bool) -> Plan:
     """A plan with rules for all blocks outside of the decoder that take less when they run again, or in chunks.
 
-    Args:
-        named: Of recompute and chunk, what was requested.
-        share_statistics: Whether ranks of a data axis exchange the statistics of batches.
-
-    Raises:
-        AmpError: The step cannot be counted.
-        PlanError: There are no such blocks.
-    """
+    `named`: of recompute and chunk, what was requested; `share_statistics`: whether ranks of a data axis exchange the
+    statistics of batches. Raises AmpError where the step cannot be counted, and PlanError where there are no such
+    blocks."""
     step, shares = made.step, share_statistics and made.whole.mesh.data > 1
     try:
         seen = step.profiled(made.rates, shared_statistics=shares)
@@ -169,10 +156,7 @@ def step_beside_decoder(trainer: pl.Trainer) -> StepOfModule | None:
 def within_budget(make: Callable[[int], DecoderPlan], budget: int) -> Plan:
     """The policy's plan, if the step fits with it; else one that needs less, with blocks outside that run again.
 
-    Args:
-        make: Bytes -> the policy's plan of the decoder within these, or the one that needs least.
-        budget: Bytes of a device.
-    """
+    `make`: bytes -> the policy's plan of the decoder within these, or the one that needs least."""
     made = chosen = make(budget)
     step = made.step
     try:

@@ -44,15 +44,11 @@ class DrySteps:
     """A technique whose steps take the place of a module's while it is counted.
 
     Attributes:
-        name: Of the technique.
-        spec: Of its rule.
-        ranks: Of the model axis.
-        run_ranks: Of the run.
+        ranks, run_ranks: Of the model axis, and of the run.
         budget: Bytes of one device; None where they are not known.
         chosen: Whether the spec says how it is done; else `choose` finds it.
         sent: Collectives that rank 0 would have issued for the last batch.
         axis: The model axis of a dry run, in which nothing is sent.
-        notes: Notes on the choice.
     """
 
     def __init__(
@@ -237,13 +233,8 @@ def choose_grid(
 ) -> tuple[CountedStep, tuple[str, ...]]:
     """Set the grid and the model axis of `steps`; returns the step with it, and notes on the choice.
 
-    Args:
-        technique: The module of a technique with `layouts` and `on_grid`.
-        look, count: As of `DrySteps.choose`.
-
-    Raises:
-        AmpError: The step can be run on no grid.
-    """
+    `technique`: the module of one with `layouts` and `on_grid`; `look`, `count`: as of `DrySteps.choose`. Raises
+    AmpError: the step can be run on no grid."""
     spec = steps.spec
     given = spec.sizes if spec.grid else None
     ranks, budget = steps.run_ranks, steps.budget

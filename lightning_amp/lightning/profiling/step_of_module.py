@@ -44,16 +44,11 @@ NOTHING: Mapping[str, Spec] = MappingProxyType({})
 
 
 class StepOfModule:
-    """One training step of a module.
+    """One training step of a module without a decoder.
 
-    Args:
-        module: Without a decoder.
-        take_batch: Gives one batch, or raises an AmpError.
-        around: What is known of the run.
-        batch_size: Another length of the batch.
-        trains: Whether the module itself is to train; one that is only planned may be without values.
-        steps: Steps that take the place of the module's while it is counted.
-    """
+    `take_batch` gives one batch, or raises an AmpError; `batch_size`: another length of the batch; `trains`: whether
+    the module itself is to train, for one that is only planned may be without values; `steps` take the place of the
+    module's while it is counted."""
 
     def __init__(
         self,
@@ -111,14 +106,9 @@ class StepOfModule:
     ) -> ProfiledStep:
         """Take one batch and profile the step as it is.
 
-        Args:
-            requested: By technique, the spec that a person has requested.
-            shared_statistics: Whether ranks exchange the statistics of batches.
-
-        Raises:
-            AmpError: There is no batch to be had, or the step cannot be run on a copy of the module.
-            PlanError: It needs values, and takes more than its limit.
-        """
+        `requested`: by technique, the spec that a person has requested; `shared_statistics`: whether ranks exchange the
+        statistics of batches. Raises AmpError where there is no batch to be had, or the step cannot be run on a copy of
+        the module, and PlanError where it needs values, and takes more than its limit."""
         self.take(rates)
         self.shared_statistics = shared_statistics
         steps, step = self._steps, None

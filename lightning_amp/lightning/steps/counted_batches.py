@@ -23,10 +23,7 @@ from lightning_amp.footprint.bounded_step import BoundedStep, StepOverBudget
 class CountedBatches:
     """Counts the batches of a plan whose bytes are not known yet, each while it runs.
 
-    Args:
-        budget: The most bytes that may be alive.
-        why: Added to the error of a batch that needs more.
-    """
+    `budget`: the most bytes that may be alive; `why`: added to the error of a batch that needs more."""
 
     def __init__(self, module: pl.LightningModule, budget: int, *, why: str = "") -> None:
         self._module, self._budget, self._why = module, budget, why

@@ -163,10 +163,8 @@ class OtherRank(MemoryError):
 class Rescue(pl.Callback):
     """Runs batches of a fit, and once more those for which there was no memory.
 
-    Args:
-        leaner: Installs a plan that needs less, the same on all ranks, and says what it did; "" where there is none.
-        budget: Bytes beyond which a counted batch is refused; None counts none.
-    """
+    `leaner` installs a plan that needs less, the same on all ranks, and says what it did, "" where there is none;
+    `budget`: bytes beyond which a counted batch is refused, None counts none."""
 
     def __init__(
         self, module: pl.LightningModule, *, leaner: Callable[[], str], budget: int | None, device: torch.device

@@ -148,16 +148,10 @@ NO_VALUES = (
 class TrainingStep:
     """The steps of one fit, on the mean over the cells of all ranks.
 
-    Args:
-        module: The LightningModule.
-        model: It, or what the Trainer's plugins have made of it, with what was installed.
-        mesh: With the axes "data" and "model".
-        device, precision: Of the run.
-        shards: The sharded parameters.
-        bucket_bytes, check_finite: As for AMPStrategy.
-        own_statistics: Whether buffers that a rank changes from its own cells are accepted.
-        over_model: Whether a rank of the model axis has gradients of its part of the samples, to be averaged.
-    """
+    `model`: the module, or what the Trainer's plugins have made of it, with what was installed; `mesh`: with the axes
+    "data" and "model"; `bucket_bytes`, `check_finite`: as for AMPStrategy; `own_statistics`: whether buffers that a
+    rank changes from its own cells are accepted; `over_model`: whether a rank of the model axis has gradients of its
+    part of the samples, to be averaged."""
 
     def __init__(
         self,
@@ -205,10 +199,8 @@ class TrainingStep:
     def forward(self, step: Callable[[], STEP_OUTPUT], batch: object) -> STEP_OUTPUT:
         """Run the module's training step, with its batch noted for weighting.
 
-        Raises:
-            DataError: A batch of one cell that batch normalisation cannot train on.
-            PlanError: The first step has shown that a rank changes buffers from its own cells.
-        """
+        Raises DataError: a batch of one cell that batch normalisation cannot train on; and PlanError: the first step
+        has shown that a rank changes buffers from its own cells."""
         self._steps += 1
         if self._steps == 2 and self._refuse is not None:
             # not within the first step, which memory may have ended on one rank only

@@ -70,10 +70,8 @@ COMPARED = (
 class PlanningContext:
     """The planner inputs of one run: read when the first one is made, on rank 0, and kept for the others.
 
-    Args:
-        cells: What `cells_per_step` gave, where it was called already; else all ranks call it here.
-        trained: The plan of the run before.
-    """
+    `cells`: what `cells_per_step` gave, where it was called already, else all ranks call it here; `trained`: the plan
+    of the run before."""
 
     def __init__(
         self, strategy: MeshStrategy, trainer: pl.Trainer, *, cells: Cells | None = None, trained: Plan | None = None

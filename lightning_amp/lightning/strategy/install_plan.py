@@ -52,11 +52,9 @@ from lightning_amp.techniques.technique import function_at
 class InstalledPlan:
     """The plan in force of one run, and what it has installed, until `undo`.
 
-    Args:
-        strategy: Has the plan, and every plan that is made anew, as `plan`, its `predicted_step`, and the steps of a
-            pipeline as `pipelined_steps`.
-        trained: The plan of the run before, of which an evaluation takes over what runs in chunks.
-    """
+    The strategy has the plan, and every plan that is made anew, as `plan`, its `predicted_step`, and the steps of a
+    pipeline as `pipelined_steps`. `trained`: the plan of the run before, of which an evaluation takes over what runs in
+    chunks."""
 
     def __init__(
         self, strategy: MeshStrategy, trainer: pl.Trainer, model: nn.Module, *, trained: Plan | None = None

@@ -48,15 +48,9 @@ def resolve_plan(
 ) -> Plan:
     """The plan of one run, the same on every rank: the one that was requested, or one made on rank 0.
 
-    Args:
-        notes: Notes on the module, in the plan or in the refusal to make one.
-        given: A plan to carry out instead of the one that was requested.
-        strategies, model_ranks: To make a plan of, instead of what was requested.
-
-    Raises:
-        AmpError: The error of rank 0 when it made the plan.
-        PlanError: The plan is for another number of ranks, or ranks differ in its inputs.
-    """
+    `notes`: on the module, in the plan or in the refusal to make one; `given`: a plan to carry out, and `strategies`,
+    `model_ranks`: to make a plan of, instead of what was requested. Raises the AmpError of rank 0 when it made the
+    plan, and PlanError where the plan is for another number of ranks, or ranks differ in its inputs."""
     request, strategy, _ = facts.request, facts.strategy, facts.speeds
     if request.device_memory is not None and facts.step is not None and given is None:
         # of long loops it takes ten seconds and more
