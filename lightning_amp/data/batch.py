@@ -10,7 +10,7 @@ booleans True. Nested batches cannot be written.
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
@@ -48,14 +48,11 @@ Batch: TypeAlias = dict[str, CellBatch]
 
 def parts_in(batch: object) -> Iterator[object]:
     """Yield the leaves of any nesting of mappings, lists, tuples and dataclasses."""
-    inside: list[object]
-    if isinstance(batch, Tensor | SparseCounts):
-        yield batch
-        return
+    inside: Iterable[object]
     if isinstance(batch, Mapping):
-        inside = list(batch.values())
+        inside = batch.values()
     elif isinstance(batch, list | tuple):
-        inside = list(batch)
+        inside = batch
     elif is_dataclass(batch) and not isinstance(batch, type):
         inside = [getattr(batch, field.name) for field in fields(batch)]
     else:

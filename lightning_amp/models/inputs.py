@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     from lightning_amp.data.loading.datamodule import SingleCellDataModule
 
 HIC = "hic"
-LIKELIHOODS = {HIC: "stratified", "rna": "nb", "atac": "zinb", "methyl": "ziln"}
-"""Decoder of each modality."""
 TOTALS: dict[str, float | None] = {HIC: 5e4, "rna": 1e4, "atac": 1e4, "methyl": None}
-"""Counts per cell that an encoder scales to."""
+"""Of each modality that the model knows, the counts per cell that an encoder scales to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -62,11 +60,11 @@ class ModelInputs:
     graph: GraphInputs
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.modalities) - set(LIKELIHOODS))
+        unknown = sorted(set(self.modalities) - set(TOTALS))
         if unknown or not self.modalities:
             raise ModelError(
-                f"GLUE got the modalities {list(self.modalities)!r}; it has decoders for"
-                f" {list(LIKELIHOODS)!r}, choose at least one of these"
+                f"GLUE got the modalities {list(self.modalities)!r}; it has decoders for {list(TOTALS)!r}, choose at"
+                " least one of these"
             )
         if (HIC in self.modalities) != (self.strata is not None):
             raise ModelError(

@@ -21,7 +21,7 @@ from lightning_amp.shapes import Counts, Library, PerCell, Scalar
 if TYPE_CHECKING:
     from lightning_amp.data.batch import CellBatch
 
-
+Rows = Float[Tensor, "row dim"]
 LEAST_LIBRARY = 1e-8
 """Stands in for the library of a cell without counts, whose likelihood is then 1 in the limit."""
 
@@ -34,16 +34,12 @@ class Latent(NamedTuple):
     sample: Tensor
 
 
-def sample(
-    loc: Float[Tensor, "row dim"], std: Float[Tensor, "row dim"], *, draw: Int[Tensor, " row"] | None, stream: int = 0
-) -> Latent:
+def sample(loc: Rows, std: Rows, *, draw: Int[Tensor, " row"] | None, stream: int = 0) -> Latent:
     """Draw from Normal(loc, std), by the rows' keys or, without them, by the default generator."""
     return Latent(loc, std, loc + std * noise_for(loc, draw=draw, stream=stream))
 
 
-def noise_for(
-    like: Float[Tensor, "row dim"], *, draw: Int[Tensor, " row"] | None, stream: int
-) -> Float[Tensor, "row dim"]:
+def noise_for(like: Rows, *, draw: Int[Tensor, " row"] | None, stream: int) -> Rows:
     """Standard normal noise, by the rows' keys or, without them, by the default generator."""
     if draw is None:
         return torch.randn_like(like)
@@ -58,12 +54,12 @@ def library_of(cells: "CellBatch") -> Library:
 LEAK = 0.2
 
 
-def normal_kl(loc: Float[Tensor, "row dim"], std: Float[Tensor, "row dim"]) -> Scalar:
+def normal_kl(loc: Rows, std: Rows) -> Scalar:
     """Divergence of Normal(loc, std) from the standard normal, summed over channels, mean over rows."""
     return divergence(loc, std).mean()
 
 
-def divergence(loc: Float[Tensor, "row dim"], std: Float[Tensor, "row dim"]) -> Float[Tensor, " row"]:
+def divergence(loc: Rows, std: Rows) -> Float[Tensor, " row"]:
     """Divergence of Normal(loc, std) from the standard normal, summed over channels."""
     return (0.5 * (loc.square() + std.square() - 1) - std.log()).sum(dim=1)
 

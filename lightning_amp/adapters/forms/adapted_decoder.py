@@ -66,10 +66,6 @@ class AdaptedAttentionKey(AttentionKey):
         self.projected = projected
         self.residual = residual
 
-    def extra_repr(self) -> str:
-        """Shown by `print(module)`."""
-        return f"projected={self.projected}, residual={self.residual}"
-
 
 class AdaptedConvolutionKey(nn.Module):
     """Key by a depthwise convolution of kernel 2 over rows of v, with `padding` zeros behind the last anchor."""
@@ -80,10 +76,6 @@ class AdaptedConvolutionKey(nn.Module):
         self.activation = activation
         self.padding = padding
         self.rows = rows
-
-    def extra_repr(self) -> str:
-        """Shown by `print(module)`."""
-        return f"padding={self.padding}"
 
     def forward(self, v: PerAnchor) -> tuple[Float[Tensor, "own_anchor dim"], PerAnchor]:
         """Key, and v unchanged."""
@@ -121,10 +113,6 @@ class GivenDistribution(nn.Module):
     def __init__(self, kind: type) -> None:
         super().__init__()
         self.kind = kind
-
-    def extra_repr(self) -> str:
-        """Shown by `print(module)`."""
-        return self.kind.__name__
 
     def forward(
         self, x: OwnCounts, location: OwnCounts, log_theta: OwnTable | None = None, zi_logits: OwnTable | None = None

@@ -188,21 +188,18 @@ class MultiResDecoder(AdaptedDecoder):
                 parts.append(next(strata).among(nodes, places, (end, end + len(places))))
                 every.append(places)
                 end += len(places)
-        _check_columns(subset, torch.cat(every))
+        places = torch.cat(every)
+        # on other devices a comparison would wait for the device in every step
+        if places.device.type == "cpu" and not torch.equal(subset.cols, places):
+            raise InstallError(
+                f"a decoder was called with a subset of {len(subset.cols)!r} columns, which are not those of the"
+                " anchors that it says to have drawn; allowed is what `sample_feature_subset()` returns"
+            )
         own = copy.copy(self)
         # shallow: parameters and what was installed are shared; only the lists of features are new
         own._modules = self._modules | {"strata": nn.ModuleList(parts)}
         own.n_features = end
         return own
-
-
-def _check_columns(subset: Any, places: Tensor) -> None:
-    # on other devices a comparison would wait for the device in every step
-    if places.device.type == "cpu" and not torch.equal(subset.cols, places):
-        raise InstallError(
-            f"a decoder was called with a subset of {len(subset.cols)!r} columns, which are not those of the anchors"
-            " that it says to have drawn; allowed is what `sample_feature_subset()` returns"
-        )
 
 
 def make_multires(module: Any, layout: Layout, form: Form) -> MultiResDecoder:

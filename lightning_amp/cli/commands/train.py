@@ -23,7 +23,12 @@ def train(words: Sequence[str]) -> CommandLine:
     Launched ranks start again from `sys.argv`, so the words are put there.
     """
     sys.argv[1:] = list(words)
-    _quieten()
+    # a person at this command line can do nothing about Lightning's advertisements of other packages, and its own use
+    # of what torch has deprecated
+    warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")
+    warnings.filterwarnings("ignore", message=".*does not have many workers")
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addFilter(lambda record: "Tip: For seamless cloud" not in record.getMessage())
     if words[0] == "predict" and not any(word.startswith(("--ckpt_path", "--help", "-h")) for word in words):
         raise PlanError(
             "predict requires --ckpt_path; predictions of untrained weights mean nothing: add --ckpt_path"
@@ -35,16 +40,6 @@ def train(words: Sequence[str]) -> CommandLine:
     cli = CommandLine(prog=PROGRAM, help_of={verb: {"usage": usage, **described(verb)}})
     _print_results(cli)
     return cli
-
-
-def _quieten() -> None:
-    """Leave out what a person at this command line can do nothing about: Lightning's advertisements of other
-    packages, and its own use of what torch has deprecated.
-    """
-    warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")
-    warnings.filterwarnings("ignore", message=".*does not have many workers")
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addFilter(lambda record: "Tip: For seamless cloud" not in record.getMessage())
 
 
 @rank_zero_only

@@ -183,22 +183,16 @@ def balance(contacts: NDArray[np.float64], n_ranks: int) -> list[NDArray[np.int6
         members[rank].append(int(cell))
         sums[rank] += contacts[cell]
     parts = np.array(members, dtype=np.int64)
-    # Each swap shrinks the spread of one pair; a few per rank take nearly all there is to gain.
+    # Each swap, of the pair of cells that best evens out the richest and the poorest rank, shrinks their spread; a few
+    # per rank take nearly all there is to gain.
     for _ in range(4 * n_ranks):
-        if not _swap_once(parts, contacts):
+        sums = contacts[parts].sum(axis=1)
+        rich, poor = int(sums.argmax()), int(sums.argmin())
+        # to swap two cells whose contacts differ by d changes the gap by 2 d: one rank has d less, the other d more
+        gap = sums[rich] - sums[poor]
+        moved = contacts[parts[rich]][:, None] - contacts[parts[poor]][None, :]
+        i, j = np.unravel_index(np.abs(gap - 2 * moved).argmin(), moved.shape)
+        if abs(gap - 2 * moved[i, j]) >= gap:
             break
+        parts[rich, i], parts[poor, j] = parts[poor, j], parts[rich, i]
     return [np.sort(part) for part in parts]
-
-
-def _swap_once(parts: NDArray[np.int64], contacts: NDArray[np.float64]) -> bool:
-    """Swap the pair of cells that best evens out the richest and the poorest rank; False when none helps."""
-    sums = contacts[parts].sum(axis=1)
-    rich, poor = int(sums.argmax()), int(sums.argmin())
-    # to swap two cells whose contacts differ by d changes the gap by 2 d: one rank has d less, the other d more
-    gap = sums[rich] - sums[poor]
-    moved = contacts[parts[rich]][:, None] - contacts[parts[poor]][None, :]
-    i, j = np.unravel_index(np.abs(gap - 2 * moved).argmin(), moved.shape)
-    if abs(gap - 2 * moved[i, j]) >= gap:
-        return False
-    parts[rich, i], parts[poor, j] = parts[poor, j], parts[rich, i]
-    return True

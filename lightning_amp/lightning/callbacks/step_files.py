@@ -69,7 +69,13 @@ def write_schedule(folder: Path, ran: Iterable[Ran], plan: Plan, *, plot: bool) 
     predicted = timeline_of(plan) if plan.stages else None
     rest = plan.stages[-1].rest_seconds if plan.stages else 0.0
     said = predicted.with_rest(rest) if predicted is not None else ()
-    lines = {n: _from_zero(some) for n, some in by_pipeline.items()}
+    lines = dict[int, Timeline]()
+    for n, some in by_pipeline.items():
+        every = [times.passes for _, _, times in some]
+        # from the begin of the pipeline's first pass
+        zero = min(begin for passes in every for begin, _ in passes.values())
+        moved = ({step: (a - zero, b - zero) for step, (a, b) in passes.items()} for passes in every)
+        lines[n] = Timeline(passes=tuple(moved))
     folder.mkdir(parents=True, exist_ok=True)
     with written_aside(folder / "schedule.csv") as aside, aside.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
@@ -91,13 +97,6 @@ def write_schedule(folder: Path, ran: Iterable[Ran], plan: Plan, *, plot: bool) 
             schedule_chart(aside, panels=panels, title=schedule_title(plan))
         paths.append(folder / "schedule.png")
     return paths
-
-
-def _from_zero(ran: Iterable[Ran]) -> Timeline:
-    """Of the ranks of one pipeline, from the begin of its first pass."""
-    every = [times.passes for _, _, times in ran]
-    zero = min(begin for passes in every for begin, _ in passes.values())
-    return Timeline(passes=tuple({step: (a - zero, b - zero) for step, (a, b) in passes.items()} for passes in every))
 
 
 def _rows(

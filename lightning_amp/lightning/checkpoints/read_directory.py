@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +133,9 @@ def open_directory(
             raise pickle.UnpicklingError(f"{type(found).__name__} in place of torch's Metadata")
         return found
 
-    def read_meta() -> dict[str, Any]:
-        if read_file is not None:
-            return read_file(path / META, weights_only=weights_only)
-        return torch.load(path / META, map_location="cpu", weights_only=safe)  # type: ignore[no-any-return]
-
+    read_meta = partial(torch.load, path / META, map_location="cpu", weights_only=safe)
+    if read_file is not None:
+        read_meta = partial(read_file, path / META, weights_only=weights_only)
     skeleton, metadata = _safely(path, META, read_meta), _safely(path, TORCH_META, read_metadata)
     if BULK[0] not in skeleton:
         raise DataError(
@@ -144,7 +143,15 @@ def open_directory(
             " another strategy has written it; load it with that strategy, or convert it with Lightning's `python -m"
             " lightning.pytorch.utilities.consolidate_checkpoint`"
         )
-    _check_files(path, metadata)
+    # every file of shards must be there, and as long as what was written to it
+    needed: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        needed[info.relative_path] = max(info.offset + info.length, needed.get(info.relative_path, 0))
+    for name, n_bytes in sorted(needed.items()):
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found is None or found < n_bytes:
+            size = "no file" if found is None else f"{found!r} bytes"
+            raise _damaged(path, f"has {size} of the shard {name!r}, of which {n_bytes!r} bytes were written")
 
     def point(key: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_meta:
@@ -204,18 +211,6 @@ def _safely(path: Path, name: str, read: Callable[[], Any]) -> Any:
             " neither torch's nor a plain value, and could run code. If you trust its author, use Trainer.fit(...,"
             " weights_only=False), or `lightning-amp convert --trust`"
         ) from error
-
-
-def _check_files(path: Path, metadata: Metadata) -> None:
-    """Every file of shards must be there, and as long as what was written to it."""
-    needed: dict[str, int] = {}
-    for info in metadata.storage_data.values():
-        needed[info.relative_path] = max(info.offset + info.length, needed.get(info.relative_path, 0))
-    for name, n_bytes in sorted(needed.items()):
-        found = (path / name).stat().st_size if (path / name).is_file() else None
-        if found is None or found < n_bytes:
-            size = "no file" if found is None else f"{found!r} bytes"
-            raise _damaged(path, f"has {size} of the shard {name!r}, of which {n_bytes!r} bytes were written")
 
 
 def _damaged(path: Path, found: str) -> DataError:

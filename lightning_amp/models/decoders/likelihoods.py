@@ -137,4 +137,4 @@ class ZILNDecoder(PlainDecoder):
     likelihood, tables, counts = staticmethod(ziln), ("log_scale", "zi_logits"), False
 
 
-PLAIN_DECODERS: dict[str, type[PlainDecoder]] = {"nb": NBDecoder, "zinb": ZINBDecoder, "ziln": ZILNDecoder}
+PLAIN_DECODERS: dict[str, type[PlainDecoder]] = {"rna": NBDecoder, "atac": ZINBDecoder, "methyl": ZILNDecoder}

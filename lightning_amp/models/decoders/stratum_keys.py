@@ -90,8 +90,14 @@ class LocalAttention(nn.Module):
             ModelError: Not as many keys and values as queries.
         """
         check_rows(q, k, values)
+        if self._total is None:
+            normalised = F.normalize(k, dim=-1)
+        else:
+            # clamped before the root: the root's slope at 0 is infinite
+            squared = self._total(k.square().sum(dim=-1, keepdim=True))
+            normalised = k / squared.clamp_min(LEAST_NORM**2).sqrt()
         fill = (0, 0, 0, self.n_buckets(len(q)) * self.window - len(q))
-        queries, keys = F.pad(q * self.dim**-0.5, fill), F.pad(self._normalize(k), fill)
+        queries, keys = F.pad(q * self.dim**-0.5, fill), F.pad(normalised, fill)
         return queries, keys, F.pad(values, fill), self._rotation(q)
 
     def attend(self, state: tuple[Tensor, ...], first: int, last: int) -> Float[Tensor, "row dim"]:
@@ -109,13 +115,6 @@ class LocalAttention(nn.Module):
     def forward(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> PerAnchor:
         """Attention over all buckets at once."""
         return self.attend(self.prepare(q, k, values), 0, self.n_buckets(len(q)))[: len(q)]
-
-    def _normalize(self, k: Tensor) -> Tensor:
-        if self._total is None:
-            return F.normalize(k, dim=-1)
-        # clamped before the root: the root's slope at 0 is infinite
-        squared = self._total(k.square().sum(dim=-1, keepdim=True))
-        return k / squared.clamp_min(LEAST_NORM**2).sqrt()
 
     def _around(self, rows: Tensor, first: int, last: int) -> Tensor:
         """The 3w rows around each bucket of [first, last), as [bucket, 3w, D]; zeros outside the sequence."""
