@@ -233,13 +233,8 @@ ONE_RESOLUTION = _Family(read_parts, small_copy, forms, make_decoder)
 SEVERAL = _Family(read_bands, small_multires, lambda _, seen: iter([seen]), make_multires)
 
 
-class _Case(NamedTuple):
-    """What a form of ours has to compute too."""
-
-    small: Small
-    training: bool
-    x: Tensor
-    expected: dict[str, Tensor]
+_Case = tuple[Small, bool, Tensor, dict[str, Tensor]]
+"""A copy, whether it is in training, data, and what a form of ours has to compute of them too."""
 
 
 @checking_values(True)
@@ -323,7 +318,7 @@ def _case(small: Small, seen: Form, *, training: bool = True) -> _Case:
     # data that the copy may have been made for
     x = (small.counts > 0).double() if seen.binarized else small.counts
     total = small.run(training=training).log_prob(x).sum()
-    return _Case(small, training, x, dict(_results(small, total)))
+    return small, training, x, dict(_results(small, total))
 
 
 def _problem(family: _Family, cases: Sequence[_Case], form: Form) -> str:
@@ -346,7 +341,6 @@ def _problem(family: _Family, cases: Sequence[_Case], form: Form) -> str:
 
 
 def _results(small: Small, total: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The log-probability, and its gradients by name."""
     yield TOTAL, total.detach()
     named = dict(zip(("u", "v", "l"), small.inputs, strict=True))
     if not small.sizes.large:

@@ -170,7 +170,6 @@ def of_shapes(arguments: argparse.Namespace) -> Iterator[None]:
 
 
 def _made(name: str, init: list[str]) -> "LightningModule":
-    """Make an instance of "MODULE:CLASS"."""
     from lightning.pytorch import LightningModule
 
     module, _, attribute = name.partition(":")

@@ -312,7 +312,6 @@ class SparseCounts:
         return self._taken(own, row[own], place[own], shape)
 
     def _taken(self, own: Places, row: Places, column: Places, shape: tuple[int, int]) -> "SparseCounts":
-        """Return some of the entries, with new rows and columns."""
         # pinned, so that the copy to a GPU waits for nothing
         found, pins = map(torch.from_numpy, (own, row, column)), self.device.type == "cuda"
         which, rows, columns = ((x.pin_memory() if pins else x).to(self.device, non_blocking=pins) for x in found)

@@ -184,7 +184,6 @@ def _has(module: nn.Module, names: Iterable[str]) -> bool:
 
 
 def _has_channels(key: Any) -> bool:
-    """Whether a key has the children that S5 shards."""
     if not _has(key, ATTENTION_KEY):
         return _has(key, CONVOLUTION_KEY)
     return any(isinstance(part, ShardableAttention) for part in key.attention.modules())

@@ -293,7 +293,6 @@ def _refuse_shared(module: nn.Module, installed: Installed) -> None:
 
 
 def _installer(rule: Rule) -> Installer:
-    """How a rule's spec is installed."""
     found = installer_of(type(rule.spec))
     assert found is not None, f"{type(rule.spec).__name__} has no installer, which install has checked"
     return found

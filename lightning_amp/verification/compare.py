@@ -128,7 +128,6 @@ class Recorder(Callback):
 
 
 def _states() -> dict[str, object]:
-    """States of the generators on the CPU."""
     name, words, *rest = np.random.get_state()
     return {
         "torch.random": torch.random.get_rng_state().numpy().tobytes(),

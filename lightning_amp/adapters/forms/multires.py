@@ -217,7 +217,6 @@ def make_multires(module: Any, layout: Layout, form: Form) -> MultiResDecoder:
 
 
 def _key(module: Any, i: int, k: int) -> nn.Module:
-    """The key of stratum k of a resolution."""
     spec = module.res_specs[i]
     rows = slice(spec.anchor_offset, spec.anchor_offset + spec.n_anchors)
     layers = {name: _layers(module, i, foreign)[k - 1] for name, foreign in PAIRS.items()}

@@ -70,7 +70,6 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _planned(words: list[str]) -> Plan:
-    """The plan that `lightning-amp plan` makes of these words."""
     # late: torch takes seconds to load
     from lightning_amp.cli.configuration import plan_of_configuration
 

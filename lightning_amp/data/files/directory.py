@@ -64,7 +64,6 @@ def find(root: str | Path, *, setting: str | None = None, others: bool = False) 
 
 
 def _setting(path: Path, modality: str) -> str:
-    """Return the part of a file name that names the setting."""
     return path.name.removesuffix(".h5ad").removeprefix(f"{modality}_")
 
 

@@ -259,7 +259,6 @@ class SingleCellDataModule(pl.LightningDataModule):
         return self.trainer.lightning_module.on_after_batch_transfer(cells, dataloader_idx)
 
     def _chosen(self, directory: DataDirectory) -> dict[str, Path]:
-        """Return the files of the chosen modalities."""
         found = directory.modalities
         if self.modalities is None:
             return found
@@ -294,7 +293,6 @@ class SingleCellDataModule(pl.LightningDataModule):
         )
 
     def _reading(self) -> dict[str, Any]:
-        """Return options of torch's loader."""
         pins = self.pin_memory
         if pins == "auto":
             device = getattr(getattr(self.trainer, "strategy", None), "root_device", None)

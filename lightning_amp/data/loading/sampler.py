@@ -103,7 +103,6 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
         return order
 
     def _share(self, modality: str, batch: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return this rank's part of a global batch."""
         if len(batch) == 0:
             return batch
         if not self.cycle:

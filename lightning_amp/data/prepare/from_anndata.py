@@ -129,7 +129,6 @@ def _write_hic(root: Path, hic: Any, counts: Any) -> FeatureLayout:
 
 
 def _bins(var: pd.DataFrame, layout: FeatureLayout) -> pd.DataFrame:
-    """Return chrom, start and end of every anchor."""
     absent = [name for name in BIN_COLUMNS if name not in var]
     if absent:
         raise DataError(

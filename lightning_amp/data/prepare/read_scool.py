@@ -209,7 +209,6 @@ def _read_bins(group: Any) -> pd.DataFrame:
 
 
 def _check_pixels(table: pd.DataFrame, n_bins: int, where: str) -> None:
-    """Refuse counts that are not whole and non-negative, and bins that do not exist."""
     fault = fault_of_counts(table["count"].to_numpy())
     if fault:
         raise DataError(

@@ -107,7 +107,6 @@ def _draw(
     depth: int = 2000,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Draw cells and genes; arguments and errors as of `synthesize`."""
     rna_cells = cells if rna_cells is None else rna_cells
     sizes = {"cells": cells, "rna_cells": rna_cells, "genes": genes, "cell_types": cell_types, "depth": depth}
     for name, value in (sizes | {"bins": bins, "chromosomes": chromosomes, "resolution": resolution}).items():
@@ -160,7 +159,6 @@ def _label(kind: str, types: NDArray[np.int64]) -> pd.DataFrame:
 def _draw_cells(
     rng: np.random.Generator, population: _Population, labels: pd.DataFrame, depth: int
 ) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Draw the contacts of one cell after the other."""
     stratum, anchor = np.nonzero(population.grid.column_of >= 0)
     for cell, celltype in labels["celltype"].items():
         cumulative = population.cumulative[int(celltype.removeprefix("type"))]

@@ -33,7 +33,6 @@ def mixes_parameters(optimizer: Optimizer) -> bool | None:
 
 
 def _values() -> list[Tensor]:
-    """Of a parameter, and of its gradients."""
     draw = torch.Generator().manual_seed(0)
     return [torch.randn(SHAPE, generator=draw, dtype=torch.float64) for _ in range(STEPS + 1)]
 

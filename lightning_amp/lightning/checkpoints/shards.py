@@ -235,7 +235,6 @@ class Shards:
         return {id(parameter.shard): parameter for parameter in self.sharded}
 
     def _saved(self, one: Any, value: Tensor, *, in_parts: bool) -> Tensor | Part:
-        """What takes the place of a rank's part in a checkpoint."""
         # a checkpoint in parts keeps numbers as they are
         if not in_parts or not one.shape:
             return cast(Tensor, one.join(value).cpu())
@@ -243,7 +242,6 @@ class Shards:
         return Part(one.shape, own.dtype, {torch.Size(at): box for at, box in one.parts.boxes(own)})
 
     def _own(self, one: Any, value: Any, name: str) -> Tensor:
-        """What a rank loads of a whole tensor."""
         if not isinstance(value, Tensor | Stored) or value.shape != one.shape:
             found = tuple(value.shape) if isinstance(value, Tensor | Stored) else value
             raise DataError(
@@ -275,7 +273,6 @@ class Shards:
         return [local(one.shard.grad) for one in among if one.shard.grad is not None]
 
     def _named(self, state: Mapping[str, Any]) -> list[tuple[str, Any]]:
-        """The names of these parameters in a state, in the same order on all ranks."""
         held = self._held()
         named = self._module.named_parameters(remove_duplicate=False)
         return [(name, held[id(p)]) for name, p in named if id(p) in held and name in state]
@@ -376,5 +373,4 @@ def _elements_changed(
 
 
 def _who(sharded: Iterable[ShardedParameter]) -> str:
-    """The technique that has split some parameters."""
     return next(parameter.technique for parameter in sharded)

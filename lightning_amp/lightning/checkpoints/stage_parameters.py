@@ -48,7 +48,6 @@ class Held:
     technique: ClassVar[str] = STAGED
 
     def __post_init__(self) -> None:
-        """Make what stands for it."""
         self.absent = absent_parameter(self.whole)
 
     @property
@@ -217,7 +216,6 @@ class StageParameters(Shards):
         return values if one.here else None
 
     def _buffers(self) -> dict[str, tuple[Tensor, int]]:
-        """Of blocks, with the rank that runs them."""
         owners = {at: self._owners[id(part)] for at, part in self._module.named_modules()}
         return {
             f"{at}.{name}": (buffer, rank)

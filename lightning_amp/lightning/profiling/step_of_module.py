@@ -181,7 +181,6 @@ class StepOfModule:
         )
 
     def _counted_with(self, rule: Rule) -> CountedStep | str:
-        """The step with a rule, or why it cannot have it."""
         key = rule.fqn, rule.spec
         if key not in self._steps_with:
             try:

@@ -66,7 +66,6 @@ class MeshStrategy(DDPStrategy):
 
     @property
     def _model_ranks(self) -> int:
-        """Ranks of a model group."""
         raise NotImplementedError
 
     def setup_distributed(self) -> None:

@@ -85,7 +85,6 @@ def resolve_plan(
 
 
 def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, model_ranks: int | None) -> Plan:
-    """Of any module, by a count of its step."""
     request, seen = facts.request, facts.seen[0]
     asked, named = split_by_planner(request.strategies if strategies is None else strategies, policy=request.policy)
     if asked is not None:

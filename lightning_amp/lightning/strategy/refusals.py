@@ -165,7 +165,6 @@ def check_run(request: Request, trainer: pl.Trainer, model: nn.Module, rules: It
 
 
 def _apart_from_stages(request: Request, trainer: pl.Trainer, rules: Iterable[Rule]) -> Iterator[tuple[str, str]]:
-    """What does not go together with stages, and why."""
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         why = "stages run the backward pass before the loss is scaled: use 'bf16-mixed' or '32-true'"
         yield f"precision={trainer.precision!r}", why
