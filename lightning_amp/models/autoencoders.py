@@ -1,12 +1,12 @@
 """Define the autoencoders of all modalities, linked by a graph: they are made from data, encode cells, impute data."""
 
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.data.batch import datamodule_of
+from lightning_amp.data.batch import Batch, CellBatch, datamodule_of
 from lightning_amp.errors import ModelError
 from lightning_amp.models.decoders.likelihoods import PLAIN_DECODERS, PlainDecoder
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
@@ -14,9 +14,6 @@ from lightning_amp.models.graph_encoder import GraphEncoder
 from lightning_amp.models.inputs import HIC, TOTALS, ModelInputs, inputs_from
 from lightning_amp.models.latents import Discriminator, Encoder, library_of
 from lightning_amp.shapes import Counts, PerCell, PerVertex, Scalar
-
-if TYPE_CHECKING:
-    from lightning_amp.data.batch import Batch, CellBatch
 
 STREAMS_PER_MODALITY = 64
 """Streams of random numbers: dropout layers from the first on, latent and burn-in noise at the end."""
@@ -134,7 +131,7 @@ class LinkedAutoencoders(pl.LightningModule):
                 "or train anew"
             )
 
-    def encode(self, modality: str, cells: "CellBatch") -> tuple[PerCell, PerCell]:
+    def encode(self, modality: str, cells: CellBatch) -> tuple[PerCell, PerCell]:
         """Mean and deviation of the latents of some cells."""
         self.stream(modality)
         loc, std = self.encoders[modality](cells["x"], library_of(cells), cells.get("draw"))
@@ -146,7 +143,7 @@ class LinkedAutoencoders(pl.LightningModule):
         loc, std = self.graph_encoder()
         return loc.to(self.dtype), std.to(self.dtype)
 
-    def nll(self, modality: str, cells: "CellBatch", *, u: PerCell, v: PerVertex) -> Scalar:
+    def nll(self, modality: str, cells: CellBatch, *, u: PerCell, v: PerVertex) -> Scalar:
         """Negative log-likelihood of some cells' data, a mean over cells and features."""
         nll: Tensor = self.decoders[modality](
             u, self.graph_encoder.rows[modality](v), batch=cells["batch"], library=library_of(cells), x=cells["x"]
@@ -160,14 +157,14 @@ class LinkedAutoencoders(pl.LightningModule):
             v, n_positive=h.edges_per_step, negatives=h.negatives_per_edge, generator=generator
         )
 
-    def predict_step(self, batch: "Batch", batch_idx: int) -> dict[str, dict[str, Tensor]]:
+    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, dict[str, Tensor]]:
         """Mean latent of every cell of the batch, with the cell's row in its file."""
         return {
             name: {"index": cells["index"], "embedding": self.encode(name, cells)[0]} for name, cells in batch.items()
         }
 
     @torch.no_grad()
-    def impute(self, modality: str, batch: "CellBatch") -> Counts:
+    def impute(self, modality: str, batch: CellBatch) -> Counts:
         """Expected data of some cells of one modality, at the means of all latents; call in eval mode."""
         (u, _), (v, _) = self.encode(modality, batch), self.vertices()
         decoder = cast(StratifiedDecoder | PlainDecoder, self.decoders[modality])

@@ -9,22 +9,19 @@ trains the discriminator on the detached u first, the rest second; both use the 
 Legend: cell, feature, dim; M modalities, F_m features of modality m, V vertices of the graph.
 """
 
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
-from lightning_amp.data.batch import hash_integers
+from lightning_amp.data.batch import Batch, hash_integers
 from lightning_amp.errors import ModelError
 from lightning_amp.models.autoencoders import BURN_IN_STREAM, LATENT_STREAM, LinkedAutoencoders
 from lightning_amp.models.decoders.stratified import KeyKind
 from lightning_amp.models.decoders.stratum_keys import Variant
 from lightning_amp.models.latents import Latent, alignment_loss, noise_for, normal_kl, sample
 from lightning_amp.shapes import PerCell, Scalar
-
-if TYPE_CHECKING:
-    from lightning_amp.data.batch import Batch
 
 Stage = Literal["finetune", "pretrain"]
 VALIDATION_SEED = 0
@@ -113,7 +110,7 @@ class GLUE(LinkedAutoencoders):
         """Read the seed, which is rank 0's, or that of the run that is resumed."""
         self._seed = int(self.seed)
 
-    def training_step(self, batch: "Batch", batch_idx: int) -> None:
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
         """One step of the discriminator, unless there is none to train, then one of everything else."""
         critic, generator = cast(list[LightningOptimizer], self.optimizers())
         latents = self.latents(batch)
@@ -132,7 +129,7 @@ class GLUE(LinkedAutoencoders):
         self.log("loss", terms.pop("loss"), prog_bar=True, batch_size=n_cells)
         self.log_dict(terms, batch_size=n_cells)
 
-    def latents(self, batch: "Batch") -> dict[str, Latent]:
+    def latents(self, batch: Batch) -> dict[str, Latent]:
         """Sampled latents of all cells of a batch."""
         result = {}
         for name, cells in batch.items():
@@ -142,7 +139,7 @@ class GLUE(LinkedAutoencoders):
 
     def terms(
         self,
-        batch: "Batch",
+        batch: Batch,
         latents: dict[str, Latent],
         *,
         shown: dict[int, Tensor],
@@ -173,7 +170,7 @@ class GLUE(LinkedAutoencoders):
         """Forget the sums of the last validation."""
         self._validated = torch.zeros(len(self.encoders), 2, device=self.device)
 
-    def validation_step(self, batch: "Batch", batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add up each modality's term over its cells, at the means of all latents."""
         v, _ = self.vertices()
         for row, name in enumerate(self.encoders):
@@ -193,7 +190,7 @@ class GLUE(LinkedAutoencoders):
         """As for validation."""
         self.on_validation_epoch_start()
 
-    def test_step(self, batch: "Batch", batch_idx: int) -> None:
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
         """As for validation."""
         self.validation_step(batch, batch_idx)
 
@@ -213,7 +210,7 @@ class GLUE(LinkedAutoencoders):
             loss = loss + h.lam_data * self._weight(modality) * mean
         self.log(name, loss, prog_bar=True, sync_dist=True)
 
-    def shown(self, batch: "Batch", latents: dict[str, Latent]) -> dict[int, PerCell]:
+    def shown(self, batch: Batch, latents: dict[str, Latent]) -> dict[int, PerCell]:
         """What the discriminator sees: class of a modality -> its samples under the fading burn-in noise."""
         if self.settings.stage == "pretrain" or len(self.encoders) == 1:
             return {}

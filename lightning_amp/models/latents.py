@@ -7,19 +7,17 @@ Zero counts stay zero up to the first Linear, which reads only the entries (data
 """
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from lightning_amp.data.batch import CellBatch
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.models.keyed_noise import KeyedDropout, keyed_normal
 from lightning_amp.shapes import Counts, Library, PerCell, Scalar
-
-if TYPE_CHECKING:
-    from lightning_amp.data.batch import CellBatch
 
 Rows = Float[Tensor, "row dim"]
 LEAST_LIBRARY = 1e-8
@@ -46,7 +44,7 @@ def noise_for(like: Rows, *, draw: Int[Tensor, " row"] | None, stream: int) -> R
     return keyed_normal(draw, like.shape[1], stream=stream, dtype=like.dtype)
 
 
-def library_of(cells: "CellBatch") -> Library:
+def library_of(cells: CellBatch) -> Library:
     """Library of each cell, positive."""
     return cells["library"].clamp_min(LEAST_LIBRARY)
 

@@ -18,8 +18,9 @@ a list or dictionary of a data set's that is longer than `as_before.LONG` is not
 import pickle
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.utilities import CombinedLoader
@@ -40,10 +41,6 @@ from lightning_amp.lightning._compat import request_dataloader
 from lightning_amp.random_streams import isolated_random_streams
 from lightning_amp.techniques.contract.protocol import find_decoders
 
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
-
 UNKNOWN = (
     "the batch size is not known: predicted for 1 sample; give the data module, or the training loader, an attribute"
     " batch_size, the samples per rank and step"
@@ -53,7 +50,7 @@ Cells = tuple[int | None, str]
 """How many, or None and what to do."""
 
 
-def cells_per_step(trainer: "pl.Trainer") -> Cells:
+def cells_per_step(trainer: pl.Trainer) -> Cells:
     """Cells per rank and step.
 
     An attribute `batch_size` of the data module, the module or the loader tells; else the training loaders are asked
@@ -71,7 +68,7 @@ def cells_per_step(trainer: "pl.Trainer") -> Cells:
     return None, f"{UNKNOWN} ({why}, before training)" if why else UNKNOWN
 
 
-def loaders_of(trainer: "pl.Trainer", loop: Any = None) -> tuple[object, str]:
+def loaders_of(trainer: pl.Trainer, loop: Any = None) -> tuple[object, str]:
     """What the run will read in a loop, by default in training; None and why, "" where nothing went wrong.
 
     The loop's hook, such as `train_dataloader`, is called, and the Trainer takes what it gave. It calls the hook again
@@ -103,7 +100,7 @@ def loaders_of(trainer: "pl.Trainer", loop: Any = None) -> tuple[object, str]:
     return loaders, ""
 
 
-def forget_loaders(trainer: "pl.Trainer") -> None:
+def forget_loaders(trainer: pl.Trainer) -> None:
     """Drop loaders that the Trainer was to take and has not: the run has ended before, and another may read others."""
     loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
     for loop in (*loops, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):

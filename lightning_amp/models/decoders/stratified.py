@@ -9,11 +9,12 @@ Legend: cell, anchor (N), dim (D), stratum (K), feature (F in all, F_k of stratu
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 import numpy as np
 import torch
 from jaxtyping import Float
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from lightning_amp.data.sparse_counts import SparseCounts
@@ -23,9 +24,6 @@ from lightning_amp.models.decoders.stratum import EveryStratum, KeyModule
 from lightning_amp.models.decoders.stratum import Stratum as Stratum
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey, Variant
 from lightning_amp.shapes import Counts, Experiment, Library, LogWeights, PerAnchor, PerCell, Scalar
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
 
 KeyKind = Literal["attention", "full_attention", "convolution"]
 
@@ -71,7 +69,7 @@ class StratifiedDecoder(nn.Module):
     def __init__(
         self,
         dim: int,
-        feature_anchors: "Sequence[ArrayLike]",
+        feature_anchors: Sequence[ArrayLike],
         *,
         stratum_index: Sequence[int],
         n_anchors: int,
@@ -186,7 +184,7 @@ def _check_settings(key: KeyKind, chained: bool, window: int | None) -> None:
         )
 
 
-def _check_strata(feature_anchors: "list[NDArray[np.int64]]", stratum_index: Sequence[int], n_anchors: int) -> None:
+def _check_strata(feature_anchors: list[NDArray[np.int64]], stratum_index: Sequence[int], n_anchors: int) -> None:
     if not feature_anchors or len(feature_anchors) != len(stratum_index):
         raise ModelError(
             f"StratifiedDecoder got {len(feature_anchors)!r} strata and {len(stratum_index)!r} stratum indices; "
