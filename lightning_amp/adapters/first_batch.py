@@ -42,8 +42,6 @@ from lightning_amp.techniques.checks.same_function import failure
 
 SHOWN = 3
 PLAIN = (int, float, str)
-GONE = None
-"""In place of what is not there; a parameter that is None is none."""
 TORCH = frozenset(vars(nn.Module()))
 WATCHERS = ("lightning_amp", "lightning", "pytorch_lightning")
 """Packages whose hooks change nothing: the check for finite numbers, profilers, summaries."""
@@ -61,9 +59,10 @@ class Snapshot:
         """Refuse a module that is another one by now."""
         found, tensors = _found(module)
         changes = [
-            f"{name!r} {_change(self._found.get(name, GONE), found.get(name, GONE))}"
+            # a parameter that is None is none
+            f"{name!r} {_change(self._found.get(name), found.get(name))}"
             for name in self._found | found
-            if not _same(self._found.get(name, GONE), found.get(name, GONE))
+            if not _same(self._found.get(name), found.get(name))
         ]
         changes += [
             f"{name!r} has other values than it had"
@@ -160,8 +159,8 @@ def _same(a: object, b: object) -> bool:
 
 
 def _change(old: object, new: object) -> str:
-    if old is GONE or new is GONE:
-        return "was added" if old is GONE else "is not there any more"
+    if old is None or new is None:
+        return "was added" if old is None else "is not there any more"
     if isinstance(old, PLAIN) and isinstance(new, PLAIN):
         return f"was {old!r} and is {new!r}"
     return f"is another {type(new).__name__} than it was"

@@ -48,7 +48,11 @@ def describe(
         if _is_of_units(decoder) or (decoder.strata and all(_has(stratum, PARTS) for stratum in decoder.strata))
     ]
     decoder = max(shapes, key=lambda s: s.anchors * len(s.features), default=NO_DECODER)
-    wide = _wide_layers(module, decoder)
+    # those that read all features: the first of an encoder, while those of the decoder read its channels. Without a
+    # name of a decoder the prefix is empty, with which every name begins: no layer is wide then
+    inside, n_features = f"{decoder.fqn}." if decoder.fqn else "", sum(decoder.features)
+    linear = {fqn: child for fqn, child in module.named_modules() if type(child) is nn.Linear}
+    wide = {fqn: one for fqn, one in linear.items() if one.in_features == n_features and not fqn.startswith(inside)}
     sizes = [p.element_size() for p in module.parameters() if p.is_floating_point()]
     return ModelShape(
         decoder=decoder,
@@ -87,14 +91,6 @@ def unpredicted(module: nn.Module, shape: ModelShape) -> list[str]:
         for fqn, decoder in find_decoders(module).items()
         if fqn == shape.decoder.fqn and _is_of_units(decoder)
     ]
-
-
-def _wide_layers(module: nn.Module, decoder: DecoderShape) -> dict[str, nn.Linear]:
-    """Linear layers that read all features: the first of an encoder. Those of the decoder read its channels."""
-    layers = {fqn: child for fqn, child in module.named_modules() if type(child) is nn.Linear}
-    # without a name of a decoder the prefix is empty, with which every name begins: no layer is wide then
-    inside, features = f"{decoder.fqn}." if decoder.fqn else "", sum(decoder.features)
-    return {fqn: layer for fqn, layer in layers.items() if layer.in_features == features and not fqn.startswith(inside)}
 
 
 def _is_of_units(decoder: DecomposedDecoder) -> bool:

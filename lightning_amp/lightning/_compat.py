@@ -24,20 +24,9 @@ from lightning.pytorch.trainer.connectors.data_connector import _request_dataloa
 # used throughout Lightning, documented, but not exported in the sense of a type checker
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn  # type: ignore[attr-defined]
 
-__all__ = [
-    "DataConnector",
-    "MultiProcessingLauncher",
-    "ScriptLauncher",
-    "broadcast_module",
-    "default_pg_timeout",
-    "launch_process_observer",
-    "optimizers_to_device",
-    "rank_zero_info",
-    "rank_zero_only",
-    "rank_zero_warn",
-    "request_dataloader",
-    "trainer_of",
-]
+__all__ = ["DataConnector", "MultiProcessingLauncher", "ScriptLauncher", "broadcast_module", "default_pg_timeout"]
+__all__ += ["launch_process_observer", "optimizers_to_device", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
+__all__ += ["request_dataloader", "trainer_of"]
 
 
 def trainer_of(module: LightningModule | None) -> Trainer | None:

@@ -39,6 +39,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_amp._torch import tree_leaves
+from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.compare import DTYPES, Precision, Report, find_suspects, rows_of
@@ -157,10 +158,9 @@ def _answer(task: Callable[..., Any], rank: int, ranks: int, folder: Path, threa
                 f"verify cannot train the module: in rank {rank} {type(error).__name__} was raised: {error}; it must"
                 f" train there before it can be compared. It was raised in\n{where}"
             )
-    aside = folder / f"{rank}.aside"
-    aside.write_bytes(pickle.dumps(answer))
-    # renamed when it is complete: the caller may look at any time
-    aside.rename(folder / f"{rank}.answer")
+    # there once it is complete: the caller may look at any time
+    with written_aside(folder / f"{rank}.answer") as aside:
+        aside.write_bytes(pickle.dumps(answer))
     sys.stdout.flush()
     sys.stderr.flush()
     # at once: to free memory piece by piece takes long

@@ -3,15 +3,11 @@
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightning_amp.cli.commands.calibrate import check_target
 from lightning_amp.cli.configuration import add_configuration, plan_of_configuration
 from lightning_amp.cli.request import add_request, decoder_asked, rates_asked, read, refuse, request_of
 from lightning_amp.data.files.directory import written_aside
-
-if TYPE_CHECKING:
-    from lightning_amp.planning.plan.plan import Plan
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +33,17 @@ def _run(arguments: argparse.Namespace) -> None:
         # the step of one rank is counted for the plan, and all ranks do the same or are stages of it
         made, _ = plan_of_configuration(arguments)
         if arguments.plot is not None:
-            _draw_schedule(arguments, made)
+            from lightning_amp.planning.reports.stages_report import Panel, schedule_chart, schedule_title, timeline_of
+
+            if not made.stages:
+                why = (
+                    "which draws the schedule of a pipeline, and the plan has none (--strategies pipeline asks for one)"
+                )
+                refuse(arguments, f"--config {arguments.config!r}", {"--plot": "plot"}, why)
+            # what every rank of a pipeline computes when
+            panel = Panel("predicted", timeline_of(made), made.stages[-1].rest_seconds)
+            with written_aside(Path(arguments.plot)) as aside:
+                schedule_chart(aside, panels=[panel], title=schedule_title(made))
         print(made.to_json() if arguments.format == "json" else plan_report(made))
         return
     refuse(arguments, "a data directory or --shape", {"--tensor-grid": "tensor_grid"}, "which is of --config FILE.yaml")
@@ -63,22 +69,3 @@ def _run(arguments: argparse.Namespace) -> None:
             draw(aside, simulation)
     as_json = arguments.format == "json"
     print(json.dumps(simulation.to_dict(), indent=2) if as_json else simulation_report(simulation))
-
-
-def _draw_schedule(arguments: argparse.Namespace, made: "Plan") -> None:
-    """What every rank of a pipeline computes when."""
-    from lightning_amp.planning.reports.stages_report import Panel, schedule_chart, schedule_title, timeline_of
-
-    if not made.stages:
-        refuse(
-            arguments,
-            f"--config {arguments.config!r}",
-            {"--plot": "plot"},
-            "which draws the schedule of a pipeline, and the plan has none (--strategies pipeline asks for one)",
-        )
-    with written_aside(Path(arguments.plot)) as aside:
-        schedule_chart(
-            aside,
-            panels=[Panel("predicted", timeline_of(made), made.stages[-1].rest_seconds)],
-            title=schedule_title(made),
-        )

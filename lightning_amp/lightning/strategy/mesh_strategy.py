@@ -199,8 +199,8 @@ class MeshStrategy(DDPStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state with whole parameters."""
-        own = {**checkpoint, "state_dict": self._shards.own_state(checkpoint["state_dict"])}
-        super().load_model_state_dict(own, strict=strict)
+        own = self._shards.own_state(checkpoint["state_dict"])
+        super().load_model_state_dict({**checkpoint, "state_dict": own}, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimiser's state as for whole parameters; a collective where some are sharded."""
