@@ -30,18 +30,11 @@ from lightning_amp.lightning.steps.cells import count_replicas_once
 from lightning_amp.lightning.steps.counted_batches import refuse_beyond
 from lightning_amp.lightning.steps.out_of_memory import LEANER, Rescue, largest, rescue_batches
 from lightning_amp.lightning.steps.training_step import TrainingStep
+from lightning_amp.lightning.strategy import refusals
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.install_parts import install_steps
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.plan_run import resolve_plan
-from lightning_amp.lightning.strategy.refusals import (
-    announce,
-    check_callbacks,
-    check_compiled,
-    check_precision,
-    check_rescue,
-    check_run,
-)
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, techniques
 from lightning_amp.quantities import format_bytes
@@ -83,11 +76,11 @@ class InstalledPlan:
         self._install(plan)
         self._undo.append(count_replicas_once(self._model, self._strategy.mesh))
         # only now it is known which modules and buffers were replaced
-        check_callbacks(self._installed, getattr(trainer, "callbacks", ()), plan)
+        refusals.check_callbacks(self._installed, getattr(trainer, "callbacks", ()), plan)
         self._undo.append(install_steps(module, plan, self._strategy.mesh))
         shards = Shards(self._model, self._installed.sharded, self._installed.partial)
         for rule in (rule for rule in plan.rules if rule.strategy == STAGED):
-            check_run(self._request, trainer, self._model, plan.rules)
+            refusals.check_run(self._request, trainer, self._model, plan.rules)
             overridden = [(one.fqn, one.module, one.override.run) for one in self._installed.overridden]
             # frees what other stages hold; the module's steps run as stages until these are undone
             install_stages = function_at(stage_search().install)
@@ -111,7 +104,7 @@ class InstalledPlan:
             held = self._holds(self._plan) and self._request.if_unfit == "refuse"
             why = self._plan.uncounted
             return refuse_beyond(self._facts.budget, self._trainer, why=why) if held else lambda: None
-        check_rescue(self._plan, self._trainer, n_ranks=self._strategy.world_size)
+        refusals.check_rescue(self._plan, self._trainer, n_ranks=self._strategy.world_size)
         rescue = Rescue(
             self._trainer.lightning_module,
             leaner=self._leaner,
@@ -228,7 +221,7 @@ class InstalledPlan:
 
     def _install(self, plan: Plan, *, within: list[str] | None = None) -> None:
         """Carry a plan out in the module, in which nothing is installed, or within some decoders of it."""
-        check_compiled(self._model, plan)
+        refusals.check_compiled(self._model, plan)
         made = install(self._model, plan, self._strategy.mesh, within=within)
         if within is None:
             self._installed = made
@@ -236,7 +229,7 @@ class InstalledPlan:
             # the parameters of these are known already
             self._installed.changes += made.changes
         self._foreign.keep(swap.fqn for swap in self._installed.swaps)
-        check_precision(made, self._trainer.precision_plugin, plan)
+        refusals.check_precision(made, self._trainer.precision_plugin, plan)
 
     def _keep(self, plan: Plan) -> None:
         """Have a plan in force, and write it to the folder of the logs, as a report and as JSON."""
@@ -269,7 +262,7 @@ class InstalledPlan:
         return self._trainer.state.fn == TrainerFn.FITTING or bool(plan.evaluates)
 
     def _announce(self) -> None:
-        announce(self._plan, self._request, held=self._holds(self._plan), report=self._report_path())
+        refusals.announce(self._plan, self._request, held=self._holds(self._plan), report=self._report_path())
 
 
 def _split(plan: Plan) -> tuple[object, ...]:

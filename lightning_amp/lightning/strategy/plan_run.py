@@ -18,17 +18,7 @@ from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.candidates import TIE
 from lightning_amp.planning.modules.plan_module import model_axis_size, plan_again, plan_module, split_by_planner
 from lightning_amp.planning.plan.plan import Axes, Explanation, Plan
-from lightning_amp.planning.policies.build_rules import (
-    ends_of,
-    remarks,
-    too_few_cells,
-    with_balance,
-    with_memory,
-    with_requested,
-    with_shared_statistics,
-    with_speeds,
-    without_shared_statistics,
-)
+from lightning_amp.planning.policies import build_rules
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.time.step_seconds import predicted_times
 from lightning_amp.quantities import format_bytes
@@ -63,7 +53,7 @@ def resolve_plan(
             found = made(facts, strategies, model_ranks)
         else:
             found = predict_anew(asked, facts)
-        return with_memory(found, facts.memory)
+        return build_rules.with_memory(found, facts.memory)
 
     try:
         plan = decide_on_rank_zero(decide, rank=strategy.global_rank, broadcast=strategy.broadcast)
@@ -78,10 +68,10 @@ def resolve_plan(
             f" has {strategy.world_size} ranks; make a plan for as many, or change `devices` of the Trainer"
         )
     if not request.share_batch_statistics:
-        plan = without_shared_statistics(plan)
+        plan = build_rules.without_shared_statistics(plan)
     own = None if facts.data is None else facts.data.balance
     balance = request.balance_cells if own is None else own
-    return plan if balance == "auto" else with_balance(plan, balance=bool(balance))
+    return plan if balance == "auto" else build_rules.with_balance(plan, balance=bool(balance))
 
 
 def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, model_ranks: int | None) -> Plan:
@@ -166,9 +156,9 @@ def _without_step(
         rates=rates,
         node_devices=strategy.num_processes,
     )
-    made = with_requested(made, request.specs, shape, launches=rates.launches)
+    made = build_rules.with_requested(made, request.specs, shape, launches=rates.launches)
     made = with_spec(made, steps, facts.seen[1])
-    made = with_speeds(made, shape, facts.speeds)
+    made = build_rules.with_speeds(made, shape, facts.speeds)
     return replace(made, notes=(*made.notes, *note, *notes))
 
 
@@ -217,12 +207,12 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     elif blocks:
         what = f"what {', '.join(blocks)} save outside of the decoder was not counted"
         notes = [*notes, f"{what}: the peak is predicted without"]
-    notes = notes + note + too_few_cells(profile, plan.mesh, shape.batch_size)
-    notes += remarks({rule.strategy: rule.spec for rule in plan.rules}, launches=rates.launches)
+    notes = notes + note + build_rules.too_few_cells(profile, plan.mesh, shape.batch_size)
+    notes += build_rules.remarks({rule.strategy: rule.spec for rule in plan.rules}, launches=rates.launches)
     if shape.batch_norms:
         # the plan may be of a model without
-        plan = with_shared_statistics(plan)
-    predicted = predict(shape, plan.strategies, model_ranks=plan.mesh.model, axes=axes, ends=ends_of(plan))
+        plan = build_rules.with_shared_statistics(plan)
+    predicted = predict(shape, plan.strategies, model_ranks=plan.mesh.model, axes=axes, ends=build_rules.ends_of(plan))
     again = replace(
         plan,
         batch_size=shape.batch_size,
