@@ -9,15 +9,9 @@ from lightning_amp.data.files.directory import DataDirectory, find, write_aside
 from lightning_amp.data.files.graphml import write_graph
 from lightning_amp.data.files.new_hdf5 import UNKNOWN_ASSEMBLY
 from lightning_amp.data.files.read_h5ad import first_column, open_stream, store_by_columns
+from lightning_amp.data.prepare import read_scool
 from lightning_amp.data.prepare.gene_positions import build_graph, read_genes
 from lightning_amp.data.prepare.hic_modality import FeatureGrid, build_grid, write_hic
-from lightning_amp.data.prepare.read_scool import (
-    ScoolFile,
-    choose_chromosomes,
-    format_resolution,
-    parse_resolution,
-    strip_resolution,
-)
 from lightning_amp.data.prepare.rna_modality import RnaCounts, choose_genes, read_rna, write_rna
 from lightning_amp.errors import DataError
 from lightning_amp.progress import track
@@ -42,7 +36,7 @@ def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
     if "cell" not in table:
         raise DataError(f"{path}: no column 'cell', found {list(table)!r}; tab-separated with a header is needed")
     names = table["cell"].fillna("")
-    cells = pd.Index([strip_resolution(name, resolution=resolution) for name in names], name="cell")
+    cells = pd.Index([read_scool.strip_resolution(name, resolution=resolution) for name in names], name="cell")
     if cells.has_duplicates:
         again = cells[cells.duplicated()].unique().tolist()
         raise DataError(
@@ -110,15 +104,15 @@ def prepare(
     if not 0 <= loop_quantile < 1:
         raise DataError(f"loop_quantile={loop_quantile!r} is out of range; allowed is 0 <= loop_quantile < 1")
     with write_aside(out, overwrite=overwrite) as aside:
-        scool = ScoolFile(Path(hic))
+        scool = read_scool.ScoolFile(Path(hic))
         width = scool.resolution()
-        if resolution is not None and parse_resolution(resolution) != width:
+        if resolution is not None and read_scool.parse_resolution(resolution) != width:
             raise DataError(
                 f"{scool.path}: resolution={resolution!r} was given, found bins of {width!r} bp "
-                f"({format_resolution(width)!r}); give the file of that resolution, or this resolution"
+                f"({read_scool.format_resolution(width)!r}); give the file of that resolution, or this resolution"
             )
         present = scool.bins["chrom"].drop_duplicates().tolist()
-        kept = choose_chromosomes(chromosomes, present, path=scool.path)
+        kept = read_scool.choose_chromosomes(chromosomes, present, path=scool.path)
         grid = build_grid(scool.bins, strata=strata, chromosomes=kept, cis_only=cis_only, source=scool.path)
         named = scool.named_cells()
         if labels is None:
@@ -171,7 +165,7 @@ def write_modalities(
     `build_graph`.
     """
     width = int((grid.bins["end"] - grid.bins["start"]).max())
-    setting = f"{format_resolution(width)}_raw_{loop_quantile:g}_2d_{grid.n_strata}"
+    setting = f"{read_scool.format_resolution(width)}_raw_{loop_quantile:g}_2d_{grid.n_strata}"
     settings = {"setting": setting, "resolution": width, "strata": grid.n_strata, "cis_only": grid.cis_only}
     for name in ("hic", "rna", "graphs"):
         (root / name).mkdir()

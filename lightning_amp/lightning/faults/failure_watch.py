@@ -23,22 +23,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_amp.errors import AmpError
 from lightning_amp.lightning._compat import launch_process_observer, trainer_of
-from lightning_amp.lightning.faults.activity import (
-    Fault,
-    doing_in,
-    doing_of_thread,
-    is_of_communication,
-    text_of,
-    this_host,
-)
+from lightning_amp.lightning.faults import activity, launchers
 from lightning_amp.lightning.faults.detector import EXIT_STATUS, GRACE_S, Detector, say
-from lightning_amp.lightning.faults.launchers import (
-    OF_ALL_RANKS,
-    STARTED_BY,
-    STATUS_OF_SIGTERM,
-    InterruptibleLauncher,
-    how_to_resume,
-)
 from lightning_amp.lightning.faults.link import connect, listen
 
 CONNECT_S = 20.0
@@ -78,7 +64,7 @@ class FailureWatch:
 
         Its main thread waits for that one in a collective, for as long as the process group's timeout.
         """
-        started_by, over = int(os.environ.get(STARTED_BY, 0)), threading.Event()
+        started_by, over = int(os.environ.get(launchers.STARTED_BY, 0)), threading.Event()
         if started_by:
             threading.Thread(target=self._end_with, args=(started_by, over), daemon=True).start()
         try:
@@ -132,8 +118,8 @@ class FailureWatch:
         self._detector = Detector(
             strategy.global_rank,
             # what Lightning has noted of the run; no stack is read
-            partial(doing_in, (), trainer),
-            partial(doing_of_thread, threading.get_ident(), trainer),
+            partial(activity.doing_in, (), trainer),
+            partial(activity.doing_of_thread, threading.get_ident(), trainer),
             **self._limits,
             listener=listener,
             link=link,
@@ -172,7 +158,7 @@ class FailureWatch:
             if self._stepping:
                 self._asked_to_end = True
                 return
-            raise SIGTERMException(STATUS_OF_SIGTERM)
+            raise SIGTERMException(launchers.STATUS_OF_SIGTERM)
 
         connector._sigterm_notifier_fn = end  # type: ignore[method-assign, assignment]
 
@@ -197,7 +183,7 @@ class FailureWatch:
             self._stepping = False
         if self._asked_to_end:
             self._asked_to_end = False
-            raise SIGTERMException(STATUS_OF_SIGTERM)
+            raise SIGTERMException(launchers.STATUS_OF_SIGTERM)
         return output
 
     @contextmanager
@@ -217,8 +203,8 @@ class FailureWatch:
         rank, launcher = self._strategy.global_rank, self._strategy.launcher
         # when python ends, it looks through all of torch for garbage, which takes more than a second
         atexit.register(gc.freeze)
-        if isinstance(exception, KeyboardInterrupt) and isinstance(launcher, InterruptibleLauncher):
-            launcher.last_words = how_to_resume(self._trainer) if rank == 0 else ""
+        if isinstance(exception, KeyboardInterrupt) and isinstance(launcher, launchers.InterruptibleLauncher):
+            launcher.last_words = launchers.how_to_resume(self._trainer) if rank == 0 else ""
         if self._detector is None:
             # before ranks are connected; others would wait for this one
             for process in self._adopt():
@@ -229,29 +215,31 @@ class FailureWatch:
                     process.kill()
             return
         # a broken collective is the consequence of another rank's end, of which the word may be on its way
-        fault = self._detector.cause() if is_of_communication(exception) else self._detector.fault
+        fault = self._detector.cause() if activity.is_of_communication(exception) else self._detector.fault
         # these are raised on every rank with the same text, which has all that a person needs
-        of_all = isinstance(exception, OF_ALL_RANKS)
+        of_all = isinstance(exception, launchers.OF_ALL_RANKS)
         if fault is not None and fault.rank != rank:
-            if not (of_all and fault.what.endswith(text_of(exception))):
+            if not (of_all and fault.what.endswith(activity.text_of(exception))):
                 say(f"rank {rank} ends: {fault}")
-                if is_of_communication(exception):
+                if activity.is_of_communication(exception):
                     # where this rank waited for the other is no news, and would bury the message under a hundred lines
                     exception.__traceback__ = exception.__cause__ = exception.__context__ = None
                 if isinstance(exception, RuntimeError):
-                    own_words = text_of(exception).partition(". ")[0]
+                    own_words = activity.text_of(exception).partition(". ")[0]
                     exception.args = (f"{fault}; rank {rank} ends with it, of {own_words}",)
             return
         frames = StackSummary.extract(walk_tb(exception.__traceback__), lookup_lines=False)
-        doing = doing_in(reversed(frames), self._trainer)
-        what = f"failed {doing}: {text_of(exception)}"
+        doing = activity.doing_in(reversed(frames), self._trainer)
+        what = f"failed {doing}: {activity.text_of(exception)}"
         if isinstance(exception, SIGTERMException | KeyboardInterrupt):
             signalled = isinstance(exception, SIGTERMException)
             what = f"{'received SIGTERM' if signalled else 'was interrupted'} {doing}"
-        own = Fault(rank=rank, host=this_host(), what=what, asked=isinstance(exception, KeyboardInterrupt))
+        own = activity.Fault(
+            rank=rank, host=activity.this_host(), what=what, asked=isinstance(exception, KeyboardInterrupt)
+        )
         self._detector.tell(own)
         if not of_all:
-            over = self._detector.ended_ranks() if is_of_communication(exception) else []
+            over = self._detector.ended_ranks() if activity.is_of_communication(exception) else []
             say(f"{own}{f'; ranks {over} had ended their run before' if over else ''}")
 
     @contextmanager

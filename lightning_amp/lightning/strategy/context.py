@@ -13,17 +13,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_amp.costs import model_shape
 from lightning_amp.costs.device_rates import Rates
-from lightning_amp.costs.model_shape import (
-    LATENT_DIM,
-    DecoderShape,
-    ModelShape,
-    NetworkShape,
-    attention_of,
-    outside_strata,
-    profile_of_module,
-    with_counts,
-)
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.data.batch import datamodule_of
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
@@ -124,7 +115,7 @@ class PlanningContext:
         return found if isinstance(found, SingleCellDataModule) else None
 
     @cached_property
-    def read(self) -> tuple[Profile, ModelShape, list[str]]:
+    def read(self) -> tuple[Profile, model_shape.ModelShape, list[str]]:
         """Profile and shape of the run, and what a prediction leaves out."""
         request, trainer, seen, why = self.request, self.trainer, self.seen[0], self.not_profiled
         module, data = trainer.lightning_module, self.data
@@ -141,20 +132,20 @@ class PlanningContext:
             notes.append("the optimiser state is counted as Adam's, twice the weights, for there are no optimisers yet")
         slots = RMSPROP_SLOTS if reference else ADAM_SLOTS
         shape = with_unsupported(module, describe(module, batch_size=batch_size or 1, optimizer_slots=slots))
-        shape = replace(shape if reference else with_counts(shape), profiled=seen is not None)
+        shape = replace(shape if reference else model_shape.with_counts(shape), profiled=seen is not None)
         shape = replace(shape, decoder=replace(shape.decoder, threads=torch.get_num_threads()))
         notes += unpredicted(module, shape)
         if data_dir is None:
-            return profile_of_module(shape), on_device(shape, self.rates[0]), notes
+            return model_shape.profile_of_module(shape), on_device(shape, self.rates[0]), notes
         profile = read_profile(data_dir, setting=getattr(data, "setting", None))
         profile = _as_used(profile, getattr(data, "modalities", None), decoder=shape.decoder)
         if reference:
             # what lies outside the strata of the reference model
             settings = module.hparams
-            names = [field.name for field in fields(NetworkShape) if field.name in settings]
-            network = NetworkShape(**{name: settings[name] for name in names})
-            dim = shape.decoder.dim or int(settings.get("latent_dim", LATENT_DIM))
-            shape = outside_strata(shape, network, profile, latent_dim=dim)
+            names = [field.name for field in fields(model_shape.NetworkShape) if field.name in settings]
+            network = model_shape.NetworkShape(**{name: settings[name] for name in names})
+            dim = shape.decoder.dim or int(settings.get("latent_dim", model_shape.LATENT_DIM))
+            shape = model_shape.outside_strata(shape, network, profile, latent_dim=dim)
         elif shape.decoder:
             notes.append(
                 "of the activations outside the decoder the counts and the inputs of layers that read them all are"
@@ -273,7 +264,7 @@ class PlanningContext:
             )
 
 
-def _as_used(profile: Profile, names: list[str] | None, *, decoder: DecoderShape) -> Profile:
+def _as_used(profile: Profile, names: list[str] | None, *, decoder: model_shape.DecoderShape) -> Profile:
     """The modalities that the data module loads; without a decomposed decoder in the module, none is decomposed."""
     used = [m for m in profile.modalities if names is None or m.name in names]
     modalities = []
@@ -281,7 +272,7 @@ def _as_used(profile: Profile, names: list[str] | None, *, decoder: DecoderShape
         others = [m.features for m in used if m is not modality]
         scale = modality.features / max(others) if others else None
         own = modality.decomposition
-        parts = replace(own, **attention_of(decoder)) if own and decoder else None
+        parts = replace(own, **model_shape.attention_of(decoder)) if own and decoder else None
         modalities.append(replace(modality, scale=scale, decomposition=parts))
     return replace(profile, modalities=tuple(modalities))
 
