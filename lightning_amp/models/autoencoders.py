@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_amp.data.batch import Batch, CellBatch, datamodule_of
 from lightning_amp.errors import ModelError
-from lightning_amp.models.decoders.likelihoods import PLAIN_DECODERS, PlainDecoder
+from lightning_amp.models.decoders.likelihoods import PlainDecoder
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.models.graph_encoder import GraphEncoder
 from lightning_amp.models.inputs import HIC, TOTALS, ModelInputs, inputs_from
@@ -72,7 +72,7 @@ class LinkedAutoencoders(pl.LightningModule):
         # after all encoders: another order would draw other first weights
         for name, modality in inputs.modalities.items():
             if name != HIC:
-                decoders[name] = PLAIN_DECODERS[name](modality.n_features, modality.n_batches)
+                decoders[name] = PlainDecoder(name, modality.n_features, modality.n_batches)
                 continue
             assert inputs.strata is not None, "ModelInputs checks that Hi-C comes with strata"
             decoders[name] = StratifiedDecoder(

@@ -14,7 +14,6 @@ chromosome 1) has 0.3 for the genes most particular to one type. Finer bins sepa
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +35,6 @@ LINK = 0.5
 SPREAD = 0.6
 TRANSCRIPTS = 3_000
 DISPERSION = 5.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Population:
-    """Distributions that the cells are drawn from."""
-
-    activity: NDArray[np.float64]  # compartment of each bin, positive where active, of shape [type, bin]
-    # running sum of contact probabilities over the features, of shape [type, feature]
-    cumulative: NDArray[np.float64]
-    grid: FeatureGrid
 
 
 def synthesize(out: str | Path, *, overwrite: bool = False, **sizes: int) -> DataDirectory:
@@ -121,17 +110,23 @@ def _draw(
     chrom = np.repeat([f"chr{i + 1}" for i in range(chromosomes)], parts).astype(object)
     table = pd.DataFrame({"chrom": chrom, "start": start, "end": start + resolution})
     grid = build_grid(table, strata=strata, chromosomes=table["chrom"].unique().tolist(), source="synthetic bins")
-    population = _make_population(rng, grid, cell_types)
+    activity, cumulative = _make_population(rng, grid, cell_types)
     positions = _place_genes(rng, table, genes)
-    rna = _draw_rna(rng, population, positions, rna_cells)
+    rna = _draw_rna(rng, table, activity, positions, rna_cells)
     labels = _label("hic", rng.permutation(np.arange(cells) % cell_types))
     # contacts are drawn cell by cell as these are read
-    contacts = _draw_cells(rng, population, labels, depth)
+    contacts = _draw_cells(rng, grid, cumulative, labels, depth)
     return {"grid": grid, "cells": contacts, "labels": labels, "rna": rna, "positions": positions}
 
 
-def _make_population(rng: np.random.Generator, grid: FeatureGrid, n_types: int) -> _Population:
-    """Draw compartments and loops of each cell type and work out the contact probabilities."""
+def _make_population(
+    rng: np.random.Generator, grid: FeatureGrid, n_types: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Draw compartments and loops of each cell type and work out the contact probabilities.
+
+    Returns the compartment of each bin, positive where active, [type, bin], and the running sum of contact
+    probabilities over the features, [type, feature].
+    """
     n_bins = len(grid.bins)
     n_segments = -(-n_bins // SEGMENT)
     # Segments share a base over types, so that types differ in some places rather than everywhere.
@@ -147,7 +142,7 @@ def _make_population(rng: np.random.Generator, grid: FeatureGrid, n_types: int) 
     for of_type in rate:
         of_type[rng.choice(far, size=min(len(far), max(2, n_bins // 12)), replace=False)] *= 8
     cumulative = np.cumsum(rate, axis=1)
-    return _Population(activity, cumulative / cumulative[:, -1:], grid)
+    return activity, cumulative / cumulative[:, -1:]
 
 
 def _label(kind: str, types: NDArray[np.int64]) -> pd.DataFrame:
@@ -157,14 +152,14 @@ def _label(kind: str, types: NDArray[np.int64]) -> pd.DataFrame:
 
 
 def _draw_cells(
-    rng: np.random.Generator, population: _Population, labels: pd.DataFrame, depth: int
+    rng: np.random.Generator, grid: FeatureGrid, cumulative: NDArray[np.float64], labels: pd.DataFrame, depth: int
 ) -> Iterator[tuple[str, pd.DataFrame]]:
-    stratum, anchor = np.nonzero(population.grid.column_of >= 0)
+    stratum, anchor = np.nonzero(grid.column_of >= 0)
     for cell, celltype in labels["celltype"].items():
-        cumulative = population.cumulative[int(celltype.removeprefix("type"))]
+        of_type = cumulative[int(celltype.removeprefix("type"))]
         # At least one contact, so that every cell is written.
         n = max(1, rng.poisson(depth * rng.lognormal(-(SPREAD**2) / 2, SPREAD)))
-        drawn = np.searchsorted(cumulative, rng.random(n), side="right")
+        drawn = np.searchsorted(of_type, rng.random(n), side="right")
         feature, count = np.unique(drawn, return_counts=True)
         low = anchor[feature]
         yield cell, pd.DataFrame({"bin1_id": low, "bin2_id": low + stratum[feature], "count": count})
@@ -180,14 +175,15 @@ def _place_genes(rng: np.random.Generator, bins: pd.DataFrame, n_genes: int) -> 
     return table.set_index(pd.Index([f"GENE{i}" for i in range(n_genes)], dtype=object, name="gene"))
 
 
-def _draw_rna(rng: np.random.Generator, population: _Population, genes: pd.DataFrame, n_cells: int) -> RnaCounts:
+def _draw_rna(
+    rng: np.random.Generator, bins: pd.DataFrame, activity: NDArray[np.float64], genes: pd.DataFrame, n_cells: int
+) -> RnaCounts:
     """Draw negative binomial counts whose means follow the activity of each gene's bin."""
-    types = rng.permutation(np.arange(n_cells) % len(population.activity))
-    bins = population.grid.bins
+    types = rng.permutation(np.arange(n_cells) % len(activity))
     first = {chrom: rows[0] for chrom, rows in bins.groupby("chrom", sort=False).indices.items()}
     width = int((bins["end"] - bins["start"]).iloc[0])
     row = genes["chrom"].map(first).to_numpy() + genes["start"].to_numpy() // width
-    rate = rng.lognormal(size=len(genes)) * np.exp(1.5 * population.activity[:, row])
+    rate = rng.lognormal(size=len(genes)) * np.exp(1.5 * activity[:, row])
     share = rate / rate.sum(axis=1, keepdims=True)
     # the shift lets the factor have the mean 1
     total = TRANSCRIPTS * rng.lognormal(-(SPREAD**2) / 2, SPREAD, size=n_cells)

@@ -15,7 +15,6 @@ Known limit: in float32 nb of x > 0 loses digits for inverse dispersions above 1
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -86,15 +85,20 @@ def table_rows(table: Float[Tensor, "experiment feature"], batch: Experiment) ->
 FIRST = {"log_theta": FIRST_LOG_THETA, "zi_logits": FIRST_ZI_LOGIT}
 
 
+LIKELIHOODS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], bool]] = {
+    "rna": (nb, ("log_theta",), True),
+    "atac": (zinb, ("log_theta", "zi_logits"), True),
+    "methyl": (ziln, ("log_scale", "zi_logits"), False),
+}
+"""Of a modality, a function of (x, location, *tables), the names of its tables, and whether x are counts."""
+
+
 class PlainDecoder(nn.Module):
-    """Abstract; a likelihood is a function of (x, location, *tables)."""
+    """Decoder of a modality of `LIKELIHOODS`."""
 
-    likelihood: ClassVar[Callable[..., Tensor]]
-    tables: ClassVar[tuple[str, ...]]
-    counts: ClassVar[bool]
-
-    def __init__(self, n_features: int, n_batches: int):
+    def __init__(self, modality: str, n_features: int, n_batches: int):
         super().__init__()
+        self.likelihood, self.tables, self.counts = LIKELIHOODS[modality]
         for name in ("scale", "bias", *self.tables):
             table = torch.full((n_batches, n_features), FIRST.get(name, 0.0))
             self.register_parameter(name, nn.Parameter(table))
@@ -104,7 +108,7 @@ class PlainDecoder(nn.Module):
     ) -> Scalar:
         """Minus the mean log-likelihood over cells and features; library must be positive."""
         tables = (self._rows(name, batch) for name in self.tables)
-        return -type(self).likelihood(x, self._location(u, v, batch, library), *tables).mean()
+        return -self.likelihood(x, self._location(u, v, batch, library), *tables).mean()
 
     def mean(self, u: PerCell, v: Float[Tensor, "feature dim"], *, batch: Experiment, library: Library) -> Counts:
         """Expected counts without zero inflation, or the location of values (of their logarithm for ZILN)."""
@@ -117,24 +121,3 @@ class PlainDecoder(nn.Module):
 
     def _rows(self, name: str, batch: Tensor) -> Tensor:
         return table_rows(self.get_parameter(name), batch)
-
-
-class NBDecoder(PlainDecoder):
-    """Negative binomial counts."""
-
-    likelihood, tables, counts = staticmethod(nb), ("log_theta",), True
-
-
-class ZINBDecoder(PlainDecoder):
-    """Zero-inflated negative binomial counts."""
-
-    likelihood, tables, counts = staticmethod(zinb), ("log_theta", "zi_logits"), True
-
-
-class ZILNDecoder(PlainDecoder):
-    """Zero-inflated log-normal values."""
-
-    likelihood, tables, counts = staticmethod(ziln), ("log_scale", "zi_logits"), False
-
-
-PLAIN_DECODERS: dict[str, type[PlainDecoder]] = {"rna": NBDecoder, "atac": ZINBDecoder, "methyl": ZILNDecoder}
