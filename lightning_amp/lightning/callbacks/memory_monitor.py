@@ -4,8 +4,8 @@ A row holds: rank, step (training batches so far), decoder (its name in the modu
 for the whole step), current_bytes (alive when the stratum, or the step, was done), peak_bytes (since the step
 began), predicted_bytes (None without a plan) and rss_bytes (of the process, as the operating system sees it).
 
-Of a module without a decoder the whole step is measured, by module and by kind (step_files.py); of a pipeline when
-which micro-batch was computed where, too.
+Of a module without a decoder the whole step is measured, by module and by kind; of a pipeline when which micro-batch
+was computed where, too (schedule_files.py).
 """
 
 import csv
@@ -30,11 +30,13 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import ModuleProfile, summarize
 from lightning_amp.footprint.profile_module import REAL
 from lightning_amp.footprint.step_recorder import StepRecorder
-from lightning_amp.lightning.callbacks.step_files import Ran, module_rows, write_schedule, write_step
+from lightning_amp.lightning.callbacks.schedule_files import Ran, write_schedule
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder, find_decoders
 
 COLUMNS = (*("rank", "step", "decoder", "stratum"), *("current_bytes", "peak_bytes", "predicted_bytes", "rss_bytes"))
 WHOLE_STEP = "step"
+SHOWN = 10
+"""Modules in a table: those that hold most."""
 Row = dict[str, Any]
 
 
@@ -190,7 +192,19 @@ class StratumMemoryMonitor(pl.Callback):
 
     def modules(self) -> list[Row]:
         """The last measured step of this rank: module, predicted, measured (bytes at the peak) and their ratio."""
-        return [] if self.measured_step is None else module_rows(self.measured_step, self._predicted_step)
+        if self.measured_step is None:
+            return []
+        before = self._predicted_step
+        known = {} if before is None else {row.fqn: row.n_bytes for row in before.modules}
+        return [
+            {
+                "module": row.fqn,
+                "predicted": known.get(row.fqn),
+                "measured": row.n_bytes,
+                "ratio": row.n_bytes / known[row.fqn] if known.get(row.fqn) else None,
+            }
+            for row in self.measured_step.modules[:SHOWN]
+        ]
 
     def _is_due(self, step: int, batch_idx: int, added_up: int) -> bool:
         """Of batches whose gradients are added up the last one is measured, which has those of the others too."""
@@ -219,12 +233,20 @@ class StratumMemoryMonitor(pl.Callback):
             aside.write_text("".join(json.dumps(row) + "\n" for row in ordered))
         self.written = [table, lines]
         budget = getattr(_plan(trainer), "budget_bytes", None)
-        if self.measured_step is not None:
-            self.written += write_step(
-                target, self.measured_step, self._predicted_step, budget_bytes=budget, plot=self.plot
-            )
+        measured, predicted, picture = self.measured_step, self._predicted_step, target / "memory.png"
+        if measured is not None:
+            path = target / "memory_step.json"
+            plain = {"measured": measured.to_dict(), "predicted": None if predicted is None else predicted.to_dict()}
+            with written_aside(path) as aside:
+                aside.write_text(json.dumps(plain))
+            self.written.append(path)
+        if measured is not None and self.plot:
+            title = "memory of a measured step"
+            with written_aside(picture) as aside:
+                measured.plot(aside, predicted=predicted, budget_bytes=budget, title=title)
+            self.written.append(picture)
         elif self.plot:
-            self.written += _draw(target / "memory.png", self.rows, budget_bytes=budget)
+            self.written += _draw(picture, self.rows, budget_bytes=budget)
 
 
 class _MeasuredStep:

@@ -1,9 +1,8 @@
-"""Install what a plan spreads over ranks: shared batch statistics, split parameters, steps of a technique."""
+"""Install what a plan spreads over ranks: shared batch statistics, split parameters."""
 
 from collections.abc import Callable
 from importlib import import_module
 
-import lightning.pytorch as pl
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -11,14 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.checkpoints.shards import Shards
-from lightning_amp.lightning.profiling.dry_steps import put_steps
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
 from lightning_amp.techniques.data.batch_norm import share_batch_statistics
 from lightning_amp.techniques.data.row import ShareBatchStatistics
 from lightning_amp.techniques.ranks.collectives import Agreement
-from lightning_amp.techniques.table import STRATEGIES, refuse_apart, with_steps
+from lightning_amp.techniques.table import STRATEGIES, with_steps
 from lightning_amp.techniques.technique import function_at
 
 Undo = list[Callable[[], None]]
@@ -91,18 +88,3 @@ def check_split(plan: Plan, fn: TrainerFn | None) -> None:
             f" {'predict requires whole parameters' if splits else 'this plan shards none'}; train, validate or test"
             " with strategies='tensor3d', or give them values first"
         )
-
-
-def install_steps(module: pl.LightningModule, plan: Plan, mesh: DeviceMesh) -> Callable[[], None]:
-    """Put the steps of a plan's technique in the place of a module's; returns what undoes it. Raises PlanError: a
-    technique of the plan that does not go together with it, or a module that it does not support."""
-    name = with_steps(plan.strategies)
-    if not name:
-        return lambda: None
-    refuse_apart(plan.strategies)
-    if decoders := list(find_decoders(module)):
-        raise PlanError(
-            f"{name} is not supported: {decoders[0]!r} is a decomposed decoder; use 'nodes', which splits"
-            " its anchors over the model axis"
-        )
-    return put_steps(module, name, plan.spec_of(name), mesh["model"])

@@ -25,6 +25,7 @@ from lightning_amp.installing.install import Installed, install
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
 from lightning_amp.lightning.profiling.blocks_outside import keeping_blocks
+from lightning_amp.lightning.profiling.dry_steps import put_steps
 from lightning_amp.lightning.profiling.loaders import UNKNOWN
 from lightning_amp.lightning.steps.cells import count_replicas_once
 from lightning_amp.lightning.steps.counted_batches import refuse_beyond
@@ -32,13 +33,13 @@ from lightning_amp.lightning.steps.out_of_memory import LEANER, Rescue, largest,
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy import refusals
 from lightning_amp.lightning.strategy.context import PlanningContext
-from lightning_amp.lightning.strategy.install_parts import install_steps
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.plan_run import resolve_plan
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, techniques
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.table import OF_BLOCKS, STAGED, stage_search
+from lightning_amp.techniques.contract.protocol import find_decoders
+from lightning_amp.techniques.table import OF_BLOCKS, STAGED, refuse_apart, stage_search, with_steps
 from lightning_amp.techniques.technique import function_at
 
 
@@ -77,7 +78,15 @@ class InstalledPlan:
         self._undo.append(count_replicas_once(self._model, self._strategy.mesh))
         # only now it is known which modules and buffers were replaced
         refusals.check_callbacks(self._installed, getattr(trainer, "callbacks", ()), plan)
-        self._undo.append(install_steps(module, plan, self._strategy.mesh))
+        if name := with_steps(plan.strategies):
+            # these take the place of the module's
+            refuse_apart(plan.strategies)
+            if decoders := list(find_decoders(module)):
+                raise PlanError(
+                    f"{name} is not supported: {decoders[0]!r} is a decomposed decoder; use 'nodes', which splits"
+                    " its anchors over the model axis"
+                )
+            self._undo.append(put_steps(module, name, plan.spec_of(name), self._strategy.mesh["model"]))
         shards = Shards(self._model, self._installed.sharded, self._installed.partial)
         for rule in (rule for rule in plan.rules if rule.strategy == STAGED):
             refusals.check_run(self._request, trainer, self._model, plan.rules)

@@ -1,4 +1,4 @@
-"""Write one measured training step: which modules hold what, and which pass of a pipeline ran when and where.
+"""Write which pass of a pipeline ran when and where in a measured training step.
 
 A row of schedule.csv holds: rank, step (training batches so far), pass ("forward", "backward", or "after the blocks":
 what follows these for the whole batch), stage, micro_batch (None after the blocks), and begin and end in seconds since
@@ -6,50 +6,15 @@ the pipeline's first pass, measured and predicted (None without a prediction).
 """
 
 import csv
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lightning_amp.data.files.directory import written_aside
-from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.stages_report import schedule_title, timeline_of
 from lightning_amp.techniques.pipeline.schedule.schedules import Pass, PassTimes, Timeline
-
-SHOWN = 10
-"""Modules in a table: those that hold most."""
-
-
-def module_rows(measured: ModuleProfile, predicted: ModuleProfile | None) -> list[dict[str, Any]]:
-    """Of the modules that hold most at the peak: module, predicted, measured (bytes) and their ratio."""
-    known = {} if predicted is None else {row.fqn: row.n_bytes for row in predicted.modules}
-    return [
-        {
-            "module": row.fqn,
-            "predicted": known.get(row.fqn),
-            "measured": row.n_bytes,
-            "ratio": row.n_bytes / known[row.fqn] if known.get(row.fqn) else None,
-        }
-        for row in measured.modules[:SHOWN]
-    ]
-
-
-def write_step(
-    folder: Path, measured: ModuleProfile, predicted: ModuleProfile | None, *, budget_bytes: int | None, plot: bool
-) -> list[Path]:
-    """Write memory_step.json, and memory.png if requested; returns their paths."""
-    plain = {"measured": measured.to_dict(), "predicted": None if predicted is None else predicted.to_dict()}
-    path, picture = folder / "memory_step.json", folder / "memory.png"
-    with written_aside(path) as aside:
-        aside.write_text(json.dumps(plain))
-    if not plot:
-        return [path]
-    with written_aside(picture) as aside:
-        measured.plot(aside, predicted=predicted, budget_bytes=budget_bytes, title="memory of a measured step")
-    return [path, picture]
-
 
 COLUMNS = (
     *("rank", "step", "pass", "stage", "micro_batch"),
