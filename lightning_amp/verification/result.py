@@ -45,20 +45,14 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suspect:
-    """Something in the model that may make ranks differ; nothing was tried to prove it.
+    """Something in the model that may make ranks differ; nothing was tried to prove it."""
 
-    Attributes:
-        suspect: "random draws", "batch statistics", "buffers", "sum over samples", "unequal parts", "mean of means",
-            "rounding", "not finite" or "unknown".
-        where: Modules, lines or tensors.
-        why: What was seen.
-        advice: What to do.
-    """
-
+    # "random draws", "batch statistics", "buffers", "sum over samples", "unequal parts", "mean of means", "rounding",
+    # "not finite" or "unknown"
     suspect: str
-    where: str = ""
-    why: str
-    advice: str
+    where: str = ""  # modules, lines or tensors
+    why: str  # what was seen
+    advice: str  # what to do
 
     def at(self, names: Sequence[str]) -> "Suspect":
         """The same at some places."""
@@ -68,23 +62,15 @@ class Suspect:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """One process against several ranks.
+    """One process against several ranks."""
 
-    Attributes:
-        module: Class of the module.
-        strategies, mesh: Of the plan that the ranks have carried out; ranks of the data and of the model axis.
-        cells: Cells of the global batch, 0 where their number is not known.
-        rows: Every quantity in every precision.
-        suspects: What may make the ranks differ; empty where all rows are equal.
-    """
-
-    module: str
-    strategies: tuple[str, ...]
-    mesh: tuple[int, int]
-    cells: int
+    module: str  # its class
+    strategies: tuple[str, ...]  # of the plan that the ranks have carried out
+    mesh: tuple[int, int]  # ranks of the data and of the model axis
+    cells: int  # of the global batch, 0 where their number is not known
     steps: int
-    rows: tuple[Row, ...]
-    suspects: tuple[Suspect, ...] = ()
+    rows: tuple[Row, ...]  # every quantity in every precision
+    suspects: tuple[Suspect, ...] = ()  # what may make the ranks differ; empty where all rows are equal
 
     @property
     def ok(self) -> bool:

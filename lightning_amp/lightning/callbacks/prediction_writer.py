@@ -171,10 +171,16 @@ class PredictionWriter(pl.Callback):
         maps: Embeddings = {}
         for rows, contacts in _impute(HIC, self._rows_to_impute(data), data, trainer, pl_module):
             maps.update(zip(data.tables[HIC].obs_names[rows].tolist(), contacts, strict=True))
-        sums = {}
+        # of each label the number of cells and the sum [feature]
+        sums: dict[str, tuple[int, NDArray[np.float64]]] = {}
         if self.celltype_key in tables.get(HIC, ()) and hasattr(pl_module, "impute"):
             labels = labels_of(tables[HIC], self.celltype_key)
-            sums = _sum_by(labels, _impute(HIC, known[HIC], data, trainer, pl_module))
+            for rows, values in _impute(HIC, known[HIC], data, trainer, pl_module):
+                for label in np.unique(labels[rows]).tolist():
+                    mine = values[labels[rows] == label]
+                    n_cells, total = sums.get(label, (0, np.zeros(values.shape[1])))
+                    sums[label] = n_cells + len(mine), total + mine.sum(axis=0, dtype=np.float64)
+            sums = dict(sorted(sums.items()))
         asked = known.get(RNA, NO_ROWS) if self.impute_rna else NO_ROWS
         expression = _impute(RNA, asked, data, trainer, pl_module)
         if not trainer.is_global_zero:
@@ -315,17 +321,6 @@ def _impute(
         with trainer.precision_plugin.forward_context():
             expected: torch.Tensor = module.impute(modality, batch[modality])
         yield chunk, expected.float().cpu().numpy()
-
-
-def _sum_by(labels: NDArray[np.str_], imputed: Imputed) -> dict[str, tuple[int, NDArray[np.float64]]]:
-    """Return the number of cells and the sum [feature] of each label, in alphabetical order."""
-    sums: dict[str, tuple[int, NDArray[np.float64]]] = {}
-    for rows, values in imputed:
-        for label in np.unique(labels[rows]).tolist():
-            mine = values[labels[rows] == label]
-            n_cells, total = sums.get(label, (0, np.zeros(values.shape[1])))
-            sums[label] = n_cells + len(mine), total + mine.sum(axis=0, dtype=np.float64)
-    return dict(sorted(sums.items()))
 
 
 def _data_of(trainer: pl.Trainer) -> SingleCellDataModule:

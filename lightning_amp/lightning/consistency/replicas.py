@@ -13,23 +13,19 @@ and of a batch nothing but its tensors and arrays of numbers; what a step draws 
 differing devices, is not compared.
 """
 
-import os
 import random
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader
 
 # the store has no public name
 from lightning_amp._torch import default_store
@@ -97,14 +93,6 @@ def decide_on_rank_zero(decide: Callable[[], T], *, rank: int, broadcast: Broadc
     if (failure := error or told) is not None:
         raise failure
     return cast(T, decided)
-
-
-def seed_workers(loader: object, *, data_rank: int) -> None:
-    """Let the loader workers of a model group draw the same, where `seed_everything(workers=True)` was called."""
-    if not isinstance(loader, DataLoader) or not int(os.environ.get("PL_SEED_WORKERS", "0")):
-        return
-    if loader.worker_init_fn is None:
-        loader.worker_init_fn = partial(pl_worker_init_function, rank=data_rank)
 
 
 @torch.no_grad()

@@ -86,14 +86,9 @@ class OwnCells(DistributedSampler[Any]):
     def __init__(
         self, loader: DataLoader[Any], *, num_replicas: int, rank: int, same: Callable[[int], bool] | None = None
     ) -> None:
-        """Share what `loader` reads.
+        """Share what `loader` reads; `same`, a collective of all ranks, says whether they all have one value.
 
-        Args:
-            same: A collective of all ranks: whether they all have one value.
-
-        Raises:
-            DataError: The loader's order has no length, so that nobody knows which step is the last.
-        """
+        Raises DataError: the loader's order has no length, so that nobody knows which step is the last."""
         self.batched = loader.batch_sampler is not None
         order: Any = loader.batch_sampler if self.batched else loader.sampler
         try:
@@ -212,15 +207,11 @@ def _tell_epoch(sampler: object, epoch: int) -> None:
 
 
 def count_cells(batch: object) -> int | None:
-    """Cells in a batch.
+    """Cells in a batch; None where no tensor is found, or tensors disagree on their first axis.
 
-    The first axis of every tensor is the cell, as Lightning has it for logging; scalars, and anything but
-    tensors, sparse counts, mappings, lists, tuples and dataclasses, are passed over. In a batch {modality: mapping} the
-    modalities' counts are the answer when they agree, else their sum.
-
-    Returns:
-        None where no tensor is found, or tensors disagree on their first axis.
-    """
+    The first axis of every tensor is the cell, as Lightning has it for logging; scalars, and anything but tensors,
+    sparse counts, mappings, lists, tuples and dataclasses, are passed over. In a batch {modality: mapping} the
+    modalities' counts are the answer when they agree, else their sum."""
     counts = _cells_by_modality(batch)
     return None if counts is None else counts[0] if len(set(counts)) == 1 else sum(counts)
 

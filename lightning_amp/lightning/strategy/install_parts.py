@@ -18,11 +18,9 @@ from lightning_amp.techniques.ranks.collectives import Agreement
 from lightning_amp.techniques.table import STRATEGIES, with_steps
 from lightning_amp.techniques.technique import function_at
 
-Undo = list[Callable[[], None]]
-
 
 def share_statistics(
-    plan: Plan, model: nn.Module, mesh: DeviceMesh, layer_sync: LayerSync | None, undo: Undo
+    plan: Plan, model: nn.Module, mesh: DeviceMesh, layer_sync: LayerSync | None, undo: list[Callable[[], None]]
 ) -> nn.Module:
     """Share batch statistics when the plan says so, or the Trainer's sync_batchnorm; returns the model."""
     planned = any(isinstance(rule.spec, ShareBatchStatistics) for rule in plan.rules)
@@ -39,7 +37,7 @@ def shard_fully(
     groups_of: Callable[[int], DeviceMesh],
     shards: Shards,
     fn: TrainerFn | None,
-    undo: Undo,
+    undo: list[Callable[[], None]],
 ) -> Shards:
     """Split all parameters over the ranks that average gradients, or in groups of them, when the plan says so; returns
     shards with these.

@@ -73,7 +73,7 @@ class InstalledPlan:
         if not self._request.rescue:
             self._facts.forget_step()
         if self._is_shown(plan):
-            self._announce()
+            refusals.announce(plan, self._request, held=self._holds(plan), report=self._report_path())
         self._install(plan)
         self._undo.append(count_replicas_once(self._model, self._strategy.mesh))
         # only now it is known which modules and buffers were replaced
@@ -220,7 +220,7 @@ class InstalledPlan:
                     plan = replace(plan, notes=(*plan.notes, note))
                 notes = f"{rows}: planned anew for these", *self._foreign.compare(plan)
             self._keep(replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes)))))
-            self._announce()
+            refusals.announce(self._plan, self._request, held=self._holds(self._plan), report=self._report_path())
             # what lies outside of decoders is what optimisers know, and the same
             names = list(self._foreign.decoders)
             self._installed.take_out(names)
@@ -269,9 +269,6 @@ class InstalledPlan:
 
     def _is_shown(self, plan: Plan) -> bool:
         return self._trainer.state.fn == TrainerFn.FITTING or bool(plan.evaluates)
-
-    def _announce(self) -> None:
-        refusals.announce(self._plan, self._request, held=self._holds(self._plan), report=self._report_path())
 
 
 def _split(plan: Plan) -> tuple[object, ...]:

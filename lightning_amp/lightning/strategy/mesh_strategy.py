@@ -5,17 +5,21 @@ are logged with sync_dist count them once. Of a plan it only knows how batches a
 """
 
 import atexit
+import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.distributed import HashStore, ReduceOp  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.dist.own_parts import OwnParts
@@ -26,12 +30,7 @@ from lightning_amp.lightning._compat import trainer_of
 from lightning_amp.lightning.checkpoints.read_directory import load_either
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.checkpoints.write_checkpoint import write_directory
-from lightning_amp.lightning.consistency.replicas import (
-    make_sure_of_same_batch,
-    seed_workers,
-    share_draws,
-    wait_for_all,
-)
+from lightning_amp.lightning.consistency.replicas import make_sure_of_same_batch, share_draws, wait_for_all
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
 from lightning_amp.lightning.steps.cells import counted_once, unrounded, with_same_draws
 from lightning_amp.lightning.strategy.request import Request
@@ -45,14 +44,10 @@ class MeshStrategy(DDPStrategy):
     """Which cells a rank reads, what ranks count, and whole state of parameters of which a rank may hold parts.
 
     AMPStrategy says `_model_ranks` and how ranks are compared, and overrides nothing else.
-
-    Attributes:
-        request: The options, as given.
-        plan, predicted_step, pipelined_steps: The plan in force, its step, and what runs that as stages; None without.
     """
 
-    request: Request
-    plan: Plan | None
+    request: Request  # the options, as given
+    plan: Plan | None  # that in force, its step, and what runs that as stages; None without
     predicted_step: Any
     pipelined_steps: Any
     _meshes: dict[tuple[int, int, int | None], DeviceMesh]
@@ -138,7 +133,10 @@ class MeshStrategy(DDPStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Let a model group read the same cells: loader workers draw the same, and so do samplers."""
-        seed_workers(dataloader, data_rank=self.distributed_sampler_kwargs["rank"])
+        if isinstance(dataloader, DataLoader) and int(os.environ.get("PL_SEED_WORKERS", "0")):
+            # `seed_everything(workers=True)` was called
+            seeded = partial(pl_worker_init_function, rank=self.distributed_sampler_kwargs["rank"])
+            dataloader.worker_init_fn = dataloader.worker_init_fn or seeded
         dataloader = super().process_dataloader(dataloader)
         return dataloader if self._model_ranks == 1 else with_same_draws(dataloader, self._share_draws)
 

@@ -149,8 +149,6 @@ def _sharding(installed: Installed, plan: Plan) -> tuple[str, str]:
     return "S2", ", ".join(map(repr, names))
 
 
-TOGETHER = (DataParallel, BalanceCells, ShareBatchStatistics)
-"""Rules that go together with stages, and so do those of blocks."""
 SEE_GRADIENTS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step")
 NORMS = ("clip_grad_norm_", "get_total_norm", "grad_norm")
 
@@ -177,7 +175,8 @@ def _apart_from_stages(request: Request, trainer: pl.Trainer, rules: Iterable[Ru
             why = "it changes or averages parameters that a rank does not hold: leave it out"
             yield type(callback).__name__, why
     for rule in rules:
-        if rule.strategy != STAGED and not isinstance(rule.spec, TOGETHER) and not is_of_block(rule):
+        # those that leave layers as they are go together with stages, and so do those of blocks
+        if rule.strategy != STAGED and not isinstance(rule.spec, LEAVES_LAYERS) and not is_of_block(rule):
             yield rule.strategy, "it was not tried inside of stages: leave it out"
         if getattr(rule.spec, "after", 0):
             why = "what follows its blocks is run by the last stage: leave that rule out"
