@@ -88,12 +88,12 @@ class InstalledPlan:
                 )
             self._undo.append(put_steps(module, name, plan.spec_of(name), self._strategy.mesh["model"]))
         shards = Shards(self._model, self._installed.sharded, self._installed.partial)
-        for rule in (rule for rule in plan.rules if rule.strategy == STAGED):
+        if (staged := next((rule for rule in plan.rules if rule.strategy == STAGED), None)) is not None:
             refusals.check_run(self._request, trainer, self._model, plan.rules)
             overridden = [(one.fqn, one.module, one.override.run) for one in self._installed.overridden]
             # frees what other stages hold; the module's steps run as stages until these are undone
             install_stages = function_at(stage_search().install)
-            shards, steps = install_stages(module, overridden, rule.spec, self._strategy.mesh, StageParameters)
+            shards, steps = install_stages(module, overridden, staged.spec, self._strategy.mesh, StageParameters)
             self._undo += [steps.undo, lambda: setattr(self._strategy, "pipelined_steps", None)]
             self._strategy.pipelined_steps = steps
         self._foreign.tell_rows(self.again)
