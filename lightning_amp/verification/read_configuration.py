@@ -21,8 +21,6 @@ from lightning_amp.verification.training_run import first_of
 
 HERE = ("accelerator=cpu", "devices=1", "num_nodes=1", "logger=false", "fast_dev_run=false")
 """Settings of the Trainer that are another machine's, or open connections."""
-OWN = "precision=32-true"
-"""Of a computation that has its own precisions."""
 
 
 class _Idle(Trainer):
@@ -42,7 +40,8 @@ class _Idle(Trainer):
 
 def read_configuration(path: str) -> tuple[LightningModule, LightningDataModule, dict[str, Any]]:
     """Module, data module, and what the YAML file asks of AMPStrategy; what it asks of the Trainer is left out."""
-    module, data, trainer = _read(path, (*HERE, OWN))
+    # verification has its own precisions
+    module, data, trainer = _read(path, (*HERE, "precision=32-true"))
     return module, data, _options(trainer)
 
 

@@ -110,9 +110,7 @@ def _in_chunks(made: DecoderPlan, seen: ProfiledStep, chain: Chain, *, again: bo
     whole = forms_of(seen)
     assert whole is not None, "a profiled step has them"
     inside = [overlap(block.fqn, made.decoder) for block in chain.blocks]
-    forms = ChunkForms(
-        chain, lambda: [INSIDE if own else table for own, table in zip(inside, whole.tables(), strict=True)]
-    )
+    forms = ChunkForms(chain, lambda: [INSIDE if own else t for own, t in zip(inside, whole.tables(), strict=True)])
     found = forms.choose(None, recompute=again)
     chunked = {name: form for name, form in found.forms.items() if form >= CHUNKED}
     if not chunked:
