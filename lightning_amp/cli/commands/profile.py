@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_amp.cli.commands.calibrate import check_target
-from lightning_amp.cli.configuration import add_named_class, named_step, of_shapes
+from lightning_amp.cli.configuration import NamedStep, add_named_class, named_step, of_shapes
 from lightning_amp.cli.request import add_data, read, refuse
 from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import PlanError
@@ -62,15 +62,15 @@ def _run(arguments: argparse.Namespace) -> None:
     print(json.dumps(found.to_dict(), indent=2) if arguments.format == "json" else text)
 
 
-def _of_step(arguments: argparse.Namespace, named: Any) -> Any:
+def _of_step(arguments: argparse.Namespace, named: NamedStep | None) -> Any:
     from lightning_amp.footprint.inner_run import BY_ITSELF
     from lightning_amp.footprint.profile_module import profile_module
 
-    if named is None:
+    size = arguments.batch_size
+    with of_shapes(arguments):
+        if named is not None:
+            return named.apply(lambda *step: profile_module(*step, batch_size=size, around=BY_ITSELF))
         from lightning_amp.verification.read_configuration import read_step
 
-        module, batch, around, _ = read_step(arguments.config, arguments.batch_size)
-    else:
-        (module, batch), around = named, BY_ITSELF
-    with of_shapes(arguments):
-        return profile_module(module, batch, batch_size=arguments.batch_size, around=around)
+        module, batch, around, _ = read_step(arguments.config, size)
+        return profile_module(module, batch, batch_size=size, around=around)
