@@ -28,7 +28,7 @@ class Deep(pl.LightningModule):
     def __init__(self):
         super().__init__()
         nn = torch.nn
-        blocks = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(8)]
+        blocks = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)]
         self.blocks = nn.ModuleList(blocks)
 
     def training_step(self, batch, batch_idx):
@@ -195,7 +195,7 @@ def test_how_fsdp_splits_is_read_from_the_configuration(config: str, capsys: Any
 @pytest.mark.long
 @IGNORED
 def test_a_class_is_planned_without_a_configuration(config: str, capsys: Any) -> None:
-    words = ["--device-memory", str(5 * 2**20)]
+    words = ["--device-memory", str(3 * 2**20)]
     named = ["plan", "deep_model:Deep", "--batch", "600x64", *words]
     assert planned(named, capsys) == planned(["plan", "--config", config, *words], capsys)
     for more, said in (
