@@ -4,11 +4,11 @@ import argparse
 import ast
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_amp.cli.request import OF_DATA, rates_asked, refuse, request_of
 from lightning_amp.errors import ModelError, PlanError
@@ -18,6 +18,7 @@ from lightning_amp.techniques.table import options_of_techniques, parse_strategi
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
+R = TypeVar("R")
 ALONE = OF_DATA | {"DIR": "data_dir", "--shape": "shape"}
 """Options that a configuration has no use for."""
 
@@ -138,9 +139,41 @@ def add_named_class(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def named_step(arguments: argparse.Namespace) -> "tuple[LightningModule, Any] | None":
-    """The module and the batch that were named, None where none was. Raises AmpError: there is no such class, it cannot
-    be made, or the batch is none."""
+@dataclass(frozen=True)
+class NamedStep:
+    """The training step of a class that the command line names, on a batch of zeros."""
+
+    make: "Callable[[], LightningModule]"
+    batch: Any
+
+    def apply(self, use: "Callable[[LightningModule, Any], R]") -> R:
+        """Return `use(module, batch)` of a module on the device "meta", so that one larger than this machine's memory
+        can be planned; or of one with values, where its constructor or its step needs them.
+        """
+        import torch
+
+        try:
+            with torch.device("meta"):
+                module = self.make()
+                module.configure_model()
+        except Exception:
+            # it needs values, or what a run has set up
+            pass
+        else:
+            with suppress(ModelError):
+                return use(module, self.batch)
+        module = self.make()
+        try:
+            module.configure_model()
+        except Exception:
+            # the profile calls it again, after `setup`
+            module = self.make()
+        return use(module, self.batch)
+
+
+def named_step(arguments: argparse.Namespace) -> NamedStep | None:
+    """The step that was named, None where none was. Raises AmpError: the class is not named as one, or the batch is
+    none."""
     name = arguments.data_dir
     if arguments.batch is None:
         if name is not None and ":" in name and not Path(name).exists():
@@ -155,7 +188,7 @@ def named_step(arguments: argparse.Namespace) -> "tuple[LightningModule, Any] | 
         )
     from lightning_amp.data.batch import batch_of_shapes
 
-    return _made(name, arguments.init or []), batch_of_shapes(",".join(arguments.batch))
+    return NamedStep(lambda: _made(name, arguments.init or []), batch_of_shapes(",".join(arguments.batch)))
 
 
 @contextmanager

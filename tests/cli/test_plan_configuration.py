@@ -28,7 +28,7 @@ class Deep(pl.LightningModule):
     def __init__(self):
         super().__init__()
         nn = torch.nn
-        blocks = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(8)]
+        blocks = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)]
         self.blocks = nn.ModuleList(blocks)
 
     def training_step(self, batch, batch_idx):
@@ -195,7 +195,7 @@ def test_how_fsdp_splits_is_read_from_the_configuration(config: str, capsys: Any
 @pytest.mark.long
 @IGNORED
 def test_a_class_is_planned_without_a_configuration(config: str, capsys: Any) -> None:
-    words = ["--device-memory", str(5 * 2**20)]
+    words = ["--device-memory", str(3 * 2**20)]
     named = ["plan", "deep_model:Deep", "--batch", "600x64", *words]
     assert planned(named, capsys) == planned(["plan", "--config", config, *words], capsys)
     for more, said in (
@@ -411,6 +411,70 @@ def test_a_class_is_profiled_without_a_configuration(
     found = json.loads(capsys.readouterr().out)
     assert found["batch_size"] == 4
     assert any(row["name"] == "embed.weight" and row["shape"] == [50, 24] for row in found["tensors"])
+
+
+LARGE = """
+import lightning.pytorch as pl
+import torch
+
+
+class Large(pl.LightningModule):
+    # 16 TiB
+
+    def __init__(self, width=2**21, rate=0.1):
+        super().__init__()
+        self.layer = torch.nn.Linear(width, width)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters())
+
+
+class Late(Large):
+    def __init__(self):
+        pl.LightningModule.__init__(self)
+        self.layer = None
+
+    def configure_model(self):
+        if self.layer is None:
+            self.layer = torch.nn.Linear(2**21, 2**21)
+
+
+class Rates(Large):
+    # whose constructor reads values
+
+    def __init__(self):
+        super().__init__(8)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+
+
+class Selecting(Large):
+    # whose step does
+
+    def __init__(self):
+        super().__init__(8)
+
+    def training_step(self, batch, batch_idx):
+        out = self.layer(batch)
+        return out[out > self.layer.weight.max()].sum() + out.mean()
+"""
+
+
+def test_a_class_larger_than_this_machine_is_profiled_and_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    (tmp_path / "large_model.py").write_text(LARGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("Large", "Late"):
+        assert main(["profile", f"large_model:{name}", "--batch", "1x2097152", "--format", "json"]) == 0
+        assert json.loads(capsys.readouterr().out)["by_kind"]["parameters"] == 4 * (2**42 + 2**21)
+    made = planned(["plan", "large_model:Late", "--batch", "1x2097152", "--device-memory", "1TiB"], capsys)
+    assert made.fits is False
+    for name in ("Rates", "Selecting"):
+        assert main(["profile", f"large_model:{name}", "--batch", "2x8", "--format", "json"]) == 0
+        assert json.loads(capsys.readouterr().out)["by_kind"]["parameters"] == 4 * 72
 
 
 def test_what_is_wrong_with_a_class_or_its_batch_is_said_in_one_message(

@@ -31,7 +31,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from lightning_amp.planning.reports.module_report import module_report
     from lightning_amp.planning.reports.plan_report import profile_report
 
-    named: Any = named_step(arguments)
+    named = named_step(arguments)
     if named is None and (arguments.config is None) == (arguments.data_dir is None):
         both = f"both DIR={arguments.data_dir!r} and --config {arguments.config!r}"
         raise PlanError(
@@ -57,13 +57,15 @@ def _run(arguments: argparse.Namespace) -> None:
         from lightning_amp.footprint.inner_run import BY_ITSELF
         from lightning_amp.footprint.profile_module import profile_module
 
-        around = BY_ITSELF
-        if named is None:
-            from lightning_amp.verification.read_configuration import read_step
-
-            *named, around, _ = read_step(arguments.config, arguments.batch_size)
+        size = arguments.batch_size
         with of_shapes(arguments):
-            found = profile_module(*named, batch_size=arguments.batch_size, around=around)
+            if named is not None:
+                found = named.apply(lambda *step: profile_module(*step, batch_size=size, around=BY_ITSELF))
+            else:
+                from lightning_amp.verification.read_configuration import read_step
+
+                module, batch, around, _ = read_step(arguments.config, size)
+                found = profile_module(module, batch, batch_size=size, around=around)
         text = module_report(found)
         if arguments.plot is not None:
             with written_aside(Path(arguments.plot)) as aside:
