@@ -44,17 +44,9 @@ ColumnRuns = tuple[tuple[int, int], ...]
 class SparseCounts:
     """Sparse counts in coordinate format; all arguments but the last are attributes too.
 
-    Args:
-        row: cell of each entry.
-        column: feature of each entry.
-        value: the counts.
-        shape: cells and features.
-        host: row and column in host memory, if they are known to be sorted.
-
-    Raises:
-        DataError: The entries are not three equally long vectors; or, when they are first sliced, they are not sorted,
-            repeated, outside of the matrix, or 0.
-    """
+    `row`, `column`: cell and feature of each entry; `value`: the counts; `shape`: numbers of cells and features;
+    `host`: row and column in host memory, if they are known to be sorted. Raises DataError: the entries are not three
+    equally long vectors; or, when they are first sliced, they are not sorted, repeated, outside of the matrix, or 0."""
 
     def __init__(
         self,
@@ -112,9 +104,7 @@ class SparseCounts:
     def expect(self, runs: ColumnRuns) -> None:
         """Compute for all entries at once what slices `x[:, a:b]` of some runs of columns need; a slice is free then.
 
-        Args:
-            runs: First column and one past the last of each, in their order.
-        """
+        `runs`: first column and one past the last of each, in their order."""
         # a slice takes its numbers by the run that an entry lies in, which a search finds only among sorted runs
         if self._is_meta or runs == self._runs or list(runs) != sorted(runs):
             return
@@ -167,10 +157,8 @@ class SparseCounts:
     ) -> "SparseCounts":
         """Return the counts on a device, or of a type; the host keeps its copy of the places.
 
-        Args:
-            non_blocking: As for tensors; None means if the counts are in pinned memory, for Lightning passes it for
-                tensors only.
-        """
+        `non_blocking`: as for tensors; None means if the counts are in pinned memory, for Lightning passes it for
+        tensors only."""
         if non_blocking is None:
             on_cuda = device is not None and torch.device(device).type == "cuda"
             non_blocking = on_cuda and self.value.device.type == "cpu" and self.value.is_pinned()
@@ -205,11 +193,8 @@ class SparseCounts:
         return [int(place) for place in np.searchsorted(self._host[1], columns)]
 
     def __getitem__(self, key: Any) -> "SparseCounts":
-        """Cells `x[a:b]`, or columns `x[:, a:b]`, `x[..., a:b]` and `x[..., index]`.
-
-        Raises:
-            DataError: Another key, or an index with a column that does not exist or is repeated.
-        """
+        """Cells `x[a:b]`, or columns `x[:, a:b]`, `x[..., a:b]` and `x[..., index]`. Raises DataError: another key, or
+        an index with a column that does not exist or is repeated."""
         if isinstance(key, slice):
             return self._cells(*self._ends(key, 0))
         rows, columns = key if isinstance(key, tuple) and len(key) == 2 else (None, None)

@@ -42,13 +42,10 @@ data:
 """)
 
 
-NOTES = {
-    "fit": (
-        "The plan is made again, now of the module itself, which has fewer hidden layers than the usual one, and for",
-        "the memory that this machine has: sizes differ a little from those above.",
-    )
-}
-"""What is said of a command before it runs."""
+BEFORE_FIT = (
+    "The plan is made again, now of the module itself, which has fewer hidden layers than the usual one, and for",
+    "the memory that this machine has: sizes differ a little from those above.",
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +86,7 @@ def run_demo(out: Path, *, devices: int = 2, epochs: int = 40) -> Iterator[str]:
         ["predict", "--config", str(config), "--ckpt_path", str(checkpoint), "--return_predictions", "false"],
     ):
         yield f"\n$ lightning-amp {shlex.join(command)}\n"
-        yield from NOTES.get(command[0], ())
+        yield from BEFORE_FIT if command[0] == "fit" else ()
         status = subprocess.run([sys.executable, "-m", "lightning_amp", *command], check=False).returncode
         if status != 0:
             raise AmpError(f"`lightning-amp {shlex.join(command)}` ended with status {status}; its message is above")

@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -82,25 +81,20 @@ OF_ALL_RANKS = (errors.PlanError, errors.InstallError)
 RAISED = re.compile(r"\nlightning_amp\.errors\.(PlanError|InstallError): ((?:(?!\nTraceback \().)*)\Z", re.DOTALL)
 
 
-class MistakesOnce:
-    """`sys.excepthook` that leaves every other exception to the hook before it."""
+def print_mistakes_once() -> None:
+    """Let rank 0 alone print an uncaught mistake, by its message; it may be called again."""
+    before = sys.excepthook
+    if getattr(before, "__module__", "") == __name__:
+        return
 
-    def __init__(self, before: Callable[..., object]) -> None:
-        self._before = before
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, /) -> None:
-        """Print the message of an uncaught mistake on rank 0."""
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None, /) -> None:
         if not issubclass(kind, OF_ALL_RANKS):
-            self._before(kind, error, trace)
+            before(kind, error, trace)
             return
         text = "".join(traceback.format_exception_only(error))
         rank_zero_only(print)(text, end="", file=sys.stderr)
 
-
-def print_mistakes_once() -> None:
-    """Put the hook in; it may be called again."""
-    if not isinstance(sys.excepthook, MistakesOnce):
-        sys.excepthook = MistakesOnce(sys.excepthook)
+    sys.excepthook = hook
 
 
 class MistakesLauncher(MultiProcessingLauncher):

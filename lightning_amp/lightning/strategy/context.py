@@ -138,7 +138,16 @@ class PlanningContext:
         if data_dir is None:
             return model_shape.profile_of_module(shape), on_device(shape, self.rates[0]), notes
         profile = read_profile(data_dir, setting=getattr(data, "setting", None))
-        profile = _as_used(profile, getattr(data, "modalities", None), decoder=shape.decoder)
+        # the modalities that the data module loads; without a decomposed decoder in the module, none is decomposed
+        loaded, modalities = getattr(data, "modalities", None), []
+        used = [m for m in profile.modalities if loaded is None or m.name in loaded]
+        for modality in used:
+            others = [m.features for m in used if m is not modality]
+            scale = modality.features / max(others) if others else None
+            own = modality.decomposition
+            parts = replace(own, **model_shape.attention_of(shape.decoder)) if own and shape.decoder else None
+            modalities.append(replace(modality, scale=scale, decomposition=parts))
+        profile = replace(profile, modalities=tuple(modalities))
         if reference:
             # what lies outside the strata of the reference model
             settings = module.hparams
@@ -262,19 +271,6 @@ class PlanningContext:
                 f" rank 0, first rank {other}: {'; '.join(lines[:SHOWN])}{more}. Give all ranks the same options and"
                 " the same data"
             )
-
-
-def _as_used(profile: Profile, names: list[str] | None, *, decoder: model_shape.DecoderShape) -> Profile:
-    """The modalities that the data module loads; without a decomposed decoder in the module, none is decomposed."""
-    used = [m for m in profile.modalities if names is None or m.name in names]
-    modalities = []
-    for modality in used:
-        others = [m.features for m in used if m is not modality]
-        scale = modality.features / max(others) if others else None
-        own = modality.decomposition
-        parts = replace(own, **model_shape.attention_of(decoder)) if own and decoder else None
-        modalities.append(replace(modality, scale=scale, decomposition=parts))
-    return replace(profile, modalities=tuple(modalities))
 
 
 def _facts_of_plan(request: Request, data: Any) -> dict[str, str]:

@@ -31,9 +31,7 @@ class UnitCells(AllCells):
 class Unit(nn.Module):
     """Abstract: a subclass says in `nll` what its loss is.
 
-    Args:
-        n_features: Columns that the unit's largest tensor [cell, feature] has, for the plan's prediction.
-    """
+    `n_features`: columns that the unit's largest tensor [cell, feature] has, for the plan's prediction."""
 
     chained = False
 
@@ -66,16 +64,10 @@ class Unit(nn.Module):
 
 
 class UnitDecoder(nn.Module):
-    """A sum over units, as techniques know it.
+    """A sum over one or more units, as techniques know it; a ModelError where there are none, or something else among
+    them.
 
-    Args:
-        units: The units.
-        n_anchors: Rows of v.
-        dim: Channels of u and v.
-
-    Raises:
-        ModelError: There are no units, or something else among them.
-    """
+    `n_anchors`: rows of v; `dim`: channels of u and v."""
 
     chained = False
 
