@@ -77,7 +77,7 @@ def exchange(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wanted
 
 def swap(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[int, Owners]) -> Tensor:
     """A tensor split along the dim of `source`, split along the dim of `target` instead; one all-to-all."""
-    return cast(Tensor, _Linear.apply(x, _swap, _swap_back, (axis, source, target)))
+    return cast(Tensor, _Linear.apply(x, _swap, lambda x, axis, a, b: _swap(x, axis, b, a), (axis, source, target)))
 
 
 def _arriving(x: Tensor, shape: Sequence[int], axis: MeshAxis) -> Tensor:
@@ -296,10 +296,6 @@ def _swap(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[i
     place = [sum(have.counts[:rank]) for rank in range(axis.size)]
     parts = torch.cat([piece.view(shape) for piece, shape in zip(flat, shapes, strict=True)])
     return pick(parts, 0, _in_order(have.expanded(), place)).movedim((0, 1), (a, b))
-
-
-def _swap_back(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[int, Owners]) -> Tensor:
-    return _swap(x, axis, target, source)
 
 
 def pick(x: Tensor, dim: int, ranges: Sequence[range]) -> Tensor:

@@ -47,6 +47,7 @@ from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
 from lightning_amp.techniques.fsdp.look import SWAPPED, chosen_units, refuse
 from lightning_amp.techniques.fsdp.parameters import AddUp, Gather, ReachedParameters, shards_of
 from lightning_amp.techniques.fsdp.row import FullyShard
+from lightning_amp.techniques.put_methods import put_methods
 from lightning_amp.techniques.ranks import collectives
 from lightning_amp.techniques.ranks.collectives import Agreement
 from lightning_amp.techniques.ranks.sharded_region import leaves_of
@@ -121,9 +122,17 @@ class FullySharded:
         self._storages = [parameter.shard.untyped_storage() for parameter in self.parameters]
         # After the split: hooks of units have to be called with what torch has gathered.
         self._watch({**units, "": module})
-        self._gather_once([*units.values(), module])
-        for name in (*STEPS, *ON_ALL):
-            self._wrap(name, self._whole_step if name in STEPS else self.on_rows)
+        # Torch makes once the tensors that parameters are gathered in, which must not be those of
+        # torch.inference_mode: what comes first may be a validation.
+        with torch.inference_mode(False):
+            unit: Any
+            for unit in (*units.values(), module):
+                unit.unshard()
+                unit.reshard()
+        methods = {name: getattr(module, name) for name in (*STEPS, *ON_ALL) if hasattr(module, name)}
+        run = dict.fromkeys(STEPS, self._whole_step) | dict.fromkeys(ON_ALL, self.on_rows)
+        put = {name: wraps(method)(partial(run[name], method)) for name, method in methods.items()}
+        self._undo.append(put_methods(module, put))
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
@@ -266,21 +275,6 @@ class FullySharded:
             if self._depth:
                 self._gather_root()
 
-    def _wrap(self, name: str, run: Callable[..., Any]) -> None:
-        method = getattr(self._module, name, None)
-        if method is None:
-            return
-        own = vars(self._module)
-        before = {name: own[name]} if name in own else {}
-        own[name] = wrapped = wraps(method)(partial(run, method))
-
-        def undo() -> None:
-            if own.get(name) is wrapped:
-                del own[name]
-                own.update(before)
-
-        self._undo.append(undo)
-
     def _watch(self, units: dict[str, nn.Module]) -> None:
         """Compare what units do over the ranks, and see that the strategy has begun what they do in backward."""
         taken: set[int] = set()
@@ -297,16 +291,6 @@ class FullySharded:
                 self._undo += [own.remove, before.remove, after.remove]
             else:
                 self._root = watch
-
-    def _gather_once(self, units: Sequence[Any]) -> None:
-        """Let torch make the tensors that parameters are gathered in.
-
-        They are made once, and must not be those of torch.inference_mode: what comes first may be a validation.
-        """
-        with torch.inference_mode(False):
-            for unit in units:
-                unit.unshard()
-                unit.reshard()
 
     def _look_at_output(self, watch: ReachedParameters, module: nn.Module, args: Any, output: Any) -> None:
         self._refuse_written(watch)

@@ -191,15 +191,13 @@ class Agreement:
         unseen, self._unseen = self._unseen, []
         numbers = torch.stack([box for _, box in unseen]).tolist() if unseen else []
         for (what, _), (largest, smallest) in zip(unseen, numbers, strict=True):
-            if largest != -smallest:
-                raise ModelError(self._difference(what))
-
-    def _difference(self, what: str) -> str:
-        everyones: list[str] = [""] * self._mesh.size()
-        dist.all_gather_object(everyones, what, group=self._mesh.get_group())
-        ranks = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(everyones))
-        return (
-            f"under {self._technique} all ranks use the same blocks in the same order, for a block's parameters lie on"
-            f" all of them; found: {ranks}. Let every rank run every block, a block that it does not need times"
-            " zero, or train with strategies='S1'"
-        )
+            if largest == -smallest:
+                continue
+            everyones: list[str] = [""] * self._mesh.size()
+            dist.all_gather_object(everyones, what, group=self._mesh.get_group())
+            ranks = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(everyones))
+            raise ModelError(
+                f"under {self._technique} all ranks use the same blocks in the same order, for a block's parameters lie"
+                f" on all of them; found: {ranks}. Let every rank run every block, a block that it does not need times"
+                " zero, or train with strategies='S1'"
+            )
