@@ -43,6 +43,7 @@ from lightning_amp._torch import begin_gathered, end_gathered, forget_step, make
 from lightning_amp.costs.rule import Rule
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.techniques.contract.protocol import Units
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, is_split, local
 from lightning_amp.techniques.fsdp.look import SWAPPED, chosen_units, refuse
 from lightning_amp.techniques.fsdp.parameters import AddUp, Gather, ReachedParameters, shards_of
@@ -67,7 +68,7 @@ STRAY = (
 )
 
 
-class FullySharded:
+class FullySharded(Units):
     """A module whose parameters are split, until `undo`.
 
     Attributes:
@@ -87,7 +88,6 @@ class FullySharded:
     """
 
     parameters: tuple[ShardedParameter, ...]
-    deferred = False
 
     def __init__(
         self,
@@ -166,9 +166,6 @@ class FullySharded:
         if self._depth:
             # the pass has let go of the root's
             self._gather_root()
-
-    def optimizers_made(self, optimizers: object) -> None:
-        """Nothing: they were made of the rows."""
 
     def before_update(self) -> None:
         """Refuse, with a ModelError, gradients that have not reached the rows that an optimiser is to change."""

@@ -199,19 +199,16 @@ class HaloAttention(_OwnAnchors):
     def _pieces(self, near: list[State], under_way: Tensor) -> list[State]:
         """What `attend` reads of every outer bucket and its neighbours; waits for the neighbours' rows."""
         before, after = finish_exchange(self.anchors, under_way)
-        none = before[:0]
-        sides = [(before if j == 0 else none, after if j == self.anchors.n_buckets - 1 else none) for j in self.outer]
-        return [self._piece(own, *side) for own, side in zip(near, sides, strict=True)]
-
-    def _piece(self, own: State, before: Tensor, after: Tensor) -> State:
-        q, k, values = own
-        dim = k.shape[1]
-        # queries of the neighbours' rows are asked by nobody; under autocast, keys and values were sent as one type
-        return self.inner.prepare(
-            F.pad(q, (0, 0, len(before), len(after))),
-            torch.cat((before[:, :dim].to(k.dtype), k, after[:, :dim].to(k.dtype))),
-            torch.cat((before[:, dim:].to(values.dtype), values, after[:, dim:].to(values.dtype))),
-        )
+        pieces = list[State]()
+        for j, (q, k, values) in zip(self.outer, near, strict=True):
+            dim = k.shape[1]
+            first = before if j == 0 else before[:0]
+            last = after if j == self.anchors.n_buckets - 1 else before[:0]
+            # queries of the neighbours' rows are asked by nobody; under autocast, keys and values were sent as one type
+            keys = torch.cat((first[:, :dim].to(k.dtype), k, last[:, :dim].to(k.dtype)))
+            values = torch.cat((first[:, dim:].to(values.dtype), values, last[:, dim:].to(values.dtype)))
+            pieces.append(self.inner.prepare(F.pad(q, (0, 0, len(first), len(last))), keys, values))
+        return pieces
 
 
 class RingAttention(_OwnAnchors):

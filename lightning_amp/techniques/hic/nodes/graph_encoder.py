@@ -38,7 +38,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.shapes import PerVertex, Scalar
 from lightning_amp.techniques.checks.same_function import mismatch, shown
 from lightning_amp.techniques.contract.change import Change, hooks_of, hooks_within
-from lightning_amp.techniques.contract.protocol import Messages, VertexEncoder, is_vertex_encoder
+from lightning_amp.techniques.contract.protocol import Messages, is_vertex_encoder
 from lightning_amp.techniques.contract.sharded_parameter import shard_parameter
 from lightning_amp.techniques.hic.rows import VertexParallel
 from lightning_amp.techniques.ranks import collectives
@@ -300,7 +300,13 @@ def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -
     ids = {name: cast(Tensor, child.on_host) for name, child in encoder.rows.items()}
     anchors = shard_anchors(len(ids[spec.modality]), spec.window, mesh["model"])
     rows = shard_vertices(encoder.n_vertices, anchors, ids[spec.modality], encoder.ends)
-    shared = _shared(encoder, rows)
+    # a copy with the same layers, which are those of the optimiser, and a leaf of the own vertices
+    shared = copy.copy(cast(nn.Module, encoder))
+    # else a child of the copy would be one of the encoder's too
+    vars(shared).update({name: dict(value) for name, value in vars(shared).items() if type(value) is dict})
+    with torch.no_grad():
+        *_, coefficient = encoder.messages()
+    shared.add_module("vertices", SharedVertices(encoder.vertices, rows, encoder.ends, coefficient))
     device = encoder.embedding.device
     leaves: dict[str, nn.Module] = {name: ReplicatedRows(rows, i, device) for name, i in ids.items()}
     own = ids[spec.modality][anchors.own.start : anchors.own.stop]
@@ -309,18 +315,6 @@ def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -
     embedding = shard_parameter(shared, "embedding", encoder.embedding, parts=rows)
     layers = (encoder.loc, encoder.std)
     return Change({"": shared}, partial=[p for layer in layers for p in layer.parameters()], sharded=[embedding])
-
-
-def _shared(encoder: VertexEncoder, rows: VertexShards) -> nn.Module:
-    """A copy of the encoder with the same layers, which are those of the optimiser, and a leaf of the own vertices."""
-    shared = copy.copy(cast(nn.Module, encoder))
-    # else a child of the copy would be one of the encoder's too
-    vars(shared).update({name: dict(value) for name, value in vars(shared).items() if type(value) is dict})
-    with torch.no_grad():
-        *_, coefficient = encoder.messages()
-    leaf = SharedVertices(encoder.vertices, rows, encoder.ends, coefficient)
-    shared.add_module("vertices", leaf)
-    return shared
 
 
 def _problem(encoder: nn.Module, spec: VertexParallel) -> str:
