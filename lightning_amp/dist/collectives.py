@@ -167,11 +167,7 @@ def start_stacked(x: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
 
 
 def start_reduce_scatter(rows: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
-    """Begin to add up rows, of which rank r gets the sum of the r-th; the returned function waits for it.
-
-    Args:
-        rows: One row for each rank.
-    """
+    """Begin to add up rows, one for each rank: rank r gets the sum of the r-th. The returned function waits for it."""
     record(axis, "reduce_scatter", rows.nbytes)
     return start_adding_rows(rows, axis.group)
 

@@ -37,11 +37,7 @@ _AXES: dict[Any, MeshAxis] = {}
 
 
 def axis_of(mesh: Any) -> MeshAxis:
-    """The axis of a mesh of one dimension, the same object for the same process group.
-
-    Raises:
-        ShardError: The mesh has several dimensions.
-    """
+    """The axis of a mesh of one dimension, else a ShardError; the same object for the same process group."""
     if isinstance(mesh, MeshAxis):
         return mesh
     if mesh.ndim != 1:
@@ -104,11 +100,7 @@ class Splits:
 
     @staticmethod
     def of(splits: Sequence[Split]) -> "Splits":
-        """The splits of some splits.
-
-        Raises:
-            AssertionError: Two splits of one axis or of one dim, which no operator returns.
-        """
+        """The splits of some splits: no two of one axis or of one dim."""
         found = tuple(sorted(splits, key=lambda split: split.axis.name))
         assert len({id(split.axis) for split in found}) == len(found), "an axis splits one dim of a tensor"
         assert len({split.dim for split in found}) == len(found), "a dim is split over one axis"

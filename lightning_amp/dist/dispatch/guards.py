@@ -30,8 +30,7 @@ PASSED_ON = ("RegisterPostBackwardFunction",)
 def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
     """During a step: Functions of the user are refused, gradients taken by hand are whole, nothing is compiled.
 
-    Args:
-        axes: All axes that tensors of the step may be split over.
+    Tensors of the step may be split over the axes.
     """
     apply, engine = torch.autograd.Function.__dict__["apply"], autograd._engine_run_backward
     register_hook: Any = Tensor.register_hook

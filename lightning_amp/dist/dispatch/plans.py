@@ -19,12 +19,7 @@ TENSOR = object()
 
 
 class PartLayout(NamedTuple):
-    """What torch would return on whole tensors.
-
-    Attributes:
-        strides: Of the results.
-        view: Whether the first of them is a view of the first tensor.
-    """
+    """What torch would return on whole tensors: the results' strides, and whether the first views the first tensor."""
 
     strides: tuple[tuple[int, ...], ...]
     view: bool
@@ -94,11 +89,7 @@ PLANS: dict[Any, tuple[CallPlan, bool]] = {}
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-    """What a plan depends on, hashable; the call's tensors are added to a list.
-
-    Raises:
-        TypeError: An argument cannot be a key.
-    """
+    """What a plan depends on, hashable, else a TypeError; the call's tensors are added to a list."""
     key = (func, *[_frozen(arg, tensors) for arg in args])
     return (key, tuple((name, _frozen(value, tensors)) for name, value in kwargs.items())) if kwargs else key
 

@@ -47,14 +47,7 @@ from lightning_amp.footprint.module_profile import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterShape:
-    """One parameter.
-
-    Attributes:
-        name: In the LightningModule.
-        shape: Of the whole.
-        item_bytes: Bytes of an entry.
-        trained: Whether it has a gradient.
-    """
+    """One parameter: its name in the module, whole shape, bytes of an entry, and whether it has a gradient."""
 
     name: str
     shape: tuple[int, ...]

@@ -359,16 +359,9 @@ def _read_elsewhere(what: str) -> str:
 def split_parameters(
     model: nn.Module, rules: Sequence[Rule], mesh: DeviceMesh, groups_of: Callable[[int], DeviceMesh]
 ) -> FullySharded:
-    """Split parameters over the ranks that average gradients, or within groups of them; `undo` makes them whole.
+    """Split a model's parameters over the ranks that average gradients, or within groups; `undo` makes them whole.
 
-    Args:
-        model: Whole, equal on all ranks.
-        rules: Of fsdp, all with the same spec.
-        mesh: The ranks that average gradients.
-        groups_of: That mesh with groups of so many ranks; all ranks call it.
-
-    Raises:
-        InstallError: Something in the model cannot be split.
+    All rules have the same spec; all ranks call `groups_of`. An InstallError where something cannot be split.
     """
     spec = rules[0].spec
     assert isinstance(spec, FullyShard), "rules of fsdp have this spec"

@@ -111,11 +111,7 @@ def chosen_units(module: nn.Module, fqns: Sequence[str]) -> dict[str, nn.Module]
 
 
 def units_of(module: nn.Module, apart: Collection[str] = ()) -> tuple[ParameterUnit, ...]:
-    """The units of a module with the sizes of their parameters, the root last; the module is whole.
-
-    Args:
-        apart: Blocks that are no units.
-    """
+    """The units of a whole module with the sizes of their parameters, the root last; blocks in `apart` are none."""
     taken: set[int] = set()
     found = []
     blocks = {fqn: block for fqn, block in blocks_with_own_parameters(module).items() if fqn not in apart}

@@ -172,11 +172,7 @@ class Agreement:
         self._unseen: list[tuple[str, Tensor]] = []
 
     def on(self, what: str) -> None:
-        """This rank is about to do something; a collective.
-
-        Raises:
-            ModelError: Another rank is about to do something else; on every rank.
-        """
+        """This rank is about to do something; a collective. A ModelError on every rank where ranks differ."""
         # the same in every process, which `hash` of a text is not
         number = zlib.crc32(what.encode())
         # the largest of minus the numbers is minus the smallest: one reduction says whether all are equal

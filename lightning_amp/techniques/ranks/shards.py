@@ -102,11 +102,7 @@ class Runs:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AnchorShards:
-    """The anchors of all ranks of a mesh axis.
-
-    Attributes:
-        bounds: First anchor of every rank, and N.
-    """
+    """The anchors of all ranks of a mesh axis; `bounds` are the first anchor of every rank, and N."""
 
     mesh: DeviceMesh
     window: int
@@ -153,11 +149,7 @@ class AnchorShards:
 
 
 def shard_anchors(n_anchors: int, window: int, mesh: DeviceMesh) -> AnchorShards:
-    """Shard anchors over a mesh axis in whole buckets.
-
-    Raises:
-        InstallError: More ranks than there are buckets.
-    """
+    """Shard anchors over a mesh axis in whole buckets; an InstallError where there are more ranks than buckets."""
     ranks, buckets = mesh.size(), -(-n_anchors // window)
     if ranks > buckets:
         raise InstallError(
@@ -207,11 +199,7 @@ class _TakeAnchors(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Channels:
-    """The channel sets of all ranks of a mesh axis.
-
-    Attributes:
-        bounds: First pair of every rank, and D/2; of an odd D first channel of every rank, and D.
-    """
+    """The channels of all ranks of a mesh axis; `bounds`: first pair of every rank, D/2 (of an odd D channel, D)."""
 
     mesh: DeviceMesh
     dim: int
@@ -281,11 +269,7 @@ class Channels:
 
 
 def shard_channels(dim: int, mesh: DeviceMesh) -> Channels:
-    """Shard the channels of a dimension over a mesh axis.
-
-    Raises:
-        InstallError: More ranks than there are pairs of channels to shard.
-    """
+    """Shard the channels of a dimension over a mesh axis; an InstallError where there are more ranks than pairs."""
     ranks, things = mesh.size(), dim // 2 if dim % 2 == 0 else dim
     if ranks > things:
         raise InstallError(

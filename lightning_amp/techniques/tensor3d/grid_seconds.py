@@ -38,14 +38,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DryRun:
-    """What one rank of a grid does in a step.
-
-    Attributes:
-        sizes: Ranks of the axes.
-        seconds: Of its own computation.
-        messages: What it sends.
-        profile: Its bytes.
-    """
+    """What one rank of a grid does in a step: seconds of its own computation, what it sends, its bytes."""
 
     sizes: SizesOf
     seconds: float
@@ -103,13 +96,10 @@ def one_bandwidth(links: Links) -> Links:
 
 
 def sent_seconds(messages: Iterable[Message], sizes: SizesOf, links: Links, *, order: Sequence[str] = ORDER) -> float:
-    """Seconds of collectives one after the other.
+    """Seconds of one rank's collectives one after the other.
 
-    Args:
-        messages: Of one rank.
-        sizes: Ranks of the axes.
-        links: Of `one_bandwidth` where the ranks' places are to make no difference.
-        order: Axes, the innermost first; others are innermost.
+    Links are those of `one_bandwidth` where places are to make no difference. `order`: the innermost axis first; others
+    are innermost.
     """
     inner = {axis: prod(sizes.get(own, 1) for own in order[:i]) for i, axis in enumerate(order)}
     return sum(

@@ -93,11 +93,7 @@ class InStep:
         self._order = self._orders.get(self._part) if self._changes[self._part] < CHANGES else None
 
     def end(self, what: str) -> list[nn.Parameter]:
-        """A part of the step has ended; a collective. What is on its way is waited for.
-
-        Returns:
-            The parameters that have got gradients.
-        """
+        """A part of the step has ended; a collective that waits for gradients. Returns parameters that have some."""
         do_later()
         self._kept.clear()
         self._leave()
@@ -131,12 +127,7 @@ class InStep:
     def add_up(self, of: OnGrid, grad: Tensor, *, fresh: bool = False) -> None:
         """Begin to sum a gradient of a gathered parameter over the ranks; the parameter gets its part.
 
-        Args:
-            of, grad: The parameter, and its gradient.
-            fresh: Whether nobody else has the gradient.
-
-        Raises:
-            ModelError: The backward pass is not that of the strategy.
+        A `fresh` gradient is nobody else's. A ModelError where the backward pass is not that of the strategy.
         """
         if not self.begun:
             raise ModelError(STRAY)
