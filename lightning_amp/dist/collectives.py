@@ -166,12 +166,6 @@ def start_stacked(x: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
     return arrive
 
 
-def start_reduce_scatter(rows: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
-    """Begin to add up rows, one for each rank: rank r gets the sum of the r-th. The returned function waits for it."""
-    record(axis, "reduce_scatter", rows.nbytes)
-    return start_adding_rows(rows, axis.group)
-
-
 @torch.no_grad()
 def start_adding_rows(rows: Tensor, group: Any, out: Tensor | None = None) -> Callable[[], Tensor]:
     """Begin to add up rows [R, ...] over a group: rank r receives the sum of row r. The returned function waits for it.

@@ -46,7 +46,9 @@ class Absent(Tensor):
         """Run an operator, if no value is read that is not here."""
         kwargs = kwargs or {}
         with disable_torch_function():
-            if _writes_into_absent(func, args):
+            name = getattr(func, "__name__", "")
+            in_place = name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and name[-2:] != "__")
+            if in_place and args and isinstance(args[0], Absent | AbsentParameter):
                 return func(*args, **kwargs)
             if _makers:
                 # before autocast, which would not cast what is on no device
@@ -98,12 +100,6 @@ def _absent(value: Any) -> Any:
     if type(value) is Tensor and value.is_meta:
         return value.as_subclass(Absent)
     return value
-
-
-def _writes_into_absent(func: Any, args: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    in_place = name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and name[-2:] != "__")
-    return in_place and bool(args) and isinstance(args[0], Absent | AbsentParameter)
 
 
 def without_values(values: Any) -> Iterator[Tensor]:

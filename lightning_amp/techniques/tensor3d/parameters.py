@@ -21,10 +21,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_amp.dist.collectives import stacked, start_reduce_scatter, start_stacked
+from lightning_amp.dist.collectives import stacked, start_adding_rows, start_stacked
 from lightning_amp.dist.redistribute import own_part
 from lightning_amp.dist.sharded_tensor import ShardedTensor, part_in, wrap
-from lightning_amp.dist.splits import WHOLE, MeshAxis, Splits
+from lightning_amp.dist.splits import WHOLE, MeshAxis, Splits, record
 from lightning_amp.errors import ModelError
 from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.in_step import InStep
@@ -201,7 +201,9 @@ class GridParameter:
         # autograd may hand one tensor to several
         part = grad.reshape(-1).div_(self.grid.size) if fresh else grad.reshape(-1) / self.grid.size
         for i, (axis, _) in enumerate(self._flat):
-            arrive = start_reduce_scatter(_padded(part, axis.size), axis)
+            rows = _padded(part, axis.size)
+            record(axis, "reduce_scatter", rows.nbytes)
+            arrive = start_adding_rows(rows, axis.group)
             if i == len(self._flat) - 1:
                 return arrive
             part = arrive()
