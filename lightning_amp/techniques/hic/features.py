@@ -45,7 +45,7 @@ from lightning_amp.techniques.hic.attention.sizes import type_of_sums
 from lightning_amp.techniques.hic.rows import FeatureParallel, RowParallelLinear
 from lightning_amp.techniques.ranks import collectives
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
-from lightning_amp.techniques.ranks.shards import Runs, join_runs, own_run, run_length
+from lightning_amp.techniques.ranks.shards import Runs, own_run, run_length
 
 
 def share_features(decoder: DecomposedDecoder, spec: FeatureParallel, mesh: DeviceMesh) -> Change:
@@ -237,13 +237,13 @@ class _TakeColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh, ctx.n_features, ctx.behind = mesh, x.shape[-1], "outside"
-        return x[..., own_run(x.shape[-1], mesh)].clone(memory_format=torch.contiguous_format)
+        ctx.runs, ctx.behind = Runs(mesh=mesh, n=x.shape[-1], dim=x.dim() - 1), "outside"
+        return cast(Runs, ctx.runs).own(x).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return join_runs(grad, ctx.n_features, ctx.mesh, dim=grad.dim() - 1), None
+        return ctx.runs.join(grad), None
 
 
 def _problem(linear: nn.Module) -> str:

@@ -66,16 +66,6 @@ def own_run(n: int, mesh: DeviceMesh) -> slice:
     return slice(start, min(start + run, n))
 
 
-def join_runs(own: Tensor, n: int, mesh: DeviceMesh, *, dim: int) -> Tensor:
-    """The whole tensor from every rank's run of a dimension; one all-gather, without gradients."""
-    rows = own.detach().movedim(dim, 0)
-    # the size is written out, for -1 has no meaning where this rank has no row
-    flat = rows.reshape(len(rows), prod(rows.shape[1:]))
-    padded = F.pad(flat, (0, 0, 0, run_length(n, mesh) - len(rows)))
-    whole = collectives.all_gather(mesh, padded).flatten(0, 1)[:n]
-    return whole.reshape(n, *rows.shape[1:]).movedim(0, dim).contiguous()
-
-
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class Runs:
     """A tensor of which every rank has a run of one dimension."""
@@ -90,8 +80,13 @@ class Runs:
         return whole.narrow(self.dim, run.start, run.stop - run.start)
 
     def join(self, own: Tensor) -> Tensor:
-        """The whole from every rank's part; a collective."""
-        return join_runs(own, self.n, self.mesh, dim=self.dim)
+        """The whole from every rank's part; one all-gather, without gradients."""
+        rows = own.detach().movedim(self.dim, 0)
+        # the size is written out, for -1 has no meaning where this rank has no row
+        flat = rows.reshape(len(rows), prod(rows.shape[1:]))
+        padded = F.pad(flat, (0, 0, 0, run_length(self.n, self.mesh) - len(rows)))
+        whole = collectives.all_gather(self.mesh, padded).flatten(0, 1)[: self.n]
+        return whole.reshape(self.n, *rows.shape[1:]).movedim(0, self.dim).contiguous()
 
     def boxes(self, own: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """Blocks of adjacent entries of this rank's part: offsets in the whole tensor, and the entries."""
