@@ -27,6 +27,7 @@ at the end of the backward pass, before the optimiser's step.
 
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -40,7 +41,7 @@ from lightning_amp._torch import functional_collectives as functional
 from lightning_amp.dist.collectives import start_adding_rows
 from lightning_amp.errors import ModelError
 
-Exchange = Callable[[DeviceMesh, Tensor], Tensor]
+Map = Callable[..., Any]
 
 # torch 2.13 renames both and warns of the old names
 _ALL_GATHER = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
@@ -58,27 +59,39 @@ def wait_in_all_reduce(work: Work | None) -> None:
 
 def enter(mesh: DeviceMesh, *values: Tensor) -> tuple[Tensor, ...]:
     """The values themselves; their gradients are summed over the ranks, all in one collective."""
-    return cast(tuple[Tensor, ...], _Enter.apply(mesh, *values))  # type: ignore[no-untyped-call]
+
+    def back(*grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        used = [grad for grad in grads if grad is not None]
+        # nothing to join, so nothing is copied
+        if len(used) <= 1:
+            return tuple(None if grad is None else all_reduce(mesh, grad) for grad in grads)
+        # one collective for all gradients, for each has its latency
+        flat = all_reduce(mesh, torch.cat([grad.reshape(-1) for grad in used]))
+        parts = iter(torch.split(flat, [grad.numel() for grad in used]))
+        return tuple(None if grad is None else next(parts).view_as(grad) for grad in grads)
+
+    there = lambda *values: tuple(value.view_as(value) for value in values)  # noqa: E731
+    return cast(tuple[Tensor, ...], linear(there, back, *values, behind="outside", unused=True))
 
 
 def leave(mesh: DeviceMesh, part: Tensor) -> Tensor:
     """Sum over the ranks, for a result that is replicated (Megatron's *reduce from* the parallel region)."""
-    return _apply(mesh, all_reduce, _itself, part)
+    return cast(Tensor, linear(partial(all_reduce, mesh), lambda grad: grad, part, behind="inside"))
 
 
 def total(mesh: DeviceMesh, part: Tensor) -> Tensor:
     """Sum over the ranks, for a result that every rank uses differently."""
-    return _apply(mesh, all_reduce, all_reduce, part)
+    return cast(Tensor, linear(partial(all_reduce, mesh), partial(all_reduce, mesh), part))
 
 
 def scatter(mesh: DeviceMesh, block: Tensor) -> Tensor:
     """Sum over the ranks of part r of a block [R, ...], on rank r."""
-    return _apply(mesh, reduce_scatter, all_gather, block)
+    return cast(Tensor, linear(partial(reduce_scatter, mesh), partial(all_gather, mesh), block))
 
 
 def gather(mesh: DeviceMesh, part: Tensor) -> Tensor:
     """The block [R, ...] of all ranks' parts, for a result that every rank uses differently."""
-    return _apply(mesh, all_gather, reduce_scatter, part)
+    return cast(Tensor, linear(partial(all_gather, mesh), partial(reduce_scatter, mesh), part))
 
 
 @torch.no_grad()
@@ -118,50 +131,32 @@ def _wait(value: Tensor) -> Tensor:
     return value.wait() if isinstance(value, functional.AsyncCollectiveTensor) else value
 
 
-class _Enter(torch.autograd.Function):
+def linear(there: Map, back: Map, *values: Tensor, behind: str | None = None, unused: bool = False) -> Any:
+    """What a linear map returns of values.
+
+    Args:
+        there: Values -> the result, or a tuple of results; none is a value itself, but it may be a view of one.
+        back: The adjoint: gradients of the results -> those of the values.
+        values: Tensors.
+        behind: The side of the shared region that the values come from, "outside" or "inside" (sharded_region.py).
+        unused: Whether a result that is not used has no gradient, and not one of zeros, which an optimiser would decay
+            by.
+    """
+    return _Linear.apply(there, back, behind, unused, *values)  # type: ignore[no-untyped-call]
+
+
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mesh: DeviceMesh, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.mesh, ctx.behind = mesh, "outside"
-        # what no rank uses has no gradient, and not one of zeros, which an optimiser would decay by
-        ctx.set_materialize_grads(False)
-        return tuple(value.view_as(value) for value in values)
+    def forward(ctx: Any, there: Any, back: Any, behind: str | None, unused: bool, *values: Tensor) -> Any:
+        ctx.back, ctx.behind = back, behind
+        ctx.set_materialize_grads(not unused)
+        return there(*values)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        used = [grad for grad in grads if grad is not None]
-        # nothing to join, so nothing is copied
-        if len(used) <= 1:
-            return None, *(None if grad is None else all_reduce(ctx.mesh, grad) for grad in grads)
-        # one collective for all gradients, for each has its latency
-        flat = all_reduce(ctx.mesh, torch.cat([grad.reshape(-1) for grad in used]))
-        parts = iter(torch.split(flat, [grad.numel() for grad in used]))
-        return None, *(None if grad is None else next(parts).view_as(grad) for grad in grads)
-
-
-class _WithAdjoint(torch.autograd.Function):
-    """One collective forward, and its adjoint backward."""
-
-    @staticmethod
-    def forward(ctx: Any, mesh: DeviceMesh, there: Exchange, back: Exchange, value: Tensor) -> Tensor:
-        ctx.mesh, ctx.back = mesh, back
-        if back is _itself:
-            # what follows is computed on every rank, what went before is a rank's part (sharded_region.py)
-            ctx.behind = "inside"
-        return there(mesh, value)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, ctx.back(ctx.mesh, grad)
-
-
-def _itself(mesh: DeviceMesh, grad: Tensor) -> Tensor:
-    return grad
-
-
-def _apply(mesh: DeviceMesh, there: Exchange, back: Exchange, value: Tensor) -> Tensor:
-    return cast(Tensor, _WithAdjoint.apply(mesh, there, back, value))  # type: ignore[no-untyped-call]
+        found = ctx.back(*grads)
+        return None, None, None, None, *(found if isinstance(found, tuple) else (found,))
 
 
 class Agreement:

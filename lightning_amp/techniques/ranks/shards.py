@@ -29,13 +29,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import has_no_values
@@ -161,35 +160,25 @@ def take_anchors(
     rows: AnchorShards, u: PerCell, v: PerAnchor, log_weights: LogWeights
 ) -> tuple[PerCell, Float[Tensor, "own_anchor dim"], LogWeights]:
     """What the strata of this rank read, of values that every rank holds whole."""
-    return cast(tuple[Tensor, Tensor, Tensor], _TakeAnchors.apply(rows, u, v, log_weights))  # type: ignore[no-untyped-call]
 
-
-class _TakeAnchors(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: AnchorShards, u: Tensor, v: Tensor, log_weights: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.rows, ctx.behind = rows, "outside"
-        # what no rank uses has no gradient, and not one of zeros, which an optimiser would decay by
-        ctx.set_materialize_grads(False)
+    def there(u: Tensor, v: Tensor, log_weights: Tensor) -> tuple[Tensor, ...]:
         return u.view_as(u), v[rows.own.start : rows.own.stop], log_weights.view_as(log_weights)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        rows: AnchorShards = ctx.rows
+    def back(*grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # one all-gather for all three: v's rows are joined, of u and log_weights every rank has a part to add up
         padded = [rows.pad(grad) if i == 1 and grad is not None else grad for i, grad in enumerate(grads)]
         sent = [grad for grad in padded if grad is not None]
         if not sent:
-            return None, *grads
+            return grads
         block = collectives.all_gather(rows.mesh, torch.cat([grad.reshape(-1) for grad in sent]))
         parts = iter(torch.split(block, [grad.numel() for grad in sent], dim=1))
         blocks = [None if grad is None else next(parts).reshape(-1, *grad.shape) for grad in padded]
-        u, v, log_weights = (
+        return tuple(
             None if part is None else rows.join(part) if i == 1 else part.sum(0) for i, part in enumerate(blocks)
         )
-        return None, u, v, log_weights
+
+    found = collectives.linear(there, back, u, v, log_weights, behind="outside", unused=True)
+    return cast(tuple[Tensor, Tensor, Tensor], found)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -277,24 +266,16 @@ def shard_channels(dim: int, mesh: DeviceMesh) -> Channels:
 
 def take_channels(channels: Channels, *values: Float[Tensor, "row dim"]) -> tuple[Tensor, ...]:
     """The own channels of values that every rank holds whole; one all-gather of all their gradients backward."""
-    return cast(tuple[Tensor, ...], _TakeChannels.apply(channels, *values))  # type: ignore[no-untyped-call]
+
+    def back(*grads: Tensor) -> tuple[Tensor, ...]:
+        # upstream all ranks compute the same, so each needs the whole gradient, of which every rank has its channels
+        block = collectives.all_gather(channels.mesh, channels.pad(torch.cat(grads)))
+        return torch.split(channels.join(block), [len(grad) for grad in grads])
+
+    there = lambda *values: tuple(map(channels.select, values))  # noqa: E731
+    return cast(tuple[Tensor, ...], collectives.linear(there, back, *values, behind="outside"))
 
 
 def gather_channels(channels: Channels, part: Float[Tensor, "row own_dim"]) -> Float[Tensor, "row dim"]:
     """All channels, for a result that every rank uses differently; backward, one reduce-scatter."""
     return channels.join(collectives.gather(channels.mesh, channels.pad(part)))
-
-
-class _TakeChannels(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, channels: Channels, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.channels, ctx.behind = channels, "outside"
-        return tuple(channels.select(value) for value in values)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        channels: Channels = ctx.channels
-        # upstream all ranks compute the same, so each needs the whole gradient, of which every rank has its channels
-        block = collectives.all_gather(channels.mesh, channels.pad(torch.cat(grads)))
-        return None, *torch.split(channels.join(block), [len(grad) for grad in grads])

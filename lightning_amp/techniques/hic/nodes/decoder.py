@@ -34,6 +34,7 @@ inside of the strata are each rank's own.
 import copy
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -41,7 +42,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.dist.ring_attention import ring_attention
@@ -69,39 +69,17 @@ def start_exchange(rows: AnchorShards, edges: Sequence[Float[Tensor, "_ two_dim"
     """
     # the last bucket of all may be short, and alone on its rank; autograd wants as many rows back as were sent
     sent = torch.cat([F.pad(edge, (0, 0, 0, rows.window - len(edge))) for edge in edges])
-    return cast(Tensor, _Start.apply(sent, rows))  # type: ignore[no-untyped-call]
+    return cast(Tensor, collectives.linear(partial(_exchange, rows), collectives.wait_for, sent))
 
 
 def finish_exchange(
     rows: AnchorShards, under_way: Float[Tensor, "halo two_dim"]
 ) -> tuple[Float[Tensor, "before two_dim"], Float[Tensor, "after two_dim"]]:
     """Keys and values of the bucket before, and of that after; none at an end of the sequence."""
-    received: Tensor = _Finish.apply(under_way, rows)  # type: ignore[no-untyped-call]
+    arrive = lambda x: collectives.wait_for(x).view_as(x)  # noqa: E731
+    received: Tensor = collectives.linear(arrive, partial(_exchange, rows), under_way)
     n_before = rows.window * rows.before
     return received[:n_before], received[n_before:][: rows.bounds[-1] - rows.own.stop]
-
-
-class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, sent: Tensor, rows: AnchorShards) -> Tensor:
-        return _exchange(rows, sent)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.wait_for(grad), None
-
-
-class _Finish(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, under_way: Tensor, rows: AnchorShards) -> Tensor:
-        ctx.rows = rows
-        return collectives.wait_for(under_way).view_as(under_way)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _exchange(ctx.rows, grad), None
 
 
 def _exchange(rows: AnchorShards, sent: Tensor) -> Tensor:
