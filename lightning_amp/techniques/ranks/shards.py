@@ -132,15 +132,6 @@ class AnchorShards:
         """Whether a rank has the bucket after the last of this one."""
         return self.own.stop < self.bounds[-1]
 
-    def pad(self, part: Float[Tensor, "own_anchor dim"]) -> Float[Tensor, "most_anchor dim"]:
-        """Own rows with zeros up to the most of a rank; all-gathers move parts of one size."""
-        fill = max(self.sizes) - len(part)
-        return F.pad(part, (0, 0, 0, fill)) if fill else part
-
-    def join(self, block: Float[Tensor, "rank most_anchor dim"]) -> PerAnchor:
-        """All rows from all ranks' padded ones."""
-        return torch.cat([part[:size] for part, size in zip(block, self.sizes, strict=True)])
-
 
 def shard_anchors(n_anchors: int, window: int, mesh: DeviceMesh) -> AnchorShards:
     """Shard anchors over a mesh axis in whole buckets; an InstallError where there are more ranks than buckets."""
@@ -166,16 +157,20 @@ def take_anchors(
 
     def back(*grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # one all-gather for all three: v's rows are joined, of u and log_weights every rank has a part to add up
-        padded = [rows.pad(grad) if i == 1 and grad is not None else grad for i, grad in enumerate(grads)]
+        of_u, of_v, of_weights = grads
+        if of_v is not None and len(of_v) < max(rows.sizes):
+            # all-gathers move parts of one size
+            of_v = F.pad(of_v, (0, 0, 0, max(rows.sizes) - len(of_v)))
+        padded = of_u, of_v, of_weights
         sent = [grad for grad in padded if grad is not None]
         if not sent:
             return grads
         block = collectives.all_gather(rows.mesh, torch.cat([grad.reshape(-1) for grad in sent]))
         parts = iter(torch.split(block, [grad.numel() for grad in sent], dim=1))
         blocks = [None if grad is None else next(parts).reshape(-1, *grad.shape) for grad in padded]
-        return tuple(
-            None if part is None else rows.join(part) if i == 1 else part.sum(0) for i, part in enumerate(blocks)
-        )
+        of_u, of_v, of_weights = blocks
+        whole = None if of_v is None else torch.cat([part[:n] for part, n in zip(of_v, rows.sizes, strict=True)])
+        return None if of_u is None else of_u.sum(0), whole, None if of_weights is None else of_weights.sum(0)
 
     found = collectives.linear(there, back, u, v, log_weights, behind="outside", unused=True)
     return cast(tuple[Tensor, Tensor, Tensor], found)
