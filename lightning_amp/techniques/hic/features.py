@@ -218,7 +218,10 @@ class SharedLinear(nn.Module):
         else:
             runs = Runs(mesh=self.mesh, n=x.shape[-1], dim=x.dim() - 1)
             # a copy: a view would keep all of x alive until the backward pass
-            take = lambda x: runs.own(x).clone(memory_format=torch.contiguous_format)  # noqa: E731
+
+            def take(x: Tensor) -> Tensor:
+                return runs.own(x).clone(memory_format=torch.contiguous_format)
+
             own = cast(Tensor, collectives.linear(take, runs.join, x, behind="outside"))
         y = collectives.leave(self.mesh, F.linear(own, self.weight))
         return y if self.bias is None else y + self.bias.to(y.dtype)

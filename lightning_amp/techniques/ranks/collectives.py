@@ -70,8 +70,8 @@ def enter(mesh: DeviceMesh, *values: Tensor) -> tuple[Tensor, ...]:
         parts = iter(torch.split(flat, [grad.numel() for grad in used]))
         return tuple(None if grad is None else next(parts).view_as(grad) for grad in grads)
 
-    there = lambda *values: tuple(value.view_as(value) for value in values)  # noqa: E731
-    return cast(tuple[Tensor, ...], linear(there, back, *values, behind="outside", unused=True))
+    found = linear(lambda *xs: tuple(x.view_as(x) for x in xs), back, *values, behind="outside", unused=True)
+    return cast(tuple[Tensor, ...], found)
 
 
 def leave(mesh: DeviceMesh, part: Tensor) -> Tensor:

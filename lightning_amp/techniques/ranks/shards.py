@@ -267,8 +267,8 @@ def take_channels(channels: Channels, *values: Float[Tensor, "row dim"]) -> tupl
         block = collectives.all_gather(channels.mesh, channels.pad(torch.cat(grads)))
         return torch.split(channels.join(block), [len(grad) for grad in grads])
 
-    there = lambda *values: tuple(map(channels.select, values))  # noqa: E731
-    return cast(tuple[Tensor, ...], collectives.linear(there, back, *values, behind="outside"))
+    found = collectives.linear(lambda *xs: tuple(map(channels.select, xs)), back, *values, behind="outside")
+    return cast(tuple[Tensor, ...], found)
 
 
 def gather_channels(channels: Channels, part: Float[Tensor, "row own_dim"]) -> Float[Tensor, "row dim"]:

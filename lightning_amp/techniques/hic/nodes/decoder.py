@@ -76,8 +76,8 @@ def finish_exchange(
     rows: AnchorShards, under_way: Float[Tensor, "halo two_dim"]
 ) -> tuple[Float[Tensor, "before two_dim"], Float[Tensor, "after two_dim"]]:
     """Keys and values of the bucket before, and of that after; none at an end of the sequence."""
-    arrive = lambda x: collectives.wait_for(x).view_as(x)  # noqa: E731
-    received: Tensor = collectives.linear(arrive, partial(_exchange, rows), under_way)
+    back = partial(_exchange, rows)
+    received: Tensor = collectives.linear(lambda x: collectives.wait_for(x).view_as(x), back, under_way)
     n_before = rows.window * rows.before
     return received[:n_before], received[n_before:][: rows.bounds[-1] - rows.own.stop]
 
