@@ -111,7 +111,7 @@ class ShardedFeatures(nn.Module):
             return whole if self.places is None else whole[:, self.places]
 
         # no sum: the loss of the whole columns is computed on every rank, so that each has the whole gradient
-        return cast(Tensor, collectives.linear(join, self.own, values, behind="inside"))
+        return collectives.linear(join, self.own, values, behind="inside")
 
 
 def features_problem(stratum: nn.Module) -> str:
@@ -222,7 +222,7 @@ class SharedLinear(nn.Module):
             def take(x: Tensor) -> Tensor:
                 return runs.own(x).clone(memory_format=torch.contiguous_format)
 
-            own = cast(Tensor, collectives.linear(take, runs.join, x, behind="outside"))
+            own = collectives.linear(take, runs.join, x, behind="outside")
         y = collectives.leave(self.mesh, F.linear(own, self.weight))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 

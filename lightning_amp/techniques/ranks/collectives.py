@@ -28,7 +28,7 @@ at the end of the backward pass, before the optimiser's step.
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ from lightning_amp._torch import functional_collectives as functional
 from lightning_amp.dist.collectives import start_adding_rows
 from lightning_amp.errors import ModelError
 
-Map = Callable[..., Any]
+Result = TypeVar("Result")
 
 # torch 2.13 renames both and warns of the old names
 _ALL_GATHER = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
@@ -70,28 +70,27 @@ def enter(mesh: DeviceMesh, *values: Tensor) -> tuple[Tensor, ...]:
         parts = iter(torch.split(flat, [grad.numel() for grad in used]))
         return tuple(None if grad is None else next(parts).view_as(grad) for grad in grads)
 
-    found = linear(lambda *xs: tuple(x.view_as(x) for x in xs), back, *values, behind="outside", unused=True)
-    return cast(tuple[Tensor, ...], found)
+    return linear(lambda *xs: tuple(x.view_as(x) for x in xs), back, *values, behind="outside", unused=True)
 
 
 def leave(mesh: DeviceMesh, part: Tensor) -> Tensor:
     """Sum over the ranks, for a result that is replicated (Megatron's *reduce from* the parallel region)."""
-    return cast(Tensor, linear(partial(all_reduce, mesh), lambda grad: grad, part, behind="inside"))
+    return linear(partial(all_reduce, mesh), lambda grad: grad, part, behind="inside")
 
 
 def total(mesh: DeviceMesh, part: Tensor) -> Tensor:
     """Sum over the ranks, for a result that every rank uses differently."""
-    return cast(Tensor, linear(partial(all_reduce, mesh), partial(all_reduce, mesh), part))
+    return linear(partial(all_reduce, mesh), partial(all_reduce, mesh), part)
 
 
 def scatter(mesh: DeviceMesh, block: Tensor) -> Tensor:
     """Sum over the ranks of part r of a block [R, ...], on rank r."""
-    return cast(Tensor, linear(partial(reduce_scatter, mesh), partial(all_gather, mesh), block))
+    return linear(partial(reduce_scatter, mesh), partial(all_gather, mesh), block)
 
 
 def gather(mesh: DeviceMesh, part: Tensor) -> Tensor:
     """The block [R, ...] of all ranks' parts, for a result that every rank uses differently."""
-    return cast(Tensor, linear(partial(all_gather, mesh), partial(reduce_scatter, mesh), part))
+    return linear(partial(all_gather, mesh), partial(reduce_scatter, mesh), part)
 
 
 @torch.no_grad()
@@ -131,7 +130,9 @@ def _wait(value: Tensor) -> Tensor:
     return value.wait() if isinstance(value, functional.AsyncCollectiveTensor) else value
 
 
-def linear(there: Map, back: Map, *values: Tensor, behind: str | None = None, unused: bool = False) -> Any:
+def linear(
+    there: Callable[..., Result], back: Callable[..., Any], *values: Tensor, behind: str = "", unused: bool = False
+) -> Result:
     """What a linear map returns of values.
 
     Args:
@@ -142,13 +143,13 @@ def linear(there: Map, back: Map, *values: Tensor, behind: str | None = None, un
         unused: Whether a result that is not used has no gradient, and not one of zeros, which an optimiser would decay
             by.
     """
-    return _Linear.apply(there, back, behind, unused, *values)  # type: ignore[no-untyped-call]
+    return cast(Result, _Linear.apply(there, back, behind, unused, *values))  # type: ignore[no-untyped-call]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, there: Any, back: Any, behind: str | None, unused: bool, *values: Tensor) -> Any:
-        ctx.back, ctx.behind = back, behind
+    def forward(ctx: Any, there: Any, back: Any, behind: str, unused: bool, *values: Tensor) -> Any:
+        ctx.back, ctx.behind = back, behind or None
         ctx.set_materialize_grads(not unused)
         return there(*values)
 

@@ -29,7 +29,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -152,7 +151,7 @@ def take_anchors(
 ) -> tuple[PerCell, Float[Tensor, "own_anchor dim"], LogWeights]:
     """What the strata of this rank read, of values that every rank holds whole."""
 
-    def there(u: Tensor, v: Tensor, log_weights: Tensor) -> tuple[Tensor, ...]:
+    def there(u: Tensor, v: Tensor, log_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return u.view_as(u), v[rows.own.start : rows.own.stop], log_weights.view_as(log_weights)
 
     def back(*grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -172,8 +171,7 @@ def take_anchors(
         whole = None if of_v is None else torch.cat([part[:n] for part, n in zip(of_v, rows.sizes, strict=True)])
         return None if of_u is None else of_u.sum(0), whole, None if of_weights is None else of_weights.sum(0)
 
-    found = collectives.linear(there, back, u, v, log_weights, behind="outside", unused=True)
-    return cast(tuple[Tensor, Tensor, Tensor], found)
+    return collectives.linear(there, back, u, v, log_weights, behind="outside", unused=True)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -267,8 +265,7 @@ def take_channels(channels: Channels, *values: Float[Tensor, "row dim"]) -> tupl
         block = collectives.all_gather(channels.mesh, channels.pad(torch.cat(grads)))
         return torch.split(channels.join(block), [len(grad) for grad in grads])
 
-    found = collectives.linear(lambda *xs: tuple(map(channels.select, xs)), back, *values, behind="outside")
-    return cast(tuple[Tensor, ...], found)
+    return collectives.linear(lambda *xs: tuple(map(channels.select, xs)), back, *values, behind="outside")
 
 
 def gather_channels(channels: Channels, part: Float[Tensor, "row own_dim"]) -> Float[Tensor, "row dim"]:

@@ -69,7 +69,7 @@ def start_exchange(rows: AnchorShards, edges: Sequence[Float[Tensor, "_ two_dim"
     """
     # the last bucket of all may be short, and alone on its rank; autograd wants as many rows back as were sent
     sent = torch.cat([F.pad(edge, (0, 0, 0, rows.window - len(edge))) for edge in edges])
-    return cast(Tensor, collectives.linear(partial(_exchange, rows), collectives.wait_for, sent))
+    return collectives.linear(partial(_exchange, rows), collectives.wait_for, sent)
 
 
 def finish_exchange(

@@ -177,7 +177,7 @@ class SharedVertices(nn.Module):
     def propagate(self, x: PerVertex, messages: Messages) -> PerVertex:
         """Sum over edges of coefficient * x[source] at the own targets."""
         # `messages` is not called: coefficients hang on the graph alone, and this rank's were taken from them once
-        return cast(Tensor, collectives.linear(self._propagate, self._propagate_back, x))
+        return collectives.linear(self._propagate, self._propagate_back, x)
 
     def _propagate(self, x: Tensor) -> Tensor:
         under_way = collectives.start_all_to_all(self.mesh, x[self.sent], self.n_received, self.n_sent)
@@ -266,7 +266,7 @@ def replicated_rows(mesh: DeviceMesh, v: PerVertex, place: Int[Tensor, " row"]) 
         own = grad.masked_fill((place < 0)[:, None], 0)
         return grad.new_zeros(n_own, grad.shape[1]).index_add_(0, place.clamp_min(0), own)
 
-    return cast(Tensor, collectives.linear(there, back, v, behind="inside"))
+    return collectives.linear(there, back, v, behind="inside")
 
 
 def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -> Change:
