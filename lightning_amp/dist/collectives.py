@@ -102,18 +102,28 @@ def ring(tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: MeshA
             continue
         given, taken = [0] * axis.size, [0] * axis.size
         given[(axis.rank + 1) % axis.size], taken[axis.rank - 1] = tensor.numel(), math.prod(shape)
-        under_way = functional.all_to_all_single(tensor.view(-1), taken, given, axis.group)
-        # an AsyncCollectiveTensor waits at its first use: the raw tensor does not
-        found.append(getattr(under_way, "elem", under_way))
+        found.append(start_all_to_all(tensor.view(-1), taken, given, axis.group))
 
     def arrive() -> list[Tensor]:
         if axis.group is not None:
-            found[:] = [functional.wait_tensor(t).view(s) for t, s in zip(found, shapes, strict=True)]
+            found[:] = [wait_for(t).view(s) for t, s in zip(found, shapes, strict=True)]
         # kept until here: a tensor that is being sent must not be freed
         sent.clear()
         return found
 
     return arrive
+
+
+def start_all_to_all(sent: Tensor, n_received: list[int], n_sent: list[int], group: Any) -> Tensor:
+    """Rows from every rank to every other, without gradients; not to be read before `wait_for` has returned."""
+    found = functional.all_to_all_single(sent.contiguous(), n_received, n_sent, group)
+    # an AsyncCollectiveTensor waits at its first use, and where autograd looks at it: the raw tensor does not
+    return cast(Tensor, getattr(found, "elem", found))
+
+
+def wait_for(under_way: Tensor) -> Tensor:
+    """The rows, once they have arrived."""
+    return cast(Tensor, functional.wait_tensor(under_way))
 
 
 @torch.no_grad()

@@ -114,18 +114,6 @@ def reduce_scatter(mesh: DeviceMesh, block: Tensor) -> Tensor:
     return _wait(_REDUCE_SCATTER(block.contiguous(), "sum", 0, mesh.get_group()))[0]
 
 
-def start_all_to_all(mesh: DeviceMesh, sent: Tensor, n_received: list[int], n_sent: list[int]) -> Tensor:
-    """Rows from every rank to every other, without gradients; not to be read before `wait_for` has returned."""
-    found = functional.all_to_all_single(sent.contiguous(), n_received, n_sent, mesh.get_group())
-    # the wrapper would wait wherever autograd looks at it
-    return cast(Tensor, getattr(found, "elem", found))
-
-
-def wait_for(under_way: Tensor) -> Tensor:
-    """The rows, once they have arrived."""
-    return cast(Tensor, functional.wait_tensor(under_way))  # type: ignore[no-untyped-call]
-
-
 def _wait(value: Tensor) -> Tensor:
     return value.wait() if isinstance(value, functional.AsyncCollectiveTensor) else value
 

@@ -44,6 +44,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_amp.dist.collectives import start_all_to_all, wait_for
 from lightning_amp.dist.ring_attention import ring_attention
 from lightning_amp.dist.sharded_tensor import computed_in
 from lightning_amp.dist.splits import axis_of
@@ -69,7 +70,7 @@ def start_exchange(rows: AnchorShards, edges: Sequence[Float[Tensor, "_ two_dim"
     """
     # the last bucket of all may be short, and alone on its rank; autograd wants as many rows back as were sent
     sent = torch.cat([F.pad(edge, (0, 0, 0, rows.window - len(edge))) for edge in edges])
-    return collectives.linear(partial(_exchange, rows), collectives.wait_for, sent)
+    return collectives.linear(partial(_exchange, rows), wait_for, sent)
 
 
 def finish_exchange(
@@ -77,7 +78,7 @@ def finish_exchange(
 ) -> tuple[Float[Tensor, "before two_dim"], Float[Tensor, "after two_dim"]]:
     """Keys and values of the bucket before, and of that after; none at an end of the sequence."""
     back = partial(_exchange, rows)
-    received: Tensor = collectives.linear(lambda x: collectives.wait_for(x).view_as(x), back, under_way)
+    received: Tensor = collectives.linear(lambda x: wait_for(x).view_as(x), back, under_way)
     n_before = rows.window * rows.before
     return received[:n_before], received[n_before:][: rows.bounds[-1] - rows.own.stop]
 
@@ -86,7 +87,7 @@ def _exchange(rows: AnchorShards, sent: Tensor) -> Tensor:
     """A bucket to and from each neighbour; the result is not to be read before it was waited for."""
     own = rows.mesh.get_local_rank()
     sizes = [rows.window if abs(rank - own) == 1 else 0 for rank in range(len(rows.sizes))]
-    return collectives.start_all_to_all(rows.mesh, sent, sizes, sizes)
+    return start_all_to_all(sent, sizes, sizes, rows.mesh.get_group())
 
 
 State = tuple[Tensor, ...]

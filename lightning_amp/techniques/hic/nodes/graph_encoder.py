@@ -33,6 +33,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_amp.dist.collectives import start_all_to_all, wait_for
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import PerVertex, Scalar
 from lightning_amp.techniques.checks.same_function import mismatch, shown
@@ -180,21 +181,21 @@ class SharedVertices(nn.Module):
         return collectives.linear(self._propagate, self._propagate_back, x)
 
     def _propagate(self, x: Tensor) -> Tensor:
-        under_way = collectives.start_all_to_all(self.mesh, x[self.sent], self.n_received, self.n_sent)
+        under_way = start_all_to_all(x[self.sent], self.n_received, self.n_sent, self.mesh.get_group())
         out = torch.zeros_like(x)
         # messages between own vertices are added while the ghosts' rows are under way
         self._add(out, x, slice(0, self.n_inner))
-        self._add(out, collectives.wait_for(under_way), slice(self.n_inner, None))
+        self._add(out, wait_for(under_way), slice(self.n_inner, None))
         return out
 
     def _propagate_back(self, grad: Tensor) -> Tensor:
         ghosts = grad.new_zeros(sum(self.n_received), grad.shape[1])
         # first what others wait for: the gradients of their rows
         self._add(ghosts, grad, slice(self.n_inner, None), back=True)
-        under_way = collectives.start_all_to_all(self.mesh, ghosts, self.n_sent, self.n_received)
+        under_way = start_all_to_all(ghosts, self.n_sent, self.n_received, self.mesh.get_group())
         out = torch.zeros_like(grad)
         self._add(out, grad, slice(0, self.n_inner), back=True)
-        return out.index_add_(0, self.sent, collectives.wait_for(under_way))
+        return out.index_add_(0, self.sent, wait_for(under_way))
 
     def _add(self, out: Tensor, x: Tensor, edges: slice, *, back: bool = False) -> None:
         """Add the messages of some own edges, backward from targets to sources."""
