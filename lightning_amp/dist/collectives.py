@@ -77,7 +77,7 @@ def exchange(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wanted
 
 def swap(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[int, Owners]) -> Tensor:
     """A tensor split along the dim of `source`, split along the dim of `target` instead; one all-to-all."""
-    return cast(Tensor, _Linear.apply(x, _swap, _swap_back, (axis, source, target)))
+    return cast(Tensor, _Linear.apply(x, _swap, lambda x, axis, a, b: _swap(x, axis, b, a), (axis, source, target)))
 
 
 def _arriving(x: Tensor, shape: Sequence[int], axis: MeshAxis) -> Tensor:
@@ -102,18 +102,28 @@ def ring(tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: MeshA
             continue
         given, taken = [0] * axis.size, [0] * axis.size
         given[(axis.rank + 1) % axis.size], taken[axis.rank - 1] = tensor.numel(), math.prod(shape)
-        under_way = functional.all_to_all_single(tensor.view(-1), taken, given, axis.group)
-        # an AsyncCollectiveTensor waits at its first use: the raw tensor does not
-        found.append(getattr(under_way, "elem", under_way))
+        found.append(start_all_to_all(tensor.view(-1), taken, given, axis.group))
 
     def arrive() -> list[Tensor]:
         if axis.group is not None:
-            found[:] = [functional.wait_tensor(t).view(s) for t, s in zip(found, shapes, strict=True)]
+            found[:] = [wait_for(t).view(s) for t, s in zip(found, shapes, strict=True)]
         # kept until here: a tensor that is being sent must not be freed
         sent.clear()
         return found
 
     return arrive
+
+
+def start_all_to_all(sent: Tensor, n_received: list[int], n_sent: list[int], group: Any) -> Tensor:
+    """Rows from every rank to every other, without gradients; not to be read before `wait_for` has returned."""
+    found = functional.all_to_all_single(sent.contiguous(), n_received, n_sent, group)
+    # an AsyncCollectiveTensor waits at its first use, and where autograd looks at it: the raw tensor does not
+    return cast(Tensor, getattr(found, "elem", found))
+
+
+def wait_for(under_way: Tensor) -> Tensor:
+    """The rows, once they have arrived."""
+    return cast(Tensor, functional.wait_tensor(under_way))
 
 
 @torch.no_grad()
@@ -164,16 +174,6 @@ def start_stacked(x: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
         return found
 
     return arrive
-
-
-def start_reduce_scatter(rows: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
-    """Begin to add up rows, of which rank r gets the sum of the r-th; the returned function waits for it.
-
-    Args:
-        rows: One row for each rank.
-    """
-    record(axis, "reduce_scatter", rows.nbytes)
-    return start_adding_rows(rows, axis.group)
 
 
 @torch.no_grad()
@@ -296,10 +296,6 @@ def _swap(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[i
     place = [sum(have.counts[:rank]) for rank in range(axis.size)]
     parts = torch.cat([piece.view(shape) for piece, shape in zip(flat, shapes, strict=True)])
     return pick(parts, 0, _in_order(have.expanded(), place)).movedim((0, 1), (a, b))
-
-
-def _swap_back(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[int, Owners]) -> Tensor:
-    return _swap(x, axis, target, source)
 
 
 def pick(x: Tensor, dim: int, ranges: Sequence[range]) -> Tensor:

@@ -43,14 +43,9 @@ Statistics = tuple[Float[Tensor, " group"], Float[Tensor, " group"], Scalar]
 
 @torch.no_grad()
 def union_statistics(x: Tensor, dims: Sequence[int], axes: Axes, *, centre: bool = True, per: int = 1) -> Statistics:
-    """Mean, sum of squared deviations and number of the values over some dims of all ranks.
+    """Mean, sum of squared deviations and number of the values of all ranks over some dims, which have one mean.
 
-    Args:
-        x: This rank's values.
-        dims: Of the values that have one mean.
-        axes: The ranks.
-        centre: Whether deviations are those from the mean; else from zero.
-        per: Channels of a group, where the dims are all but the second, that of the channels.
+    Without `centre` deviations are those from zero. `per`: channels of a group, where the dims are all but the second.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     groups, n = prod(size for d, size in enumerate(x.shape) if d not in dims), prod(x.shape[d] for d in dims)
@@ -92,12 +87,9 @@ def normalised(
     eps: float,
     centre: bool = True,
 ) -> Tensor:
-    """This rank's part of a normalised tensor.
+    """This rank's part of a tensor normalised over some dims and axes; `eps` is added to the variance.
 
-    Args:
-        x, dims, axes, centre: As of `union_statistics`.
-        weight, bias: With as many dims as x, of size 1 where they are broadcast.
-        eps: Added to the variance.
+    Weight and bias have as many dims as x, of size 1 where they are broadcast.
     """
     first, shape, per, parameters = min(dims), x.shape, 1, [weight, bias]
     flat = all(p is None or not any(n > 1 for n in p.shape[first + 1 :]) for p in parameters)

@@ -4,7 +4,8 @@ from torch import Tensor
 
 from lightning_amp.dist.collectives import exchange, gather, periods_back, periods_first, pick, swap
 from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.splits import MeshAxis, Split, Splits, moving
+from lightning_amp.dist.splits import MOVING, MeshAxis, Split, Splits
+from lightning_amp.holding import holding
 
 
 def own_part(whole: Tensor, dim: int, owners: Owners, rank: int) -> Tensor:
@@ -17,7 +18,7 @@ def resplit(local: Tensor, have: Splits, want: Splits) -> Tensor:
     """This rank's part under other splits; nothing is sent where a whole tensor is cut."""
     if have is want:
         return local
-    with moving():
+    with holding(MOVING, True):
         for axis in {split.axis: None for split in (*have, *want)}:
             local, have = _on_axis(local, have, axis, want.on(axis))
     # memory in the order of the dims, as a whole tensor has it: operators that make views ask for it

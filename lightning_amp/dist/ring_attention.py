@@ -60,8 +60,7 @@ def block_forward(
 ) -> tuple[Tensor, Tensor]:
     """Attention of one block and its `log_sums`; of rows that see nothing 0 and minus infinity.
 
-    Args:
-        mask: Added to the scores; of booleans true where a row sees a column.
+    A mask is added to the scores; of booleans true where a row sees a column.
     """
     bias = _additive(mask, q.dtype)
     if q.device.type in ON_CPU:
@@ -127,11 +126,7 @@ def block_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A block's share of the gradients of its queries, keys and values.
-
-    Args:
-        out, log_sums: Of all blocks.
-    """
+    """A block's share of the gradients of its queries, keys and values; `out` and `log_sums` are of all blocks."""
     bias = _additive(mask, q.dtype)
     log_sums = _no_infinity(log_sums)
     if q.device.type in ON_CPU:

@@ -54,11 +54,7 @@ class ShardedTensor(Tensor):
     def __new__(
         cls, local: Tensor, splits: Splits, copied: bool = False, strides: tuple[int, ...] | None = None
     ) -> "ShardedTensor":
-        """Wrap a part; nothing is sent, and its shape is not compared with other ranks'.
-
-        Args:
-            local, splits, copied, strides: As the attributes; without strides a split tensor is contiguous.
-        """
+        """Wrap a part, contiguous without strides; nothing is sent, nor are shapes of ranks compared."""
         shape = torch.Size(splits.global_shape(local.shape))
         if strides is None:
             strides = _contiguous(shape) if splits else local.stride()
@@ -79,11 +75,7 @@ class ShardedTensor(Tensor):
 
     @property
     def local(self) -> Tensor:
-        """This rank's part, with its gradient graph.
-
-        Raises:
-            ShardError: The tensor is a copy, and what it is a view of in torch has been written to since.
-        """
+        """This rank's part, with its gradient graph; a ShardError of a copy of what was written to since."""
         if self.source is not None and self.source[0]._version != self.source[1]:
             raise ShardError(
                 f"a tensor of shape {describe(self)} is read after a write to the tensor that it is a view of in torch;"
@@ -140,8 +132,7 @@ class ShardedTensor(Tensor):
     def redistribute(self, *, dim: int, sizes: Sequence[int] | None = None) -> "ShardedTensor":
         """The tensor split along a dim, in parts of some sizes, evenly where none are given; a collective.
 
-        Raises:
-            ShardError: The tensor is split over several axes, or the sizes are not those of parts of the dim.
+        A ShardError where it is split over several axes, or the sizes are not those of parts of the dim.
         """
         if len(self.splits) != 1:
             raise ShardError(f"redistribute of a tensor with {self.splits}; allowed is one mesh axis")

@@ -1,7 +1,6 @@
 """Describe how a tensor is split over the axes of a mesh: at most one dim per axis, and one axis per dim."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -10,7 +9,6 @@ from weakref import WeakValueDictionary
 from lightning_amp.dist._torch import in_backward
 from lightning_amp.dist.owners import Owners
 from lightning_amp.errors import ShardError
-from lightning_amp.holding import holding
 
 
 @dataclass(eq=False, slots=True)
@@ -39,11 +37,7 @@ _AXES: dict[Any, MeshAxis] = {}
 
 
 def axis_of(mesh: Any) -> MeshAxis:
-    """The axis of a mesh of one dimension, the same object for the same process group.
-
-    Raises:
-        ShardError: The mesh has several dimensions.
-    """
+    """The axis of a mesh of one dimension, else a ShardError; the same object for the same process group."""
     if isinstance(mesh, MeshAxis):
         return mesh
     if mesh.ndim != 1:
@@ -106,11 +100,7 @@ class Splits:
 
     @staticmethod
     def of(splits: Sequence[Split]) -> "Splits":
-        """The splits of some splits.
-
-        Raises:
-            AssertionError: Two splits of one axis or of one dim, which no operator returns.
-        """
+        """The splits of some splits: no two of one axis or of one dim."""
         found = tuple(sorted(splits, key=lambda split: split.axis.name))
         assert len({id(split.axis) for split in found}) == len(found), "an axis splits one dim of a tensor"
         assert len({split.dim for split in found}) == len(found), "a dim is split over one axis"
@@ -166,24 +156,14 @@ class Splits:
 _INTERNED = WeakValueDictionary[tuple[Split, ...], Splits]()
 WHOLE = Splits.of(())
 
-_REASON: ContextVar[str] = ContextVar("_REASON", default="")
-
-
-def because(why: str) -> AbstractContextManager[None]:
-    """Name the operator that the collectives inside the block are issued for."""
-    return holding(_REASON, why)
-
-
-_MOVING: ContextVar[bool] = ContextVar("_MOVING", default=False)
-
-
-def moving() -> AbstractContextManager[None]:
-    """Mark the collectives inside the block as those of a tensor that gets other splits."""
-    return holding(_MOVING, True)
+REASON: ContextVar[str] = ContextVar("REASON", default="")
+"""The operator that collectives are issued for."""
+MOVING: ContextVar[bool] = ContextVar("MOVING", default=False)
+"""Whether they are those of a tensor that gets other splits."""
 
 
 def record(axis: MeshAxis, kind: str, n_bytes: int) -> None:
     """Count a collective, if the axis counts them."""
     if axis.sent is not None:
-        sent = Sent(kind, n_bytes, in_backward(), _REASON.get(), axis.size, axis.name, _MOVING.get())
+        sent = Sent(kind, n_bytes, in_backward(), REASON.get(), axis.size, axis.name, MOVING.get())
         axis.sent.append(sent)

@@ -25,8 +25,9 @@ from lightning_amp.dist.sharded_tensor import (
     splits_of,
     wrap,
 )
-from lightning_amp.dist.splits import WHOLE, because
+from lightning_amp.dist.splits import REASON, WHOLE
 from lightning_amp.errors import ShardError
+from lightning_amp.holding import holding
 
 
 def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -85,7 +86,7 @@ def operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: OnItsWay) -> Any:
     name, tensors, mutable = name_of(func), call.tensors, func._schema.is_mutable
     handler = OPERATORS.get(name)
-    with because(name):
+    with holding(REASON, name):
         if handler is None and mutable and name not in IN_PLACE:
             by_value = torch.Tag.pointwise in func.tags and name.removesuffix("_") not in OPERATORS
             if not by_value:
@@ -103,9 +104,15 @@ def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: On
                 plan = replace(plan, layout=layout_of(func, args, kwargs))
             call.plan = plan
             return run(plan, func, args, kwargs, tensors)
+        if found is BY_RULE and not is_composite(func):
+            return _gathered(func, args, kwargs)
         if found is BY_RULE:
-            apart = _composite if is_composite(func) else _gathered
-            return apart(func, args, kwargs)
+            # the operators that it consists of; whole tensors are wrapped, because autograd is off there
+            try:
+                with taken_apart():
+                    return func.decompose(*mapped(args, _wrapped), **mapped(kwargs, _wrapped))
+            except ShardError as error:
+                raise ShardError(f"{name!r} cannot be computed on parts: {error}") from None
         if mutable:
             return found
         if name == "scaled_dot_product_attention":
@@ -142,15 +149,6 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> N
     elif any(type(t) is ShardedTensor and t.splits for t in tensors):
         why = "it writes sharded values into a tensor that every rank has whole"
         raise shard_error(func, tensors, why, remedy="use the operator that returns a new tensor")
-
-
-def _composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute the operators that one consists of; whole tensors are wrapped, because autograd is off there."""
-    try:
-        with taken_apart():
-            return func.decompose(*mapped(args, _wrapped), **mapped(kwargs, _wrapped))
-    except ShardError as error:
-        raise ShardError(f"{name_of(func)!r} cannot be computed on parts: {error}") from None
 
 
 def _by_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

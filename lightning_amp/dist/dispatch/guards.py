@@ -5,7 +5,7 @@ A `torch.autograd.Function` unpacks its tensors in C++, so autograd would see th
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,8 +30,7 @@ PASSED_ON = ("RegisterPostBackwardFunction",)
 def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
     """During a step: Functions of the user are refused, gradients taken by hand are whole, nothing is compiled.
 
-    Args:
-        axes: All axes that tensors of the step may be split over.
+    Tensors of the step may be split over the axes.
     """
     apply, engine = torch.autograd.Function.__dict__["apply"], autograd._engine_run_backward
     register_hook: Any = Tensor.register_hook
@@ -102,7 +101,13 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
         input is the sum of what the ranks find; that of a split one is its owner's.
         """
         if kwargs.get("accumulate_grad"):
-            _refuse_shares(inputs or _leaves(outputs))
+            for leaf in inputs or _leaves(outputs):
+                # the engine adds to `.grad` of such a leaf by itself, and nothing tells a share from a sum afterwards;
+                # gradients of parameters are averaged after the backward pass
+                if not isinstance(leaf, Parameter) and not hasattr(leaf, "is_part"):
+                    why = "it would leave one rank's share of a gradient on a tensor that is no parameter"
+                    remedy = "take its gradient with torch.autograd.grad"
+                    raise shard_error(Tensor.backward, [leaf], why, remedy=remedy)
             return engine(outputs, seeds, retain, create, inputs, *args, **kwargs)
         parts = list[Any]()
         for out, seed in zip(outputs, seeds, strict=True):
@@ -172,14 +177,3 @@ def _leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
             yield leaf
-
-
-def _refuse_shares(tensors: Iterable[Tensor]) -> None:
-    """Refuse a backward pass that would leave one rank's share of a gradient on a whole tensor."""
-    for leaf in tensors:
-        # the engine adds to `.grad` of such a leaf by itself, and nothing tells a share from a sum afterwards;
-        # gradients of parameters are averaged after the backward pass
-        if not isinstance(leaf, Parameter) and not hasattr(leaf, "is_part"):
-            why = "it would leave one rank's share of a gradient on a tensor that is no parameter"
-            remedy = "take its gradient with torch.autograd.grad"
-            raise shard_error(Tensor.backward, [leaf], why, remedy=remedy)

@@ -11,19 +11,15 @@ from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.redistribute import resplit
 from lightning_amp.dist.registry import name_of
 from lightning_amp.dist.sharded_tensor import ShardedTensor, copy_of, is_view, part_in, splits_of
-from lightning_amp.dist.splits import MeshAxis, Splits, because
+from lightning_amp.dist.splits import REASON, MeshAxis, Splits
+from lightning_amp.holding import holding
 
 TENSOR = object()
 """Stands for the next of the tensors in the arguments of a plan."""
 
 
 class PartLayout(NamedTuple):
-    """What torch would return on whole tensors.
-
-    Attributes:
-        strides: Of the results.
-        view: Whether the first of them is a view of the first tensor.
-    """
+    """What torch would return on whole tensors: the results' strides, and whether the first views the first tensor."""
 
     strides: tuple[tuple[int, ...], ...]
     view: bool
@@ -65,12 +61,17 @@ def plan_of_call(
     """The plan that calls a function in place of an operator.
 
     Args:
-        func: The operator.
-        given: The splits that its tensors are brought to.
+        func, given, view: As `name`, `arguments` and `view` of the plan.
         splits, shape: Splits and global shape of the result.
         call: The function and its arguments, in which TENSOR stands for the next tensor.
-        view: Whether torch's schema says that it returns a view of the first tensor.
     """
+    # every rank gets an index: a dim with enough of them is split evenly, another is whole
+    settled = splits
+    for split in splits:
+        axis, _, owners = split
+        if not all(owners.period_counts):
+            even = split._replace(owners=Owners.even(owners.n, axis.size))
+            settled = settled.replaced(axis, even if owners.n >= axis.size else None)
     return CallPlan(
         name=name_of(func),
         arguments=tuple(given),
@@ -78,7 +79,7 @@ def plan_of_call(
         shapes=(tuple(splits.local_shape(shape)),),
         call=call[0],
         args=call[1:],
-        settled=_settled(splits),
+        settled=None if settled is splits else settled,
         view=view,
     )
 
@@ -88,11 +89,7 @@ PLANS: dict[Any, tuple[CallPlan, bool]] = {}
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-    """What a plan depends on, hashable; the call's tensors are added to a list.
-
-    Raises:
-        TypeError: An argument cannot be a key.
-    """
+    """What a plan depends on, hashable, else a TypeError; the call's tensors are added to a list."""
     key = (func, *[_frozen(arg, tensors) for arg in args])
     return (key, tuple((name, _frozen(value, tensors)) for name, value in kwargs.items())) if kwargs else key
 
@@ -130,7 +127,7 @@ def keep(key: Any, plan: CallPlan, tensors: Sequence[Tensor]) -> None:
 
 def run(plan: CallPlan, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
     """Compute a call by its plan."""
-    with because(plan.name):
+    with holding(REASON, plan.name):
         parts = [part_in(t, splits) for t, splits in zip(tensors, plan.arguments, strict=True)]
         return run_on(parts, plan, func, args, kwargs, tensors)
 
@@ -202,17 +199,3 @@ def laid_out(whole: Tensor, strides: tuple[int, ...] | None, view: bool) -> Tens
         return whole
     same = all(n == 1 or a == b for n, a, b in zip(whole.shape, whole.stride(), strides, strict=True))
     return whole if same else whole.new_empty_strided(whole.shape, strides).copy_(whole)
-
-
-def _settled(splits: Splits) -> Splits | None:
-    """Splits in which every rank has an index, in place of some that leave ranks without one; None if none do.
-
-    A dim with enough indices is split evenly; otherwise every rank has the whole dim.
-    """
-    found = splits
-    for split in splits:
-        axis, _, owners = split
-        if not all(owners.period_counts):
-            even = split._replace(owners=Owners.even(owners.n, axis.size))
-            found = found.replaced(axis, even if owners.n >= axis.size else None)
-    return None if found is splits else found

@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -9,11 +10,40 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_amp.lightning._compat import rank_zero_warn
+
 STEPS = 3
 SHAPE = (4, 6)
 LR = 0.01
 NOT_TRIED = ("params", "param_names", "lr", "initial_lr", "max_lr", "min_lr")
 """Options of a group that say nothing of how an update is computed."""
+
+
+def mixes(
+    optimizer: Optimizer, known: Sequence[str], tried: Callable[[Optimizer], bool | None], each: str, technique: str
+) -> bool:
+    """Whether an optimiser mixes what ranks have parts of, with a warning where it cannot be tried.
+
+    Args:
+        optimizer: Of any class; those of torch are not tried.
+        known: Classes that do.
+        tried: `mixes_elements` or `mixes_parameters`.
+        each: "element" or "parameter": what a rank has some of.
+        technique: That splits them over ranks.
+    """
+    kind = type(optimizer)
+    if any(base.__name__ in known for base in kind.__mro__):
+        return True
+    if kind.__module__.startswith("torch.optim"):
+        return False
+    mixed = tried(optimizer)
+    if mixed is None:
+        rank_zero_warn(
+            f"It could not be tried whether the optimizer {kind.__name__!r} updates each {each} separately. If it does"
+            f" not, {technique}, which splits the {each}s over ranks, trains otherwise than one device. Leave"
+            f" {technique} out if you do not know."
+        )
+    return bool(mixed)
 
 
 def mixes_elements(optimizer: Optimizer, *, flat: bool) -> bool | None:

@@ -18,6 +18,7 @@ One from elsewhere is tried on a small parameter (probe_optimizer.py).
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -30,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_amp.errors import DataError, InstallError, PlanError
 from lightning_amp.lightning._compat import rank_zero_warn
-from lightning_amp.lightning.checkpoints.probe_optimizer import mixes_elements
+from lightning_amp.lightning.checkpoints.probe_optimizer import mixes, mixes_elements
 from lightning_amp.lightning.checkpoints.read_directory import Stored, fill, replaced
 from lightning_amp.lightning.checkpoints.write_checkpoint import Part
 from lightning_amp.techniques.contract.protocol import Units
@@ -124,7 +125,7 @@ class Shards:
         """An optimiser's state with whole tensors, a collective, or with this rank's parts of them. Raises
         InstallError: the state of a shard has not its shape."""
 
-        def saved(one: ShardedParameter, name: str, value: Any) -> Any:
+        def saved(one: ShardedParameter, value: Any, name: str) -> Any:
             if value.shape != one.shard.shape:
                 kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
                 raise InstallError(
@@ -134,7 +135,7 @@ class Shards:
                 )
             return self._saved(one, value, in_parts=in_parts)
 
-        return self._converted(optimizer, state, lambda one, values: _elements_changed(one, values, saved))
+        return self._converted(optimizer, state, saved, own=True)
 
     def own_optimizer_states(
         self, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
@@ -142,7 +143,7 @@ class Shards:
         """The optimisers' states for whole tensors as this rank loads them; what is still in shards is read. Raises
         DataError: a tensor has neither the shape of the whole parameter nor one element."""
         pairs = zip(optimizers, states, strict=False)
-        return [fill(self._converted(optimizer, state, self._own_values)) for optimizer, state in pairs]
+        return [fill(self._own_optimizer_state(optimizer, state)) for optimizer, state in pairs]
 
     def watch(self, trainer: Trainer) -> Callable[[], None]:
         """Check the optimisers, and let clipping by norm see the gradients of all ranks; returns what undoes it."""
@@ -253,9 +254,9 @@ class Shards:
         # a copy: a view would keep the whole alive
         return cast(Tensor, one.like_shard(one.own(whole).clone()))
 
-    def _own_values(self, one: Any, values: dict[str, Any]) -> dict[str, Any] | None:
-        """What a rank loads of an optimiser's state for whole parameters; None is nothing."""
-        return _elements_changed(one, values, lambda one, name, value: self._own(one, value, name))
+    def _own_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """What a rank loads of an optimiser's state for whole parameters."""
+        return self._converted(optimizer, state, self._own, own=False)
 
     def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         try:
@@ -278,25 +279,52 @@ class Shards:
         return [(name, held[id(p)]) for name, p in named if id(p) in held and name in state]
 
     def _converted(
-        self, optimizer: Any, state: Mapping[str, Any], convert: Callable[[Any, dict[str, Any]], Any]
+        self, optimizer: Any, state: Mapping[str, Any], change: Callable[[Any, Any, str], Any], *, own: bool
     ) -> dict[str, Any]:
-        """An optimiser's state with that of each of these parameters changed."""
-        held, groups = self._held(), getattr(optimizer, "optimizer", optimizer).param_groups
-        if not any(id(p) in held for group in groups for p in group["params"]):
-            # of another form perhaps, or empty on this rank
+        """An optimiser's state with that of these parameters' elements changed.
+
+        State of the parameter itself, such as a number of steps, stays. Of a parameter of one element both have the
+        same shape, so the state of other parameters decides: a shard may have one element on some ranks only.
+
+        Args:
+            optimizer: Perhaps inside of Lightning's.
+            state: Of its parameters.
+            change: Gets the parameter, a tensor, and its name.
+            own: Whether the state has the shapes of this rank's shards, and not those of whole parameters.
+        """
+        held, of_elements = self._held(), dict[str, bool]()
+        # one without these parameters may have a state of another form
+        kept = dict(state.get("state", {}))
+        found = [(held.get(id(p)), p, i) for p, i in numbered(optimizer, state) if i in kept]
+        if not any(one for one, _, _ in found):
             return dict(state)
-        kept = dict(state["state"])
-        for parameter, index in numbered(optimizer, state):
-            if id(parameter) in held and index in kept:
-                kept[index] = convert(held[id(parameter)], kept[index])
-        return {**state, "state": {index: values for index, values in kept.items() if values is not None}}
+        shapes = {i: p.shape if one is None or own else one.shape for one, p, i in found}
+
+        def look(shape: torch.Size, place: str, value: Any) -> None:
+            if isinstance(value, Tensor | Stored):
+                of_elements[place] = value.shape == shape or of_elements.get(place, False)
+
+        def changed(one: Any, shape: torch.Size, place: str, value: Any) -> Any:
+            if not isinstance(value, Tensor | Stored):
+                return value
+            if value.shape.numel() == 1 and not of_elements.get(place, value.shape == shape and place != "/step"):
+                return value
+            return change(one, value, place.removeprefix("/"))
+
+        for _, _, index in found:
+            if shapes[index].numel() != 1:
+                replaced(kept[index], partial(look, shapes[index]))
+        for one, _, index in found:
+            if one is not None:
+                kept[index] = replaced(kept[index], partial(changed, one, shapes[index]))
+        return {**state, "state": kept}
 
 
 def numbered(optimizer: Any, state: Mapping[str, Any]) -> Iterator[tuple[nn.Parameter, Any]]:
     """The parameters of an optimiser, perhaps inside of Lightning's, with their numbers in its state."""
     groups = getattr(optimizer, "optimizer", optimizer).param_groups
     # a state for other groups is refused by torch when it is loaded
-    for group, saved in zip(groups, state["param_groups"], strict=False):
+    for group, saved in zip(groups, state.get("param_groups", ()), strict=False):
         yield from zip(group["params"], saved["params"], strict=False)
 
 
@@ -313,19 +341,8 @@ def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedP
                 " rank's shard, which it would not train; make it in configure_optimizers from self.parameters(), not"
                 f" before, or leave {_who(sharded)} out"
             )
-        kinds = {kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")}
-        if not (own := sum(p in shards for p in held)):
-            continue
-        coupled: bool | None = bool(kinds & set(COUPLED))
-        if not coupled and not type(optimizer).__module__.startswith("torch.optim"):
-            coupled = mixes_elements(optimizer, flat=any(parameter.in_place for parameter in sharded))
-        if coupled is None:
-            rank_zero_warn(
-                f"The optimizer {type(optimizer).__name__!r} was given parameters that {_who(sharded)} splits over"
-                " ranks, and it could not be tried whether it mixes a parameter's elements: if it does, the result"
-                f" differs from that on one device. Leave {_who(sharded)} out if you do not know."
-            )
-        if coupled:
+        tried = partial(mixes_elements, flat=any(parameter.in_place for parameter in sharded))
+        if (own := sum(p in shards for p in held)) and mixes(optimizer, COUPLED, tried, "element", _who(sharded)):
             raise InstallError(
                 f"the optimizer {type(optimizer).__name__!r} was given {own!r} parameters that {_who(sharded)} splits"
                 f" over ranks; its update mixes the elements of a parameter or of several, as those of {COUPLED!r} do,"
@@ -350,26 +367,6 @@ def restore(sharded: Sequence[Any], *, complete: bool) -> None:
             " split over the ranks, could not be collected: what other ranks have trained is nan now. Load a checkpoint"
             " before you use the module."
         )
-
-
-def _elements_changed(
-    one: ShardedParameter, values: dict[str, Any], change: Callable[[Any, str, Any], Any]
-) -> dict[str, Any]:
-    """An optimiser's state of a parameter with that of its elements changed, and not, as a number of steps, that of the
-    parameter.
-    """
-    shapes = one.shape, one.shard.shape
-
-    def changed(place: str, value: Any) -> Any:
-        name = place.removeprefix("/")
-        # of a parameter of one element torch, too, tells them by the name
-        if not isinstance(value, Tensor | Stored) or (
-            value.shape.numel() == 1 and (value.shape not in shapes or name == "step")
-        ):
-            return value
-        return change(one, name, value)
-
-    return cast(dict[str, Any], replaced(values, changed))
 
 
 def _who(sharded: Iterable[ShardedParameter]) -> str:

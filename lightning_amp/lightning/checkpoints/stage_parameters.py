@@ -27,8 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_amp.errors import InstallError
-from lightning_amp.lightning._compat import rank_zero_warn
-from lightning_amp.lightning.checkpoints.probe_optimizer import mixes_parameters
+from lightning_amp.lightning.checkpoints.probe_optimizer import mixes, mixes_parameters
 from lightning_amp.lightning.checkpoints.read_directory import replaced
 from lightning_amp.lightning.checkpoints.shards import Shards, numbered
 from lightning_amp.techniques.ranks.placeholders import AbsentParameter, absent_parameter
@@ -175,20 +174,11 @@ class StageParameters(Shards):
         """Refuse those that see all parameters at once."""
         self._optimizers = list(optimizers)
         for optimizer in optimizers:
-            name, coupled = type(optimizer).__name__, any(kind.__name__ == "LBFGS" for kind in type(optimizer).__mro__)
-            known = coupled or type(optimizer).__module__.startswith("torch.optim")
-            tried = coupled if known else mixes_parameters(optimizer)
-            if tried is None:
-                rank_zero_warn(
-                    f"It could not be tried whether the optimizer {name!r} updates each parameter separately: if it"
-                    " does not, a pipeline, in which a rank has the parameters of its stage, trains otherwise than one"
-                    f" device. Leave {STAGED!r} out if you do not know."
-                )
-            if tried:
+            if mixes(optimizer, ("LBFGS",), mixes_parameters, "parameter", STAGED):
                 raise InstallError(
-                    f"the optimizer {name!r} is not supported: its step depends on all parameters, and a "
-                    "rank of a pipeline has those of its stage; use an optimizer that updates each "
-                    f"parameter separately (Adam, SGD), or leave {STAGED!r} out"
+                    f"the optimizer {type(optimizer).__name__!r} is not supported: its step depends on all parameters,"
+                    " and a rank of a pipeline has those of its stage; use an optimizer that updates each parameter"
+                    f" separately (Adam, SGD), or leave {STAGED!r} out"
                 )
 
     def _gradients(self, among: Sequence[Held]) -> list[Tensor]:
@@ -212,8 +202,10 @@ class StageParameters(Shards):
     def _own(self, one: Held, value: Any, name: str) -> Any:
         return value if one.here else one.absent
 
-    def _own_values(self, one: Held, values: dict[str, Any]) -> dict[str, Any] | None:
-        return values if one.here else None
+    def _own_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        held = self._held()
+        away = {i for p, i in numbered(optimizer, state) if id(p) in held and not held[id(p)].here}
+        return {**state, "state": {i: values for i, values in state["state"].items() if i not in away}}
 
     def _buffers(self) -> dict[str, tuple[Tensor, int]]:
         owners = {at: self._owners[id(part)] for at, part in self._module.named_modules()}

@@ -28,7 +28,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, plan_summary, shortfall
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.data.row import BalanceCells, DataParallel, ShareBatchStatistics
-from lightning_amp.techniques.table import STAGED, STRATEGIES, is_of_block, stage_search
+from lightning_amp.techniques.table import STAGED, STRATEGIES, installer_of, is_of_block, stage_search
 from lightning_amp.techniques.technique import function_at
 
 LEAVES_LAYERS = (DataParallel, ShareBatchStatistics, BalanceCells)
@@ -73,9 +73,10 @@ def check_compiled(module: nn.Module, plan: Plan) -> None:
     """Refuse, with a PlanError, to change what torch.compile has wrapped, or what is inside of it."""
     compiled = [name for name, child in module.named_modules() if is_compiled(child)]
     changing = [rule for rule in plan.rules if not isinstance(rule.spec, LEAVES_LAYERS)]
-    for rule in changing:
-        names = matched_names(rule, module) if compiled else []
-        if any(not name or f"{found}.".startswith(f"{name}.") for name in compiled for found in names):
+    for rule in changing if compiled else ():
+        # fsdp replaces nothing: its hooks on a block that is compiled run as they are
+        names = matched_names(rule, module) if installer_of(type(rule.spec)) else []
+        if "" in compiled or any(f"{found}.".startswith(f"{name}.") for name in compiled for found in names):
             raise PlanError(
                 f"torch.compile was applied to {compiled!r} ('' is the whole module), and the plan changes {rule.fqn!r}"
                 f" by {rule.strategy}, which compiled code would not follow. Compile only layers outside of the"

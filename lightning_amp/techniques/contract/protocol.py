@@ -251,8 +251,8 @@ class StepToPlan(Protocol):
         """Rates that the times of operators follow from."""
 
 
-class Units(Protocol):
-    """What a training step, checkpoints and optimisers ask of it.
+class Units:
+    """Parameters of which every rank has a part: what a training step, checkpoints and optimisers ask of them.
 
     Attributes:
         groups: With the axes "replicate" and "shard", where groups of ranks have the same parts; else None.
@@ -260,12 +260,13 @@ class Units(Protocol):
         deferred: Whether the module came without values, so that no rank is to have all of them.
     """
 
-    groups: DeviceMesh | None
-    offload: bool
-    deferred: bool
+    groups: DeviceMesh | None = None
+    offload: bool = False
+    deferred: bool = False
 
     def backward(self, loss: Tensor) -> AbstractContextManager[None]:
         """Around the backward pass of a loss, after which gradients are averaged; a collective."""
+        raise NotImplementedError
 
     def optimizers_made(self, optimizers: Iterable[Optimizer]) -> None:
         """The optimisers of the fit exist now."""
@@ -278,6 +279,7 @@ class Units(Protocol):
 
     def on_rows(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method while the module has this rank's parts as parameters."""
+        return method(*args, **kwargs)
 
     def undo(self) -> None:
         """Give the module back as it was."""

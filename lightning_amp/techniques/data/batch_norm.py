@@ -119,8 +119,7 @@ def is_shared(layer: nn.Module) -> bool:
 class SharedStatistics:
     """What a BatchNorm computes where it trains: its statistics are those of all ranks of a mesh axis.
 
-    Args:
-        mesh: The axis; None in what was pickled, which belongs to no ranks and is plain.
+    What was pickled has no mesh: it belongs to no ranks, and is plain.
     """
 
     def __init__(self, mesh: DeviceMesh | None) -> None:

@@ -143,29 +143,33 @@ class GradientSync:
 
     @torch.no_grad()
     def reduce(self, *, force: bool = False) -> None:
-        """Reduce what has changed on any rank; a collective, every rank must call it.
+        """Reduce what has changed on any rank, with `force` also while `blocked`; a collective of every rank.
 
-        Args:
-            force: Also while `blocked`.
-
-        Raises:
-            InstallError: A rank holds a gradient that is not a dense tensor; raised on every rank.
+        An InstallError on every rank where one holds a gradient that is not a dense tensor.
         """
         if self.blocked and not force:
             return
-        if self._sends:
-            grads = {i: grad for i in self._reached if (grad := self._parameters[i].grad) is not None}
-            reached = self._agree(grads)
-            data = self._data.get_group()
-            others = self._partial | self._sharded
-            # in this order on every rank: collectives find each other by their order
-            kinds = (
-                ([i for i in reached if i in self._partial], self._everyone, 1),
-                ([i for i in reached if i not in others], self._everyone if self._copies > 1 else data, self._copies),
-                ([i for i in reached if i in self._sharded], data, 1),
-            )
-            for indices, ranks, copies in kinds:
-                self._reduce(indices, grads, ranks, copies)
+        if not self._sends:
+            self._reached.clear()
+            return
+        grads = {i: grad for i in self._reached if (grad := self._parameters[i].grad) is not None}
+        reached = self._agree(grads)
+        data = self._data.get_group()
+        others = self._partial | self._sharded
+        # in this order on every rank: collectives find each other by their order
+        kinds = (
+            ([i for i in reached if i in self._partial], self._everyone, 1),
+            ([i for i in reached if i not in others], self._everyone if self._copies > 1 else data, self._copies),
+            ([i for i in reached if i in self._sharded], data, 1),
+        )
+        for indices, ranks, copies in kinds:
+            travelling: deque[Callable[[], None]] = deque()
+            for bucket in self._buckets(indices) if get_world_size(ranks) > 1 else ():
+                if len(travelling) == IN_FLIGHT:
+                    travelling.popleft()()
+                travelling.append(self._send([self._gradient(i, grads) for i in bucket], ranks, copies))
+            for arrive in travelling:
+                arrive()
         self._reached.clear()
 
     def reduce_rest(self) -> None:
@@ -218,17 +222,6 @@ class GradientSync:
                 " one. Make its layer dense, for an embedding with sparse=False"
             )
         return [i for i, word in enumerate(found) if word]
-
-    def _reduce(self, indices: list[int], grads: Mapping[int, Tensor], ranks: ProcessGroup, copies: int) -> None:
-        if get_world_size(ranks) == 1:
-            return
-        travelling: deque[Callable[[], None]] = deque()
-        for bucket in self._buckets(indices):
-            if len(travelling) == IN_FLIGHT:
-                travelling.popleft()()
-            travelling.append(self._send([self._gradient(i, grads) for i in bucket], ranks, copies))
-        for arrive in travelling:
-            arrive()
 
     def _buckets(self, indices: list[int]) -> Iterator[list[int]]:
         """Those of large gradients first, then gradients of one type, up to the bucket size together."""

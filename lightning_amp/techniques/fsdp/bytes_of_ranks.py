@@ -47,14 +47,7 @@ from lightning_amp.footprint.module_profile import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterShape:
-    """One parameter.
-
-    Attributes:
-        name: In the LightningModule.
-        shape: Of the whole.
-        item_bytes: Bytes of an entry.
-        trained: Whether it has a gradient.
-    """
+    """One parameter: its name in the module, whole shape, bytes of an entry, and whether it has a gradient."""
 
     name: str
     shape: tuple[int, ...]
@@ -174,7 +167,9 @@ class _FsdpWalk:
             come = moment.by_kind[GRADIENTS] - done["whole"] - root
             if self._added:
                 at += sum(self._sent.values()) // self._ranks * (not self._offload)
-                come = self._whole[now] if now else self._of_root(worked) - root
+                own = self._units[""].parameters
+                of_root = sum(p.whole_bytes for p in own if p.trained and p.name.rpartition(".")[0] in worked)
+                come = self._whole[now] if now else of_root - root
             if now:
                 come = min(max(0, come), self._whole[now])
             else:
@@ -182,8 +177,8 @@ class _FsdpWalk:
             gathered = self._padded[unit] + self._ahead(unit) if unit in pending else 0
             yield at + self._padded[""] + root + gathered + come + done["rows"] + done["sent"]
         # the root is notified first
-        own = self._padded[unit] + self._whole[unit] if unit in pending else 0
-        yield from self._finish("", at + own, done)
+        gathered = self._padded[unit] + self._whole[unit] if unit in pending else 0
+        yield from self._finish("", at + gathered, done)
         if unit in pending:
             yield from self._finish(unit, at, done)
 
@@ -201,11 +196,6 @@ class _FsdpWalk:
         done["whole"] += self._whole[fqn]
         done["rows"] += 0 if self._offload or self._added else sent // self._ranks
         done["sent"] = sent
-
-    def _of_root(self, worked: set[str]) -> int:
-        """Gradients of the root that have come when some modules have worked in the backward pass."""
-        own = self._units[""].parameters
-        return sum(p.whole_bytes for p in own if p.trained and p.name.rpartition(".")[0] in worked)
 
     def _ahead(self, fqn: str) -> int:
         """What is received ahead while a unit works in the backward pass: the unit that comes next there."""

@@ -43,10 +43,12 @@ from lightning_amp._torch import begin_gathered, end_gathered, forget_step, make
 from lightning_amp.costs.rule import Rule
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.techniques.contract.protocol import Units
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, is_split, local
 from lightning_amp.techniques.fsdp.look import SWAPPED, chosen_units, refuse
 from lightning_amp.techniques.fsdp.parameters import AddUp, Gather, ReachedParameters, shards_of
 from lightning_amp.techniques.fsdp.row import FullyShard
+from lightning_amp.techniques.put_methods import put_methods
 from lightning_amp.techniques.ranks import collectives
 from lightning_amp.techniques.ranks.collectives import Agreement
 from lightning_amp.techniques.ranks.sharded_region import leaves_of
@@ -66,7 +68,7 @@ STRAY = (
 )
 
 
-class FullySharded:
+class FullySharded(Units):
     """A module whose parameters are split, until `undo`.
 
     Attributes:
@@ -86,7 +88,6 @@ class FullySharded:
     """
 
     parameters: tuple[ShardedParameter, ...]
-    deferred = False
 
     def __init__(
         self,
@@ -121,9 +122,17 @@ class FullySharded:
         self._storages = [parameter.shard.untyped_storage() for parameter in self.parameters]
         # After the split: hooks of units have to be called with what torch has gathered.
         self._watch({**units, "": module})
-        self._gather_once([*units.values(), module])
-        for name in (*STEPS, *ON_ALL):
-            self._wrap(name, self._whole_step if name in STEPS else self.on_rows)
+        # Torch makes once the tensors that parameters are gathered in, which must not be those of
+        # torch.inference_mode: what comes first may be a validation.
+        with torch.inference_mode(False):
+            unit: Any
+            for unit in (*units.values(), module):
+                unit.unshard()
+                unit.reshard()
+        methods = {name: getattr(module, name) for name in (*STEPS, *ON_ALL) if hasattr(module, name)}
+        run = dict.fromkeys(STEPS, self._whole_step) | dict.fromkeys(ON_ALL, self.on_rows)
+        put = {name: wraps(method)(partial(run[name], method)) for name, method in methods.items()}
+        self._undo.append(put_methods(module, put))
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
@@ -157,9 +166,6 @@ class FullySharded:
         if self._depth:
             # the pass has let go of the root's
             self._gather_root()
-
-    def optimizers_made(self, optimizers: object) -> None:
-        """Nothing: they were made of the rows."""
 
     def before_update(self) -> None:
         """Refuse, with a ModelError, gradients that have not reached the rows that an optimiser is to change."""
@@ -266,21 +272,6 @@ class FullySharded:
             if self._depth:
                 self._gather_root()
 
-    def _wrap(self, name: str, run: Callable[..., Any]) -> None:
-        method = getattr(self._module, name, None)
-        if method is None:
-            return
-        own = vars(self._module)
-        before = {name: own[name]} if name in own else {}
-        own[name] = wrapped = wraps(method)(partial(run, method))
-
-        def undo() -> None:
-            if own.get(name) is wrapped:
-                del own[name]
-                own.update(before)
-
-        self._undo.append(undo)
-
     def _watch(self, units: dict[str, nn.Module]) -> None:
         """Compare what units do over the ranks, and see that the strategy has begun what they do in backward."""
         taken: set[int] = set()
@@ -297,16 +288,6 @@ class FullySharded:
                 self._undo += [own.remove, before.remove, after.remove]
             else:
                 self._root = watch
-
-    def _gather_once(self, units: Sequence[Any]) -> None:
-        """Let torch make the tensors that parameters are gathered in.
-
-        They are made once, and must not be those of torch.inference_mode: what comes first may be a validation.
-        """
-        with torch.inference_mode(False):
-            for unit in units:
-                unit.unshard()
-                unit.reshard()
 
     def _look_at_output(self, watch: ReachedParameters, module: nn.Module, args: Any, output: Any) -> None:
         self._refuse_written(watch)
@@ -378,16 +359,9 @@ def _read_elsewhere(what: str) -> str:
 def split_parameters(
     model: nn.Module, rules: Sequence[Rule], mesh: DeviceMesh, groups_of: Callable[[int], DeviceMesh]
 ) -> FullySharded:
-    """Split parameters over the ranks that average gradients, or within groups of them; `undo` makes them whole.
+    """Split a model's parameters over the ranks that average gradients, or within groups; `undo` makes them whole.
 
-    Args:
-        model: Whole, equal on all ranks.
-        rules: Of fsdp, all with the same spec.
-        mesh: The ranks that average gradients.
-        groups_of: That mesh with groups of so many ranks; all ranks call it.
-
-    Raises:
-        InstallError: Something in the model cannot be split.
+    All rules have the same spec; all ranks call `groups_of`. An InstallError where something cannot be split.
     """
     spec = rules[0].spec
     assert isinstance(spec, FullyShard), "rules of fsdp have this spec"

@@ -44,25 +44,6 @@ def refuse(module: nn.Module, units: Mapping[str, nn.Module], *, by_hand: bool =
             " gradients in the host's memory, where a step by hand would not find them: let the Trainer"
             " optimise, or leave fsdp_offload out"
         )
-    _refuse_modules(module)
-    for name, parameter in module.named_parameters():
-        found = _problem(parameter, values=values)
-        if found:
-            raise InstallError(f"fsdp cannot split the parameter {name!r} over the ranks, which {found}, {LEAVE_OUT}")
-    taken: set[int] = set()
-    for fqn, unit in (*units.items(), ("", module)):
-        own = [p for p in unit.parameters() if id(p) not in taken and p.dim()]
-        taken |= {id(p) for p in own}
-        dtypes = {str(p.dtype).removeprefix("torch.") for p in own if p.requires_grad}
-        if len(dtypes) > 1:
-            where = f"of the block {fqn!r}" if fqn else "outside of blocks"
-            raise InstallError(
-                f"fsdp adds up the gradients {where} together, and they have the types {sorted(dtypes)!r}; give them"
-                f" one type, {LEAVE_OUT}"
-            )
-
-
-def _refuse_modules(module: nn.Module) -> None:
     if decoders := sorted(find_decoders(module)):
         raise InstallError(
             f"fsdp does not support the decomposed decoder {decoders[0]!r}, whose strata are run in parts"
@@ -79,6 +60,21 @@ def _refuse_modules(module: nn.Module) -> None:
             f"fsdp is not supported: torch.compile was applied to {compiled!r}, which has not been tested"
             f" together; leave torch.compile out, {LEAVE_OUT}"
         )
+    for name, parameter in module.named_parameters():
+        found = _problem(parameter, values=values)
+        if found:
+            raise InstallError(f"fsdp cannot split the parameter {name!r} over the ranks, which {found}, {LEAVE_OUT}")
+    taken: set[int] = set()
+    for fqn, unit in (*units.items(), ("", module)):
+        own = [p for p in unit.parameters() if id(p) not in taken and p.dim()]
+        taken |= {id(p) for p in own}
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in own if p.requires_grad}
+        if len(dtypes) > 1:
+            where = f"of the block {fqn!r}" if fqn else "outside of blocks"
+            raise InstallError(
+                f"fsdp adds up the gradients {where} together, and they have the types {sorted(dtypes)!r}; give them"
+                f" one type, {LEAVE_OUT}"
+            )
 
 
 def _problem(parameter: Tensor, *, values: bool) -> str:
@@ -115,11 +111,7 @@ def chosen_units(module: nn.Module, fqns: Sequence[str]) -> dict[str, nn.Module]
 
 
 def units_of(module: nn.Module, apart: Collection[str] = ()) -> tuple[ParameterUnit, ...]:
-    """The units of a module with the sizes of their parameters, the root last; the module is whole.
-
-    Args:
-        apart: Blocks that are no units.
-    """
+    """The units of a whole module with the sizes of their parameters, the root last; blocks in `apart` are none."""
     taken: set[int] = set()
     found = []
     blocks = {fqn: block for fqn, block in blocks_with_own_parameters(module).items() if fqn not in apart}
@@ -127,14 +119,13 @@ def units_of(module: nn.Module, apart: Collection[str] = ()) -> tuple[ParameterU
         prefix = f"{fqn}." if fqn else ""
         own = [(f"{prefix}{name}", p) for name, p in block.named_parameters() if id(p) not in taken]
         taken |= {id(p) for _, p in own}
-        found.append(ParameterUnit(fqn=fqn, parameters=tuple(_shape(name, p) for name, p in own if p.dim())))
+        shapes = (
+            ParameterShape(name=name, shape=tuple(p.shape), item_bytes=p.element_size(), trained=p.requires_grad)
+            for name, p in own
+            if p.dim()
+        )
+        found.append(ParameterUnit(fqn=fqn, parameters=tuple(shapes)))
     return tuple(found)
-
-
-def _shape(name: str, parameter: Tensor) -> ParameterShape:
-    return ParameterShape(
-        name=name, shape=tuple(parameter.shape), item_bytes=parameter.element_size(), trained=parameter.requires_grad
-    )
 
 
 def read_step(module: LightningModule, step: CountedStep) -> tuple[ParameterUnit, ...]:

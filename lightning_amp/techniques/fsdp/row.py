@@ -42,18 +42,6 @@ class FullyShard:
     offload: bool = False
     shard_ranks: int | None = None
 
-    def no_groups_of(self, ranks: int) -> str:
-        """Why so many ranks cannot be divided into such groups; "" where they can be."""
-        size = self.shard_ranks
-        if size is None or (type(size) is int and size > 1 and ranks % size == 0):
-            return ""
-        found = "1 rank that averages" if ranks == 1 else f"{ranks} ranks that average"
-        allowed = [n for n in range(2, ranks + 1) if ranks % n == 0]
-        return (
-            f"found {found} gradients, to be divided into groups of as many ranks, 2 or more; choose one of"
-            f" {allowed!r}, or None for one group of all"
-        )
-
 
 MESSAGES = 3
 """Of a unit among the ranks that it is split over."""
@@ -78,15 +66,11 @@ def fsdp_seconds(step: ProfiledStep, units: Sequence[ParameterUnit], spec: Fully
         sent += collective_seconds("reduce_scatter", own, shard, links)
         sent += collective_seconds("all_reduce", own / shard, ranks // shard, links, inner=shard)
         sent += MESSAGES * handling
-    return max(0.0, sent) + (_host_seconds(step, whole, shard) if spec.offload else 0.0)
-
-
-def _host_seconds(step: ProfiledStep, whole: int, shard: int) -> float:
-    """On a CPU rows pass no link, and the optimiser works where it would anyway."""
-    if not step.rates.launches:
-        return 0.0
+    if not (spec.offload and step.rates.launches):
+        # on a CPU rows pass no link, and the optimiser works where it would anyway
+        return max(0.0, sent)
     moved, updated = 3 * whole / shard, PASSES * step.held_bytes / shard
-    return moved / step.rates.host_bandwidth + updated / CPU_CORE.memory_bytes
+    return max(0.0, sent) + moved / step.rates.host_bandwidth + updated / CPU_CORE.memory_bytes
 
 
 NAME = "fsdp"
@@ -160,8 +144,14 @@ def _contradictions(specs: Sequence[FullyShard], ranks: int) -> Iterator[str]:
     for spec in specs:
         if type(spec.offload) is not bool:
             yield f"offload={spec.offload!r} of fsdp is neither true nor false"
-        if why := spec.no_groups_of(ranks):
-            yield f"fsdp_ranks={spec.shard_ranks!r} is not supported, {why}"
+        size = spec.shard_ranks
+        if not (size is None or (type(size) is int and size > 1 and ranks % size == 0)):
+            found = "1 rank that averages" if ranks == 1 else f"{ranks} ranks that average"
+            allowed = [n for n in range(2, ranks + 1) if ranks % n == 0]
+            yield (
+                f"fsdp_ranks={size!r} is not supported, found {found} gradients, to be divided into groups of as many"
+                f" ranks, 2 or more; choose one of {allowed!r}, or None for one group of all"
+            )
 
 
 ROW = Technique(

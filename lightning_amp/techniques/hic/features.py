@@ -30,7 +30,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.data.sparse_counts import SparseCounts
@@ -45,7 +44,7 @@ from lightning_amp.techniques.hic.attention.sizes import type_of_sums
 from lightning_amp.techniques.hic.rows import FeatureParallel, RowParallelLinear
 from lightning_amp.techniques.ranks import collectives
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
-from lightning_amp.techniques.ranks.shards import Runs, join_runs, own_run, run_length
+from lightning_amp.techniques.ranks.shards import Runs, own_run, run_length
 
 
 def share_features(decoder: DecomposedDecoder, spec: FeatureParallel, mesh: DeviceMesh) -> Change:
@@ -105,24 +104,14 @@ class ShardedFeatures(nn.Module):
 
     def whole(self, values: OwnCounts) -> Float[Tensor, "cell stratum_feature"]:
         """All columns; gradients reach the own ones, which is all of them over the ranks."""
-        return cast(Tensor, _AllColumns.apply(values, self))  # type: ignore[no-untyped-call]
 
+        def join(own: Tensor) -> Tensor:
+            block = collectives.all_gather(self.mesh, F.pad(own, (0, max(self.sizes) - own.shape[1])))
+            whole = torch.cat([part[:, :size] for part, size in zip(block, self.sizes, strict=True)], dim=1)
+            return whole if self.places is None else whole[:, self.places]
 
-class _AllColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, features: ShardedFeatures) -> Tensor:
-        ctx.features, ctx.behind = features, "inside"
-        fill = max(features.sizes) - own.shape[1]
-        block = collectives.all_gather(features.mesh, F.pad(own, (0, fill)))
-        parts = [part[:, :size] for part, size in zip(block, features.sizes, strict=True)]
-        whole = torch.cat(parts, dim=1)
-        return whole if features.places is None else whole[:, features.places]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # no sum: the loss of the whole columns is computed on every rank, so that each has the whole gradient
-        return ctx.features.own(grad), None
+        return collectives.linear(join, self.own, values, behind="inside")
 
 
 def features_problem(stratum: nn.Module) -> str:
@@ -227,23 +216,15 @@ class SharedLinear(nn.Module):
             # not a tensor, but what F.linear takes
             own = cast(Tensor, x[..., own_run(x.shape[-1], self.mesh)])
         else:
-            own = cast(Tensor, _TakeColumns.apply(x, self.mesh))  # type: ignore[no-untyped-call]
+            runs = Runs(mesh=self.mesh, n=x.shape[-1], dim=x.dim() - 1)
+            # a copy: a view would keep all of x alive until the backward pass
+
+            def take(x: Tensor) -> Tensor:
+                return runs.own(x).clone(memory_format=torch.contiguous_format)
+
+            own = collectives.linear(take, runs.join, x, behind="outside")
         y = collectives.leave(self.mesh, F.linear(own, self.weight))
         return y if self.bias is None else y + self.bias.to(y.dtype)
-
-
-class _TakeColumns(torch.autograd.Function):
-    """The own columns of x as a copy: a view would keep all of x alive until the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh, ctx.n_features, ctx.behind = mesh, x.shape[-1], "outside"
-        return x[..., own_run(x.shape[-1], mesh)].clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return join_runs(grad, ctx.n_features, ctx.mesh, dim=grad.dim() - 1), None
 
 
 def _problem(linear: nn.Module) -> str:

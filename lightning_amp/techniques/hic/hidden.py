@@ -274,7 +274,17 @@ def share_hidden(decoder: DecomposedDecoder, spec: HiddenParallel, mesh: DeviceM
     parameters: list[nn.Parameter] = []
     for k, stratum in enumerate(decoder.strata):
         fqn = f"strata.{k}"
-        swaps[f"{fqn}.decode"] = _share_decode(stratum, fqn, channels)
+        decode = getattr(stratum, "decode", "missing")
+        problem = "which was sharded before" if isinstance(decode, HiddenDecode) else "no module"
+        if isinstance(decode, nn.Module) and not isinstance(decode, HiddenDecode):
+            problem = decode_problem(decode)
+        if problem or not isinstance(decode, nn.Module):
+            raise refusal(
+                f"{fqn}.decode",
+                f"is {shown(decode)}, {problem}",
+                "a module without state for which decode(u, key, feature_anchor) is (u @ key.T)[:, feature_anchor]",
+            )
+        swaps[f"{fqn}.decode"] = HiddenDecode(decode, channels.mesh)
         key = getattr(stratum, "key", "missing")
         if not (key is None or isinstance(key, nn.Module)):
             raise refusal(f"{fqn}.key", f"is {shown(key)}", "a module, or None where the anchors are the keys")
@@ -282,20 +292,3 @@ def share_hidden(decoder: DecomposedDecoder, spec: HiddenParallel, mesh: DeviceM
             swaps |= share_key(key, f"{fqn}.key", channels, gather=spec.gather)
             parameters += key.parameters()
     return Change(swaps, partial=parameters)
-
-
-def _share_decode(stratum: nn.Module, fqn: str, channels: Channels) -> HiddenDecode:
-    decode = getattr(stratum, "decode", "missing")
-    if isinstance(decode, HiddenDecode):
-        problem = "which was sharded before"
-    elif isinstance(decode, nn.Module):
-        problem = decode_problem(decode)
-    else:
-        problem = "no module"
-    if problem or not isinstance(decode, nn.Module):
-        raise refusal(
-            f"{fqn}.decode",
-            f"is {shown(decode)}, {problem}",
-            "a module without state for which decode(u, key, feature_anchor) is (u @ key.T)[:, feature_anchor]",
-        )
-    return HiddenDecode(decode, channels.mesh)

@@ -27,7 +27,8 @@ at the end of the backward pass, before the optimiser's step.
 
 import zlib
 from collections.abc import Callable
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ from lightning_amp._torch import functional_collectives as functional
 from lightning_amp.dist.collectives import start_adding_rows
 from lightning_amp.errors import ModelError
 
-Exchange = Callable[[DeviceMesh, Tensor], Tensor]
+Result = TypeVar("Result")
 
 # torch 2.13 renames both and warns of the old names
 _ALL_GATHER = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
@@ -58,27 +59,38 @@ def wait_in_all_reduce(work: Work | None) -> None:
 
 def enter(mesh: DeviceMesh, *values: Tensor) -> tuple[Tensor, ...]:
     """The values themselves; their gradients are summed over the ranks, all in one collective."""
-    return cast(tuple[Tensor, ...], _Enter.apply(mesh, *values))  # type: ignore[no-untyped-call]
+
+    def back(*grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        used = [grad for grad in grads if grad is not None]
+        # nothing to join, so nothing is copied
+        if len(used) <= 1:
+            return tuple(None if grad is None else all_reduce(mesh, grad) for grad in grads)
+        # one collective for all gradients, for each has its latency
+        flat = all_reduce(mesh, torch.cat([grad.reshape(-1) for grad in used]))
+        parts = iter(torch.split(flat, [grad.numel() for grad in used]))
+        return tuple(None if grad is None else next(parts).view_as(grad) for grad in grads)
+
+    return linear(lambda *xs: tuple(x.view_as(x) for x in xs), back, *values, behind="outside", unused=True)
 
 
 def leave(mesh: DeviceMesh, part: Tensor) -> Tensor:
     """Sum over the ranks, for a result that is replicated (Megatron's *reduce from* the parallel region)."""
-    return _apply(mesh, all_reduce, _itself, part)
+    return linear(partial(all_reduce, mesh), lambda grad: grad, part, behind="inside")
 
 
 def total(mesh: DeviceMesh, part: Tensor) -> Tensor:
     """Sum over the ranks, for a result that every rank uses differently."""
-    return _apply(mesh, all_reduce, all_reduce, part)
+    return linear(partial(all_reduce, mesh), partial(all_reduce, mesh), part)
 
 
 def scatter(mesh: DeviceMesh, block: Tensor) -> Tensor:
     """Sum over the ranks of part r of a block [R, ...], on rank r."""
-    return _apply(mesh, reduce_scatter, all_gather, block)
+    return linear(partial(reduce_scatter, mesh), partial(all_gather, mesh), block)
 
 
 def gather(mesh: DeviceMesh, part: Tensor) -> Tensor:
     """The block [R, ...] of all ranks' parts, for a result that every rank uses differently."""
-    return _apply(mesh, all_gather, reduce_scatter, part)
+    return linear(partial(all_gather, mesh), partial(reduce_scatter, mesh), part)
 
 
 @torch.no_grad()
@@ -102,66 +114,38 @@ def reduce_scatter(mesh: DeviceMesh, block: Tensor) -> Tensor:
     return _wait(_REDUCE_SCATTER(block.contiguous(), "sum", 0, mesh.get_group()))[0]
 
 
-def start_all_to_all(mesh: DeviceMesh, sent: Tensor, n_received: list[int], n_sent: list[int]) -> Tensor:
-    """Rows from every rank to every other, without gradients; not to be read before `wait_for` has returned."""
-    found = functional.all_to_all_single(sent.contiguous(), n_received, n_sent, mesh.get_group())
-    # the wrapper would wait wherever autograd looks at it
-    return cast(Tensor, getattr(found, "elem", found))
-
-
-def wait_for(under_way: Tensor) -> Tensor:
-    """The rows, once they have arrived."""
-    return cast(Tensor, functional.wait_tensor(under_way))  # type: ignore[no-untyped-call]
-
-
 def _wait(value: Tensor) -> Tensor:
     return value.wait() if isinstance(value, functional.AsyncCollectiveTensor) else value
 
 
-class _Enter(torch.autograd.Function):
+def linear(
+    there: Callable[..., Result], back: Callable[..., Any], *values: Tensor, behind: str = "", unused: bool = False
+) -> Result:
+    """What a linear map returns of values.
+
+    Args:
+        there: Values -> the result, or a tuple of results; none is a value itself, but it may be a view of one.
+        back: The adjoint: gradients of the results -> those of the values.
+        values: Tensors.
+        behind: The side of the shared region that the values come from, "outside" or "inside" (sharded_region.py).
+        unused: Whether a result that is not used has no gradient, and not one of zeros, which an optimiser would decay
+            by.
+    """
+    return cast(Result, _Linear.apply(there, back, behind, unused, *values))  # type: ignore[no-untyped-call]
+
+
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mesh: DeviceMesh, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.mesh, ctx.behind = mesh, "outside"
-        # what no rank uses has no gradient, and not one of zeros, which an optimiser would decay by
-        ctx.set_materialize_grads(False)
-        return tuple(value.view_as(value) for value in values)
+    def forward(ctx: Any, there: Any, back: Any, behind: str, unused: bool, *values: Tensor) -> Any:
+        ctx.back, ctx.behind = back, behind or None
+        ctx.set_materialize_grads(not unused)
+        return there(*values)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        used = [grad for grad in grads if grad is not None]
-        # nothing to join, so nothing is copied
-        if len(used) <= 1:
-            return None, *(None if grad is None else all_reduce(ctx.mesh, grad) for grad in grads)
-        # one collective for all gradients, for each has its latency
-        flat = all_reduce(ctx.mesh, torch.cat([grad.reshape(-1) for grad in used]))
-        parts = iter(torch.split(flat, [grad.numel() for grad in used]))
-        return None, *(None if grad is None else next(parts).view_as(grad) for grad in grads)
-
-
-class _WithAdjoint(torch.autograd.Function):
-    """One collective forward, and its adjoint backward."""
-
-    @staticmethod
-    def forward(ctx: Any, mesh: DeviceMesh, there: Exchange, back: Exchange, value: Tensor) -> Tensor:
-        ctx.mesh, ctx.back = mesh, back
-        if back is _itself:
-            # what follows is computed on every rank, what went before is a rank's part (sharded_region.py)
-            ctx.behind = "inside"
-        return there(mesh, value)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, ctx.back(ctx.mesh, grad)
-
-
-def _itself(mesh: DeviceMesh, grad: Tensor) -> Tensor:
-    return grad
-
-
-def _apply(mesh: DeviceMesh, there: Exchange, back: Exchange, value: Tensor) -> Tensor:
-    return cast(Tensor, _WithAdjoint.apply(mesh, there, back, value))  # type: ignore[no-untyped-call]
+        found = ctx.back(*grads)
+        return None, None, None, None, *(found if isinstance(found, tuple) else (found,))
 
 
 class Agreement:
@@ -172,11 +156,7 @@ class Agreement:
         self._unseen: list[tuple[str, Tensor]] = []
 
     def on(self, what: str) -> None:
-        """This rank is about to do something; a collective.
-
-        Raises:
-            ModelError: Another rank is about to do something else; on every rank.
-        """
+        """This rank is about to do something; a collective. A ModelError on every rank where ranks differ."""
         # the same in every process, which `hash` of a text is not
         number = zlib.crc32(what.encode())
         # the largest of minus the numbers is minus the smallest: one reduction says whether all are equal
@@ -191,15 +171,13 @@ class Agreement:
         unseen, self._unseen = self._unseen, []
         numbers = torch.stack([box for _, box in unseen]).tolist() if unseen else []
         for (what, _), (largest, smallest) in zip(unseen, numbers, strict=True):
-            if largest != -smallest:
-                raise ModelError(self._difference(what))
-
-    def _difference(self, what: str) -> str:
-        everyones: list[str] = [""] * self._mesh.size()
-        dist.all_gather_object(everyones, what, group=self._mesh.get_group())
-        ranks = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(everyones))
-        return (
-            f"under {self._technique} all ranks use the same blocks in the same order, for a block's parameters lie on"
-            f" all of them; found: {ranks}. Let every rank run every block, a block that it does not need times"
-            " zero, or train with strategies='S1'"
-        )
+            if largest == -smallest:
+                continue
+            everyones: list[str] = [""] * self._mesh.size()
+            dist.all_gather_object(everyones, what, group=self._mesh.get_group())
+            ranks = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(everyones))
+            raise ModelError(
+                f"under {self._technique} all ranks use the same blocks in the same order, for a block's parameters lie"
+                f" on all of them; found: {ranks}. Let every rank run every block, a block that it does not need times"
+                " zero, or train with strategies='S1'"
+            )

@@ -19,7 +19,6 @@ same.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -47,7 +46,9 @@ class Absent(Tensor):
         """Run an operator, if no value is read that is not here."""
         kwargs = kwargs or {}
         with disable_torch_function():
-            if _writes_into_absent(func, args):
+            name = getattr(func, "__name__", "")
+            in_place = name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and name[-2:] != "__")
+            if in_place and args and isinstance(args[0], Absent | AbsentParameter):
                 return func(*args, **kwargs)
             if _makers:
                 # before autocast, which would not cast what is on no device
@@ -56,7 +57,13 @@ class Absent(Tensor):
                 return func(*args, **kwargs)
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, Tensor) and not value.is_meta and not isinstance(value, FakeTensor):
-                    raise InstallError(_refusal(func, value))
+                    raise InstallError(
+                        f"pipeline: {getattr(func, '__name__', func)!r} reads a parameter that another rank holds,"
+                        f" together with a tensor of shape {tuple(value.shape)!r}. A stage has the parameters of its"
+                        " blocks, and those outside the blocks that its first backward pass reached. Read parameters in"
+                        " the modules that own them (for a penalty on weights use the optimizer's weight_decay), or"
+                        " leave 'pipeline' out"
+                    )
             result = func(*args, **kwargs)
             # a shape would become a tuple
             return result if isinstance(result, torch.Size) else tree_map(_absent, result)
@@ -86,37 +93,13 @@ BELOW: dict[Any, bool] = {
 }
 """Comparisons with a number, and what they give for smaller ones."""
 _makers: list[Callable[[Any], Any]] = []
-
-
-@contextmanager
-def placeholders_are_made(make: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """While it lasts operators may read absent parameters together with values: by `make` these become placeholders."""
-    _makers.append(lambda value: make(value) if isinstance(value, Absent | AbsentParameter) else value)
-    try:
-        yield
-    finally:
-        _makers.pop()
-
-
-def _refusal(func: Any, value: Tensor) -> str:
-    return (
-        f"pipeline: {getattr(func, '__name__', func)!r} reads a parameter that another rank holds, together with a"
-        f" tensor of shape {tuple(value.shape)!r}. A stage has the parameters of its blocks, and those outside the"
-        " blocks that its first backward pass reached. Read parameters in the modules that own them (for a penalty"
-        " on weights use the optimizer's weight_decay), or leave 'pipeline' out"
-    )
+"""While there is one, operators may read absent parameters together with values: it makes placeholders of them."""
 
 
 def _absent(value: Any) -> Any:
     if type(value) is Tensor and value.is_meta:
         return value.as_subclass(Absent)
     return value
-
-
-def _writes_into_absent(func: Any, args: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    in_place = name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and name[-2:] != "__")
-    return in_place and bool(args) and isinstance(args[0], Absent | AbsentParameter)
 
 
 def without_values(values: Any) -> Iterator[Tensor]:
@@ -145,20 +128,19 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.in_block = False
         # with the parameter, whose id stays taken as long as it is kept
         self._absent: dict[int, tuple[Tensor, Tensor]] = {}
-        self._made = ExitStack()
         self._uniform: Tensor | None = None
 
     def __enter__(self) -> "Placeholders":
         """Let absent parameters be read together with values."""
         self.missed, self.in_block, self._uniform = 0, False, None
-        self._made.enter_context(placeholders_are_made(self.of))
+        _makers.append(lambda value: self.of(value) if isinstance(value, Absent | AbsentParameter) else value)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Refuse it again."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._made.close()
+        _makers.pop()
 
     def of(self, value: Any) -> Any:
         """The placeholder of a tensor; anything else as it is."""

@@ -27,23 +27,18 @@ def nothing_kept() -> AbstractContextManager[None]:
     return holding(_asked, None)
 
 
-class Received:
-    """What a first pass has received, in order; there may be several second ones."""
+def first_pass(received: list[Any]) -> AbstractContextManager[None]:
+    """While the block runs for the first time: what it receives is kept in the list, in order."""
 
-    def __init__(self) -> None:
-        self._values: list[Any] = []
+    def keep(receive: Callable[[], Any]) -> Any:
+        received.append(receive())
+        return received[-1]
 
-    def first_pass(self) -> AbstractContextManager[None]:
-        """While the block runs for the first time."""
+    return holding(_asked, keep)
 
-        def keep(receive: Callable[[], Any]) -> Any:
-            self._values.append(receive())
-            return self._values[-1]
 
-        return holding(_asked, keep)
-
-    def second_pass(self) -> AbstractContextManager[None]:
-        """While the block runs again."""
-        values = iter(self._values)
-        # a pass that asks more often is another function: received then, for ranks may do so together, and compared
-        return holding(_asked, lambda receive: next(values, None) or receive())
+def second_pass(received: list[Any]) -> AbstractContextManager[None]:
+    """While the block runs again, as it may several times."""
+    values = iter(received)
+    # a pass that asks more often is another function: received then, for ranks may do so together, and compared
+    return holding(_asked, lambda receive: next(values, None) or receive())

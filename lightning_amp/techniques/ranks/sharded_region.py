@@ -87,11 +87,7 @@ class SharedRegion(nn.Module):
     def enter(
         self, u: PerCell, v: Float[Tensor, "given_anchor dim"], log_weights: LogWeights
     ) -> tuple[Float[Tensor, "cell own_dim"], Float[Tensor, "own_anchor own_dim"], LogWeights]:
-        """What the strata read on this rank.
-
-        Raises:
-            InstallError: v was to come with the own rows, and has others.
-        """
+        """What the strata read on this rank; an InstallError where v was to come with the own rows, and has others."""
         if self.given:
             assert self.anchors is not None, "own rows are those of nodes"
             if len(v) != len(self.anchors.own):
@@ -128,9 +124,7 @@ def share_region(decoder: object, new: SharedRegion) -> SharedRegion:
         decoder: Has the region so far as a child.
         new: That of the technique by itself.
 
-    Raises:
-        InstallError: The decoder is split in a way that goes with no other, or the region is missing, has state, or
-            does something that would be lost.
+    An InstallError where splits do not go together, or the region is missing, has state, or does what would be lost.
     """
     region, (strategy,) = getattr(decoder, "region", None), new.strategies
     if isinstance(region, SharedRegion):
@@ -164,15 +158,12 @@ def _pass(region: Any) -> dict[str, bool]:
 def check_region(
     loss: Tensor, module: nn.Module, *, partial: Sequence[nn.Parameter], sharded: Sequence[ShardedParameter]
 ) -> None:
-    """Refuse a loss with a parameter on the wrong side; every rank of a model group finds the same.
+    """Refuse, with an InstallError, a loss with a parameter on the wrong side; a model group's ranks find the same.
 
     Args:
         loss: A scalar of a rank, before its backward.
         partial: Parameters of which every rank of the model axis computes a part of the gradient.
         sharded: Parameters of which every rank holds a shard.
-
-    Raises:
-        InstallError: A split parameter is read outside, a whole one inside, or one that a shard has replaced.
     """
     if not partial and not sharded:
         return

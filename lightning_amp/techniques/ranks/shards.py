@@ -29,13 +29,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import has_no_values
@@ -66,16 +64,6 @@ def own_run(n: int, mesh: DeviceMesh) -> slice:
     return slice(start, min(start + run, n))
 
 
-def join_runs(own: Tensor, n: int, mesh: DeviceMesh, *, dim: int) -> Tensor:
-    """The whole tensor from every rank's run of a dimension; one all-gather, without gradients."""
-    rows = own.detach().movedim(dim, 0)
-    # the size is written out, for -1 has no meaning where this rank has no row
-    flat = rows.reshape(len(rows), prod(rows.shape[1:]))
-    padded = F.pad(flat, (0, 0, 0, run_length(n, mesh) - len(rows)))
-    whole = collectives.all_gather(mesh, padded).flatten(0, 1)[:n]
-    return whole.reshape(n, *rows.shape[1:]).movedim(0, dim).contiguous()
-
-
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class Runs:
     """A tensor of which every rank has a run of one dimension."""
@@ -90,8 +78,13 @@ class Runs:
         return whole.narrow(self.dim, run.start, run.stop - run.start)
 
     def join(self, own: Tensor) -> Tensor:
-        """The whole from every rank's part; a collective."""
-        return join_runs(own, self.n, self.mesh, dim=self.dim)
+        """The whole from every rank's part; one all-gather, without gradients."""
+        rows = own.detach().movedim(self.dim, 0)
+        # the size is written out, for -1 has no meaning where this rank has no row
+        flat = rows.reshape(len(rows), prod(rows.shape[1:]))
+        padded = F.pad(flat, (0, 0, 0, run_length(self.n, self.mesh) - len(rows)))
+        whole = collectives.all_gather(self.mesh, padded).flatten(0, 1)[: self.n]
+        return whole.reshape(self.n, *rows.shape[1:]).movedim(0, self.dim).contiguous()
 
     def boxes(self, own: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """Blocks of adjacent entries of this rank's part: offsets in the whole tensor, and the entries."""
@@ -102,11 +95,7 @@ class Runs:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AnchorShards:
-    """The anchors of all ranks of a mesh axis.
-
-    Attributes:
-        bounds: First anchor of every rank, and N.
-    """
+    """The anchors of all ranks of a mesh axis; `bounds` are the first anchor of every rank, and N."""
 
     mesh: DeviceMesh
     window: int
@@ -142,22 +131,9 @@ class AnchorShards:
         """Whether a rank has the bucket after the last of this one."""
         return self.own.stop < self.bounds[-1]
 
-    def pad(self, part: Float[Tensor, "own_anchor dim"]) -> Float[Tensor, "most_anchor dim"]:
-        """Own rows with zeros up to the most of a rank; all-gathers move parts of one size."""
-        fill = max(self.sizes) - len(part)
-        return F.pad(part, (0, 0, 0, fill)) if fill else part
-
-    def join(self, block: Float[Tensor, "rank most_anchor dim"]) -> PerAnchor:
-        """All rows from all ranks' padded ones."""
-        return torch.cat([part[:size] for part, size in zip(block, self.sizes, strict=True)])
-
 
 def shard_anchors(n_anchors: int, window: int, mesh: DeviceMesh) -> AnchorShards:
-    """Shard anchors over a mesh axis in whole buckets.
-
-    Raises:
-        InstallError: More ranks than there are buckets.
-    """
+    """Shard anchors over a mesh axis in whole buckets; an InstallError where there are more ranks than buckets."""
     ranks, buckets = mesh.size(), -(-n_anchors // window)
     if ranks > buckets:
         raise InstallError(
@@ -174,44 +150,33 @@ def take_anchors(
     rows: AnchorShards, u: PerCell, v: PerAnchor, log_weights: LogWeights
 ) -> tuple[PerCell, Float[Tensor, "own_anchor dim"], LogWeights]:
     """What the strata of this rank read, of values that every rank holds whole."""
-    return cast(tuple[Tensor, Tensor, Tensor], _TakeAnchors.apply(rows, u, v, log_weights))  # type: ignore[no-untyped-call]
 
-
-class _TakeAnchors(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: AnchorShards, u: Tensor, v: Tensor, log_weights: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.rows, ctx.behind = rows, "outside"
-        # what no rank uses has no gradient, and not one of zeros, which an optimiser would decay by
-        ctx.set_materialize_grads(False)
+    def there(u: Tensor, v: Tensor, log_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return u.view_as(u), v[rows.own.start : rows.own.stop], log_weights.view_as(log_weights)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        rows: AnchorShards = ctx.rows
+    def back(*grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # one all-gather for all three: v's rows are joined, of u and log_weights every rank has a part to add up
-        padded = [rows.pad(grad) if i == 1 and grad is not None else grad for i, grad in enumerate(grads)]
+        of_u, of_v, of_weights = grads
+        if of_v is not None and len(of_v) < max(rows.sizes):
+            # all-gathers move parts of one size
+            of_v = F.pad(of_v, (0, 0, 0, max(rows.sizes) - len(of_v)))
+        padded = of_u, of_v, of_weights
         sent = [grad for grad in padded if grad is not None]
         if not sent:
-            return None, *grads
+            return grads
         block = collectives.all_gather(rows.mesh, torch.cat([grad.reshape(-1) for grad in sent]))
         parts = iter(torch.split(block, [grad.numel() for grad in sent], dim=1))
         blocks = [None if grad is None else next(parts).reshape(-1, *grad.shape) for grad in padded]
-        u, v, log_weights = (
-            None if part is None else rows.join(part) if i == 1 else part.sum(0) for i, part in enumerate(blocks)
-        )
-        return None, u, v, log_weights
+        of_u, of_v, of_weights = blocks
+        whole = None if of_v is None else torch.cat([part[:n] for part, n in zip(of_v, rows.sizes, strict=True)])
+        return None if of_u is None else of_u.sum(0), whole, None if of_weights is None else of_weights.sum(0)
+
+    return collectives.linear(there, back, u, v, log_weights, behind="outside", unused=True)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Channels:
-    """The channel sets of all ranks of a mesh axis.
-
-    Attributes:
-        bounds: First pair of every rank, and D/2; of an odd D first channel of every rank, and D.
-    """
+    """The channels of all ranks of a mesh axis; `bounds`: first pair of every rank, D/2 (of an odd D channel, D)."""
 
     mesh: DeviceMesh
     dim: int
@@ -281,11 +246,7 @@ class Channels:
 
 
 def shard_channels(dim: int, mesh: DeviceMesh) -> Channels:
-    """Shard the channels of a dimension over a mesh axis.
-
-    Raises:
-        InstallError: More ranks than there are pairs of channels to shard.
-    """
+    """Shard the channels of a dimension over a mesh axis; an InstallError where there are more ranks than pairs."""
     ranks, things = mesh.size(), dim // 2 if dim % 2 == 0 else dim
     if ranks > things:
         raise InstallError(
@@ -298,24 +259,15 @@ def shard_channels(dim: int, mesh: DeviceMesh) -> Channels:
 
 def take_channels(channels: Channels, *values: Float[Tensor, "row dim"]) -> tuple[Tensor, ...]:
     """The own channels of values that every rank holds whole; one all-gather of all their gradients backward."""
-    return cast(tuple[Tensor, ...], _TakeChannels.apply(channels, *values))  # type: ignore[no-untyped-call]
+
+    def back(*grads: Tensor) -> tuple[Tensor, ...]:
+        # upstream all ranks compute the same, so each needs the whole gradient, of which every rank has its channels
+        block = collectives.all_gather(channels.mesh, channels.pad(torch.cat(grads)))
+        return torch.split(channels.join(block), [len(grad) for grad in grads])
+
+    return collectives.linear(lambda *xs: tuple(map(channels.select, xs)), back, *values, behind="outside")
 
 
 def gather_channels(channels: Channels, part: Float[Tensor, "row own_dim"]) -> Float[Tensor, "row dim"]:
     """All channels, for a result that every rank uses differently; backward, one reduce-scatter."""
     return channels.join(collectives.gather(channels.mesh, channels.pad(part)))
-
-
-class _TakeChannels(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, channels: Channels, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.channels, ctx.behind = channels, "outside"
-        return tuple(channels.select(value) for value in values)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        channels: Channels = ctx.channels
-        # upstream all ranks compute the same, so each needs the whole gradient, of which every rank has its channels
-        block = collectives.all_gather(channels.mesh, channels.pad(torch.cat(grads)))
-        return None, *torch.split(channels.join(block), [len(grad) for grad in grads])

@@ -26,7 +26,7 @@ from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.footprint.forward_overrides import Position
 from lightning_amp.footprint.recompute_state import FirstPass, Place, digests, same_digests, unrepeatable
 from lightning_amp.techniques.contract.change import Change
-from lightning_amp.techniques.ranks.received import Received
+from lightning_amp.techniques.ranks.received import first_pass, second_pass
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 
 
@@ -78,12 +78,12 @@ class RecomputedForward:
         first = FirstPass(block, (args, kwargs), self.changing)
         passes, compare = iter(("first",)), not self.compared
         expected: list[Any] = []
-        received = Received()
+        received = list[Any]()
 
         def run(*leaves: Any) -> Any:
             # the first call is the forward pass, any later one is made by `checkpoint` in the backward pass
             if next(passes, None):
-                with received.first_pass():
+                with first_pass(received):
                     return forward(block, *args, **kwargs)
             # the caller may have changed its lists and dictionaries meanwhile
             given_args, given_kwargs = tree_unflatten(list(leaves), first.containers)
@@ -93,7 +93,7 @@ class RecomputedForward:
             stale = first.stale(leaves, objects=not compare)
             if stale:
                 raise InstallError(_stale(name, stale))
-            with first.again(), received.second_pass():
+            with first.again(), second_pass(received):
                 found = forward(block, *given_args, **given_kwargs)
             if compare and expected:
                 self._compare(name, expected.pop(), digests(found))

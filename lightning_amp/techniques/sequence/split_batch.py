@@ -103,11 +103,7 @@ def read_dims(text: str) -> dict[str, tuple[int, ...]]:
 
 
 def read_grid(text: str, size: int) -> tuple[int, ...]:
-    """Ranks along each split dim.
-
-    Raises:
-        PlanError: They do not make as many ranks as there are.
-    """
+    """Ranks along each split dim; a PlanError where they do not make as many ranks as there are."""
     grid = tuple(int(n) for n in text.split("x")) if text else (size,)
     if prod(grid) != size:
         raise PlanError(f"a grid of {text} ranks was given for {size} ranks of the model axis; change one of them")

@@ -18,11 +18,7 @@ MOST = 4096
 
 
 class Atoms:
-    """The sets of atoms of all axes.
-
-    Args:
-        sizes: Ranks of each axis that splits anything.
-    """
+    """The sets of atoms of all axes that split anything, given their ranks."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.sizes = dict(sizes)

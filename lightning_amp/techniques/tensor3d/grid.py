@@ -42,14 +42,7 @@ class Grid:
     def dry(
         sizes: tuple[int, int, int], *, ranks: tuple[int, int, int] = (0, 0, 0), copies: int = 1, sent: Any = None
     ) -> "Grid":
-        """One rank of a grid whose collectives send nothing.
-
-        Args:
-            sizes: Ranks of the axes.
-            ranks: Its place along each of them.
-            copies: Of the grid.
-            sent: Gets the collectives that it would issue.
-        """
+        """One rank of a grid, with its place along each axis, whose collectives send nothing; `sent` gets them."""
         x, y, z = (
             MeshAxis(name, n, rank, None, "gather", sent) for name, n, rank in zip(AXES, sizes, ranks, strict=True)
         )

@@ -38,40 +38,12 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DryRun:
-    """What one rank of a grid does in a step.
-
-    Attributes:
-        sizes: Ranks of the axes.
-        seconds: Of its own computation.
-        messages: What it sends.
-        profile: Its bytes.
-    """
+    """What one rank of a grid does in a step: seconds of its own computation, what it sends, its bytes."""
 
     sizes: SizesOf
     seconds: float
     messages: tuple[Message, ...]
     profile: ModuleProfile
-
-    def with_sizes(self, z: int, copies: int) -> tuple[Message, ...]:
-        """What it would send with other numbers of ranks of z, and copies."""
-        share = self.sizes["z"] / z
-        one = {"z": z, "data": copies}
-        kept = (m for m in self.messages if one.get(m.axis, 2) > 1)
-        return tuple(
-            m._replace(n_bytes=m.n_bytes * share)
-            if (m.axis, m.kind) in (("z", "all_gather"), ("data", "all_reduce"))
-            else m
-            for m in kept
-        )
-
-    def peak_bytes(self, z: int) -> int:
-        """Its peak with another number of ranks of z."""
-        share = self.sizes["z"] / z
-        peaks = [
-            sum(n * (share if kind in HELD else 1) for kind, n in moment.by_kind.items())
-            for moment in self.profile.timeline
-        ]
-        return round(max(peaks)) + max(0, self.profile.first_bytes - self.profile.peak_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,13 +96,10 @@ def one_bandwidth(links: Links) -> Links:
 
 
 def sent_seconds(messages: Iterable[Message], sizes: SizesOf, links: Links, *, order: Sequence[str] = ORDER) -> float:
-    """Seconds of collectives one after the other.
+    """Seconds of one rank's collectives one after the other.
 
-    Args:
-        messages: Of one rank.
-        sizes: Ranks of the axes.
-        links: Of `one_bandwidth` where the ranks' places are to make no difference.
-        order: Axes, the innermost first; others are innermost.
+    Links are those of `one_bandwidth` where places are to make no difference. `order`: the innermost axis first; others
+    are innermost.
     """
     inner = {axis: prod(sizes.get(own, 1) for own in order[:i]) for i, axis in enumerate(order)}
     return sum(
@@ -143,12 +112,19 @@ def grid_cost(run: DryRun, z: int, copies: int, links: Links, *, exchanged: bool
     x, y = run.sizes["x"], run.sizes["y"]
     sizes = {"x": x, "y": y, "z": z, "data": copies}
     order = ("y", "x", *ORDER[2:]) if exchanged else ORDER
-    messages = run.with_sizes(z, copies)
+    share, parts = run.sizes["z"] / z, (("z", "all_gather"), ("data", "all_reduce"))
+    messages = [
+        m._replace(n_bytes=m.n_bytes * share) if (m.axis, m.kind) in parts else m
+        for m in run.messages
+        if m.axis not in ("z", "data") or sizes[m.axis] > 1
+    ]
+    moments = [moment.by_kind.items() for moment in run.profile.timeline]
+    peak = max(sum(n * (share if kind in HELD else 1) for kind, n in by_kind) for by_kind in moments)
     return GridCost(
         sizes=(y, x, z) if exchanged else (x, y, z),
         copies=copies,
         exchanged=exchanged,
-        peak_bytes=run.peak_bytes(z),
+        peak_bytes=round(peak) + max(0, run.profile.first_bytes - run.profile.peak_bytes),
         sent_bytes=sum(m.n_bytes for m in messages),
         seconds=run.seconds + sent_seconds(messages, sizes, links, order=order),
     )

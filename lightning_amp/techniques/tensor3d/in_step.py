@@ -16,7 +16,7 @@ arrives; the factors of at most `LATEST` gradients of weights that are yet to be
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,23 +39,8 @@ STRAY = (
 )
 
 
-class OnGrid(Protocol):
-    """A parameter of which a rank has a part (parameters.py)."""
-
-    name: str
-    most_bytes: int
-    parameter: nn.Parameter
-
-    def start_gather(self) -> Callable[[], Tensor]:
-        """Begin to gather it; the returned function waits for it."""
-
-    def start_sum(self, grad: Tensor, *, fresh: bool = False) -> Callable[[], Tensor]:
-        """Begin to sum a gradient of what was gathered; the returned function waits for this rank's part. A fresh one
-        is nobody else's, and may be changed.
-        """
-
-    def zeros(self) -> Tensor:
-        """A gradient."""
+OnGrid = Any
+"""A parameter of which a rank has a part: GridParameter (parameters.py), which imports this module."""
 
 
 class InStepCollective(NamedTuple):
@@ -101,21 +86,14 @@ class InStep:
         self._kept: dict[OnGrid, Tensor] = {}
         self._on_their_way = deque[tuple[OnGrid, Callable[[], Tensor]]]()
 
-    def begin(self, name: str) -> None:
-        """A step begins."""
-        self._begin((name, 0))
-
-    def _begin(self, part: tuple[str, int]) -> None:
+    def begin(self, name: str, part: int = 0) -> None:
+        """A step begins, or another part of it."""
         self.forget()
-        self._part = part
-        self._order = self._orders.get(part) if self._changes[part] < CHANGES else None
+        self._part = name, part
+        self._order = self._orders.get(self._part) if self._changes[self._part] < CHANGES else None
 
     def end(self, what: str) -> list[nn.Parameter]:
-        """A part of the step has ended; a collective. What is on its way is waited for.
-
-        Returns:
-            The parameters that have got gradients.
-        """
+        """A part of the step has ended; a collective that waits for gradients. Returns parameters that have some."""
         do_later()
         self._kept.clear()
         self._leave()
@@ -125,7 +103,7 @@ class InStep:
         self._orders[self._part] = self._done
         self._arrive()
         found = list(self._reached.values())
-        self._begin((self._part[0], self._part[1] + 1))
+        self.begin(self._part[0], self._part[1] + 1)
         return found
 
     def forget(self) -> None:
@@ -149,12 +127,7 @@ class InStep:
     def add_up(self, of: OnGrid, grad: Tensor, *, fresh: bool = False) -> None:
         """Begin to sum a gradient of a gathered parameter over the ranks; the parameter gets its part.
 
-        Args:
-            of, grad: The parameter, and its gradient.
-            fresh: Whether nobody else has the gradient.
-
-        Raises:
-            ModelError: The backward pass is not that of the strategy.
+        A `fresh` gradient is nobody else's. A ModelError where the backward pass is not that of the strategy.
         """
         if not self.begun:
             raise ModelError(STRAY)

@@ -49,10 +49,7 @@ class LookedAt(ModelError):
 
 def install(module: LightningModule, spec: TensorParallel3D, mesh: DeviceMesh | MeshAxis) -> dict[str, Any]:
     """What takes the place of the module's methods while a rank is counted; in a run nothing, for optimisers are made
-    of whole parameters, and `split_parameters` follows.
-
-    Raises:
-        InstallError: A module that it does not support.
+    of whole parameters, and `split_parameters` follows. An InstallError of a module that it does not support.
     """
     refuse(module)
     if not isinstance(mesh, MeshAxis):
@@ -87,9 +84,7 @@ def install(module: LightningModule, spec: TensorParallel3D, mesh: DeviceMesh | 
 def layouts(pairs: Sequence[Pair], look: Callable[[Mapping[str, Callable[..., Any]]], None]) -> dict[Pair, str]:
     """Layouts for numbers of ranks of x and y, found by one forward pass of the step's copy.
 
-    Args:
-        pairs: Ranks of x and y.
-        look: Runs the step once with other functions in the place of the module's.
+    `look` runs the step once with other functions in the place of the module's.
     """
     found = dict[Pair, str]()
 
@@ -139,15 +134,7 @@ def on_grid(spec: TensorParallel3D, sizes: tuple[int, int, int], layouts: str, *
 def split_parameters(
     module: nn.Module, spec: TensorParallel3D, mesh: DeviceMesh, *, fitting: bool, agree: Callable[[str], None]
 ) -> GridUnits:
-    """Split a module's parameters over the grid; in a fit once there are optimisers.
-
-    Args:
-        module: Whole, equal on all ranks.
-        spec: The grid and the layouts.
-        mesh: All ranks.
-        fitting: Whether optimisers will be made.
-        agree: As of `GridUnits`.
-    """
+    """Split a module's parameters, equal on all ranks, over the grid; in a fit once there are optimisers."""
     if mesh.size() % spec.ranks:
         raise InstallError(
             f"the plan has a grid of {spec.grid} ranks for {mesh.size()} ranks, which are no multiple of it; make it"

@@ -50,26 +50,16 @@ def _by_rule(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: A
     return planner.combine(name, leaves, labels, list(range(len(call.result))), whole=whole, sums=sums)
 
 
-@_rule("linear")
-def _linear(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Any) -> Grids:
-    x, weight = args[:2]
-    bias = args[2] if len(args) > 2 else kwargs.get("bias")
-    planner.roles(x, -1, weight, 0, 1)
-    return _layer(planner, "linear", x, -1, weight, 0, 1, bias, found)
-
-
-@_rule("addmm")
-def _addmm(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Any) -> Grids:
-    bias, x, weight = args[:3]
-    planner.roles(x, -1, weight, 1, 0)
-    return _layer(planner, "addmm", x, -1, weight, 1, 0, bias, found)
-
-
-@_rule("matmul", "mm")
-def _matmul(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
+@_rule("linear", "addmm", "matmul", "mm")
+def _product(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
+    name = name_of(func)
+    if name == "linear":
+        bias = args[2] if len(args) > 2 else kwargs.get("bias")
+        return _layer(planner, name, args[0], -1, args[1], 0, 1, bias, found)
+    if name == "addmm":
+        return _layer(planner, name, args[1], -1, args[2], 1, 0, args[0], found)
     x, weight = args
     if weight.dim() == 2 and weight in planner.views and x.dim() > 1:
-        planner.roles(x, -1, weight, 1, 0)
         return _layer(planner, "matmul", x, -1, weight, 1, 0, None, found)
     return _by_rule(planner, func, args, kwargs, found)
 
@@ -86,6 +76,7 @@ def _layer(
     found: Tensor,
 ) -> Grids:
     """A product with a weight: features of the input are added up, other dims stay, the bias follows the outputs."""
+    planner.roles(x, feature, weight, out, inner)
     n = x.dim()
     rows: Labels = ["inner" if d == feature % n else ("row", d) for d in range(n)]
     of_weight: Labels = ["out" if d == out else "inner" if d == inner else ("kernel", d) for d in range(weight.dim())]
@@ -113,7 +104,6 @@ def _convolution(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, foun
     if groups > 1:
         return _in_groups(planner, name_of(func), x, weight, given.get("bias"), groups, found)
     outputs, inputs = (1, 0) if "transpose" in name_of(func) else (0, 1)
-    planner.roles(x, 1, weight, outputs, inputs)
     return _layer(planner, name_of(func), x, 1, weight, outputs, inputs, given.get("bias"), found)
 
 

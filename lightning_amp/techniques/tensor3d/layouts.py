@@ -55,8 +55,7 @@ def largest_rank(layouts: str, axis: str) -> int:
 def splits_in(layouts: str, module: nn.Module, grid: Grid) -> dict[str, Splits]:
     """The splits of a module's parameters, by name; those without any are flat over all axes.
 
-    Raises:
-        PlanError: The layouts are those of another module.
+    A PlanError where the layouts are those of another module.
     """
     read: Mapping[str, Mapping[str, Any]] = json.loads(layouts or "{}")
     found = {}

@@ -21,10 +21,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_amp.dist.collectives import stacked, start_reduce_scatter, start_stacked
+from lightning_amp.dist.collectives import stacked, start_adding_rows, start_stacked
 from lightning_amp.dist.redistribute import own_part
 from lightning_amp.dist.sharded_tensor import ShardedTensor, part_in, wrap
-from lightning_amp.dist.splits import WHOLE, MeshAxis, Splits
+from lightning_amp.dist.splits import WHOLE, MeshAxis, Splits, record
 from lightning_amp.errors import ModelError
 from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.in_step import InStep
@@ -93,7 +93,7 @@ class GridParameter:
         self, parameter: nn.Parameter, grid: Grid, splits: Splits, *, name: str = "", in_step: InStep | None = None
     ) -> None:
         self.parameter, self.grid, self.splits = parameter, grid, splits
-        self.name, self._in_step, self.is_cut = name, in_step or InStep(), False
+        self.name, self.in_step, self.is_cut = name, in_step or InStep(), False
         self.shape = torch.Size(parameter.shape)
         self._block = splits.local_shape(self.shape)
         self._flat: list[tuple[MeshAxis, int]] = []
@@ -109,7 +109,7 @@ class GridParameter:
             most[dim] = max(owners.counts)
         self.most_bytes = prod(most) * parameter.element_size()
         self.is_forgotten = not any(min(o.counts) == 1 < max(o.counts) for _, _, o in splits)
-        self._in_step.largest_bytes = max(self._in_step.largest_bytes, self.most_bytes)
+        self.in_step.largest_bytes = max(self.in_step.largest_bytes, self.most_bytes)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -166,7 +166,7 @@ class GridParameter:
 
         def gathered() -> Tensor:
             found = cast(Tensor, _Gathered.apply(leaf, self))  # type: ignore[no-untyped-call]
-            found.add_up_later = partial(self._in_step.add_up_later, self)  # type: ignore[attr-defined]
+            found.add_up_later = partial(self.in_step.add_up_later, self)  # type: ignore[attr-defined]
             return found
 
         made = ShardedTensor.made_when_read(gathered, leaf, self.shape, self.splits)
@@ -176,7 +176,7 @@ class GridParameter:
 
     def gather(self) -> Tensor:
         """The entries of the split dims, without a gradient."""
-        return self._in_step.gather(self) if self._flat else self.parameter.detach().view(self._block)
+        return self.in_step.gather(self) if self._flat else self.parameter.detach().view(self._block)
 
     def start_gather(self) -> Callable[[], Tensor]:
         """Begin to gather them; the returned function waits for them."""
@@ -201,15 +201,13 @@ class GridParameter:
         # autograd may hand one tensor to several
         part = grad.reshape(-1).div_(self.grid.size) if fresh else grad.reshape(-1) / self.grid.size
         for i, (axis, _) in enumerate(self._flat):
-            arrive = start_reduce_scatter(_padded(part, axis.size), axis)
+            rows = _padded(part, axis.size)
+            record(axis, "reduce_scatter", rows.nbytes)
+            arrive = start_adding_rows(rows, axis.group)
             if i == len(self._flat) - 1:
                 return arrive
             part = arrive()
         return lambda: part
-
-    def add_up(self, grad: Tensor) -> None:
-        """Begin to sum a gradient of the gathered part; `grad` of the parameter gets what is this rank's."""
-        self._in_step.add_up(self, grad)
 
     def zeros(self) -> Tensor:
         """A gradient of the gathered part."""
@@ -243,7 +241,7 @@ class _Gathered(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None]:
         if grad is not None:
-            ctx.of.add_up(grad)
+            ctx.of.in_step.add_up(ctx.of, grad)
         return None, None
 
 

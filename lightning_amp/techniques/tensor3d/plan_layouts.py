@@ -30,12 +30,7 @@ Labels = list[Any]
 
 @dataclass(eq=False)
 class Placed:
-    """What was decided of a parameter.
-
-    Attributes:
-        grids: For each axis that splits it the atoms of its entries.
-        decided: Whether a layer has used it.
-    """
+    """What was decided of a parameter: atoms of its entries by axis, and whether a layer has used it."""
 
     grids: Grids = field(default_factory=dict)
     decided: bool = False
@@ -65,12 +60,7 @@ RULES: dict[str, Rule] = {}
 
 
 class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows a forward pass; `placed` has what was decided, and `gathered` the operators that need whole tensors.
-
-    Args:
-        parameters: By name; a shared one counts once.
-        sizes: Ranks of the axes "x" and "y".
-    """
+    """Follows a forward pass; `placed` has what was decided, and `gathered` the operators that need whole tensors."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], sizes: Mapping[str, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -116,12 +106,7 @@ class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return view if view is not None and not view.of.decided else None
 
     def roles(self, x: Tensor, feature: int, weight: Tensor, out: int, inner: int) -> None:
-        """Decide how a layer's weight is split, by how its input is.
-
-        Args:
-            x, feature: The input, and its dim of features.
-            weight, out, inner: The weight, its dim of outputs and the one that is added up.
-        """
+        """Decide how a layer's weight is split, along its dims `out` and `inner`, by how its input's features are."""
         view = self.open_view(weight)
         if view is None:
             return

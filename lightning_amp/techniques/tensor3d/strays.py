@@ -113,17 +113,12 @@ class StrayReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
         for tensor in tensors_in((args, kwargs or {})):
-            name = self._names.get(id(tensor))
-            if name is not None and _reads(func) and not _is_ours():
+            name, called = self._names.get(id(tensor)), getattr(func, "__name__", "")
+            attribute = getattr(func.__self__, "__name__", "") if called in ("__get__", "__set__") else None
+            reads = called not in _ASKED if attribute is None else attribute in _ABOUT
+            if name is not None and reads and not _is_ours():
                 raise ModelError(READ_ELSEWHERE.format(name=repr(name)))
         return func(*args, **(kwargs or {}))
-
-
-def _reads(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__"):
-        return getattr(func.__self__, "__name__", "") in _ABOUT
-    return name not in _ASKED
 
 
 def _is_ours() -> bool:

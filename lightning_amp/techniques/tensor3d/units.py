@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 import lightning_amp.dist.ops  # noqa: F401  (registers the operators)
 from lightning_amp.dist.collectives import reduce_now
 from lightning_amp.errors import ModelError
+from lightning_amp.techniques.contract.protocol import Units
 from lightning_amp.techniques.deferred import DEFERRED, DROPPED
 from lightning_amp.techniques.put_methods import put_methods
 from lightning_amp.techniques.sequence.split_batch import HowToSplit, read_dims
@@ -31,12 +32,11 @@ from lightning_amp.techniques.tensor3d.row import TensorParallel3D
 from lightning_amp.techniques.tensor3d.strays import READ_ELSEWHERE, StrayReads, watch_hooks
 
 
-class GridUnits:
+class GridUnits(Units):
     """The parameters of a module on a grid.
 
     Attributes:
         parameters: In the order of the module's, each once.
-        groups, offload: As of fsdp: there are none.
         deferred: Whether parameters came without values, and get them one module at a time when they are cut.
 
     Args:
@@ -46,9 +46,6 @@ class GridUnits:
         agree: Called with what this rank is about to do; a collective that fails where ranks differ.
         begun: Whether any backward pass belongs to the step, as in a dry run.
     """
-
-    groups: Any = None
-    offload = False
 
     def __init__(
         self,
@@ -178,16 +175,6 @@ class GridUnits:
             for grad in (p.grad for p in reached if p.grad is not None):
                 grad.copy_(reduce_now(grad / replicas.size, replicas))
         self._put_back()
-
-    def before_update(self) -> None:
-        """Nothing: an optimiser finds the gradients of this rank's parts."""
-
-    def after_update(self) -> None:
-        """Nothing: parameters are gathered anew."""
-
-    def on_rows(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method while the module has this rank's parts."""
-        return method(*args, **kwargs)
 
     def undo(self) -> None:
         """Give the module back as it was; its parameters have the parts or, after `restore`, are whole."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_amp.errors import DataError, InstallError
 from lightning_amp.lightning.checkpoints.probe_optimizer import mixes_elements, mixes_parameters
 from lightning_amp.lightning.checkpoints.shards import Shards, check_optimizers, restore
+from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
 from lightning_amp.lightning.checkpoints.write_checkpoint import Part
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, shard_parameter
 from lightning_amp.techniques.ranks.shards import Runs
@@ -187,6 +188,26 @@ def test_state_may_be_nested_and_a_count_of_one_element_is_of_the_parameter() ->
     assert (found["step"].shape, found["none"], found["past"][1]) == ((1,), None, 1.0)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_agree_which_state_of_one_element_is_of_the_elements(rank: int) -> None:
+    """Rank 1 has one element of three."""
+    model = nn.Module()
+    weight, model.bias = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))
+    one = shard_parameter(model, "weight", weight, parts=Runs(mesh=fake_mesh(rank=rank, ranks=2)["model"], n=3, dim=0))
+    optimizer = torch.optim.SGD(model.parameters())
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {"m": torch.ones_like(parameter), "scale": torch.ones(1)}
+    shards = Shards(model, [one])
+    saved = shards.saved_optimizer_state(optimizer, optimizer.state_dict(), in_parts=True)
+    values = next(v for p, v in zip(model.parameters(), saved["state"].values(), strict=True) if p is one.shard)
+    assert (type(values["m"]), type(values["scale"])) == (Part, Tensor)
+    values["m"] = torch.arange(3.0)
+    (own,) = shards.own_optimizer_states([optimizer], [saved])
+    optimizer.load_state_dict(own)
+    assert optimizer.state[one.shard]["m"].tolist() == [[0.0, 1.0], [2.0]][rank]
+    assert optimizer.state[one.shard]["scale"].shape == (1,)
+
+
 def test_a_state_for_other_groups_is_refused_by_torch() -> None:
     model, sharded = shared_weight()
     one, two = (torch.optim.SGD([{"params": [p]} for p in list(model.parameters())[:n]]) for n in (1, 2))
@@ -293,3 +314,14 @@ def test_an_optimiser_that_mixes_elements_or_parameters_is_known() -> None:
         assert not optimizer.state
         assert not getattr(optimizer, "steps", 0)
         assert not getattr(optimizer, "past", [])
+
+
+def test_an_optimiser_that_cannot_be_tried_is_warned_of_in_one_form() -> None:
+    model, sharded = shared_weight()
+    staged = StageParameters(model, [(model[0], 0), (model[2], 1)], fake_mesh(rank=0, ranks=2))
+    optimizer = Fails(model.parameters())
+    asked = "It could not be tried whether the optimizer 'Fails' updates each {} separately.*one device. Leave {} out"
+    with pytest.warns(UserWarning, match=asked.format("element", "S2")):
+        check_optimizers([optimizer], sharded)
+    with pytest.warns(UserWarning, match=asked.format("parameter", "pipeline")):
+        staged._check_optimizers([optimizer])

@@ -35,6 +35,7 @@ from lightning_amp.lightning.steps.cells import cells_to_weigh, count_cells, cou
 from lightning_amp.lightning.strategy.refusals import check_compiled
 from lightning_amp.lightning.strategy.registration import refuse
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.techniques.fsdp.row import FullyShard
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from tests.lightning.strategy.strategy_cases import Small, trainer_of
 from tests.paths import ROOT
@@ -324,7 +325,9 @@ def test_a_pattern_of_what_is_compiled_is_refused(in_place: bool) -> None:
         "*.a": True,
         "layers.*.b": False,
     }.items():
-        plan: Any = SimpleNamespace(rules=[Rule(fqn=fqn, spec=RecomputeBlock(), strategy="recompute", why="a test")])
+        plan: Any = SimpleNamespace(rules=[Rule(fqn=fqn, spec=FullyShard(), strategy="fsdp", why="it replaces none")])
+        check_compiled(net, plan)
+        plan.rules = [Rule(fqn=fqn, spec=RecomputeBlock(), strategy="recompute", why="a test")]
         if refused:
             with pytest.raises(PlanError, match=r"torch.compile was applied to \['layers.1.a'\]"):
                 check_compiled(net, plan)

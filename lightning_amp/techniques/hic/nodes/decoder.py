@@ -34,6 +34,7 @@ inside of the strata are each rank's own.
 import copy
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -41,9 +42,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_amp.dist.collectives import start_all_to_all, wait_for
 from lightning_amp.dist.ring_attention import ring_attention
 from lightning_amp.dist.sharded_tensor import computed_in
 from lightning_amp.dist.splits import axis_of
@@ -69,46 +70,24 @@ def start_exchange(rows: AnchorShards, edges: Sequence[Float[Tensor, "_ two_dim"
     """
     # the last bucket of all may be short, and alone on its rank; autograd wants as many rows back as were sent
     sent = torch.cat([F.pad(edge, (0, 0, 0, rows.window - len(edge))) for edge in edges])
-    return cast(Tensor, _Start.apply(sent, rows))  # type: ignore[no-untyped-call]
+    return collectives.linear(partial(_exchange, rows), wait_for, sent)
 
 
 def finish_exchange(
     rows: AnchorShards, under_way: Float[Tensor, "halo two_dim"]
 ) -> tuple[Float[Tensor, "before two_dim"], Float[Tensor, "after two_dim"]]:
     """Keys and values of the bucket before, and of that after; none at an end of the sequence."""
-    received: Tensor = _Finish.apply(under_way, rows)  # type: ignore[no-untyped-call]
+    back = partial(_exchange, rows)
+    received: Tensor = collectives.linear(lambda x: wait_for(x).view_as(x), back, under_way)
     n_before = rows.window * rows.before
     return received[:n_before], received[n_before:][: rows.bounds[-1] - rows.own.stop]
-
-
-class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, sent: Tensor, rows: AnchorShards) -> Tensor:
-        return _exchange(rows, sent)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.wait_for(grad), None
-
-
-class _Finish(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, under_way: Tensor, rows: AnchorShards) -> Tensor:
-        ctx.rows = rows
-        return collectives.wait_for(under_way).view_as(under_way)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _exchange(ctx.rows, grad), None
 
 
 def _exchange(rows: AnchorShards, sent: Tensor) -> Tensor:
     """A bucket to and from each neighbour; the result is not to be read before it was waited for."""
     own = rows.mesh.get_local_rank()
     sizes = [rows.window if abs(rank - own) == 1 else 0 for rank in range(len(rows.sizes))]
-    return collectives.start_all_to_all(rows.mesh, sent, sizes, sizes)
+    return start_all_to_all(sent, sizes, sizes, rows.mesh.get_group())
 
 
 State = tuple[Tensor, ...]
@@ -199,19 +178,16 @@ class HaloAttention(_OwnAnchors):
     def _pieces(self, near: list[State], under_way: Tensor) -> list[State]:
         """What `attend` reads of every outer bucket and its neighbours; waits for the neighbours' rows."""
         before, after = finish_exchange(self.anchors, under_way)
-        none = before[:0]
-        sides = [(before if j == 0 else none, after if j == self.anchors.n_buckets - 1 else none) for j in self.outer]
-        return [self._piece(own, *side) for own, side in zip(near, sides, strict=True)]
-
-    def _piece(self, own: State, before: Tensor, after: Tensor) -> State:
-        q, k, values = own
-        dim = k.shape[1]
-        # queries of the neighbours' rows are asked by nobody; under autocast, keys and values were sent as one type
-        return self.inner.prepare(
-            F.pad(q, (0, 0, len(before), len(after))),
-            torch.cat((before[:, :dim].to(k.dtype), k, after[:, :dim].to(k.dtype))),
-            torch.cat((before[:, dim:].to(values.dtype), values, after[:, dim:].to(values.dtype))),
-        )
+        pieces = list[State]()
+        for j, (q, k, values) in zip(self.outer, near, strict=True):
+            dim = k.shape[1]
+            first = before if j == 0 else before[:0]
+            last = after if j == self.anchors.n_buckets - 1 else before[:0]
+            # queries of the neighbours' rows are asked by nobody; under autocast, keys and values were sent as one type
+            keys = torch.cat((first[:, :dim].to(k.dtype), k, last[:, :dim].to(k.dtype)))
+            values = torch.cat((first[:, dim:].to(values.dtype), values, last[:, dim:].to(values.dtype)))
+            pieces.append(self.inner.prepare(F.pad(q, (0, 0, len(first), len(last))), keys, values))
+        return pieces
 
 
 class RingAttention(_OwnAnchors):

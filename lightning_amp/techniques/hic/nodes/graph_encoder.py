@@ -31,14 +31,14 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_amp.dist.collectives import start_all_to_all, wait_for
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import PerVertex, Scalar
 from lightning_amp.techniques.checks.same_function import mismatch, shown
 from lightning_amp.techniques.contract.change import Change, hooks_of, hooks_within
-from lightning_amp.techniques.contract.protocol import Messages, VertexEncoder, is_vertex_encoder
+from lightning_amp.techniques.contract.protocol import Messages, is_vertex_encoder
 from lightning_amp.techniques.contract.sharded_parameter import shard_parameter
 from lightning_amp.techniques.hic.rows import VertexParallel
 from lightning_amp.techniques.ranks import collectives
@@ -178,7 +178,30 @@ class SharedVertices(nn.Module):
     def propagate(self, x: PerVertex, messages: Messages) -> PerVertex:
         """Sum over edges of coefficient * x[source] at the own targets."""
         # `messages` is not called: coefficients hang on the graph alone, and this rank's were taken from them once
-        return cast(Tensor, _PropagateShards.apply(x, self))  # type: ignore[no-untyped-call]
+        return collectives.linear(self._propagate, self._propagate_back, x)
+
+    def _propagate(self, x: Tensor) -> Tensor:
+        under_way = start_all_to_all(x[self.sent], self.n_received, self.n_sent, self.mesh.get_group())
+        out = torch.zeros_like(x)
+        # messages between own vertices are added while the ghosts' rows are under way
+        self._add(out, x, slice(0, self.n_inner))
+        self._add(out, wait_for(under_way), slice(self.n_inner, None))
+        return out
+
+    def _propagate_back(self, grad: Tensor) -> Tensor:
+        ghosts = grad.new_zeros(sum(self.n_received), grad.shape[1])
+        # first what others wait for: the gradients of their rows
+        self._add(ghosts, grad, slice(self.n_inner, None), back=True)
+        under_way = start_all_to_all(ghosts, self.n_sent, self.n_received, self.mesh.get_group())
+        out = torch.zeros_like(grad)
+        self._add(out, grad, slice(0, self.n_inner), back=True)
+        return out.index_add_(0, self.sent, wait_for(under_way))
+
+    def _add(self, out: Tensor, x: Tensor, edges: slice, *, back: bool = False) -> None:
+        """Add the messages of some own edges, backward from targets to sources."""
+        source, target = self.source[edges], self.target[edges]
+        ends = {"source": target, "target": source} if back else {"source": source, "target": target}
+        self.inner.add_messages(out, x, **ends, coefficient=self.coefficient[edges])
 
     def noise(self, like: PerVertex, generator: torch.Generator | None) -> PerVertex:
         """The own rows of what one device would draw."""
@@ -233,59 +256,18 @@ class OwnRows(nn.Module):
 
 def replicated_rows(mesh: DeviceMesh, v: PerVertex, place: Int[Tensor, " row"]) -> Float[Tensor, "row dim"]:
     """Rows of all ranks on every rank, a result that is replicated; `place` is -1 for what another rank holds."""
-    return cast(Tensor, _Replicated.apply(v, place, mesh))  # type: ignore[no-untyped-call]
+    n_own = len(v)
 
-
-class _Replicated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, v: Tensor, place: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.n_own, ctx.behind = len(v), "inside"
-        ctx.save_for_backward(place)
+    def there(v: Tensor) -> Tensor:
         # a row of another rank is taken as zero here, so that the sum over ranks has every row once
-        own = v[place.clamp_min(0)].masked_fill_((place < 0)[:, None], 0)
-        return collectives.all_reduce(mesh, own)
+        return collectives.all_reduce(mesh, v[place.clamp_min(0)].masked_fill_((place < 0)[:, None], 0))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (place,) = ctx.saved_tensors
+    def back(grad: Tensor) -> Tensor:
         # no collective: all ranks have computed the same with the rows, so each has the whole gradient of its rows
         own = grad.masked_fill((place < 0)[:, None], 0)
-        out = grad.new_zeros(ctx.n_own, grad.shape[1])
-        return out.index_add_(0, place.clamp_min(0), own), None, None
+        return grad.new_zeros(n_own, grad.shape[1]).index_add_(0, place.clamp_min(0), own)
 
-
-class _PropagateShards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, leaf: SharedVertices) -> Tensor:
-        ctx.leaf = leaf
-        under_way = collectives.start_all_to_all(leaf.mesh, x[leaf.sent], leaf.n_received, leaf.n_sent)
-        out = torch.zeros_like(x)
-        inner, outer = slice(0, leaf.n_inner), slice(leaf.n_inner, None)
-        # messages between own vertices are added while the ghosts' rows are under way
-        _add(leaf, out, x, inner)
-        _add(leaf, out, collectives.wait_for(under_way), outer)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        leaf: SharedVertices = ctx.leaf
-        ghosts = grad.new_zeros(sum(leaf.n_received), grad.shape[1])
-        inner, outer = slice(0, leaf.n_inner), slice(leaf.n_inner, None)
-        # first what others wait for: the gradients of their rows
-        _add(leaf, ghosts, grad, outer, back=True)
-        under_way = collectives.start_all_to_all(leaf.mesh, ghosts, leaf.n_sent, leaf.n_received)
-        out = torch.zeros_like(grad)
-        _add(leaf, out, grad, inner, back=True)
-        return out.index_add_(0, leaf.sent, collectives.wait_for(under_way)), None
-
-
-def _add(leaf: SharedVertices, out: Tensor, x: Tensor, edges: slice, *, back: bool = False) -> None:
-    """Add the messages of some own edges, backward from targets to sources."""
-    source, target = leaf.source[edges], leaf.target[edges]
-    ends = {"source": target, "target": source} if back else {"source": source, "target": target}
-    leaf.inner.add_messages(out, x, **ends, coefficient=leaf.coefficient[edges])
+    return collectives.linear(there, back, v, behind="inside")
 
 
 def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -> Change:
@@ -300,7 +282,13 @@ def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -
     ids = {name: cast(Tensor, child.on_host) for name, child in encoder.rows.items()}
     anchors = shard_anchors(len(ids[spec.modality]), spec.window, mesh["model"])
     rows = shard_vertices(encoder.n_vertices, anchors, ids[spec.modality], encoder.ends)
-    shared = _shared(encoder, rows)
+    # a copy with the same layers, which are those of the optimiser, and a leaf of the own vertices
+    shared = copy.copy(cast(nn.Module, encoder))
+    # else a child of the copy would be one of the encoder's too
+    vars(shared).update({name: dict(value) for name, value in vars(shared).items() if type(value) is dict})
+    with torch.no_grad():
+        *_, coefficient = encoder.messages()
+    shared.add_module("vertices", SharedVertices(encoder.vertices, rows, encoder.ends, coefficient))
     device = encoder.embedding.device
     leaves: dict[str, nn.Module] = {name: ReplicatedRows(rows, i, device) for name, i in ids.items()}
     own = ids[spec.modality][anchors.own.start : anchors.own.stop]
@@ -309,18 +297,6 @@ def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -
     embedding = shard_parameter(shared, "embedding", encoder.embedding, parts=rows)
     layers = (encoder.loc, encoder.std)
     return Change({"": shared}, partial=[p for layer in layers for p in layer.parameters()], sharded=[embedding])
-
-
-def _shared(encoder: VertexEncoder, rows: VertexShards) -> nn.Module:
-    """A copy of the encoder with the same layers, which are those of the optimiser, and a leaf of the own vertices."""
-    shared = copy.copy(cast(nn.Module, encoder))
-    # else a child of the copy would be one of the encoder's too
-    vars(shared).update({name: dict(value) for name, value in vars(shared).items() if type(value) is dict})
-    with torch.no_grad():
-        *_, coefficient = encoder.messages()
-    leaf = SharedVertices(encoder.vertices, rows, encoder.ends, coefficient)
-    shared.add_module("vertices", leaf)
-    return shared
 
 
 def _problem(encoder: nn.Module, spec: VertexParallel) -> str:

@@ -13,7 +13,7 @@ taken as one. Legend: entry (M), cell (B), feature (F_k, or F of all strata).
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast
@@ -51,7 +51,12 @@ def find_entries(before: Any, after: Any, likelihoods: type[nn.Module], module: 
         for host, moved in zip(tree_leaves(before), tree_leaves(after), strict=True)
         if isinstance(host, Tensor) and host.dim() == 2 and launches_operators(moved)
     ]
-    widths = set(_widths(likelihoods, module)) if pairs else set()
+    # features of the decoders that ask
+    widths = {
+        sum(len(cast(Any, stratum).feature_anchor) for stratum in part.strata)
+        for part in (module.modules() if pairs else ())
+        if any(isinstance(leaf, likelihoods) for leaf in part.modules()) and is_decomposed(part)
+    }
     for host, moved in pairs:
         # a tensor of inference mode counts no writes, so that what is known of it could be stale
         if host.shape[1] in widths and host.device.type == "cpu" and not moved.is_inference():
@@ -77,14 +82,6 @@ def _remember(x: Tensor, counts: SparseCounts) -> tuple["weakref.ref[Tensor]", i
     # the address of a tensor may be used again once it is gone
     _KNOWN[key] = weakref.ref(x, lambda _: _KNOWN.pop(key, None)), x._version, counts
     return _KNOWN[key]
-
-
-def _widths(likelihoods: type[nn.Module], module: nn.Module) -> Iterable[int]:
-    """Features of the decoders that ask."""
-    for part in module.modules():
-        asks = any(isinstance(leaf, likelihoods) for leaf in part.modules())
-        if asks and is_decomposed(part):
-            yield sum(len(cast(Any, stratum).feature_anchor) for stratum in part.strata)
 
 
 ASSUMED_SHARE = 0.05

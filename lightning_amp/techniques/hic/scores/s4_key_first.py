@@ -44,17 +44,14 @@ class KeyFirst(nn.Module):
 
     def forward(self, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor) -> Counts:
         """(u key^T)[:, feature_anchor], through key[feature_anchor]."""
-        if torch.compiler.is_compiling():
-            # one graph for all strata, whichever feature_anchor they have
-            return u @ _select(key, feature_anchor, None).T
-        version = version_of(feature_anchor)
-        if feature_anchor is not self._seen or version != self._version:
-            self._seen, self._version, self._run = feature_anchor, version, run_of(feature_anchor)
-        return u @ _select(key, feature_anchor, self._run).T
-
-
-def _select(key: Tensor, feature_anchor: Tensor, run: slice | None) -> Tensor:
-    if run is None:
-        # The backward pass of embedding fills one [N, D], that of indexing two, and is slower.
-        return F.embedding(feature_anchor, key)
-    return key if run == slice(0, len(key)) else key[run]
+        run = None
+        # one graph for all strata, whichever feature_anchor they have
+        if not torch.compiler.is_compiling():
+            version = version_of(feature_anchor)
+            if feature_anchor is not self._seen or version != self._version:
+                self._seen, self._version, self._run = feature_anchor, version, run_of(feature_anchor)
+            run = self._run
+        if run is None:
+            # The backward pass of embedding fills one [N, D], that of indexing two, and is slower.
+            return u @ F.embedding(feature_anchor, key).T
+        return u @ (key if run == slice(0, len(key)) else key[run]).T

@@ -182,7 +182,10 @@ def _zeros(
     """
     theta, zi = tables
     p, softplus, odds = work.unbind()
-    q, inflated = _additional(zi, least)
+    q, inflated = zi, F.logsigmoid(zi)
+    if least:
+        log_least = zi.new_full((), math.log(least))
+        q, inflated = torch.logaddexp(zi, log_least), torch.logaddexp(inflated, log_least - _softplus(zi))
     # minus theta, which nobody reads after this, and minus softplus(zi)
     missing = _softplus(zi)
     negate_each([theta, missing])
@@ -214,15 +217,6 @@ def _zeros(
         torch.sigmoid(zi, out=missing)
         torch.sub(share, missing, alpha=len(r) if len(of_zi) == 1 else 1, out=of_zi)
     return total
-
-
-def _additional(zi: Tensor, least: float) -> tuple[Tensor, Tensor]:
-    """q, and q - softplus(zi)."""
-    inflated = F.logsigmoid(zi)
-    if not least:
-        return zi, inflated
-    log_least = zi.new_full((), math.log(least))
-    return torch.logaddexp(zi, log_least), torch.logaddexp(inflated, log_least - _softplus(zi))
 
 
 def _others(

@@ -128,8 +128,16 @@ def share_strata(decoder: DecomposedDecoder, spec: StrataParallel, mesh: DeviceM
     """Shard the strata of a decoder over the model axis."""
     axis = mesh["model"]
     walk = walk_of(decoder, "strata", stacked=True)
-    ends = _ends(spec.ends, n_strata=len(decoder.strata), ranks=axis.size())
-    rank = axis.get_local_rank()
+    n_strata, ranks, rank = len(decoder.strata), axis.size(), axis.get_local_rank()
+    ends = [int(part) if part.strip().isdigit() else -1 for part in spec.ends.split(",")]
+    # a rank without strata would not take part in the backward pass, and the others would wait for it
+    lengths = [end - start for start, end in pairwise([0, *ends])]
+    if len(ends) != ranks or ends[-1] != n_strata or min(lengths) < 1:
+        raise InstallError(
+            f"strata got ends={spec.ends!r} on {ranks!r} ranks and {n_strata!r} strata; allowed is one past the"
+            f" last stratum of every rank, each with one stratum at least: choose {n_strata!r} ranks or"
+            f" fewer, and ends such as {','.join(str(n_strata * (r + 1) // ranks) for r in range(ranks))!r}"
+        )
     own = range(ends[rank - 1] if rank else 0, ends[rank])
     swaps: dict[str, nn.Module] = {
         "region": share_region(decoder, SharedRegion(axis, ("strata",), summed=True)),
@@ -152,17 +160,3 @@ class OwnStrata(LoopTechnique):
     def forward(self, strata: nn.ModuleList, *latents: Tensor, **cells: Tensor) -> Scalar:
         """Negative log-likelihood summed over cells and the own strata's features."""
         return cast(Tensor, self.inner(strata, *latents, own=self.own, **cells))
-
-
-def _ends(text: str, *, n_strata: int, ranks: int) -> list[int]:
-    parts = text.split(",")
-    ends = [int(part) if part.strip().isdigit() else -1 for part in parts]
-    # a rank without strata would not take part in the backward pass, and the others would wait for it
-    lengths = [end - start for start, end in pairwise([0, *ends])]
-    if len(ends) != ranks or ends[-1] != n_strata or min(lengths) < 1:
-        raise InstallError(
-            f"strata got ends={text!r} on {ranks!r} ranks and {n_strata!r} strata; allowed is one past the"
-            f" last stratum of every rank, each with one stratum at least: choose {n_strata!r} ranks or"
-            f" fewer, and ends such as {','.join(str(n_strata * (r + 1) // ranks) for r in range(ranks))!r}"
-        )
-    return ends

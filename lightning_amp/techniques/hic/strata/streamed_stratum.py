@@ -101,38 +101,28 @@ class CellMicrobatches(nn.Module):
             return torch.stack(parts).sum()
 
         def compute(needed: Sequence[bool]) -> tuple[Tensor, Gradients]:
-            return self._compute(nll, shared, per_cell, cells, needed)
+            n = len(shared)
+            # the key is cut off, so that its own graph waits until the gradients of all micro-batches are added up;
+            # tables are read by `nll` itself, so these are the very tensors
+            leaves = [leaf(key, needed[0]), *shared[1:]]
+            values: list[Tensor] = []
+            # of what all cells share gradients are added up, of what each has they are put one after the other
+            of_shared: Gradients = [None] * n
+            of_cells: list[Gradients] = []
+            for part in self._parts(len(u)):
+                own = [leaf(_row(t, part), need) for t, need in zip(per_cell, needed[n:], strict=True)]
+                arguments = _rows(cells, part) | dict(zip(PER_CELL, own[1:], strict=True))
+                value = nll(leaves[0], own[0], **arguments)
+                found = gradients([value], [*leaves, *own], [None])
+                of_shared = list(map(add, of_shared, found[:n]))
+                of_cells.append(found[n:])
+                values.append(_at_least_float32(value.detach()))
+            return torch.stack(values).sum(), [*of_shared, *map(_join, per_cell, zip(*of_cells, strict=True))]
 
         return with_gradients(compute, [*shared, *per_cell])
 
     def _parts(self, n: int) -> list[slice]:
         return [slice(start, min(start + self.size, n)) for start in range(0, n, self.size)] or [slice(0, 0)]
-
-    def _compute(
-        self,
-        nll: Callable[..., Tensor],
-        shared: Sequence[Tensor],
-        per_cell: Sequence[Tensor],
-        cells: dict[str, Tensor],
-        needed: Sequence[bool],
-    ) -> tuple[Tensor, Gradients]:
-        n, u = len(shared), per_cell[0]
-        # the key is cut off, so that its own graph waits until the gradients of all micro-batches are added up;
-        # tables are read by `nll` itself, so these are the very tensors
-        key, *tables = leaf(shared[0], needed[0]), *shared[1:]
-        values: list[Tensor] = []
-        # of what all cells share gradients are added up, of what each has they are put one after the other
-        of_shared: Gradients = [None] * n
-        of_cells: list[Gradients] = []
-        for part in self._parts(len(u)):
-            own = [leaf(_row(t, part), need) for t, need in zip(per_cell, needed[n:], strict=True)]
-            arguments = _rows(cells, part) | dict(zip(PER_CELL, own[1:], strict=True))
-            value = nll(key, own[0], **arguments)
-            found = gradients([value], [key, *tables, *own], [None])
-            of_shared = list(map(add, of_shared, found[:n]))
-            of_cells.append(found[n:])
-            values.append(_at_least_float32(value.detach()))
-        return torch.stack(values).sum(), [*of_shared, *map(_join, per_cell, zip(*of_cells, strict=True))]
 
 
 def _at_least_float32(value: Tensor) -> Tensor:
