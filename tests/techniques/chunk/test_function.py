@@ -48,7 +48,7 @@ def test_gradients_of_a_region_are_those_of_eager_or_refused() -> None:
     assert "Chunked" in str(form(found.block, *found.args).grad_fn)
     # a second derivative is refused
     x = found.args[0]
-    with pytest.raises(ModelError, match="a second derivative is not supported .create_graph=True. in a region"):
+    with pytest.raises(ModelError, match="a second derivative is not supported .create_graph=True. through a region"):
         torch.autograd.grad(form(found.block, x).sum(), x, create_graph=True)
     # a changed input is noticed in the backward pass
     y = form(found.block, *found.args)

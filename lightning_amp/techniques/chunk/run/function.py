@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp._torch import FakeTensor
+from lightning_amp.derivatives import refuse_second
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.operator_rates import standing_for
 
@@ -164,12 +165,11 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise ModelError(
-                "a second derivative is not supported (create_graph=True) in a region that runs in chunks"
-                f" ({', '.join(repr(output.name) for output in ctx.region.outputs)}); its gradients are"
-                " added up chunk by chunk and are numbers by then: leave chunks out of this module"
-            )
+        names = ", ".join(repr(output.name) for output in ctx.region.outputs)
+        refuse_second(
+            f"a region that runs in chunks ({names}), whose gradients are numbers by then; leave chunks out of this"
+            " module"
+        )
         inputs = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
         sums = [_Gradient(t, d) if n else None for t, d, n in zip(inputs, ctx.region.input_dims, needed, strict=True)]
