@@ -138,10 +138,8 @@ def _copy_unlike_deepcopy(
     seen = set[int]()
     while waiting:
         value = waiting.pop()
-        if type(value) in PLAIN:
-            continue
-        if id(value) in seen or id(value) in memo:
-            # a list may hold itself
+        # a list may hold itself
+        if type(value) in PLAIN or id(value) in seen or id(value) in memo:
             continue
         seen.add(id(value))
         if isinstance(value, dict | list | tuple | set | deque):
@@ -236,18 +234,18 @@ def without_values() -> Iterator[None]:
     to it. Numbers are those of `known_values.py`.
     """
     before = Tensor.__deepcopy__
-    Tensor.__deepcopy__ = _copy_of_tensor  # type: ignore[method-assign]
+
+    def copy_of_tensor(tensor: Tensor, memo: dict[int, Any]) -> Any:
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
+
+    Tensor.__deepcopy__ = copy_of_tensor  # type: ignore[method-assign]
     try:
         with numbers_may_be_taken():
             yield
     finally:
         Tensor.__deepcopy__ = before  # type: ignore[method-assign]
-
-
-def _copy_of_tensor(tensor: Tensor, memo: dict[int, Any]) -> Any:
-    if id(tensor) not in memo:
-        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    return memo[id(tensor)]
 
 
 def fake_tensor(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
