@@ -170,10 +170,10 @@ class FirstPass:
         for logger in self._loggers:
             vars(logger).update(log=_no_log, log_dict=_no_log)
         try:
-            _set_random(self._random)
+            set_random(self._random)
             yield
         finally:
-            _set_random(random_now)
+            set_random(random_now)
             for _, table, values in now:
                 _put(table, values)
 
@@ -322,7 +322,8 @@ def same_random(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     return one[0] == other[0] and all(map(np.array_equal, one[1], other[1]))
 
 
-def _set_random(states: tuple[Any, Any] | None) -> None:
+def set_random(states: tuple[Any, Any] | None) -> None:
+    """Put them back to where they were; None changes nothing."""
     if states is not None:
         random.setstate(states[0])
         np.random.set_state(states[1])

@@ -130,9 +130,14 @@ def leave_out_before(graph: Graph, results: int) -> str:
     reads = [at[user] for node in given[len(given) - results :] for user in node.users]
     first = min(reads, default=len(nodes))
     before = [node for node in nodes[:first] if node.op == "call_function"]
-    needed = _needed(nodes[first:])
+    needed, waiting = set[Node](), nodes[first:]
+    while waiting:
+        new = [node for node in waiting.pop().all_input_nodes if node not in needed]
+        needed.update(new)
+        waiting += new
     kept = [node for node in before if node in needed]
-    touched = [node for node in before if _changes(node)]
+    # what changes a tensor, or is no operator on tensors
+    touched = [n for n in before if not isinstance(n.target, OpOverload) or n.target._schema.is_mutable]
     drawn = [node for node in kept if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]
     # what is kept runs a second time: it may not draw anew, nor read what another has changed meanwhile
     if kept and (touched or drawn):
@@ -141,18 +146,3 @@ def leave_out_before(graph: Graph, results: int) -> str:
         if node not in needed:
             graph.erase_node(node)
     return ""
-
-
-def _needed(after: Sequence[Node]) -> set[Node]:
-    found, waiting = set[Node](), list(after)
-    while waiting:
-        for node in waiting.pop().all_input_nodes:
-            if node not in found:
-                found.add(node)
-                waiting.append(node)
-    return found
-
-
-def _changes(node: Node) -> bool:
-    """Whether it changes a tensor, or is no operator on tensors."""
-    return not isinstance(node.target, OpOverload) or node.target._schema.is_mutable

@@ -76,7 +76,12 @@ def block_bytes(table: Table | PieceTable, *, train: bool = True, gradients_of_a
 
     Without `gradients_of_arguments` those are taken away as soon as they are complete, to be added up elsewhere.
     """
-    saved_until = _saved_until(table) if train else {}
+    # for every memory that is kept for the backward pass, the first row that keeps it: the last to read it there
+    saved_until: dict[int, int] = {}
+    rows: Rows = table.rows if train else ()
+    for i, row in enumerate(rows):
+        for storage in row.saved:
+            saved_until.setdefault(storage, i)
     forward, held = _forward(table, saved_until, train=train)
     # results, what is saved of rows, and what operators keep of no row
     saved = sum(held.values()) + (sum(row.hidden_bytes for row in table.rows) if train else 0)
@@ -84,24 +89,18 @@ def block_bytes(table: Table | PieceTable, *, train: bool = True, gradients_of_a
     return BlockBytes(forward=forward, backward=backward, saved_bytes=saved, waiting=waiting)
 
 
-def _saved_until(table: Table | PieceTable) -> dict[int, int]:
-    """For every memory that is kept for the backward pass, the first row that keeps it: the last to read it there."""
-    first: dict[int, int] = {}
-    rows: Rows = table.rows
-    for i, row in enumerate(rows):
-        for storage in row.saved:
-            first.setdefault(storage, i)
-    return first
-
-
 def _forward(
     table: Table | PieceTable, saved: dict[int, int], *, train: bool
 ) -> tuple[tuple[int, ...], dict[int, int]]:
     rows: Rows = table.rows
     alive, now, found = dict[int, int](), 0, list[int]()
+    # last use of every memory, by any view of it
+    last: dict[int, int] = {}
+    for i, row in enumerate(rows):
+        last[row.storage] = max(last.get(row.storage, i), row.last_use, i)
     ends: dict[int, list[int]] = {}
-    # what is saved lives on into the backward pass, whoever reads it last
-    for k, end in _last_use(table).items():
+    for k, end in last.items():
+        # what is saved lives on into the backward pass, whoever reads it last
         if k not in saved:
             ends.setdefault(end, []).append(k)
     for i, row in enumerate(rows):
@@ -116,20 +115,16 @@ def _forward(
     return tuple(found), alive
 
 
-def _last_use(table: Table | PieceTable) -> dict[int, int]:
-    """Last use of every memory, by any view of it."""
-    last: dict[int, int] = {}
-    rows: Rows = table.rows
-    for i, row in enumerate(rows):
-        last[row.storage] = max(last.get(row.storage, i), row.last_use, i)
-    return last
-
-
 def _backward(
     table: Table | PieceTable, saved: dict[int, int], held: dict[int, int], gradients_of_arguments: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    rows = table.rows
-    complete = {} if gradients_of_arguments else _arguments_by_first_reader(rows)
+    rows: Rows = table.rows
+    # arguments by their first reader, which is the last that adds to their gradient
+    complete: dict[int, list[int]] = {}
+    seen: set[int] = set()
+    for i, row in enumerate(rows[: 0 if gradients_of_arguments else None]):
+        complete[i] = [k for k in dict.fromkeys(row.inputs) if rows[k].kind != OPERATOR and k not in seen]
+        seen.update(complete[i])
     # the caller holds the results' gradients and may drop the results
     results = {rows[k].storage for k in table.outputs}
     # rows run backward, so that of all that keep a memory the first in the forward pass is the last to let go of it
@@ -148,22 +143,11 @@ def _backward(
         if row.needs_grad:
             found[i] = kept + during + row.backward_bytes
         for k in complete.get(i, ()):
-            # every other reader has run already: nothing is added to it any more
             waiting.pop(k)
         kept -= row.hidden_bytes + let_go.get(i, 0)
         if adding:
             found[i] = max(found[i], kept + adding)
     return tuple(found), tuple(waits)
-
-
-def _arguments_by_first_reader(rows: Rows) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    seen: set[int] = set()
-    for i, row in enumerate(rows):
-        new = {k for k in row.inputs if rows[k].kind != OPERATOR} - seen
-        seen |= new
-        found[i] = sorted(new)
-    return found
 
 
 class _Waiting:

@@ -12,13 +12,12 @@ import lightning_amp
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.build_table import build_table
-from lightning_amp.graph.capture import Captures
 from lightning_amp.graph.flow import RULES, OperatorCall, dims_of
 from lightning_amp.graph.peak import block_bytes
 from lightning_amp.graph.table import OPERATOR, PARAMETER, Table
 from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks
 from tests.any_module import NAMES
-from tests.graph.calls import Called, calls_of, difference
+from tests.graph.calls import Called, Captures, calls_of, difference
 from tests.techniques.chunk.small_blocks import x_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.build_table import build_table
-from lightning_amp.graph.capture import Captures
 from lightning_amp.graph.peak import block_bytes
 from lightning_amp.graph.table import OPERATOR
+from tests.graph.calls import Captures
 from tests.graph.test_flow import Op
 from tests.techniques.chunk.case import Case
 from tests.techniques.chunk.small_blocks import x_of

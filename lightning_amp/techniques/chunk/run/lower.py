@@ -28,9 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from lightning_amp._torch import ACTIVATIONS_IN_C, OpOverload, tree_leaves
+from lightning_amp._torch import ACTIVATIONS_IN_C, OpOverload, tree_flatten, tree_leaves, tree_unflatten
 from lightning_amp.graph.build_table import build_table
-from lightning_amp.graph.capture import Capture, run_as
+from lightning_amp.graph.capture import Capture
+from lightning_amp.graph.guards import state_of
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.techniques.chunk.regions.region import Region, within, written_over
 from lightning_amp.techniques.chunk.run.function import ChunkedRegion, Output
@@ -95,7 +96,9 @@ class Lowered:
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What the block returns for a call with the signature of the capture."""
-        return run_as(self.capture, self.forward, block, args, kwargs)
+        values, _ = tree_flatten((args, kwargs))
+        given = (value for value in values if isinstance(value, Tensor))
+        return tree_unflatten(self.forward(*state_of(block).values(), *given), self.capture.output)
 
 
 def lower(capture: Capture, table: Table, regions: Sequence[Region]) -> Lowered:

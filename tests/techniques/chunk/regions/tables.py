@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from math import gcd, prod
 from typing import Any
 
-from lightning_amp.graph import sum_rules
+from lightning_amp.graph import flow_rules
 from lightning_amp.graph.flow import OperatorCall, Ref, dims_of, sums_of
 from lightning_amp.graph.table import INPUT, OPERATOR, PARAMETER, OperatorRow, Table
 from lightning_amp.techniques.chunk.regions.region import GETITEM, Region, reach_of, written_from
 
-assert sum_rules
+assert flow_rules
 
 
 class Rows:
