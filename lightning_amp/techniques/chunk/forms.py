@@ -18,16 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lightning_amp.footprint.chain.chain import (
-    CHUNKED,
-    KEPT,
-    RECOMPUTED,
-    BlockCost,
-    Chain,
-    ChainMoment,
-    ChunkForm,
-    group_reasons,
-)
+from lightning_amp.footprint.chain.chain import CHUNKED, KEPT, RECOMPUTED, Chain, ChainMoment, ChunkForm, group_reasons
 from lightning_amp.graph.peak import BlockBytes, block_bytes
 from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks, rung
@@ -90,10 +81,30 @@ class ChunkForms:
             if plain is None:
                 blocks.append(block)
                 continue
-            forms = [_form(block, level, plain) for level in levels]
+            forms = [
+                ChunkForm(
+                    budget_bytes=level.budget_bytes,
+                    saved_bytes=max(0, block.saved_bytes + level.n_bytes.saved_bytes - plain.saved_bytes),
+                    keeps=tuple(sorted({*block.keeps, *block.inputs})),
+                    extra_seconds=max(0.0, level.plan.seconds / level.plan.whole_seconds - 1)
+                    * PASSES
+                    * block.forward_seconds,
+                )
+                for level in levels
+            ]
             moments += _moments(self._plain, i, levels, plain, of=KEPT, first=CHUNKED)
             if block.fqn in self._plain.names:
-                forms += [_again(block, form) for form in forms]
+                # recomputed besides
+                forms += [
+                    replace(
+                        form,
+                        saved_bytes=0,
+                        keeps=block.inputs,
+                        extra_seconds=form.extra_seconds + block.forward_seconds,
+                        again=True,
+                    )
+                    for form in forms
+                ]
                 moments += _moments(self._plain, i, levels, plain, of=RECOMPUTED, first=CHUNKED + len(levels))
             blocks.append(replace(block, chunks=tuple(forms)))
         return replace(self._plain, blocks=tuple(blocks), moments=tuple(moments))
@@ -136,18 +147,15 @@ class ChunkForms:
             return found
         key = recompute, budget_bytes is None or found is not None
         if key not in self._leanest:
-            chain = self._without_slow() if key[1] else self.chain
+            chain, moments = self.chain, list[ChainMoment]()
+            for moment in chain.moments if key[1] else ():
+                # forms that are far slower than the block have no room
+                block = None if moment.block is None else chain.blocks[moment.block]
+                slow = block and block.extra_seconds(moment.form) > (SLOWEST - 1) * PASSES * block.forward_seconds
+                moments.append(replace(moment, n_bytes=NEVER) if slow else moment)
+            chain = replace(chain, moments=tuple(moments)) if key[1] else chain
             self._leanest[key] = leanest(chain, recompute=recompute, chunk=True)
         return self._leanest[key]
-
-    def _without_slow(self) -> Chain:
-        """The step in which forms that are far slower than the block have no room."""
-        moments = []
-        for moment in self.chain.moments:
-            block = None if moment.block is None else self.chain.blocks[moment.block]
-            slow = block and block.extra_seconds(moment.form) > (SLOWEST - 1) * PASSES * block.forward_seconds
-            moments.append(replace(moment, n_bytes=NEVER) if slow else moment)
-        return replace(self.chain, moments=tuple(moments))
 
     @property
     def thinned(self) -> tuple[str, ...]:
@@ -188,22 +196,6 @@ def _levels(table: Table) -> Iterator[_Level]:
         if plan.regions not in known and plan.peak_bytes <= WORTH * whole:
             known.append(plan.regions)
             yield _Level(budget_bytes=budget, plan=plan, n_bytes=chunk_bytes(table, plan.regions, train=True))
-
-
-def _form(block: BlockCost, level: _Level, plain: BlockBytes) -> ChunkForm:
-    slower = level.plan.seconds / level.plan.whole_seconds - 1
-    return ChunkForm(
-        budget_bytes=level.budget_bytes,
-        saved_bytes=max(0, block.saved_bytes + level.n_bytes.saved_bytes - plain.saved_bytes),
-        keeps=tuple(sorted({*block.keeps, *block.inputs})),
-        extra_seconds=max(0.0, slower) * PASSES * block.forward_seconds,
-    )
-
-
-def _again(block: BlockCost, form: ChunkForm) -> ChunkForm:
-    """The form, recomputed besides."""
-    seconds = form.extra_seconds + block.forward_seconds
-    return replace(form, saved_bytes=0, keeps=block.inputs, extra_seconds=seconds, again=True)
 
 
 def _moments(

@@ -68,7 +68,13 @@ class RegionCandidate:
     @cached_property
     def before(self) -> list[tuple[int, list[int]]]:
         """Rows computed before the pieces, with the rows that are still to be read after each."""
-        return _before(self._table, self.region)
+        rows, region, found = self._table.rows, self.region, list[tuple[int, list[int]]]()
+        there = [k for k in range(region.first) if rows[k].kind == OPERATOR]
+        for n, i in enumerate(region.before):
+            there.append(i)
+            later = {*self.inputs, *(k for j in region.before[n + 1 :] for k in rows[j].inputs)}
+            found.append((i, [k for k in there if k in later or rows[k].last_use > region.last]))
+        return found
 
     @cached_property
     def over(self) -> dict[int, int]:
@@ -163,15 +169,3 @@ def _lengths(units: int) -> tuple[int, ...]:
     while found[-1] < piece_length(units, 2):
         found.append(max(found[-1] + 1, int(found[-1] * STEP)))
     return (*found[:-1], piece_length(units, 2)) if units > 2 else (1,)
-
-
-def _before(table: Table, region: Region) -> list[tuple[int, list[int]]]:
-    """Rows computed before the pieces, each with the rows that are read after it."""
-    rows, inputs, found = table.rows, set(region.inputs(table)), list[tuple[int, list[int]]]()
-    there = [k for k in range(region.first) if rows[k].kind == OPERATOR]
-    for n, i in enumerate(region.before):
-        there.append(i)
-        later = {k for j in region.before[n + 1 :] for k in rows[j].inputs}
-        needed = [k for k in there if k in later or k in inputs or rows[k].last_use > region.last]
-        found.append((i, needed))
-    return found

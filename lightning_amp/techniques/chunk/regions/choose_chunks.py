@@ -135,26 +135,22 @@ class _RegionSearch:
     @cached_property
     def least(self) -> ChunkPlan:
         """The plan of the least peak, and of those that have it one of little cost."""
-        least = self._smallest()
+        # the rows above a guess in pieces, until no row between the two is left
+        guess = self._line.plain.peak_bytes // 2
+        while (found := self._line.search(self._above(guess), None)) is not None and found.peak_bytes <= guess:
+            guess = found.peak_bytes - 1
+        assert found is not None, "computing everything whole is always possible"
+        least = self._plan(found)
         # the line takes a little more bytes for a plan than it has
         label = self._line.search(self._above(least.peak_bytes), int(RATIO * least.peak_bytes))
         other = least if label is None else self._plan(label)
         return other if other.peak_bytes <= least.peak_bytes and other.seconds < least.seconds else least
 
-    def _smallest(self) -> ChunkPlan:
-        """The rows above a guess in pieces, until no row between the two is left."""
-        guess = self._line.plain.peak_bytes // 2
-        while True:
-            found = self._line.search(self._above(guess), None)
-            assert found is not None, "computing everything whole is always possible"
-            if found.peak_bytes > guess:
-                return self._plan(found)
-            guess = found.peak_bytes - 1
-
     def _above(self, budget_bytes: int) -> list[RegionCandidate]:
         """Regions that lower the bytes of a row above a budget."""
         line = self._line
-        above = {i for i, n in enumerate(line.bytes_of_rows()) if n > budget_bytes}
+        both = zip(line.plain.forward, line.plain.backward or line.plain.forward, strict=True)
+        above = {i for i, pair in enumerate(both) if max(pair) > budget_bytes}
         saving = {i for i, row in enumerate(line.rows) if row.saved or row.hidden_bytes} if line.train else ()
         return self._candidates.around(frozenset(above.union(saving)))
 
@@ -169,7 +165,5 @@ class _RegionSearch:
         )
 
 
-@lru_cache(maxsize=KNOWN)
-def _search(table: Table, costs: CostModel, *, train: bool) -> _RegionSearch:
-    """Of a table; a block is planned for many budgets, and equal blocks have equal tables."""
-    return _RegionSearch(table, costs, train=train)
+_search = lru_cache(maxsize=KNOWN)(_RegionSearch)
+"""Of a table; a block is planned for many budgets, and equal blocks have equal tables."""

@@ -111,11 +111,6 @@ class Line:
         alive = [{self.rows[k].storage for k in reads} for reads in self._reads[:-1]]
         return [sum(self.rows[s].n_bytes for s in storages if self.rows[s].kind == OPERATOR) for storages in alive]
 
-    def bytes_of_rows(self) -> list[int]:
-        """The more of forward and backward pass of every row, without regions."""
-        backward = self.plain.backward or self.plain.forward
-        return [max(pair) for pair in zip(self.plain.forward, backward, strict=True)]
-
     def search(self, candidates: Sequence[RegionCandidate], budget: int | None) -> Label | None:
         """The cheapest label at the end within a budget; without one, that of the least peak. None if there is none."""
         # a region is a step from its first row to the row behind its last
@@ -147,7 +142,10 @@ class Line:
     ) -> Iterator[tuple[int, Label]]:
         state = label.state
         if state.row is None:
-            state.row = self._row(place, state)
+            moved = _Moved(self, state)
+            if self.rows[place].kind == OPERATOR:
+                moved.row(place, over=True)
+            state.row = moved.to(place + 1, self._reads[place + 1])
         if budget is None or label.gone_bytes + state.row.peak_bytes <= budget:
             yield place + 1, self._behind(label, state.row)
         for candidate in candidates:
@@ -157,9 +155,22 @@ class Line:
             step = state.regions.get(candidate)
             if step is None:
                 step = state.regions[candidate] = self._region(candidate, state)
-            found = self._in_pieces(candidate, label, step, budget)
-            if found is not None:
-                yield candidate.region.last + 1, found
+            # in as few pieces as the budget allows
+            gone = label.gone_bytes
+            if budget is not None and gone + step.peak_bytes > budget:
+                continue
+            cut = candidate.cut(budget, gone + step.forward_bytes, gone + step.backward_bytes)
+            if cut is not None:
+                region, cost = candidate.with_pieces(cut[0])
+                found = self._behind(label, step)
+                yield (
+                    candidate.region.last + 1,
+                    found._replace(
+                        cost=label.cost + cost,
+                        peak_bytes=max(found.peak_bytes, cut[1]),
+                        regions=(*label.regions, region),
+                    ),
+                )
 
     @staticmethod
     def _behind(label: Label, step: _SearchStep) -> Label:
@@ -172,30 +183,6 @@ class Line:
             label.regions,
             step.after,
         )
-
-    def _in_pieces(
-        self, candidate: RegionCandidate, label: Label, step: _SearchStep, budget: int | None
-    ) -> Label | None:
-        """Compute a region in as few pieces as the budget allows; None if it allows none."""
-        gone = label.gone_bytes
-        if budget is not None and gone + step.peak_bytes > budget:
-            return None
-        cut = candidate.cut(budget, gone + step.forward_bytes, gone + step.backward_bytes)
-        if cut is None:
-            return None
-        n_chunks, peak = cut
-        region, cost = candidate.with_pieces(n_chunks)
-        found = self._behind(label, step)
-        return found._replace(
-            cost=label.cost + cost, peak_bytes=max(found.peak_bytes, peak), regions=(*label.regions, region)
-        )
-
-    def _row(self, i: int, state: _State) -> _SearchStep:
-        """Compute one row whole."""
-        moved = _Moved(self, state)
-        if self.rows[i].kind == OPERATOR:
-            moved.row(i, over=True)
-        return moved.to(i + 1, self._reads[i + 1])
 
     def _region(self, candidate: RegionCandidate, state: _State) -> _SearchStep:
         """Compute a region, of which bytes and cost depend on the number of its pieces."""

@@ -14,7 +14,7 @@ Known limits: no second derivative, no forward-mode derivative, no vmap.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_amp._torch import FakeTensor
 from lightning_amp.derivatives import refuse_second
 from lightning_amp.errors import ModelError
+from lightning_amp.footprint.chain.block_call import Autocast, autocast_again, autocast_now
 from lightning_amp.footprint.operator_rates import standing_for
 
 Put = Callable[[int, Tensor], None]
@@ -129,7 +130,7 @@ def run_region(region: ChunkedRegion, inputs: Sequence[Tensor]) -> list[Tensor]:
         for output in region.outputs
     ]
     pairs = tuple(zip(inputs, region.input_dims, strict=True))
-    with _autocast_of(inputs)():
+    with _autocast(_autocast_of(inputs)):
         for start, size in region.some(inputs):
 
             def put(k: int, value: Tensor, start: int = start, size: int = size) -> None:
@@ -173,7 +174,7 @@ class _Chunked(torch.autograd.Function):
         inputs = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
         sums = [_Gradient(t, d) if n else None for t, d, n in zip(inputs, ctx.region.input_dims, needed, strict=True)]
-        with torch.enable_grad(), ctx.autocast():
+        with torch.enable_grad(), _autocast(ctx.autocast):
             for start, size in ctx.region.some(inputs):
                 _backward_of_chunk(ctx.region, inputs, sums, grads, start, size)
         return None, *(None if total is None else total.value() for total in sums)
@@ -261,23 +262,10 @@ def _check(output: Output, value: Tensor, place: Tensor) -> None:
         )
 
 
-def _autocast_of(inputs: Sequence[Tensor]) -> Callable[[], Any]:
-    """The autocast of this moment without its cache, to be entered again, in the backward pass too, which has none.
+def _autocast_of(inputs: Sequence[Tensor]) -> Autocast:
+    return autocast_now({tensor.device.type for tensor in inputs})
 
-    The cache would keep a copy of every chunk's pieces, and one of a parameter that was made without gradients.
-    """
-    kinds = sorted({tensor.device.type for tensor in inputs})
-    found = [
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in kinds
-        if torch.amp.is_autocast_available(kind)
-    ]
 
-    @contextmanager
-    def again() -> Iterator[None]:
-        with ExitStack() as stack:
-            for kind, enabled, dtype in found:
-                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
-            yield
-
-    return again
+def _autocast(found: Autocast) -> AbstractContextManager[None]:
+    """Without a cache, which would keep a copy of every chunk's pieces, and one of a parameter without gradients."""
+    return autocast_again(found, cache_enabled=False)

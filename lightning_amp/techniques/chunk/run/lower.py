@@ -169,7 +169,11 @@ class _Writer:
         named = {self._name(f"region_{k}"): region for k, region in enumerate(regions)}
         parts = [self._region(name, region) for name, region in named.items()]
         code = "\n\n\n".join([*parts, self._forward(named)])
-        space = _compiled(code, self._values)
+        # with lines that errors in the code show
+        name = f"<lightning_amp.chunk {next(_FILES)}>"
+        linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+        space = dict(self._values)
+        exec(compile(code, name, "exec"), space)
         chunked = {name: self._chunked(space[name], region) for name, region in named.items()}
         # `space` is the dictionary that the functions have as their globals: what is put there is what their calls find
         # the code of forward calls what runs all chunks under the name of what computes one
@@ -358,12 +362,3 @@ def dense_strides(value: Tensor) -> tuple[int, ...]:
         strides[d] = step
         step *= max(value.shape[d], 1)
     return tuple(strides)
-
-
-def _compiled(code: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The functions of a source; errors in them show its lines."""
-    name = f"<lightning_amp.chunk {next(_FILES)}>"
-    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
-    namespace = dict(values)
-    exec(compile(code, name, "exec"), namespace)
-    return namespace
