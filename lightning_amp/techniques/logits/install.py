@@ -39,7 +39,7 @@ def in_chunks(step: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             utils.unwrap_dead_wrappers = unwrap
         found = tree_map(values, found)
-        put_off.finish()
+        put_off.compute()
         return found
 
     return run
