@@ -20,8 +20,6 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_amp.quantities import format_bytes
-
 DPI = 150
 INK, GREY, RED = "#222222", "#8a8a8a", "#c1272d"
 NO_DATA = "#d9d9d9"
@@ -90,9 +88,9 @@ def simulated_memory(
         (predicted_bytes, "predicted", "--", PALETTE[1], 1.6),
     ]
     figure, axes = _draw_strata(curves, budget_bytes=budget_bytes, title=title, also_bytes=peak_bytes)
-    _, size = _unit(max([peak_bytes, *simulated_bytes, *predicted_bytes]))
+    unit, size = _unit(max([peak_bytes, *simulated_bytes, *predicted_bytes]))
     if failed_at is None:
-        label = f"peak of the step {format_bytes(peak_bytes)}"
+        label = f"peak of the step {peak_bytes / size:.3g} {unit}"
         axes.axhline(peak_bytes / size, linestyle=":", color=PALETTE[0], linewidth=1.4, label=label)
     else:
         label = "\n".join(wrap(f"out of memory at {failed_at}", LEGEND_LETTERS))
@@ -314,7 +312,8 @@ def _draw_strata(
 def _draw_budget(axes: Axes, budget_bytes: float | None, *, top: float, size: float) -> None:
     if budget_bytes is None:
         return
-    label = f"budget {format_bytes(budget_bytes)}"
+    own_unit, own_size = _unit(budget_bytes)
+    label = f"budget {budget_bytes / own_size:.3g} {own_unit}"
     if budget_bytes <= BUDGET_IN_SIGHT * top:
         axes.axhline(budget_bytes / size, linestyle="--", color=RED, linewidth=1.4, label=label)
     else:

@@ -31,8 +31,7 @@ from lightning_amp.graph.peak import block_bytes
 from lightning_amp.graph.table import OPERATOR
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, OverBudget
-from lightning_amp.techniques.chunk.regions.paper_cost import WEIGHTS, Weights
-from lightning_amp.techniques.chunk.regions.piece_seconds import Seconds
+from lightning_amp.techniques.chunk.regions.costs import WEIGHTS, Seconds, Weights
 from lightning_amp.techniques.chunk.regions.region import ChunkPlan
 from lightning_amp.techniques.chunk.run.lower import table_of
 from lightning_amp.techniques.chunk.run.planned import lower_within

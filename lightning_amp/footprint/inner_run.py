@@ -98,14 +98,7 @@ def run_two_steps(
     make: Callable[[LightningModule], R],
     around: Around,
 ) -> R:
-    """What `make` returns for the module, after its second step.
-
-    Args:
-        module: A copy, which is changed.
-        batch: What its `training_step` gets.
-        fake: The mode of its tensors, None where they have values.
-        make: Makes the recorder that counts the step.
-        around: What is known of the run that the step belongs to; the data module is a copy too.
+    """What `make` returns for the module, a copy that is changed, after its second step; the data module is one too.
 
     Raises:
         ModelError: The module leaves its step out.

@@ -51,13 +51,7 @@ def profile_module(
 
 
 def profile_of(found: StepRecorder, lives: Sequence[Life], reason: str, rows: int | None) -> ModuleProfile:
-    """The profile of a counted step.
-
-    Args:
-        found, reason: As of `counted_step`.
-        lives: Every storage that was alive in it.
-        rows: Length of its batch.
-    """
+    """The profile of a step that `counted_step` has counted, with a batch of so many rows."""
     return summarize(
         lives,
         found.work,

@@ -40,13 +40,7 @@ class AfterBlocks(nn.Module):
         self._before = tuple(before)
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
-        """What the module returns.
-
-        Args:
-            args: Of the module.
-            kwargs: Likewise.
-            result: Of its last block.
-        """
+        """What the module returns for its arguments and the result of its last block."""
         blocks, stand_in = find_blocks(self.owner), _KnownResults(self._before, result)
         for fqn, block in blocks.items():
             block.forward = partial(stand_in, fqn)
@@ -116,11 +110,9 @@ def _without(module: nn.Module, blocks: set[int], known: dict[int, nn.Module]) -
 
 
 def leave_out_before(graph: Graph, results: int) -> str:
-    """Take out of a graph what is not needed after the last block; why that is not possible, "" where it was.
+    """Take out of the graph of an `AfterBlocks` what is not needed after the last block; why not, "" where it was.
 
-    Args:
-        graph: Of an `AfterBlocks`; changed.
-        results: Its last arguments, that are tensors of the last block's result.
+    So many of its last arguments are the tensors of the last block's result.
     """
     nodes = list(graph.nodes)
     given = [node for node in nodes if node.op == "placeholder"]

@@ -72,12 +72,9 @@ def count_step(
     """Count the second training step on fake tensors, as `profile_module` does; the module stays as it is.
 
     Args:
-        module: Any LightningModule; its parameters may be on the device "meta".
-        batch: An example of what its `training_step` gets.
+        module, batch, batch_size, around: As of `profile_module`.
         names: Of the blocks that could be stages, in order.
-        batch_size: Count a batch of this length instead.
         rates: Of the device whose time it is.
-        around: As of `profile_module`.
 
     Raises:
         ModelError: As `profile_module`.

@@ -124,7 +124,7 @@ def passes_of(step: Any, names: Sequence[str], *, rows: int, values: bool) -> "P
         step: A recorded one, as in chain_recorder.ChainRecorder.
         names: Of the blocks, in the order of their list.
         rows: Samples of its batch.
-        values: Whether autograd kept what it saved, because the step had values.
+        values: As of ChainBuilder.
     """
     if reason := impossible(step, names):
         return reason

@@ -36,11 +36,7 @@ def is_of_user(owner: Any) -> bool:
 
 @contextmanager
 def as_before(*owners: Any) -> Iterator[None]:
-    """Put back, at the end, what is of the classes, functions and files of some objects.
-
-    Args:
-        *owners: Modules, with all their submodules, other objects, or functions.
-    """
+    """Put back, at the end, what is of the classes, functions and files of modules, other objects, or functions."""
     parts = [part for one in owners for part in (one.modules() if isinstance(one, nn.Module) else (one,))]
     parts += [part.__func__ for part in parts if isinstance(part, MethodType)]
     found = {
@@ -195,9 +191,7 @@ SHARED = (*OWNERS, Trainer, torch.Tensor, np.ndarray, type)
 def apart(value: Any, memo: dict[int, Any]) -> Any:
     """A copy in what an object remembers of itself: attributes, small containers, random generators; shares the rest.
 
-    Args:
-        value: The object.
-        memo: Copies by the id of what they are of; those of one memo refer to each other.
+    Copies of one memo, by the id of what they are of, refer to each other.
     """
     if id(value) in memo:
         return memo[id(value)]

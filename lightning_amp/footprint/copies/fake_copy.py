@@ -105,9 +105,7 @@ def copy_of_data(
 ) -> LightningDataModule | None:
     """The data module that a copied module finds: a copy in what it remembers, with copies of modules; data are shared.
 
-    Args:
-        data: Of the run.
-        module, twin, fake: As of `copy_of`, and the copy.
+    `twin` is the copy of the module.
     """
     if data is None:
         return None

@@ -42,11 +42,7 @@ FOLDER_CHANGES = ("mkdir", "rmdir", "remove", "unlink", "rename", "replace", "sy
 
 @contextmanager
 def as_guest(*owners: Any) -> Iterator[None]:
-    """Let nothing of the user's notice what is done in this context.
-
-    Args:
-        *owners: Modules, objects and functions that take part; the files and classes that they are of are put back.
-    """
+    """Let nothing of the user's notice what is done in this context; `owners` take part, as of `as_before`."""
     with (
         as_before(*owners),
         _settings_as_before(),

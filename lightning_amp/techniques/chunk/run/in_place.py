@@ -30,12 +30,7 @@ NEW = {
 
 
 def with_memory(table: Table, nodes: Sequence[Node]) -> Table:
-    """The table of a block in inference, with the memory that rows may lie in and results written over others.
-
-    Args:
-        table: Of the block.
-        nodes: Of its rows.
-    """
+    """The table of a block in inference, with the memory that rows may lie in and results written over others."""
     values, new = [node.meta.get("val") for node in nodes], list(map(_is_new, nodes))
     # a result with gaps, or in another order, is never written over: its bytes are not those of the new result
     whole = [isinstance(value, Tensor) and value.is_contiguous() for value in values]

@@ -102,13 +102,7 @@ class Lowered:
 
 
 def lower(capture: Capture, table: Table, regions: Sequence[Region]) -> Lowered:
-    """Write the forward of a block that runs some regions in chunks.
-
-    Args:
-        capture: With a graph.
-        table: By `table_of` the capture.
-        regions: Of `find_regions`, which share no row.
-    """
+    """Write the forward of a block that runs regions in chunks, which share no row; the table is by `table_of`."""
     return _Writer(capture, table).lower(sorted(regions, key=lambda region: region.first))
 
 

@@ -37,13 +37,8 @@ def lower_nested(capture: Capture, table: Table, region: Region, plan: Plan[Foun
     """The forward that runs a region of all rows in pieces of one size, and in each of them its own regions.
 
     Args:
-        capture: Of the block.
         table: Of the capture, for inference.
-        region: Of all its rows.
-        plan: Of a captured piece.
-
-    Returns:
-        The forward, and what `plan` says besides that of a piece.
+        plan: Of a captured piece its forward, and something that is returned too.
     """
     # the rows run inside of a piece, where the piece's own capture says what is written over what
     rows = tuple(replace(row, over=-1) for row in table.rows)
