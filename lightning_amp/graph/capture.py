@@ -106,7 +106,15 @@ def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *,
     """Write down the operators of a call; where that is not possible, say why."""
     common = {"kind": type(block), "key": key, "names": tuple(state_of(block))}
     try:
-        _refuse(block)
+        # what a graph would leave out, or what no capture survives
+        for name, child in block.named_modules():
+            place = f"its submodule {name!r}" if name else "it"
+            if is_compiled(child):
+                raise CannotCapture(f"{place} is compiled")
+            if "to" in vars(child) or "to" in child._modules or "to" in child._parameters:
+                raise CannotCapture(f"{place} has an attribute 'to', which hides the method of that name")
+            if hooks := hooked([child]):
+                raise CannotCapture(f"{place} has hooks ({hooks[0]}), which are Python")
         # a library's warning says nothing of the block, also where warnings are errors
         with failures_unlogged(), warnings.catch_warnings(action="ignore"), as_before(block):
             return Capture(**common, **_trace(block, args, kwargs))
@@ -249,18 +257,6 @@ def _as_number(args: Any, kwargs: Any) -> bool:
         for part in ((leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,))
     ]
     return any(isinstance(t, Tensor) and t.dim() == 0 and not isinstance(t, FakeTensor) for t in leaves)
-
-
-def _refuse(block: nn.Module) -> None:
-    """What a graph would leave out, or what no capture survives."""
-    for name, child in block.named_modules():
-        place = f"its submodule {name!r}" if name else "it"
-        if is_compiled(child):
-            raise CannotCapture(f"{place} is compiled")
-        if "to" in vars(child) or "to" in child._modules or "to" in child._parameters:
-            raise CannotCapture(f"{place} has an attribute 'to', which hides the method of that name")
-        if hooks := hooked([child]):
-            raise CannotCapture(f"{place} has hooks ({hooks[0]}), which are Python")
 
 
 def _copied(values: Sequence[Any]) -> dict[int, Any]:

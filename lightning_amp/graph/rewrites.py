@@ -93,7 +93,13 @@ def _mean_loss(name: str) -> Callable[..., Any]:
         given = defaults | dict(zip(names, args, strict=False)) | kwargs
         # their own sum would hold the memory of all losses for as long as it lives
         again = given["reduction"] == SUM and name in RESIZED
-        if not again and (given["reduction"] != MEAN or not _has_rows(name, given)):
+        shapes = [value.shape for key, value in given.items() if isinstance(value, Tensor) and key != "weight"]
+        # whether it is known how many losses there are
+        if name in BY_ROW:
+            known = len(shapes[0]) == 2 and len({shape[:1] for shape in shapes}) == 1
+        else:
+            known = name in BY_VALUE or len(shapes[0]) > 1
+        if not again and (given["reduction"] != MEAN or not known):
             return NotImplemented
         # the sum over all, which pieces add up to; divided below by what all have in common
         total = op(**given | {"reduction": NONE if name in RESIZED else SUM})
@@ -104,14 +110,6 @@ def _mean_loss(name: str) -> Callable[..., Any]:
         return total if again else total / _count(name, given)
 
     return rewritten
-
-
-def _has_rows(name: str, given: dict[str, Any]) -> bool:
-    """Whether it is known how many losses there are."""
-    shapes = [value.shape for key, value in given.items() if isinstance(value, Tensor) and key != "weight"]
-    if name in BY_ROW:
-        return len(shapes[0]) == 2 and len({shape[:1] for shape in shapes}) == 1
-    return name in BY_VALUE or len(shapes[0]) > 1
 
 
 def _count(name: str, given: dict[str, Any]) -> Any:

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 from lightning_amp.errors import ModelError
 from lightning_amp.graph.capture import Captures
-from lightning_amp.techniques.chunk.regions.find_regions import find_regions
 from lightning_amp.techniques.chunk.regions.region import Region
 from lightning_amp.techniques.chunk.run.function import ChunkedRegion, Output
 from lightning_amp.techniques.chunk.run.lower import lower, table_of
 from tests.techniques.chunk.case import Case, case
+from tests.techniques.chunk.regions.tables import find_regions
 from tests.techniques.chunk.small_blocks import FeedForward, NoBias, x_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

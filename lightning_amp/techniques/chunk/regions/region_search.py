@@ -103,7 +103,14 @@ class Line:
             [k for k in range(p) if table.rows[k].kind == OPERATOR and table.rows[k].last_use >= p]
             for p in range(n + 1)
         ]
-        self.beside_saved = self._not_saved(table) if train else [0] * n
+        # what a row's backward holds besides the results and what rows up to it have saved
+        self.beside_saved, saved, hidden = [0] * n, set[int](), 0
+        results = {s for k in table.outputs if self.is_made(s := table.rows[k].storage)}
+        for i, row in enumerate(table.rows if train else ()):
+            saved |= {s for s in row.saved if self.is_made(s)}
+            hidden += row.hidden_bytes
+            if row.needs_grad:
+                self.beside_saved[i] = self.plain.backward[i] - self.bytes(saved | results) - hidden
         self._states: list[dict[object, _State]] = [{} for _ in range(n + 1)]
 
     def held(self) -> list[int]:
@@ -213,17 +220,6 @@ class Line:
     def is_made(self, home: int) -> bool:
         """Whether memory is made by the block, and not an argument's."""
         return home < 0 or self.rows[home].kind == OPERATOR
-
-    def _not_saved(self, table: Table) -> list[int]:
-        """What a row's backward holds besides the results and what rows up to it have saved."""
-        found, saved, hidden = [], set[int](), 0
-        results = {s for k in table.outputs if self.is_made(s := table.rows[k].storage)}
-        for i, row in enumerate(table.rows):
-            saved |= {s for s in row.saved if self.is_made(s)}
-            hidden += row.hidden_bytes
-            kept = self.bytes(saved | results) + hidden
-            found.append(self.plain.backward[i] - kept if row.needs_grad else 0)
-        return found
 
 
 class _Moved:

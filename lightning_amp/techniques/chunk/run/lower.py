@@ -38,26 +38,18 @@ from lightning_amp.techniques.chunk.run.function import ChunkedRegion, Output
 from lightning_amp.techniques.chunk.run.in_place import with_memory, writing
 from lightning_amp.techniques.chunk.run.two_steps import neighbours
 
-_FUNCTIONAL = (
-    "avg_pool2d.default",
-    "gelu.default",
-    "gelu.out",
-    "linear.default",
-    "scaled_dot_product_attention.default",
-)
-_NN = (
-    *("elu.default", "elu.out", "leaky_relu.default", "leaky_relu.out", "silu.default", "silu.out"),
-    "upsample_nearest2d.vec",
-)
-_TENSOR = ("expand.default", "view.default")
-_TORCH = (
-    *("add.Tensor", "add.out", "addcmul.default", "addcmul.out", "bmm.default", "cat.default", "conv2d.default"),
-    *("flatten.using_ints", "group_norm.default", "layer_norm.default", "matmul.default", "mean.dim", "mul.Tensor"),
-    *("mul.out", "permute.default", "relu.default", "reshape.default", "select.int", "sigmoid.default", "sigmoid.out"),
-    *("softmax.int", "sub.Tensor", "sub.out", "transpose.int", "unflatten.int", "unsqueeze.default"),
-)
-_SPACES = {"torch.nn.functional": _FUNCTIONAL, ACTIVATIONS_IN_C: _NN, "torch.Tensor": _TENSOR, "torch": _TORCH}
-BINDINGS = {name: f"{space}.{name.partition('.')[0]}" for space, names in _SPACES.items() for name in names}
+_SPACES = {
+    "torch.nn.functional": "avg_pool2d.default gelu.default gelu.out linear.default"
+    " scaled_dot_product_attention.default",
+    ACTIVATIONS_IN_C: "elu.default elu.out leaky_relu.default leaky_relu.out silu.default silu.out"
+    " upsample_nearest2d.vec",
+    "torch.Tensor": "expand.default view.default",
+    "torch": "add.Tensor add.out addcmul.default addcmul.out bmm.default cat.default conv2d.default flatten.using_ints"
+    " group_norm.default layer_norm.default matmul.default mean.dim mul.Tensor mul.out permute.default relu.default"
+    " reshape.default select.int sigmoid.default sigmoid.out softmax.int sub.Tensor sub.out transpose.int unflatten.int"
+    " unsqueeze.default",
+}
+BINDINGS = {name: f"{space}.{name.partition('.')[0]}" for space, names in _SPACES.items() for name in names.split()}
 """Of overloads of aten, as generated code has them."""
 
 
