@@ -152,7 +152,10 @@ class _Builder:
             "writes": tuple(tensors[n] for n in found["writes"]),
             "saved": tuple(sorted(len(self._rows) - 1 if n < 0 else homes[n] for n in found["saved"])),
         }
-        self._values[-1] = _cut(self._values[-1])
+        # results as the next operators' arguments, without the graph behind them
+        self._values[-1] = tree_map(
+            lambda v: v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v, self._values[-1]
+        )
 
 
 def _key(node: Node, leaves: list[Tensor]) -> Any:
@@ -208,15 +211,6 @@ def _looked_at(
         "forward_bytes": live.peak - live.current,
     }
     return result, kept, found
-
-
-def _cut(result: Any) -> Any:
-    """Results as the next operators' arguments, without the graph behind them."""
-    if isinstance(result, Tensor):
-        return result.detach().requires_grad_(result.requires_grad)
-    if isinstance(result, list | tuple):
-        return [_cut(part) for part in result]
-    return result
 
 
 def _backward(result: Any, values: list[Any], leaves: list[Tensor], hidden: list[Tensor]) -> dict[str, Any]:

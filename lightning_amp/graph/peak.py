@@ -133,64 +133,35 @@ def _backward(
         if storage not in results:
             let_go[first] = let_go.get(first, 0) + held.get(storage, 0)
     kept = sum(held.values()) + sum(row.hidden_bytes for row in rows)
-    waiting = _Waiting(rows)
+    # gradients that wait for the backward of the row that they are of, and their bytes in all
+    waiting, n_bytes = dict[int, int](), 0
     found, waits = [0] * len(rows), [0] * len(rows)
     for i in range(len(rows) - 1, -1, -1):
-        row, waits[i] = rows[i], waiting.n_bytes
+        row, waits[i], adding = rows[i], n_bytes, 0
         if row.kind != OPERATOR:
             continue
-        during, adding = waiting.hand_out(i) if row.needs_grad else (0, 0)
         if row.needs_grad:
-            found[i] = kept + during + row.backward_bytes
-        for k in complete.get(i, ()):
-            waiting.pop(k)
+            made = [(k, n) for k, n in zip(row.inputs, row.grad_bytes, strict=True) if rows[k].needs_grad]
+            new, own = sum(n for _, n in made), waiting.pop(i, 0)
+            found[i] = kept + n_bytes + new + row.backward_bytes
+            n_bytes -= own
+            # the gradient of a view is a view of the gradient: its memory is handed on
+            # where the backward makes new gradients, the one that came in is no longer needed once it has run
+            own = own if not any(row.grad_bytes) else 0
+            alive = n_bytes + new + own
+            for k, n in made:
+                if k in waiting:
+                    # the sum is new memory, also where what waited was a gradient that the caller holds
+                    both = max(waiting[k], n)
+                    adding = max(adding, alive + both)
+                    alive += both - waiting[k] - n
+                    n_bytes += both - waiting[k]
+                    waiting[k] = both
+                else:
+                    waiting[k], own = (n, own) if n else (own, 0)
+                    n_bytes += waiting[k]
+        n_bytes -= sum(waiting.pop(k, 0) for k in complete.get(i, ()))
         kept -= row.hidden_bytes + let_go.get(i, 0)
         if adding:
             found[i] = max(found[i], kept + adding)
     return tuple(found), tuple(waits)
-
-
-class _Waiting:
-    """Gradients that wait for the backward of the row that they are of.
-
-    Attributes:
-        n_bytes: Of all of them.
-    """
-
-    def __init__(self, rows: Rows) -> None:
-        self._rows, self._of = rows, dict[int, int]()
-        self.n_bytes = 0
-
-    def pop(self, i: int) -> int:
-        """Take away that of a row."""
-        n = self._of.pop(i, 0)
-        self.n_bytes -= n
-        return n
-
-    def hand_out(self, i: int) -> tuple[int, int]:
-        """Let the gradients that a row's backward makes wait.
-
-        Returns:
-            Bytes of gradients while it runs, and the most while some are then added to such as wait already.
-        """
-        row, most = self._rows[i], 0
-        made = [(k, n) for k, n in zip(row.inputs, row.grad_bytes, strict=True) if self._rows[k].needs_grad]
-        new = sum(n for _, n in made)
-        during = self.n_bytes + new
-        own = self.pop(i)
-        # the gradient of a view is a view of the gradient: its memory is handed on
-        # where the backward makes new gradients, the one that came in is no longer needed once it has run
-        own = own if not any(row.grad_bytes) else 0
-        alive = self.n_bytes + new + own
-        for k, n in made:
-            if k in self._of:
-                # the sum is new memory, also where what waited was a gradient that the caller holds
-                both = max(self._of[k], n)
-                most = max(most, alive + both)
-                alive += both - self._of[k] - n
-                self.n_bytes += both - self._of[k]
-                self._of[k] = both
-            else:
-                self._of[k], own = (n, own) if n else (own, 0)
-                self.n_bytes += self._of[k]
-        return during, most

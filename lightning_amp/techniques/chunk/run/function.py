@@ -125,10 +125,15 @@ class ChunkedRegion:
 
 def run_region(region: ChunkedRegion, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The forward pass without anything kept for a backward pass."""
-    wholes = [
-        _room(output, inputs[0].device) if output.over is None else inputs[output.over].view(output.shape)
-        for output in region.outputs
-    ]
+    wholes = []
+    for output in region.outputs:
+        if output.over is not None:
+            wholes.append(inputs[output.over].view(output.shape))
+            continue
+        dtype = torch.float32 if output.dim is None and output.dtype in NARROW else output.dtype
+        whole = torch.empty_strided(output.shape, output.stride, dtype=dtype, device=inputs[0].device)
+        # zeros where chunks are added
+        wholes.append(whole if output.dim is not None else whole.zero_())
     pairs = tuple(zip(inputs, region.input_dims, strict=True))
     with _autocast(_autocast_of(inputs)):
         for start, size in region.some(inputs):
@@ -137,7 +142,13 @@ def run_region(region: ChunkedRegion, inputs: Sequence[Tensor]) -> list[Tensor]:
                 output = region.outputs[k]
                 place = region.piece(wholes[k], output.dim, start, size)
                 value = region.own(k, value, start, size)
-                _check(output, value, place)
+                # one of another shape would be broadcast in silence; where all is computed in 64 bits, so is the place
+                if value.shape != place.shape or value.dtype not in (output.dtype, place.dtype):
+                    raise ModelError(
+                        f"a chunk of {output.name!r} should have the shape {tuple(place.shape)!r} and {output.dtype!r},"
+                        f" found {tuple(value.shape)!r} and {value.dtype!r}: its operators do not follow the plan's"
+                        " dims; leave the region out of the plan, and report the operators"
+                    )
                 if output.dim is None:
                     place.add_(value)
                 else:
@@ -242,24 +253,6 @@ class _Gradient:
     def value(self) -> Tensor | None:
         """The gradient; None where no chunk had one, as eager has it."""
         return self._sum.to(self._of.dtype) if self._found else None
-
-
-def _room(output: Output, device: torch.device) -> Tensor:
-    """Memory for a whole result; zeros where chunks are added."""
-    if output.dim is not None:
-        return torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device=device)
-    wide = torch.float32 if output.dtype in NARROW else output.dtype
-    return torch.empty_strided(output.shape, output.stride, dtype=wide, device=device).zero_()
-
-
-def _check(output: Output, value: Tensor, place: Tensor) -> None:
-    """A value of another shape would be broadcast in silence; where all is computed in 64 bits, so is the place."""
-    if value.shape != place.shape or value.dtype not in (output.dtype, place.dtype):
-        raise ModelError(
-            f"a chunk of {output.name!r} should have the shape {tuple(place.shape)!r} and {output.dtype!r}, found"
-            f" {tuple(value.shape)!r} and {value.dtype!r}: its operators do not follow the plan's dims; leave the"
-            " region out of the plan, and report the operators"
-        )
 
 
 def _autocast_of(inputs: Sequence[Tensor]) -> Autocast:

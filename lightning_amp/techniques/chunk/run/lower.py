@@ -316,28 +316,27 @@ class _Writer:
         return name
 
     def _chunked(self, compute: Callable[..., None], region: Region) -> ChunkedRegion:
-        return ChunkedRegion(
-            compute=compute,
-            length=region.units,
-            bounds=region.pieces(),
-            input_dims=tuple(region.dims.get(k) for k in region.inputs(self._table)),
-            outputs=tuple(self._outputs(region)),
-            reach=region.reach,
-        )
-
-    def _outputs(self, region: Region) -> Iterator[Output]:
         over, inputs = written_over(self._table, region), region.inputs(self._table)
-        for i in region.outputs(self._table):
-            value = self._nodes[i].meta["val"]
-            yield Output(
+        outputs = tuple(
+            Output(
                 name=self._names[i],
-                shape=tuple(value.shape),
-                stride=dense_strides(value),
-                dtype=value.dtype,
+                shape=tuple(self._nodes[i].meta["val"].shape),
+                stride=dense_strides(self._nodes[i].meta["val"]),
+                dtype=self._nodes[i].meta["val"].dtype,
                 dim=None if i in region.sums else region.dims[i],
                 needs_grad=self._table.rows[i].needs_grad,
                 over=inputs.index(over[i]) if i in over else None,
             )
+            for i in region.outputs(self._table)
+        )
+        return ChunkedRegion(
+            compute=compute,
+            length=region.units,
+            bounds=region.pieces(),
+            input_dims=tuple(map(region.dims.get, inputs)),
+            outputs=outputs,
+            reach=region.reach,
+        )
 
 
 def dense_strides(value: Tensor) -> tuple[int, ...]:
