@@ -109,8 +109,6 @@ def remove_override(module: nn.Module, old: Override) -> None:
 
 
 OF_PROFILER = "PyTorchProfiler's hooks (PyTorchProfiler(record_module_names=False) has none)"
-
-
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Names of the tables that a module has of its hooks."""
 

@@ -96,11 +96,6 @@ class Captures:
             self._known[key] = capture(block, args, kwargs, key=key)
         return self._known[key]
 
-    @property
-    def all(self) -> tuple[Capture, ...]:
-        """Every capture so far."""
-        return tuple(self._known.values())
-
 
 def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, key: Any) -> Capture:
     """Write down the operators of a call; where that is not possible, say why."""

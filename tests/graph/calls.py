@@ -30,6 +30,11 @@ class Called:
 class Captures(capture.Captures):
     """With a run of what was captured."""
 
+    @property
+    def all(self) -> tuple[capture.Capture, ...]:
+        """Every capture so far."""
+        return tuple(self._known.values())
+
     def run(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What the block returns for a call: by its graph, or by itself where there is a reason for that."""
         found = self.of(block, args, kwargs)

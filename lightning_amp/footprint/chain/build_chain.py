@@ -117,7 +117,8 @@ class ChainBuilder:
             )
             for call, span in zip(self._step.calls, self._spans, strict=True)
         )
-        return Chain(blocks=blocks, tensors=tuple(self._tensors), moments=tuple(self._moments()))
+        moments, seconds = tuple(self._moments()), sum(self._step.took)
+        return Chain(blocks=blocks, tensors=tuple(self._tensors), moments=moments, seconds=seconds)
 
     def _span(self, i: int, call: Any) -> _Span:
         own = self._is_backward & (self._orders >= call.first_order) & (self._orders < call.last_order)

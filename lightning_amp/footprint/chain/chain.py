@@ -113,16 +113,12 @@ class Chain:
         tensors: Bytes of the tensors that blocks share.
         moments: All at which memory may be at its peak.
         seconds: Of the step with nothing recomputed.
-        measured: "fake tensors", or "a real step" where the step needs values.
-        reason: Why the step could not run on fake tensors, "" where it could.
     """
 
     blocks: tuple[BlockCost, ...]
     tensors: tuple[int, ...] = ()
     moments: tuple[ChainMoment, ...] = ()
     seconds: float = 0.0
-    measured: str = "fake tensors"
-    reason: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -147,11 +147,6 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         return self
 
     @property
-    def seconds(self) -> float:
-        """Of all operators."""
-        return sum(self.took)
-
-    @property
     def read_outside(self) -> frozenset[str]:
         """Blocks of which the forward pass reads parameters while no call of the block runs, as one that calls a
         block's parts by themselves does.

@@ -47,8 +47,6 @@ class _Made(NamedTuple):
 _Found = int | _Made | list[_Made] | tuple[_Made, ...] | str | None
 """The place of the argument that is the result, how one or several are made, NOTHING, or None: left to torch."""
 NOTHING = "nothing"
-
-
 _known: dict[Any, _Found] = {}
 """Of all modes, by an operator and its arguments: a step is counted several times while it is planned."""
 MOST = 100_000

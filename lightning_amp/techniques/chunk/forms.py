@@ -52,15 +52,7 @@ class _Level:
 
 
 class ChunkForms:
-    """Forms in chunks of the blocks of one step.
-
-    Args:
-        chain: The step.
-        tables: Gives the tables of the chain's blocks.
-
-    Attributes:
-        tables: As given.
-    """
+    """Forms in chunks of the blocks of a step; `tables` gives the tables of the chain's blocks."""
 
     def __init__(self, chain: Chain, tables: Tables) -> None:
         self._plain, self.tables = chain, tables

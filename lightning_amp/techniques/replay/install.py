@@ -178,11 +178,7 @@ def _places(made: Array, last: Array, n_bytes: Array, seconds: Array, n: int) ->
 
 
 def install(module: nn.Module, spec: ReplayOperators, mesh: object) -> Change:
-    """Replace the training step of a LightningModule by one whose segments are replayed.
-
-    Raises:
-        InstallError: As of `refuse_unseen`.
-    """
+    """Replace the training step of a LightningModule by one whose segments are replayed."""
     refuse_unseen("replay", module)
     # the replays of the first call are compared
     step, first = method_of(module, "training_step"), iter((True,))

@@ -57,11 +57,7 @@ class CostModel:
     weights: Weights = WEIGHTS
 
     def __post_init__(self) -> None:
-        """Refuse another policy.
-
-        Raises:
-            PlanError: It is not known.
-        """
+        """Refuse another policy, with a PlanError."""
         if self.policy not in POLICIES:
             raise PlanError(f"policy={self.policy!r} is not supported; allowed are {POLICIES!r}")
 

@@ -62,11 +62,9 @@ def plan_blocks(
     found = [None if fqn in reasons else f for fqn, f in zip(names, known, strict=True)]
     by_key: dict[Any, Checked] = {}
     regions: dict[str, tuple[Region, ...]] = {}
-    for capture in captures.all:
+    for capture in {id(f): f for f in found if f}.values():
         # one plan has to fit wherever a block of its kind is called, so where the most bytes are alive outside
         own = [call for call, other in zip(calls, found, strict=True) if other is capture]
-        if not own:
-            continue
         fullest, outside_bytes = max(own, key=lambda one: one[1])
         try:
             own_bytes = budget_bytes - outside_bytes

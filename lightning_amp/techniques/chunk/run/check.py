@@ -60,11 +60,7 @@ class Checked:
         return self._lowered.code
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """What the block returns.
-
-        Raises:
-            InstallError: As `check`.
-        """
+        """What the block returns; as `check` before."""
         self.check(block, args, kwargs)
         return self._lowered(block, *args, **kwargs)
 
