@@ -135,7 +135,7 @@ def nodes() -> Iterator[str]:
     for name, kind in KINDS.items():
         with torch.no_grad():
             found = table_of(captured(name, "paper"), near=True)
-        held = block_bytes(found).forward
+        held = block_bytes(found.rows, found.outputs).forward
         own = [n for n, row in zip(held, found.rows, strict=True) if row.kind == OPERATOR]
         below = sum(n < 0.3 * max(own) for n in own) / len(own)
         rows.append([name, kind.sizes["paper"], f"{len(own)}", format_bytes(max(own)), f"{below:.0%}"])

@@ -17,7 +17,7 @@ none; gradients that two readers hand to one row are added when the second one c
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_amp.graph.table import OPERATOR, OperatorRow, Table
+from lightning_amp.graph.table import OPERATOR, OperatorRow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,39 +60,29 @@ class PieceRow:
     over: int = -1
 
 
-@dataclass(slots=True)
-class PieceTable:
-    """As a `Table`, of such rows."""
-
-    rows: tuple[PieceRow, ...]
-    outputs: tuple[int, ...]
-
-
 Rows = Sequence[OperatorRow | PieceRow]
 
 
-def block_bytes(table: Table | PieceTable, *, train: bool = True, gradients_of_arguments: bool = True) -> BlockBytes:
-    """Count a block; without `train` nothing is saved and there is no backward pass.
+def block_bytes(
+    rows: Rows, outputs: Sequence[int], *, train: bool = True, gradients_of_arguments: bool = True
+) -> BlockBytes:
+    """Count a block, given by its table's rows and outputs; without `train` nothing is saved, and there is no backward.
 
     Without `gradients_of_arguments` those are taken away as soon as they are complete, to be added up elsewhere.
     """
     # for every memory that is kept for the backward pass, the first row that keeps it: the last to read it there
     saved_until: dict[int, int] = {}
-    rows: Rows = table.rows if train else ()
-    for i, row in enumerate(rows):
+    for i, row in enumerate(rows if train else ()):
         for storage in row.saved:
             saved_until.setdefault(storage, i)
-    forward, held = _forward(table, saved_until, train=train)
+    forward, held = _forward(rows, saved_until, train=train)
     # results, what is saved of rows, and what operators keep of no row
-    saved = sum(held.values()) + (sum(row.hidden_bytes for row in table.rows) if train else 0)
-    backward, waiting = _backward(table, saved_until, held, gradients_of_arguments) if train else ((), ())
+    saved = sum(held.values()) + (sum(row.hidden_bytes for row in rows) if train else 0)
+    backward, waiting = _backward(rows, outputs, saved_until, held, gradients_of_arguments) if train else ((), ())
     return BlockBytes(forward=forward, backward=backward, saved_bytes=saved, waiting=waiting)
 
 
-def _forward(
-    table: Table | PieceTable, saved: dict[int, int], *, train: bool
-) -> tuple[tuple[int, ...], dict[int, int]]:
-    rows: Rows = table.rows
+def _forward(rows: Rows, saved: dict[int, int], *, train: bool) -> tuple[tuple[int, ...], dict[int, int]]:
     alive, now, found = dict[int, int](), 0, list[int]()
     # last use of every memory, by any view of it
     last: dict[int, int] = {}
@@ -116,9 +106,8 @@ def _forward(
 
 
 def _backward(
-    table: Table | PieceTable, saved: dict[int, int], held: dict[int, int], gradients_of_arguments: bool
+    rows: Rows, outputs: Sequence[int], saved: dict[int, int], held: dict[int, int], gradients_of_arguments: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    rows: Rows = table.rows
     # arguments by their first reader, which is the last that adds to their gradient
     complete: dict[int, list[int]] = {}
     seen: set[int] = set()
@@ -126,7 +115,7 @@ def _backward(
         complete[i] = [k for k in dict.fromkeys(row.inputs) if rows[k].kind != OPERATOR and k not in seen]
         seen.update(complete[i])
     # the caller holds the results' gradients and may drop the results
-    results = {rows[k].storage for k in table.outputs}
+    results = {rows[k].storage for k in outputs}
     # rows run backward, so that of all that keep a memory the first in the forward pass is the last to let go of it
     let_go: dict[int, int] = {}
     for storage, first in saved.items():

@@ -246,7 +246,7 @@ def test_bytes_of_the_blocks_of_eight_modules(name: str) -> None:
         captures = Captures()
         table = build_table(captures.of(call.block, call.args, call.kwargs))
         assert table.unknown == ()
-        found = block_bytes(table)
+        found = block_bytes(table.rows, table.outputs)
         if not table.rows[table.outputs[0]].needs_grad:
             continue
         forward, saved, backward = measured(call, captures)
@@ -295,7 +295,7 @@ def test_views_cost_nothing_and_point_at_their_memory() -> None:
     assert ops["transpose"].n_bytes == ops["chunk"].n_bytes == ops["getitem"].n_bytes == 0
     assert {table.rows[ops[op].storage].op for op in ("transpose", "chunk", "getitem")} == {"aten.mul.Tensor"}
     # the memory lives until the last view of it is read
-    found = block_bytes(table)
+    found = block_bytes(table.rows, table.outputs)
     assert found.forward[-1] == 4 * 32 + 4 * 16 + 4 * 16
 
 

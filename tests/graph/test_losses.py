@@ -130,7 +130,7 @@ def test_a_loss_lies_in_no_more_memory_than_is_counted(loss: Loss, reduction: st
             found = captures.run(block, *args)
     assert torch.equal(found, loss(*args, reduction=reduction))
     assert found.untyped_storage().nbytes() == found.nbytes
-    assert live.peak <= block_bytes(table, train=False).peak_bytes
+    assert live.peak <= block_bytes(table.rows, table.outputs, train=False).peak_bytes
 
 
 ROWS, PLACES, FEW = x_of(4, 6, 8), torch.randint(8, (4, 6, 3)), torch.tensor([3, 0, 3, 1])

@@ -73,29 +73,22 @@ class ChunkForms:
             if plain is None:
                 blocks.append(block)
                 continue
-            forms = [
-                ChunkForm(
+            forms, seconds = list[ChunkForm](), block.forward_seconds
+            for level in levels:
+                slower = max(0.0, level.plan.seconds / level.plan.whole_seconds - 1)
+                form = ChunkForm(
                     budget_bytes=level.budget_bytes,
                     saved_bytes=max(0, block.saved_bytes + level.n_bytes.saved_bytes - plain.saved_bytes),
                     keeps=tuple(sorted({*block.keeps, *block.inputs})),
-                    extra_seconds=max(0.0, level.plan.seconds / level.plan.whole_seconds - 1)
-                    * PASSES
-                    * block.forward_seconds,
+                    extra_seconds=slower * PASSES * seconds,
                 )
-                for level in levels
-            ]
+                forms.append(form)
             moments += _moments(self._plain, i, levels, plain, of=KEPT, first=CHUNKED)
             if block.fqn in self._plain.names:
                 # recomputed besides
                 forms += [
-                    replace(
-                        form,
-                        saved_bytes=0,
-                        keeps=block.inputs,
-                        extra_seconds=form.extra_seconds + block.forward_seconds,
-                        again=True,
-                    )
-                    for form in forms
+                    replace(f, saved_bytes=0, keeps=block.inputs, extra_seconds=f.extra_seconds + seconds, again=True)
+                    for f in forms
                 ]
                 moments += _moments(self._plain, i, levels, plain, of=RECOMPUTED, first=CHUNKED + len(levels))
             blocks.append(replace(block, chunks=tuple(forms)))
@@ -168,13 +161,16 @@ class ChunkForms:
                 # a rule has one budget, and unlike calls of a block need several
                 by_name[block.fqn] = "it is called in several ways in one step"
         tables = [by_name[block.fqn] for block in self._plain.blocks]
-        distinct = {id(table): table for table in tables if isinstance(table, Table)}
-        return tables, {key: (list(_levels(table)), block_bytes(table, train=True)) for key, table in distinct.items()}
+        known: dict[int, tuple[list[_Level], BlockBytes]] = {}
+        for table in tables:
+            if isinstance(table, Table) and id(table) not in known:
+                known[id(table)] = list(_levels(table)), block_bytes(table.rows, table.outputs)
+        return tables, known
 
 
 def _levels(table: Table) -> Iterator[_Level]:
     """Plans of a table from the least bytes upwards, no two of them the same."""
-    whole = block_bytes(table, train=True).peak_bytes
+    whole = block_bytes(table.rows, table.outputs).peak_bytes
     try:
         choose_chunks(table, 1, train=True)
         return

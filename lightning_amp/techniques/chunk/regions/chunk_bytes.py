@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from lightning_amp.graph.peak import BlockBytes, PieceRow, PieceTable, block_bytes
+from lightning_amp.graph.peak import BlockBytes, PieceRow, block_bytes
 from lightning_amp.graph.table import INPUT, OPERATOR, PARAMETER, OperatorRow, Table
 from lightning_amp.techniques.chunk.regions.region import Region, piece_length, within, written_over
 
@@ -119,13 +119,13 @@ class Pieces:
 
     def once(self, n_chunks: int) -> BlockBytes:
         """Bytes of the longest of so many pieces in inference."""
-        return block_bytes(self._table(n_chunks, train=False), train=False)
+        return block_bytes(*self._table(n_chunks, train=False), train=False)
 
     def again(self, n_chunks: int) -> BlockBytes:
         """Bytes of the longest of so many pieces when it is computed again, and in its backward pass."""
-        return block_bytes(self._table(n_chunks, train=True), gradients_of_arguments=False)
+        return block_bytes(*self._table(n_chunks, train=True), gradients_of_arguments=False)
 
-    def _table(self, n_chunks: int, *, train: bool) -> PieceTable:
+    def _table(self, n_chunks: int, *, train: bool) -> tuple[list[PieceRow], Sequence[int]]:
         units = self._region.units
         # the longest piece has neighbours on both sides
         length = min(piece_length(units, n_chunks) + 2 * self._region.reach, units)
@@ -160,8 +160,7 @@ class Pieces:
                 found.grad_bytes = tuple(part(n) if cut else n for n, cut in grads)
                 found.backward_bytes = work(row.backward_bytes, x.uncut) + copied - kept + part(x.handed)
             rows.append(found)
-        outputs = tuple(self._place[i] for i in self.outputs) if train else ()
-        return PieceTable(tuple(rows), outputs)
+        return rows, [self._place[i] for i in self.outputs] if train else ()
 
     def _sizes_of(self, i: int, last_use: int) -> _Sizes:
         row, dims = self._old[i], self._region.dims
@@ -220,8 +219,8 @@ class _Outer:
         # rows have other places than in the block, and regions read their inputs and outputs until they end
         last = {k: n for n, row in enumerate(self._rows) for k in row.inputs}
         last |= dict.fromkeys(outputs, len(self._rows))
-        rows = tuple(replace(row, last_use=last.get(n, n)) for n, row in enumerate(self._rows))
-        found = block_bytes(Table(block="", rows=rows, outputs=outputs), train=self._train)
+        rows = [replace(row, last_use=last.get(n, n)) for n, row in enumerate(self._rows)]
+        found = block_bytes(rows, outputs, train=self._train)
         forward, backward = [0] * len(self._old), [0] * len(self._old)
         for i, n in self._place.items():
             forward[i], backward[i] = found.forward[n], found.backward[n] if self._train else 0

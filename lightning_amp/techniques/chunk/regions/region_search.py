@@ -91,10 +91,10 @@ class Line:
 
     def __init__(self, table: Table, *, train: bool) -> None:
         self.rows, self.train = table.rows, train
-        self.plain = block_bytes(table, train=train)
+        self.plain = block_bytes(table.rows, table.outputs, train=train)
         """Of the block without regions."""
-        alone = tuple(replace(row, over=-1) for row in table.rows)
-        self.whole_bytes = block_bytes(replace(table, rows=alone), train=train).peak_bytes
+        alone = [replace(row, over=-1) for row in table.rows]
+        self.whole_bytes = block_bytes(alone, table.outputs, train=train).peak_bytes
         """Peak of the block as it is: every result in separate memory."""
         self.outputs, n = table.outputs, len(table.rows)
         self._size = {i: row.n_bytes for i, row in enumerate(table.rows)}

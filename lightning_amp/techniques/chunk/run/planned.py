@@ -80,7 +80,8 @@ def _with_norms(capture: Capture, budget_bytes: int, costs: CostModel, which: st
     if which == "above":
         # of which a row is above the budget, up to the next one: all others are less whole, and faster
         k, table = -1, _inference_table(capture, table_of(capture, near=True))
-        for node, n_bytes in zip(capture.nodes, block_bytes(table, train=False).forward, strict=True):
+        forward = block_bytes(table.rows, table.outputs, train=False).forward
+        for node, n_bytes in zip(capture.nodes, forward, strict=True):
             k += k + 1 < len(norms) and node is norms[k + 1]
             if n_bytes > budget_bytes and k >= 0:
                 found.add(k)
@@ -98,7 +99,7 @@ def _within(
 ) -> tuple[Lowered, ChunkPlan]:
     """The forward with the regions that are chosen from a table."""
     # of a block that fits as it is the budget itself is asked for: the next rung below could need chunks
-    fits = block_bytes(table, train=train).peak_bytes <= budget_bytes
+    fits = block_bytes(table.rows, table.outputs, train=train).peak_bytes <= budget_bytes
     asked, is_least = budget_bytes if fits else rung(budget_bytes), False
     while True:
         try:
