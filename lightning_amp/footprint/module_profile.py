@@ -210,7 +210,8 @@ def summarize(lives: Sequence[Life], work: Sequence[tuple[str, str]], head: Head
         change[row, life.birth] += life.n_bytes
         change[row, len(work) if life.death is None else min(life.death + 1, len(work))] -= life.n_bytes
     by_kind = change.cumsum(1)[:, : len(work)]
-    at = int(np.argmax(by_kind.sum(0)))
+    total = by_kind.sum(0)
+    at = int(np.argmax(total))
     # gradients that are there before the backward pass adds its own
     begins = next((t for t, (phase, _) in enumerate(work) if phase == BACKWARD), None)
     added = 0 if begins is None else int(by_kind[KINDS.index(GRADIENTS), begins])
@@ -220,6 +221,11 @@ def summarize(lives: Sequence[Life], work: Sequence[tuple[str, str]], head: Head
     held: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(KINDS, 0))
     for life in peak:
         held[life.fqn][life.kind] += life.n_bytes
+    moments = []
+    for (phase, fqn), grouped in groupby(range(len(work)), key=work.__getitem__):
+        stretch = list(grouped)
+        fullest = _row(by_kind, max(stretch, key=total.__getitem__))
+        moments.append(Moment(phase=phase, fqn=fqn, by_kind=fullest, n_operators=len(stretch)))
     modules = [ModuleBytes(fqn=fqn, n_bytes=sum(kinds.values()), by_kind=kinds) for fqn, kinds in held.items()]
     return ModuleProfile(
         peak_bytes=int(by_kind[:, at].sum()),
@@ -233,7 +239,7 @@ def summarize(lives: Sequence[Life], work: Sequence[tuple[str, str]], head: Head
             TensorBytes(name=v.name, fqn=v.fqn, kind=v.kind, shape=v.shape, dtype=v.dtype, n_bytes=v.n_bytes)
             for v in peak
         ),
-        timeline=_timeline(by_kind, work),
+        timeline=tuple(moments),
         added_bytes=added,
         **about,
     )
@@ -277,12 +283,3 @@ def _parts(peak: Iterable[Life], work: Sequence[tuple[str, str]], head: Head | N
     parts["tensor"] = max(groups.values(), default=0)
     parts["saved"] += sum(groups.values()) - parts["tensor"]
     return parts
-
-
-def _timeline(by_kind: Any, work: Sequence[tuple[str, str]]) -> tuple[Moment, ...]:
-    total, moments = by_kind.sum(0), []
-    for (phase, fqn), grouped in groupby(range(len(work)), key=work.__getitem__):
-        stretch = list(grouped)
-        most = max(stretch, key=total.__getitem__)
-        moments.append(Moment(phase=phase, fqn=fqn, by_kind=_row(by_kind, most), n_operators=len(stretch)))
-    return tuple(moments)

@@ -46,7 +46,14 @@ class Seconds:
         """What a region takes more than its rows do whole; never negative."""
         n = len(pieces(region.units, region.n_chunks))
         inside = region.inside(self._table)
-        again = sum(self._again(i, region) for i in inside)
+        # what every piece but the first costs: calls, and what they read whole or add to a sum
+        again = 0.0
+        for i in inside:
+            row, moved = self._table.rows[i], 0
+            if row.storage == i:
+                moved = sum(self._result[k] for k in row.inputs if k not in region.dims)
+                moved += 2 * self._result[i] if i in region.sums else 0
+            again += self._rates.overhead_seconds + self._moved(moved)
         outputs = region.outputs(self._table)
         copies = sum(self._moved(2 * self._result[i]) + n * self._rates.overhead_seconds for i in outputs)
         beside = (n - 1) * 2 * region.reach / region.units * sum(self.rows[i] for i in inside)
@@ -68,15 +75,6 @@ class Seconds:
             return self._rates.overhead_seconds
         moved = self._result[i] + sum(self._result[k] for k in row.inputs)
         return self._rates.overhead_seconds + row.flops / self._rates.matmul_flops + self._moved(moved)
-
-    def _again(self, i: int, region: Region) -> float:
-        """What every piece but the first costs: a call, and what it reads whole or adds to a sum."""
-        row = self._table.rows[i]
-        if row.storage != i:
-            return self._rates.overhead_seconds
-        whole = sum(self._result[k] for k in row.inputs if k not in region.dims)
-        summed = 2 * self._result[i] if i in region.sums else 0
-        return self._rates.overhead_seconds + self._moved(whole + summed)
 
     def _moved(self, n_bytes: int) -> float:
         return n_bytes / self._rates.memory_bytes
