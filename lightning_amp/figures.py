@@ -136,15 +136,6 @@ class StepCurve:
         long = (k for k in range(len(firsts)) if edges[k + 1] - edges[k] >= SHORT_PHASE)
         return {edges[k]: self.phases[firsts[k]] for k in long}
 
-    def edges_along(self, other: "StepCurve") -> NDArray[np.float64]:
-        """The edges, each phase as long as the other's: without values an optimiser runs other operators."""
-        own, its = self.begins, other.begins
-        if list(own.values()) != list(its.values()):
-            return self.edges
-        # inside a phase places are moved in proportion
-        found: NDArray[np.float64] = np.interp(self.edges, [*own, 1.0], [*its, 1.0])
-        return found
-
 
 def step_memory(
     path: Path, step: StepCurve, *, predicted: StepCurve | None, at: str, budget_bytes: float | None, title: str
@@ -160,15 +151,27 @@ def step_memory(
     unit, size = _unit(top)
     figure = new_figure(9.6, 4.0)
     over_time, next_to = figure.subplots(1, 2, width_ratios=[2, 1])
-    _draw_kinds(over_time, step, size)
+    areas = [np.r_[values, values[-1]] / size for values in map(list, step.by_kind.values())]
+    over_time.stackplot(step.edges, areas, labels=list(step.by_kind), colors=PALETTE, step="post", alpha=0.85)
+    for place in [*step.begins][1:]:
+        over_time.axvline(place, color=GREY, linewidth=0.8, linestyle=":")
+    over_time.set_xticks([*step.begins], [*step.begins.values()], ha="left")
     if predicted is not None:
-        edges = predicted.edges_along(step)
+        own, its, edges = predicted.begins, step.begins, predicted.edges
+        if [*own.values()] == [*its.values()]:
+            # each phase as long as the step's, and places inside of it in proportion: without values an optimiser runs
+            # other operators
+            edges = np.interp(edges, [*own, 1.0], [*its, 1.0])
         over_time.stairs(predicted.total / size, edges, color=INK, ls="--", lw=1.2, label="predicted")
-    if budget_bytes is not None:
-        _draw_budget(over_time, budget_bytes, in_sight=budget_bytes <= BUDGET_IN_SIGHT * top, size=size)
+    _draw_budget(over_time, budget_bytes, top=top, size=size)
     over_time.set(xlabel="operators of one step, one after the other", ylabel=f"memory ({unit})", xlim=(0, 1))
     over_time.set_ylim(0, max(1.16 * top / size, over_time.get_ylim()[1]))
-    _mark_peak(over_time, step, f"{step.total.max() / size:.3g} {unit}: {at}", size)
+    where = int(step.total.argmax())
+    place, peak = step.edges[where : where + 2].mean(), step.total[where] / size
+    side = "left" if place < 0.3 else "right" if place > 0.7 else "center"
+    text, style = f"{peak:.3g} {unit}: {at}", {"ha": side, "va": "bottom", "fontsize": 9}
+    over_time.plot(place, peak, "v", color=INK, markersize=6)
+    over_time.annotate(text, (place, peak), (0, 6), textcoords="offset points", **style)
     _draw_holders(next_to, step, predicted, unit=unit, size=size)
     figure.legend(*over_time.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(title)
@@ -191,8 +194,14 @@ def embedding(
         axis_names: what the two axes are
     """
     points = np.asarray(xy, dtype=np.float64)
-    figure = new_figure(sum(4.4 + _legend_inches(classes) for classes in labels.values()), 4.6)
-    for axes, (heading, classes) in zip(_panels(figure, len(labels)), labels.items(), strict=True):
+    # with the width that a legend takes, so that the panel next to it stays as wide as it is high
+    width = 0.0
+    for classes in labels.values():
+        names = {str(name) for name in classes}
+        width += 4.4 - (-len(names) // LEGEND_ROWS) * (0.5 + 0.085 * max(map(len, names), default=0))
+    figure = new_figure(width, 4.6)
+    panels = figure.subplots(1, len(labels), squeeze=False)[0]
+    for axes, (heading, classes) in zip(panels, labels.items(), strict=True):
         _scatter(axes, points, np.asarray(classes).astype(str))
         axes.set_title(heading, fontsize=11)
         axes.set(xlabel=axis_names[0], ylabel=axis_names[1])
@@ -211,9 +220,13 @@ def contact_maps(
         starts: of each bin, in base pairs
     """
     values = {heading: np.asarray(contacts, dtype=np.float64) for heading, contacts in maps.items()}
-    scale = _common_scale(list(values.values()))
+    # from the largest value of all maps down to what a map shows of a pair in contact, 1,000 times less at most
+    scale, positive = LogNorm(0.1, 1.0), np.concatenate([found[found > 0] for found in values.values()])
+    if len(positive):
+        top = float(positive.max())
+        scale = LogNorm(min(max(float(positive.min()), top / COLOUR_RANGE), top / 2), top)
     figure = new_figure(4.6 * len(maps) + 0.6, 4.7)
-    panels = _panels(figure, len(maps))
+    panels = list(figure.subplots(1, len(maps), squeeze=False)[0])
     colours = colormaps["Reds"].with_extremes(under="white", bad=NO_DATA)
     for axes, (heading, contacts) in zip(panels, values.items(), strict=True):
         # a logarithmic scale masks zeros, as it does what is not known
@@ -226,16 +239,6 @@ def contact_maps(
         figure.legend(handles=[Patch(color=NO_DATA, label="no data")], loc="lower right", frameon=False)
     figure.suptitle(title)
     save_figure(figure, path)
-
-
-def _common_scale(maps: Sequence[NDArray[np.float64]]) -> LogNorm:
-    """From the largest value of all maps down to what a map shows of a pair in contact, 1,000 times less at most."""
-    positive = [contacts[contacts > 0] for contacts in maps if (contacts > 0).any()]
-    if not positive:
-        return LogNorm(0.1, 1.0)
-    top = max(float(values.max()) for values in positive)
-    low = max(min(float(values.min()) for values in positive), top / COLOUR_RANGE)
-    return LogNorm(min(low, top / 2), top)
 
 
 def _name_bins(axes: Axes, chromosomes: NDArray[Any], starts: NDArray[Any]) -> None:
@@ -259,23 +262,6 @@ def _name_bins(axes: Axes, chromosomes: NDArray[Any], starts: NDArray[Any]) -> N
     for outer in (below, next_to):
         outer.tick_params(length=0)
         outer.spines[:].set_visible(False)
-
-
-def _draw_kinds(axes: Axes, step: StepCurve, size: float) -> None:
-    """Areas by kind, and where the phases of the step begin."""
-    areas = [np.r_[values, values[-1]] / size for values in map(list, step.by_kind.values())]
-    axes.stackplot(step.edges, areas, labels=list(step.by_kind), colors=PALETTE, step="post", alpha=0.85)
-    for place in [*step.begins][1:]:
-        axes.axvline(place, color=GREY, linewidth=0.8, linestyle=":")
-    axes.set_xticks([*step.begins], [*step.begins.values()], ha="left")
-
-
-def _mark_peak(axes: Axes, step: StepCurve, text: str, size: float) -> None:
-    where = int(step.total.argmax())
-    place, peak = step.edges[where : where + 2].mean(), step.total[where] / size
-    side = "left" if place < 0.3 else "right" if place > 0.7 else "center"
-    axes.plot(place, peak, "v", color=INK, markersize=6)
-    axes.annotate(text, (place, peak), (0, 6), textcoords="offset points", ha=side, va="bottom", fontsize=9)
 
 
 def _draw_holders(axes: Axes, step: StepCurve, predicted: StepCurve | None, *, unit: str, size: float) -> None:
@@ -312,8 +298,7 @@ def _draw_strata(
         if values is not None and len(values):
             y = np.asarray(values, dtype=np.float64) / size
             axes.plot(np.arange(len(y)), y, line, color=colour, label=label, linewidth=width, markersize=4)
-    if budget_bytes is not None:
-        _draw_budget(axes, budget_bytes, in_sight=budget_bytes <= BUDGET_IN_SIGHT * top, size=size)
+    _draw_budget(axes, budget_bytes, top=top, size=size)
     axes.set(xlabel="stratum", ylabel=f"memory ({unit})", title=title)
     axes.set_ylim(0, max(ROOM_ABOVE * top / size, axes.get_ylim()[1]))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -324,10 +309,12 @@ def _draw_strata(
     return figure, axes
 
 
-def _draw_budget(axes: Axes, budget_bytes: float, *, in_sight: bool, size: float) -> None:
+def _draw_budget(axes: Axes, budget_bytes: float | None, *, top: float, size: float) -> None:
+    if budget_bytes is None:
+        return
     own_unit, own_size = _unit(budget_bytes)
     label = f"budget {budget_bytes / own_size:.3g} {own_unit}"
-    if in_sight:
+    if budget_bytes <= BUDGET_IN_SIGHT * top:
         axes.axhline(budget_bytes / size, linestyle="--", color=RED, linewidth=1.4, label=label)
     else:
         axes.plot([], [], " ", label=f"{label}\n(far above)")
@@ -355,13 +342,6 @@ def _scatter(axes: Axes, points: NDArray[np.float64], classes: NDArray[np.str_])
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9, ncols=n_columns)
 
 
-def _legend_inches(classes: Sequence[str]) -> float:
-    """Return the width that a legend takes, so that the panel next to it stays as wide as it is high."""
-    names = {str(name) for name in classes}
-    n_columns = -(-len(names) // LEGEND_ROWS)
-    return n_columns * (0.5 + 0.085 * max(map(len, names), default=0))
-
-
 def _unit(n_bytes: float) -> tuple[str, int]:
     """Return the unit in which a number of bytes reads best, and its size in bytes."""
     fitting = [(unit, 2**power) for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)) if n_bytes >= 2**power]
@@ -373,10 +353,6 @@ def new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
-
-
-def _panels(figure: Figure, n: int) -> list[Axes]:
-    return [figure.add_subplot(1, n, i + 1) for i in range(n)]
 
 
 def save_figure(figure: Figure, path: Path) -> None:

@@ -31,8 +31,7 @@ from lightning_amp.graph.peak import block_bytes
 from lightning_amp.graph.table import OPERATOR
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, OverBudget
-from lightning_amp.techniques.chunk.regions.paper_cost import WEIGHTS, Weights
-from lightning_amp.techniques.chunk.regions.piece_seconds import Seconds
+from lightning_amp.techniques.chunk.regions.costs import WEIGHTS, Seconds, Weights
 from lightning_amp.techniques.chunk.regions.region import ChunkPlan
 from lightning_amp.techniques.chunk.run.lower import table_of
 from lightning_amp.techniques.chunk.run.planned import lower_within
@@ -136,7 +135,7 @@ def nodes() -> Iterator[str]:
     for name, kind in KINDS.items():
         with torch.no_grad():
             found = table_of(captured(name, "paper"), near=True)
-        held = block_bytes(found).forward
+        held = block_bytes(found.rows, found.outputs).forward
         own = [n for n, row in zip(held, found.rows, strict=True) if row.kind == OPERATOR]
         below = sum(n < 0.3 * max(own) for n in own) / len(own)
         rows.append([name, kind.sizes["paper"], f"{len(own)}", format_bytes(max(own)), f"{below:.0%}"])

@@ -55,33 +55,26 @@ class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
 
     def _born(self, key: int, n_bytes: int, tensor: Tensor | None) -> None:
         super()._born(key, n_bytes, tensor)
-        life = self._of_key[key]
-        if self._bounded and self._exceeds(n_bytes):
-            # one refusal: what follows it is the caller's
-            self.unbound()
-            raise StepOverBudget(
-                f"{life.name} in {life.fqn or 'the module itself'} made a tensor {list(life.shape)}"
-                f" {life.dtype} of {format_bytes(n_bytes)} in addition to {self._held(key)}; allowed are"
-                f" {format_bytes(self._budget)}"
-            )
-
-    def _exceeds(self, n_bytes: int) -> bool:
-        """Whether so many bytes more are too many; what the thread of a collective that has ended holds, is none."""
+        if not self._bounded:
+            return
         for _ in range(PATIENCE):
             # `_count` adds the bytes of a storage after `_born`: they are not in `current` yet
             if self.current + n_bytes <= self._budget:
-                return False
+                return
+            # what the thread of a collective that has ended holds goes soon
             time.sleep(0.001)
-        return True
-
-    def _held(self, but: int) -> str:
-        """What is alive, by kind."""
-        held = dict.fromkeys(KINDS, 0)
-        for key, life in self._of_key.items():
-            if key != but:
+        # one refusal: what follows it is the caller's
+        self.unbound()
+        new, held = self._of_key[key], dict.fromkeys(KINDS, 0)
+        for other, life in self._of_key.items():
+            if other != key:
                 made = ACTIVATIONS if self.work[life.birth][0] == FORWARD else TEMPORARIES
                 held[life.kind or made] += life.n_bytes
-        return ", ".join(f"{format_bytes(n)} of {kind}" for kind, n in held.items() if n)
+        there = ", ".join(f"{format_bytes(n)} of {kind}" for kind, n in held.items() if n)
+        raise StepOverBudget(
+            f"{new.name} in {new.fqn or 'the module itself'} made a tensor {list(new.shape)} {new.dtype} of"
+            f" {format_bytes(n_bytes)} in addition to {there}; allowed are {format_bytes(self._budget)}"
+        )
 
 
 LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, lightning.__file__))

@@ -109,19 +109,12 @@ def remove_override(module: nn.Module, old: Override) -> None:
 
 
 OF_PROFILER = "PyTorchProfiler's hooks (PyTorchProfiler(record_module_names=False) has none)"
-
-
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Names of the tables that a module has of its hooks."""
 
 
 def hooked(parts: Iterable[nn.Module], kinds: Iterable[str] = HOOKS) -> list[str]:
-    """Kinds of hooks that some modules have; of Lightning's PyTorchProfiler, which hangs them on all, its name.
-
-    Args:
-        parts: The modules.
-        kinds: Which of the tables of hooks count.
-    """
+    """Kinds of hooks that some modules have; of Lightning's PyTorchProfiler, which hangs them on all, its name."""
     found = {kind.strip("_"): hook for part in parts for kind in kinds for hook in getattr(part, kind).values()}
     kinds_of_owners = {type(getattr(getattr(hook, "func", None), "__self__", None)).__name__ for hook in found.values()}
     return [OF_PROFILER] if "RegisterRecordFunction" in kinds_of_owners else list(found)

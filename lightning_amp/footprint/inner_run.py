@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -97,14 +98,7 @@ def run_two_steps(
     make: Callable[[LightningModule], R],
     around: Around,
 ) -> R:
-    """What `make` returns for the module, after its second step.
-
-    Args:
-        module: A copy, which is changed.
-        batch: What its `training_step` gets.
-        fake: The mode of its tensors, None where they have values.
-        make: Makes the recorder that counts the step.
-        around: What is known of the run that the step belongs to; the data module is a copy too.
+    """What `make` returns for the module, a copy that is changed, after its second step; the data module is one too.
 
     Raises:
         ModelError: The module leaves its step out.
@@ -116,7 +110,7 @@ def run_two_steps(
         setattr(module, hook, MethodType(getattr(LightningModule, hook), module))
     for child in module.modules():
         if isinstance(child, LightningModule):
-            child.log = _without_bar(child.log)  # type: ignore[method-assign]
+            child.log = partial(_log_without_bar, child.log)  # type: ignore[method-assign]
     frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point()]
     counter.unfrozen = frozen if around.unfreezes else []
     for parameter in counter.unfrozen:
@@ -163,28 +157,24 @@ def _trainer(device: torch.device, counter: "_Count", fake: FakeTensorMode | Non
     # whoever handles signals goes on to
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     convert = trainer.precision_plugin.convert_module
-    trainer.precision_plugin.convert_module = partial(_convert_made, convert)  # type: ignore[method-assign]
+
+    def convert_made(module: torch.nn.Module) -> torch.nn.Module:
+        """Convert what `setup` has made; fake parameters cannot be, and have the run's precision already."""
+        for child in module.modules():
+            # with the child's tables and without its children, to which `convert` would go on although they may be fake
+            own = torch.nn.Module()
+            own._parameters, own._buffers = child._parameters, child._buffers
+            if not any(isinstance(tensor, FakeTensor) for tensor in (*own.parameters(), *own.buffers())):
+                convert(own)
+        return module
+
+    trainer.precision_plugin.convert_module = convert_made  # type: ignore[method-assign]
     return trainer
 
 
-def _convert_made(convert: Callable[[torch.nn.Module], Any], module: torch.nn.Module) -> torch.nn.Module:
-    """Convert what `setup` has made; fake parameters cannot be, and have the run's precision already."""
-    for child in module.modules():
-        # with the child's tables and without its children, to which `convert` would go on although they may be fake
-        own = torch.nn.Module()
-        own._parameters, own._buffers = child._parameters, child._buffers
-        if not any(isinstance(tensor, FakeTensor) for tensor in (*own.parameters(), *own.buffers())):
-            convert(own)
-    return module
-
-
-def _without_bar(log: Callable[..., None]) -> Callable[..., None]:
+def _log_without_bar(log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
     """`self.log` without a progress bar, which would ask for the value."""
-
-    def logged(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        log(name, value, False, *args[1:], **{k: v for k, v in kwargs.items() if k != "prog_bar"})
-
-    return logged
+    log(name, value, False, *args[1:], **{k: v for k, v in kwargs.items() if k != "prog_bar"})
 
 
 class EnoughSeen(Exception):
@@ -201,7 +191,7 @@ class _Repeated:
         return STEPS
 
     def __iter__(self) -> Iterator[Any]:
-        return (self._batch for _ in range(STEPS))
+        return repeat(self._batch, STEPS)
 
 
 class _Here(SingleDeviceStrategy):

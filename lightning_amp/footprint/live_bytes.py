@@ -123,7 +123,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.begins(func, args, read)
         result = func(*args, **kwargs)
         if func in _RESIZED and isinstance(result, FakeTensor) and result.device.type == "cpu":
-            _resize_to_losses(result, tensors_of(args))
+            # a sum of losses gets the memory of all of them
+            n_losses = torch.broadcast_shapes(*(tensor.shape for tensor in tensors_of(args))).numel()  # type: ignore[no-untyped-call]
+            storage, n_bytes = result.untyped_storage(), n_losses * result.element_size()
+            if storage.nbytes() < n_bytes:
+                super(torch.UntypedStorage, storage).resize_(n_bytes)
         if self._finds_shapes:
             given = (tensor for tensor, _ in read)
             self._finds_shapes = any(isinstance(t, FakeTensor) for t in (*given, *tensors_of(result)))
@@ -214,27 +218,15 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     return storage
 
 
-def _resize_to_losses(result: Tensor, given: Iterable[Tensor]) -> None:
-    """Give a sum of losses the memory of all of them."""
-    n_losses = torch.broadcast_shapes(*(tensor.shape for tensor in given)).numel()  # type: ignore[no-untyped-call]
-    storage, n_bytes = result.untyped_storage(), n_losses * result.element_size()
-    if storage.nbytes() < n_bytes:
-        super(torch.UntypedStorage, storage).resize_(n_bytes)
-
-
-def tensors_of(values: Any) -> list[Tensor]:
-    """The tensors among the arguments of an operator: in any nesting of lists, tuples and dicts."""
-    found: list[Tensor] = []
-    _add_tensors(values, found)
-    return found
-
-
-def _add_tensors(values: Any, found: list[Tensor]) -> None:
+def tensors_of(values: Any, found: list[Tensor] | None = None) -> list[Tensor]:
+    """The tensors among the arguments of an operator, in any nesting of lists, tuples and dicts; added to `found`."""
+    found = [] if found is None else found
     if isinstance(values, Tensor):
         found.append(values)
     elif isinstance(values, list | tuple | dict):
         for value in values.values() if isinstance(values, dict) else values:
-            _add_tensors(value, found)
+            tensors_of(value, found)
+    return found
 
 
 def has_storage(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -202,11 +203,30 @@ def summarize(lives: Sequence[Life], work: Sequence[tuple[str, str]], head: Head
     """
     assert work, "a step has operators"
     _name_kinds(lives, work)
-    by_kind = _bytes_over_time(lives, len(work))
-    at = int(np.argmax(by_kind.sum(0)))
+    # bytes alive by kind at every operator, [kind, operator]
+    change = np.zeros((len(KINDS), len(work) + 1), dtype=np.int64)
+    for life in lives:
+        row = KINDS.index(life.kind)
+        change[row, life.birth] += life.n_bytes
+        change[row, len(work) if life.death is None else min(life.death + 1, len(work))] -= life.n_bytes
+    by_kind = change.cumsum(1)[:, : len(work)]
+    total = by_kind.sum(0)
+    at = int(np.argmax(total))
+    # gradients that are there before the backward pass adds its own
+    begins = next((t for t, (phase, _) in enumerate(work) if phase == BACKWARD), None)
+    added = 0 if begins is None else int(by_kind[KINDS.index(GRADIENTS), begins])
     alive = (v for v in lives if v.n_bytes and v.birth <= at and (v.death is None or v.death >= at))
     peak = sorted(alive, key=lambda life: -life.n_bytes)
     parts = _parts(peak, work, head)
+    held: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(KINDS, 0))
+    for life in peak:
+        held[life.fqn][life.kind] += life.n_bytes
+    moments = []
+    for (phase, fqn), grouped in groupby(range(len(work)), key=work.__getitem__):
+        stretch = list(grouped)
+        fullest = _row(by_kind, max(stretch, key=total.__getitem__))
+        moments.append(Moment(phase=phase, fqn=fqn, by_kind=fullest, n_operators=len(stretch)))
+    modules = [ModuleBytes(fqn=fqn, n_bytes=sum(kinds.values()), by_kind=kinds) for fqn, kinds in held.items()]
     return ModuleProfile(
         peak_bytes=int(by_kind[:, at].sum()),
         largest=max(PARTS, key=parts.__getitem__),
@@ -214,13 +234,13 @@ def summarize(lives: Sequence[Life], work: Sequence[tuple[str, str]], head: Head
         by_kind=_row(by_kind, at),
         peak_phase=work[at][0],
         peak_module=work[at][1],
-        modules=_modules(peak),
+        modules=tuple(sorted(modules, key=lambda row: (-row.n_bytes, row.fqn))),
         tensors=tuple(
             TensorBytes(name=v.name, fqn=v.fqn, kind=v.kind, shape=v.shape, dtype=v.dtype, n_bytes=v.n_bytes)
             for v in peak
         ),
-        timeline=_timeline(by_kind, work),
-        added_bytes=_added(by_kind, work),
+        timeline=tuple(moments),
+        added_bytes=added,
         **about,
     )
 
@@ -238,16 +258,6 @@ def _name_kinds(lives: Iterable[Life], work: Sequence[tuple[str, str]]) -> None:
             life.kind = ACTIVATIONS if kept and work[life.birth][0] == FORWARD else TEMPORARIES
 
 
-def _bytes_over_time(lives: Iterable[Life], length: int) -> Any:
-    """Bytes alive by kind at every operator, int64 [kind, operator]."""
-    change = np.zeros((len(KINDS), length + 1), dtype=np.int64)
-    for life in lives:
-        row = KINDS.index(life.kind)
-        change[row, life.birth] += life.n_bytes
-        change[row, length if life.death is None else min(life.death + 1, length)] -= life.n_bytes
-    return change.cumsum(1)[:, :length]
-
-
 def _row(by_kind: Any, at: int) -> dict[str, int]:
     return {kind: int(n) for kind, n in zip(KINDS, by_kind[:, at], strict=True)}
 
@@ -259,7 +269,12 @@ def _parts(peak: Iterable[Life], work: Sequence[tuple[str, str]], head: Head | N
     for life in peak:
         if life.kind in HELD or work[life.birth][0] == OPTIMISER:
             parts["parameters"] += life.n_bytes
-        elif head is not None and _of_head(life, head):
+        # the head's result, or what was made after it with as many columns or as many values
+        elif (
+            head is not None
+            and life.order >= head.order
+            and (life.shape[-1:] == head.shape[-1:] or prod(life.shape) == prod(head.shape))
+        ):
             parts["head"] += life.n_bytes
         elif life.name == "batch":
             parts["saved"] += life.n_bytes
@@ -268,31 +283,3 @@ def _parts(peak: Iterable[Life], work: Sequence[tuple[str, str]], head: Head | N
     parts["tensor"] = max(groups.values(), default=0)
     parts["saved"] += sum(groups.values()) - parts["tensor"]
     return parts
-
-
-def _of_head(life: Life, head: Head) -> bool:
-    """Whether a tensor is the head's result or was made after it, with as many columns or as many values."""
-    alike = life.shape[-1:] == head.shape[-1:] or int(np.prod(life.shape)) == int(np.prod(head.shape))
-    return life.order >= head.order and alike
-
-
-def _modules(peak: Iterable[Life]) -> tuple[ModuleBytes, ...]:
-    found: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(KINDS, 0))
-    for life in peak:
-        found[life.fqn][life.kind] += life.n_bytes
-    rows = [ModuleBytes(fqn=fqn, n_bytes=sum(kinds.values()), by_kind=kinds) for fqn, kinds in found.items()]
-    return tuple(sorted(rows, key=lambda row: (-row.n_bytes, row.fqn)))
-
-
-def _added(by_kind: Any, work: Sequence[tuple[str, str]]) -> int:
-    begins = next((t for t, (phase, _) in enumerate(work) if phase == BACKWARD), None)
-    return 0 if begins is None else int(by_kind[KINDS.index(GRADIENTS), begins])
-
-
-def _timeline(by_kind: Any, work: Sequence[tuple[str, str]]) -> tuple[Moment, ...]:
-    total, moments = by_kind.sum(0), []
-    for (phase, fqn), grouped in groupby(range(len(work)), key=work.__getitem__):
-        stretch = list(grouped)
-        most = max(stretch, key=total.__getitem__)
-        moments.append(Moment(phase=phase, fqn=fqn, by_kind=_row(by_kind, most), n_operators=len(stretch)))
-    return tuple(moments)

@@ -51,13 +51,7 @@ def profile_module(
 
 
 def profile_of(found: StepRecorder, lives: Sequence[Life], reason: str, rows: int | None) -> ModuleProfile:
-    """The profile of a counted step.
-
-    Args:
-        found, reason: As of `counted_step`.
-        lives: Every storage that was alive in it.
-        rows: Length of its batch.
-    """
+    """The profile of a step that `counted_step` has counted, with a batch of so many rows."""
     return summarize(
         lives,
         found.work,
@@ -129,23 +123,17 @@ def counted_step(
             ) from failed
         if not with_values:
             reason = why_values(failed)
-            _refuse_values(module, reason, around, failed)
+            if not around.values:
+                raise ModelError(
+                    f"the step of {name!r} cannot run without values ({reason}), and was not to be run with them"
+                ) from failed
+            if any(has_no_values(tensor) for child in module.modules() for tensor in own_tensors(child)):
+                raise ModelError(
+                    f"cannot profile {name!r}: its step needs values ({reason}), and its parameters have none (device"
+                    " 'meta'): pass a module on the CPU, of which a real step is measured"
+                ) from failed
     at = users_line(failed)
     raise ModelError(
         f"cannot profile {name!r}: its training step fails with {failed!r}{f' ({at})' if at else ''}; pass a batch"
         " like those of the training loader"
     ) from failed
-
-
-def _refuse_values(module: LightningModule, reason: str, around: Around, cause: Exception) -> None:
-    """Refuse, with a ModelError, a step that needs values where there are none, or where it is not to run with them."""
-    name = type(module).__name__
-    if not around.values:
-        raise ModelError(
-            f"the step of {name!r} cannot run without values ({reason}), and was not to be run with them"
-        ) from cause
-    if any(has_no_values(tensor) for child in module.modules() for tensor in own_tensors(child)):
-        raise ModelError(
-            f"cannot profile {name!r}: its step needs values ({reason}), and its parameters have none (device"
-            " 'meta'): pass a module on the CPU, of which a real step is measured"
-        ) from cause

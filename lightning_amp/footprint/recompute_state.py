@@ -22,6 +22,8 @@ import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from types import MemberDescriptorType
 from typing import Any
 
 import numpy as np
@@ -170,10 +172,10 @@ class FirstPass:
         for logger in self._loggers:
             vars(logger).update(log=_no_log, log_dict=_no_log)
         try:
-            _set_random(self._random)
+            set_random(self._random)
             yield
         finally:
-            _set_random(random_now)
+            set_random(random_now)
             for _, table, values in now:
                 _put(table, values)
 
@@ -287,17 +289,19 @@ def _held(value: Any, seen: dict[int, Any], depth: int) -> Any:
     if isinstance(value, os.PathLike):
         # its slots are filled when they are first read
         return os.fspath(value)
-    slots = [name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)]
+    kind: Any = type(value)
+    # without those of functions and methods, which say nothing of what is remembered
+    slots = [name for name in slots_of(kind) if name[:2] != "__" and hasattr(value, name)]
     # what slots hold is not looked into: it may be of others, such as a mesh with its groups
     own = [(name, _outline(getattr(value, name))) for name in slots]
     inside = mark_of(vars(value), seen, depth - 1) if hasattr(value, "__dict__") else None
     return (own, inside) if own else inside
 
 
-def _slots(kind: type) -> Sequence[str]:
-    found = vars(kind).get("__slots__", ())
-    names = (found,) if isinstance(found, str) else found
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
+@cache
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Names of what objects of a class hold besides their dictionary: `__slots__`, and what a `partial` binds."""
+    return tuple(n for base in kind.__mro__ for n, own in vars(base).items() if isinstance(own, MemberDescriptorType))
 
 
 def _name(place: Place) -> str:
@@ -322,7 +326,8 @@ def same_random(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     return one[0] == other[0] and all(map(np.array_equal, one[1], other[1]))
 
 
-def _set_random(states: tuple[Any, Any] | None) -> None:
+def set_random(states: tuple[Any, Any] | None) -> None:
+    """Put them back to where they were; None changes nothing."""
     if states is not None:
         random.setstate(states[0])
         np.random.set_state(states[1])

@@ -172,19 +172,23 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         name = f"backward of {node.name()}" if node is not None and not self._inside(node) else func._opname
         self._now = Life(name, fqn, birth=len(self.work) - 1, order=order)
         if node is not None and node.name() == ACCUMULATE and node.variable.grad is not None:
-            self._name_added(node.variable, args)
+            # what is added to a gradient that is there already is one too
+            for tensor in tensors_of(args):
+                life = self._life_of(tensor)
+                if life is not None and not life.kind:
+                    life.name, life.kind = f"{self._parameters.get(id(node.variable), '')}.grad", GRADIENTS
 
     def ends(self, func: Any, args: Any, kwargs: Any, read: Read, result: Any) -> None:
         """Note whether it was a product with a parameter."""
-        if func._opname in _NOTED and self.work[self._now.birth][0] == FORWARD:
-            self._note_product(func._opname, read, result, self._now.order)
-
-    def _name_added(self, parameter: Tensor, args: Any) -> None:
-        """What is added to a gradient that is there already is one too."""
-        for tensor in tensors_of(args):
-            life = self._life_of(tensor)
-            if life is not None and not life.kind:
-                life.name, life.kind = f"{self._parameters.get(id(parameter), '')}.grad", GRADIENTS
+        if func._opname not in _NOTED or self.work[self._now.birth][0] != FORWARD:
+            return
+        given = (self._of_key.get(id(storage)) for _, storage in read)
+        if not any(life is not None and (life.kind == PARAMETERS or id(life) in self._weights) for life in given):
+            return
+        if func._opname not in COPIES:
+            self.head = Head(self._now.order, tuple(result.shape))
+        elif (made := self._life_of(result)) is not None:
+            self._weights.add(id(made))
 
     def _life_of(self, tensor: Tensor) -> Life | None:
         return self._of_key.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
@@ -210,16 +214,6 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         order = made_by if made_by >= 0 else order
         self._mark(fqn, order)
         return fqn, order
-
-    def _note_product(self, name: str, read: Read, result: Any, order: int) -> None:
-        given = (self._of_key.get(id(storage)) for _, storage in read)
-        if not any(life is not None and (life.kind == PARAMETERS or id(life) in self._weights) for life in given):
-            return
-        if name in COPIES:
-            if (made := self._life_of(result)) is not None:
-                self._weights.add(id(made))
-        else:
-            self.head = Head(order, tuple(result.shape))
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         above = self._running[-1][0] if self._running else ""

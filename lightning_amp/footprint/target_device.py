@@ -26,10 +26,6 @@ def launches_operators(like: Tensor) -> bool:
 
 @contextmanager
 def settings_of(device_type: str) -> Iterator[None]:
-    """Take the settings of another type of device, in this thread and as long as the context is entered.
-
-    Args:
-        device_type: "cpu", "cuda" or another one of torch's.
-    """
+    """Take the settings of another type of device, such as "cuda", in this thread while the context is entered."""
     with holding(_DEVICE_TYPE, device_type):
         yield

@@ -8,7 +8,7 @@ last block returns that, and the blocks before it nothing that can be read: a mo
 another way than through the last block cannot be captured. What comes before the last block is left out of its graph.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,14 +40,8 @@ class AfterBlocks(nn.Module):
         self._before = tuple(before)
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
-        """What the module returns.
-
-        Args:
-            args: Of the module.
-            kwargs: Likewise.
-            result: Of its last block.
-        """
-        blocks, stand_in = find_blocks(self.owner), _KnownResults(self._before, result)
+        """What the module returns for its arguments and the result of its last block."""
+        blocks, stand_in = find_blocks(self.owner), _known_results(self._before, result)
         for fqn, block in blocks.items():
             block.forward = partial(stand_in, fqn)
         try:
@@ -57,35 +51,34 @@ class AfterBlocks(nn.Module):
                 del block.forward
 
 
-class _KnownResults:
-    """In the place of all blocks in one forward pass."""
+def _known_results(before: Sequence[tuple[str, Any]], result: Any) -> Callable[..., Any]:
+    """What is called in the place of all blocks in one forward pass."""
+    calls, leaves = iter((*before, None)), [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    fake = next((leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)), None)
+    # what is drawn before the last block is not drawn where the rest is computed
+    cuda = {leaf.device for leaf in leaves if leaf.is_cuda}
+    drawn = [] if fake else [torch.get_rng_state(), *map(torch.cuda.get_rng_state, cuda)]
 
-    def __init__(self, before: Sequence[tuple[str, Any]], result: Any) -> None:
-        self._calls, self._result = iter((*before, None)), result
-        fakes = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
-        self._fake = fakes[0].fake_mode if fakes else None
-        # what is drawn before the last block is not drawn where the rest is computed
-        self._cuda = {leaf.device for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_cuda}
-        self._drawn = [] if fakes else [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._cuda)]
-
-    def __call__(self, fqn: str, *args: Any, **kwargs: Any) -> Any:
-        known = next(self._calls, ("", None))
+    def stand_in(fqn: str, *args: Any, **kwargs: Any) -> Any:
+        known = next(calls, ("", None))
         if known is None:
-            if self._drawn:
-                torch.set_rng_state(self._drawn[0])
-            for device, state in zip(self._cuda, self._drawn[1:], strict=False):
+            if drawn:
+                torch.set_rng_state(drawn[0])
+            for device, state in zip(cuda, drawn[1:], strict=False):
                 torch.cuda.set_rng_state(state, device)
-            return self._result
+            return result
         name, like = known
         if name != fqn:
             raise RuntimeError(f"block {fqn!r} is called where {name or 'no other one'!r} was called before")
-        if self._fake is None:
+        if fake is None:
             # nothing depends on it, or there would be no graph; of fewer positions it has to fit
             given = [leaf.detach() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             return tree_map(lambda leaf: given[0] if isinstance(leaf, Like) and given else leaf, like)
-        with unseen(), self._fake:
+        with unseen(), fake:
             # not made where operators are written down, so that what is computed of it is seen to be of a constant
             return tree_map(lambda leaf: leaf.make() if isinstance(leaf, Like) else leaf, like)
+
+    return stand_in
 
 
 def _without(module: nn.Module, blocks: set[int], known: dict[int, nn.Module]) -> nn.Module:
@@ -116,11 +109,9 @@ def _without(module: nn.Module, blocks: set[int], known: dict[int, nn.Module]) -
 
 
 def leave_out_before(graph: Graph, results: int) -> str:
-    """Take out of a graph what is not needed after the last block; why that is not possible, "" where it was.
+    """Take out of the graph of an `AfterBlocks` what is not needed after the last block; why not, "" where it was.
 
-    Args:
-        graph: Of an `AfterBlocks`; changed.
-        results: Its last arguments, that are tensors of the last block's result.
+    So many of its last arguments are the tensors of the last block's result.
     """
     nodes = list(graph.nodes)
     given = [node for node in nodes if node.op == "placeholder"]
@@ -130,9 +121,14 @@ def leave_out_before(graph: Graph, results: int) -> str:
     reads = [at[user] for node in given[len(given) - results :] for user in node.users]
     first = min(reads, default=len(nodes))
     before = [node for node in nodes[:first] if node.op == "call_function"]
-    needed = _needed(nodes[first:])
+    needed, waiting = set[Node](), nodes[first:]
+    while waiting:
+        new = [node for node in waiting.pop().all_input_nodes if node not in needed]
+        needed.update(new)
+        waiting += new
     kept = [node for node in before if node in needed]
-    touched = [node for node in before if _changes(node)]
+    # what changes a tensor, or is no operator on tensors
+    touched = [n for n in before if not isinstance(n.target, OpOverload) or n.target._schema.is_mutable]
     drawn = [node for node in kept if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]
     # what is kept runs a second time: it may not draw anew, nor read what another has changed meanwhile
     if kept and (touched or drawn):
@@ -141,18 +137,3 @@ def leave_out_before(graph: Graph, results: int) -> str:
         if node not in needed:
             graph.erase_node(node)
     return ""
-
-
-def _needed(after: Sequence[Node]) -> set[Node]:
-    found, waiting = set[Node](), list(after)
-    while waiting:
-        for node in waiting.pop().all_input_nodes:
-            if node not in found:
-                found.add(node)
-                waiting.append(node)
-    return found
-
-
-def _changes(node: Node) -> bool:
-    """Whether it changes a tensor, or is no operator on tensors."""
-    return not isinstance(node.target, OpOverload) or node.target._schema.is_mutable

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
-import lightning_amp.graph.sum_rules  # noqa: F401  (it registers rules, as those of dims that it reads)
+import lightning_amp.graph.flow_rules  # noqa: F401  (it registers rules)
 from lightning_amp._torch import tree_leaves, tree_map
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
@@ -54,8 +54,7 @@ class _Builder:
         elif node.op == "get_attr":
             self._put(node, fresh(getattr(self._capture.graph, str(node.target))), kind=PARAMETER)
         elif node.op == "output":
-            found = [self._of_node[n] for n in tree_leaves(node.args) if isinstance(n, Node)]
-            self._outputs = tuple(found)
+            self._outputs = tuple(self._of_node[n] for n in tree_leaves(node.args) if isinstance(n, Node))
         else:
             self._run(node)
 
@@ -124,14 +123,21 @@ class _Builder:
             # that is known by now, the row answers for the bytes, and only the rest is counted as hidden
             # in the memory of no row: a mask, a copy in another layout, statistics
             hidden = [tensor for memory, tensor in kept.items() if memory not in self._of_storage]
-            places = {self._of_storage[memory] for memory in kept if memory in self._of_storage}
+            own, places = (
+                len(self._rows) - 1,
+                {self._of_storage[memory] for memory in kept if memory in self._of_storage},
+            )
             # what stands here would be alive in the backward pass below
             kept.clear()
             call = _call(node, args, kwargs, leaves, self._rows[-1]["shape"])
             found |= {
                 "writes": (*found["writes"], *_updated(call)),
                 "random": _draws(node, call),
-                "saved": tuple(self._place(home, inputs) for home in places),
+                # rows by the first input that lies in their memory; -1 for its own
+                "saved": tuple(
+                    -1 if home == own else next(n for n, k in enumerate(inputs) if self._rows[k]["storage"] == home)
+                    for home in places
+                ),
                 "hidden_bytes": sum(tensor.untyped_storage().nbytes() for tensor in hidden),
                 "dims": dims_of(call),
                 "sums": sums_of(call),
@@ -146,12 +152,10 @@ class _Builder:
             "writes": tuple(tensors[n] for n in found["writes"]),
             "saved": tuple(sorted(len(self._rows) - 1 if n < 0 else homes[n] for n in found["saved"])),
         }
-        self._values[-1] = _cut(self._values[-1])
-
-    def _place(self, home: int, inputs: list[int]) -> int:
-        """Of a row whose memory an operator saves, the first input that lies in it; -1 for its own."""
-        found = (n for n, k in enumerate(inputs) if self._rows[k]["storage"] == home)
-        return -1 if home == len(self._rows) - 1 else next(found)
+        # results as the next operators' arguments, without the graph behind them
+        self._values[-1] = tree_map(
+            lambda v: v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v, self._values[-1]
+        )
 
 
 def _key(node: Node, leaves: list[Tensor]) -> Any:
@@ -207,15 +211,6 @@ def _looked_at(
         "forward_bytes": live.peak - live.current,
     }
     return result, kept, found
-
-
-def _cut(result: Any) -> Any:
-    """Results as the next operators' arguments, without the graph behind them."""
-    if isinstance(result, Tensor):
-        return result.detach().requires_grad_(result.requires_grad)
-    if isinstance(result, list | tuple):
-        return [_cut(part) for part in result]
-    return result
 
 
 def _backward(result: Any, values: list[Any], leaves: list[Tensor], hidden: list[Tensor]) -> dict[str, Any]:

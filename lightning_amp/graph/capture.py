@@ -13,13 +13,11 @@ under `torch.random.fork_rng`, and of an argument whether it is a leaf or of a c
 """
 
 import copy
-import random
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -40,6 +38,7 @@ from lightning_amp._torch import (
 from lightning_amp.footprint.copies.as_before import as_before
 from lightning_amp.footprint.copies.fake_copy import copy_of
 from lightning_amp.footprint.forward_overrides import hooked
+from lightning_amp.footprint.recompute_state import random_state, same_random, set_random
 from lightning_amp.graph.after_blocks import AfterBlocks, leave_out_before
 from lightning_amp.graph.guards import OPAQUE, PLAIN, described, first_change, settings_of, signature, state_of
 from lightning_amp.graph.rewrites import REWRITES
@@ -97,41 +96,23 @@ class Captures:
             self._known[key] = capture(block, args, kwargs, key=key)
         return self._known[key]
 
-    def run(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """What the block returns for a call: by its graph, or by itself where there is a reason for that."""
-        found = self.of(block, args, kwargs)
-        if found.graph is None:
-            return block(*args, **kwargs)
-        return run_as(found, found.graph, block, args, kwargs)
-
-    @property
-    def all(self) -> tuple[Capture, ...]:
-        """Every capture so far."""
-        return tuple(self._known.values())
-
-
-def run_as(
-    found: Capture,
-    forward: Callable[..., Sequence[Any]],
-    block: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """What a block returns for a call, by a forward that takes and returns what the graph does."""
-    values, _ = tree_flatten((tuple(args), dict(kwargs)))
-    given = (value for value in values if isinstance(value, Tensor))
-    return tree_unflatten(forward(*state_of(block).values(), *given), found.output)
-
 
 def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, key: Any) -> Capture:
     """Write down the operators of a call; where that is not possible, say why."""
-    state = state_of(block)
-    common = {"kind": type(block), "key": key, "names": tuple(state)}
+    common = {"kind": type(block), "key": key, "names": tuple(state_of(block))}
     try:
-        _refuse(block)
+        # what a graph would leave out, or what no capture survives
+        for name, child in block.named_modules():
+            place = f"its submodule {name!r}" if name else "it"
+            if is_compiled(child):
+                raise CannotCapture(f"{place} is compiled")
+            if "to" in vars(child) or "to" in child._modules or "to" in child._parameters:
+                raise CannotCapture(f"{place} has an attribute 'to', which hides the method of that name")
+            if hooks := hooked([child]):
+                raise CannotCapture(f"{place} has hooks ({hooks[0]}), which are Python")
         # a library's warning says nothing of the block, also where warnings are errors
         with failures_unlogged(), warnings.catch_warnings(action="ignore"), as_before(block):
-            return Capture(**common, **_trace(block, args, kwargs, key))
+            return Capture(**common, **_trace(block, args, kwargs))
     except CannotCapture as reason:
         return Capture(**common, reason=str(reason))
     except Exception as error:
@@ -140,7 +121,7 @@ def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *,
         return Capture(**common, reason=f"its forward cannot run on fake tensors: {type(error).__name__}: {first}")
 
 
-def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any) -> dict[str, Any]:
+def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     state = state_of(block)
     values, spec = tree_flatten((tuple(args), dict(kwargs)))
     at = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
@@ -184,23 +165,22 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
     # what the forward changes of other objects than tensors, it changes in a copy
     twin, objects = copy_of(block, fake), _copied(values)
     held = {i: described(value, states=True) for i, value in objects.items()}
-    before = settings_of(twin), random.getstate(), np.random.get_state(), torch.get_rng_state()
+    before, drawn, seed = settings_of(twin), random_state(), torch.get_rng_state()
     try:
         graph = make_fx(call, REWRITES, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*tensors)
-        if before[0] != (after := settings_of(twin)):
-            raise CannotCapture(f"its forward changes the attribute {first_change(before[0], after)!r}")
-        if before[1] != random.getstate() or not all(map(np.array_equal, before[2], np.random.get_state())):
+        if before != (after := settings_of(twin)):
+            raise CannotCapture(f"its forward changes the attribute {first_change(before, after)!r}")
+        if not same_random(drawn, random_state()):
             raise CannotCapture("its forward draws from Python's or NumPy's random numbers")
         # operators without values draw nothing: this is a seed, which is no operator
-        if not np.array_equal(before[3].numpy(), torch.get_rng_state().numpy()):
+        if not torch.equal(seed, torch.get_rng_state()):
             raise CannotCapture("its forward sets the seed of torch's random numbers")
         for i, value in objects.items():
             if described(value, states=True) != held[i]:
                 raise CannotCapture(f"its forward changes what an argument of type {type(value).__name__!r} holds")
     finally:
-        random.setstate(before[1])
-        np.random.set_state(before[2])
-        torch.set_rng_state(before[3])
+        set_random(drawn)
+        torch.set_rng_state(seed)
     for node in reversed(graph.graph.nodes):
         # a sum that was only tried
         if node.target in REWRITES and not node.users:
@@ -249,27 +229,19 @@ class _NoPython(TorchFunctionMode):
     """Stays where the forward itself catches what is raised here, and goes on."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in PYTHON and not _changes_nothing(func, args, kwargs or {}):
+        kwargs = kwargs or {}
+        # whether a tensor is told that it requires gradients, and does so already
+        wants = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+        told = func in (Tensor.requires_grad_, REQUIRES) and bool(wants) == bool(args[0].requires_grad)
+        if func in PYTHON and not told:
             self.reason = f"its forward calls {PYTHON[func]!r} of a tensor, which is Python"
         # arguments, parameters and buffers are fake here: a number of another tensor would become a constant, which
         # stays when that tensor is written to
-        if (
-            _as_number(args, kwargs or {})
-            if func not in NUMBERS
-            else not any(isinstance(arg, FakeTensor) for arg in args)
-        ):
+        if _as_number(args, kwargs) if func not in NUMBERS else not any(isinstance(arg, FakeTensor) for arg in args):
             self.reason = "its forward reads a number of a tensor that is no argument, parameter or buffer"
         if self.reason:
             raise CannotCapture(self.reason)
-        return func(*args, **(kwargs or {}))
-
-
-def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a tensor is told whether it requires gradients, and does so already."""
-    if func not in (Tensor.requires_grad_, REQUIRES):
-        return False
-    wants = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-    return bool(wants) == bool(args[0].requires_grad)
+        return func(*args, **kwargs)
 
 
 def _as_number(args: Any, kwargs: Any) -> bool:
@@ -280,18 +252,6 @@ def _as_number(args: Any, kwargs: Any) -> bool:
         for part in ((leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,))
     ]
     return any(isinstance(t, Tensor) and t.dim() == 0 and not isinstance(t, FakeTensor) for t in leaves)
-
-
-def _refuse(block: nn.Module) -> None:
-    """What a graph would leave out, or what no capture survives."""
-    for name, child in block.named_modules():
-        place = f"its submodule {name!r}" if name else "it"
-        if is_compiled(child):
-            raise CannotCapture(f"{place} is compiled")
-        if "to" in vars(child) or "to" in child._modules or "to" in child._parameters:
-            raise CannotCapture(f"{place} has an attribute 'to', which hides the method of that name")
-        if hooks := hooked([child]):
-            raise CannotCapture(f"{place} has hooks ({hooks[0]}), which are Python")
 
 
 def _copied(values: Sequence[Any]) -> dict[int, Any]:

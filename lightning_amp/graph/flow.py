@@ -8,7 +8,7 @@ A dim that is split, or merged with others, follows by its outermost factor: in 
 A second table of rules says which dims an operator sums over: where these are cut, results of pieces add up.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -136,7 +136,7 @@ def collect(result: Shape, pairs: Iterable[tuple[int, tuple[int, int]]]) -> Foll
     return found
 
 
-def same_but(call: OperatorCall, without: Sequence[int]) -> Follows:
+def same_but(call: OperatorCall, without: Iterable[int]) -> Follows:
     """Every dim follows that of the first argument, but some."""
     ends = {d % len(call.result) for d in without} if call.result else set()
     return [[] if d in ends else [(0, d)] for d in range(len(call.result))]

@@ -1,9 +1,19 @@
-"""Register the dim rules of operators, by kind.
+"""Register the dim rules of operators, by kind, and over which dims they sum.
 
 `embedding_bag` has none: which rows are in one bag depends on values.
 """
 
-from lightning_amp.graph.flow import Follows, OperatorCall, broadcast, collect, groups, nothing, register_flow, same_but
+from lightning_amp.graph.flow import (
+    Follows,
+    OperatorCall,
+    broadcast,
+    collect,
+    groups,
+    nothing,
+    register_flow,
+    same_but,
+    sums_over,
+)
 
 
 @register_flow(
@@ -60,15 +70,20 @@ def _product(call: OperatorCall) -> Follows:
 @register_flow("einsum")
 def _einsum(call: OperatorCall) -> Follows:
     """A letter of the result follows that letter of every argument; a dim of size 1 may be broadcast."""
-    left, arrow, right = str(call.arguments["equation"]).replace(" ", "").partition("->")
-    # without an arrow the result's letters are only implied, and dots stand for any number of dims
-    if not arrow or "." in left:
-        return nothing(call)
-    letters = [(k, d, x) for k, part in enumerate(left.split(",")) for d, x in enumerate(part)]
+    letters, right = _letters(call)
     return [
         [(k, d) for k, d, x in letters if x == own and call.shapes[k][d] == call.result[i]]
         for i, own in enumerate(right)
-    ]
+    ] or nothing(call)
+
+
+def _letters(call: OperatorCall) -> tuple[list[tuple[int, int, str]], str]:
+    """(argument, dim, letter) of an einsum, and the letters of its result; none where they are not written out."""
+    left, arrow, right = str(call.arguments["equation"]).replace(" ", "").partition("->")
+    # without an arrow the result's letters are only implied, and dots stand for any number of dims
+    if not arrow or "." in left:
+        return [], ""
+    return [(k, d, x) for k, part in enumerate(left.split(",")) for d, x in enumerate(part)], right
 
 
 @register_flow("scaled_dot_product_attention")
@@ -102,16 +117,9 @@ def _along_some(call: OperatorCall) -> Follows:
     return same_but(call, dim if isinstance(dim, list) else [dim])
 
 
-@register_flow("layer_norm", "rms_norm")
-def _layer_norm(call: OperatorCall) -> Follows:
-    """The last dims are normalised."""
-    return same_but(call, range(len(call.result) - len(call.arguments["normalized_shape"]), len(call.result)))
-
-
-@register_flow("group_norm", "instance_norm")
-def _group_norm(call: OperatorCall) -> Follows:
-    """Each sample by itself."""
-    return same_but(call, range(1, len(call.result)))
+# the last dims are normalised, or each sample by itself
+register_flow("layer_norm", "rms_norm")(lambda call: same_but(call, range(-len(call.arguments["normalized_shape"]), 0)))
+register_flow("group_norm", "instance_norm")(lambda call: same_but(call, range(1, len(call.result))))
 
 
 @register_flow("batch_norm")
@@ -245,11 +253,10 @@ def _embedding(call: OperatorCall) -> Follows:
     return [*([(1, d)] if alone else [] for d in range(len(call.result) - 1)), [(0, 1)]]
 
 
-@register_flow("renorm")
-def _renorm(call: OperatorCall) -> Follows:
-    """The dim whose indices are normalised, each over all other dims."""
-    dim = call.arguments["dim"] % len(call.result)
-    return [[(0, d)] if d == dim else [] for d in range(len(call.result))]
+# indices of one dim are normalised, each over all other dims
+register_flow("renorm")(
+    lambda call: same_but(call, {*range(len(call.result))} - {call.arguments["dim"] % len(call.result)})
+)
 
 
 @register_flow("cross", "linalg_cross")
@@ -260,23 +267,15 @@ def _cross(call: OperatorCall) -> Follows:
     return [[] if d == dim else follows for d, follows in enumerate(_pointwise(call))]
 
 
-@register_flow("roll")
-def _roll(call: OperatorCall) -> Follows:
-    """All dims but those that are turned; without any the values are turned as one row."""
-    return same_but(call, call.arguments["dims"]) if call.arguments["dims"] else nothing(call)
+# without any dims the values are turned as one row
+register_flow("roll")(lambda call: same_but(call, call.arguments["dims"] or range(len(call.result))))
 
 
-@register_flow("tril", "triu")
-def _triangle(call: OperatorCall) -> Follows:
-    """Rows and columns are determined by their numbers."""
-    return same_but(call, [-2, -1])
-
-
-@register_flow("pad", "constant_pad_nd")
-def _pad(call: OperatorCall) -> Follows:
-    """All dims but those that are padded, which are named from the last one backwards."""
-    widths = call.arguments["pad"]
-    return same_but(call, [-1 - i // 2 for i, n in enumerate(widths) if n])
+# of triangles rows and columns are determined by their numbers; dims to pad are named from the last one backwards
+register_flow("tril", "triu")(lambda call: same_but(call, [-2, -1]))
+register_flow("pad", "constant_pad_nd")(
+    lambda call: same_but(call, [-1 - i // 2 for i, n in enumerate(call.arguments["pad"]) if n])
+)
 
 
 @register_flow("gather")
@@ -300,15 +299,14 @@ def _distances(call: OperatorCall) -> Follows:
     """[..., row, e] against [..., column, e]."""
     last = len(call.result) - 1
     pairs = [pair for k in (0, 1) for pair in broadcast(call.shapes[k][:-2], k, call.result[:-2])]
-    return collect(
-        call.result, [*pairs, (last - 1, (0, len(call.shapes[0]) - 2)), (last, (1, len(call.shapes[1]) - 2))]
-    )
+    pairs += [(last - 1, (0, len(call.shapes[0]) - 2)), (last, (1, len(call.shapes[1]) - 2))]
+    return collect(call.result, pairs)
 
 
-@register_flow("grid_sampler")
-def _sampled(call: OperatorCall) -> Follows:
-    """Samples and channels of the image; positions follow the grid."""
-    return [[(0, 0), (1, 0)], [(0, 1)], *([(1, d)] for d in range(1, len(call.result) - 1))]
+# samples and channels of the image; positions follow the grid
+register_flow("grid_sampler")(
+    lambda call: [[(0, 0), (1, 0)], [(0, 1)], *([(1, d)] for d in range(1, len(call.result) - 1))]
+)
 
 
 @register_flow("bucketize", "searchsorted")
@@ -355,10 +353,8 @@ def _matrices(call: OperatorCall) -> Follows:
 @register_flow(*(f"max_{kind}{n}d{more}" for kind, more in (("pool", "_with_indices"), ("unpool", "")) for n in (2, 3)))
 def _of_places(call: OperatorCall) -> Follows:
     """Samples and channels; places of largest values are numbers in the whole of their channel."""
-    n = int(call.op.removesuffix("_with_indices")[-2])
-    return [
-        [(k, d) for k in range(len(call.shapes))] if d < len(call.result) - n else [] for d in range(len(call.result))
-    ]
+    first = len(call.result) - int(call.op.removesuffix("_with_indices")[-2])
+    return [[(k, d) for k in range(len(call.shapes))] if d < first else [] for d in range(len(call.result))]
 
 
 @register_flow("im2col", "col2im")
@@ -366,3 +362,38 @@ def _of_samples(call: OperatorCall) -> Follows:
     """Samples stay apart, where there is a dim of samples."""
     samples = len(call.result) == (3 if call.op == "im2col" else 4)
     return [[(0, 0)] if samples and d == 0 else [] for d in range(len(call.result))]
+
+
+sums_over("sum", "nansum")(lambda call: [[(0, d)] for d in reduced_dims(call)])
+
+
+@sums_over("matmul", "mm", "bmm")
+def _sum_of_products(call: OperatorCall) -> Follows:
+    """Columns of the first with rows of the second; what addmm adds would be added with every piece."""
+    a, b = call.shapes[:2]
+    return [[(0, len(a) - 1), (1, max(len(b) - 2, 0))]]
+
+
+@sums_over("linear")
+def _sum_of_features(call: OperatorCall) -> Follows:
+    """Features of the input with the weight's columns; a bias would be added with every piece."""
+    return [] if len(call.shapes) > 2 else [[(0, len(call.shapes[0]) - 1), (1, len(call.shapes[1]) - 1)]]
+
+
+@sums_over(*CONVOLUTIONS)
+def _sum_of_channels(call: OperatorCall) -> Follows:
+    """Channels of the input with those of the weight, without a bias."""
+    alone = len(call.shapes) == 2 and len(call.shapes[0]) == len(call.shapes[1])
+    alone = alone and call.arguments.get("groups", 1) == 1
+    return [[(0, 1), (1, 1 - int(is_transposed(call)))]] if alone else []
+
+
+@sums_over("einsum")
+def _sum_of_letters(call: OperatorCall) -> Follows:
+    """A letter that the result lacks, in all arguments; a dim of size 1 is broadcast."""
+    letters, right = _letters(call)
+    places: dict[str, list[tuple[int, int]]] = {}
+    for k, d, letter in letters:
+        if letter not in right and call.shapes[k][d] != 1:
+            places.setdefault(letter, []).append((k, d))
+    return list(places.values())

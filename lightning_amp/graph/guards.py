@@ -11,7 +11,7 @@ Known limits: attributes of classes, and of objects more than `DEPTH` deep; what
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from types import FunctionType, MemberDescriptorType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 from weakref import ReferenceType
 
@@ -26,7 +26,7 @@ from lightning_amp.footprint.chain.block_call import autocast_now
 from lightning_amp.footprint.copies.as_before import OWNERS, contents
 from lightning_amp.footprint.copies.fake_copy import holds_something
 from lightning_amp.footprint.forward_overrides import overrides_of
-from lightning_amp.footprint.recompute_state import state_of_generator
+from lightning_amp.footprint.recompute_state import slots_of, state_of_generator
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 INTERNAL = frozenset(name for name, value in vars(nn.Module()).items() if not isinstance(value, PLAIN))
@@ -256,11 +256,5 @@ def _contents(value: Any) -> Iterator[tuple[str, Any]]:
         yield from vars(value).items()
     # not by `__reduce_ex__`, which names the same things for more classes: it is user code, and what it makes is new
     # each time, so that no key would ever be found again
-    for name in _slots(kind):
+    for name in slots_of(kind):
         yield name, getattr(value, name, None)
-
-
-@cache
-def _slots(kind: type) -> tuple[str, ...]:
-    """Names of what objects of a class hold besides their dictionary: `__slots__`, and what a `partial` binds."""
-    return tuple(n for base in kind.__mro__ for n, own in vars(base).items() if isinstance(own, MemberDescriptorType))

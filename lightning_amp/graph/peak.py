@@ -17,7 +17,7 @@ none; gradients that two readers hand to one row are added when the second one c
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_amp.graph.table import OPERATOR, OperatorRow, Table
+from lightning_amp.graph.table import OPERATOR, OperatorRow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,48 +60,37 @@ class PieceRow:
     over: int = -1
 
 
-@dataclass(slots=True)
-class PieceTable:
-    """As a `Table`, of such rows."""
-
-    rows: tuple[PieceRow, ...]
-    outputs: tuple[int, ...]
-
-
 Rows = Sequence[OperatorRow | PieceRow]
 
 
-def block_bytes(table: Table | PieceTable, *, train: bool = True, gradients_of_arguments: bool = True) -> BlockBytes:
-    """Count a block; without `train` nothing is saved and there is no backward pass.
+def block_bytes(
+    rows: Rows, outputs: Sequence[int], *, train: bool = True, gradients_of_arguments: bool = True
+) -> BlockBytes:
+    """Count a block, given by its table's rows and outputs; without `train` nothing is saved, and there is no backward.
 
     Without `gradients_of_arguments` those are taken away as soon as they are complete, to be added up elsewhere.
     """
-    saved_until = _saved_until(table) if train else {}
-    forward, held = _forward(table, saved_until, train=train)
+    # for every memory that is kept for the backward pass, the first row that keeps it: the last to read it there
+    saved_until: dict[int, int] = {}
+    for i, row in enumerate(rows if train else ()):
+        for storage in row.saved:
+            saved_until.setdefault(storage, i)
+    forward, held = _forward(rows, saved_until, train=train)
     # results, what is saved of rows, and what operators keep of no row
-    saved = sum(held.values()) + (sum(row.hidden_bytes for row in table.rows) if train else 0)
-    backward, waiting = _backward(table, saved_until, held, gradients_of_arguments) if train else ((), ())
+    saved = sum(held.values()) + (sum(row.hidden_bytes for row in rows) if train else 0)
+    backward, waiting = _backward(rows, outputs, saved_until, held, gradients_of_arguments) if train else ((), ())
     return BlockBytes(forward=forward, backward=backward, saved_bytes=saved, waiting=waiting)
 
 
-def _saved_until(table: Table | PieceTable) -> dict[int, int]:
-    """For every memory that is kept for the backward pass, the first row that keeps it: the last to read it there."""
-    first: dict[int, int] = {}
-    rows: Rows = table.rows
-    for i, row in enumerate(rows):
-        for storage in row.saved:
-            first.setdefault(storage, i)
-    return first
-
-
-def _forward(
-    table: Table | PieceTable, saved: dict[int, int], *, train: bool
-) -> tuple[tuple[int, ...], dict[int, int]]:
-    rows: Rows = table.rows
+def _forward(rows: Rows, saved: dict[int, int], *, train: bool) -> tuple[tuple[int, ...], dict[int, int]]:
     alive, now, found = dict[int, int](), 0, list[int]()
+    # last use of every memory, by any view of it
+    last: dict[int, int] = {}
+    for i, row in enumerate(rows):
+        last[row.storage] = max(last.get(row.storage, i), row.last_use, i)
     ends: dict[int, list[int]] = {}
-    # what is saved lives on into the backward pass, whoever reads it last
-    for k, end in _last_use(table).items():
+    for k, end in last.items():
+        # what is saved lives on into the backward pass, whoever reads it last
         if k not in saved:
             ends.setdefault(end, []).append(k)
     for i, row in enumerate(rows):
@@ -116,97 +105,52 @@ def _forward(
     return tuple(found), alive
 
 
-def _last_use(table: Table | PieceTable) -> dict[int, int]:
-    """Last use of every memory, by any view of it."""
-    last: dict[int, int] = {}
-    rows: Rows = table.rows
-    for i, row in enumerate(rows):
-        last[row.storage] = max(last.get(row.storage, i), row.last_use, i)
-    return last
-
-
 def _backward(
-    table: Table | PieceTable, saved: dict[int, int], held: dict[int, int], gradients_of_arguments: bool
+    rows: Rows, outputs: Sequence[int], saved: dict[int, int], held: dict[int, int], gradients_of_arguments: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    rows = table.rows
-    complete = {} if gradients_of_arguments else _arguments_by_first_reader(rows)
+    # arguments by their first reader, which is the last that adds to their gradient
+    complete: dict[int, list[int]] = {}
+    seen: set[int] = set()
+    for i, row in enumerate(rows[: 0 if gradients_of_arguments else None]):
+        complete[i] = [k for k in dict.fromkeys(row.inputs) if rows[k].kind != OPERATOR and k not in seen]
+        seen.update(complete[i])
     # the caller holds the results' gradients and may drop the results
-    results = {rows[k].storage for k in table.outputs}
+    results = {rows[k].storage for k in outputs}
     # rows run backward, so that of all that keep a memory the first in the forward pass is the last to let go of it
     let_go: dict[int, int] = {}
     for storage, first in saved.items():
         if storage not in results:
             let_go[first] = let_go.get(first, 0) + held.get(storage, 0)
     kept = sum(held.values()) + sum(row.hidden_bytes for row in rows)
-    waiting = _Waiting(rows)
+    # gradients that wait for the backward of the row that they are of, and their bytes in all
+    waiting, n_bytes = dict[int, int](), 0
     found, waits = [0] * len(rows), [0] * len(rows)
     for i in range(len(rows) - 1, -1, -1):
-        row, waits[i] = rows[i], waiting.n_bytes
+        row, waits[i], adding = rows[i], n_bytes, 0
         if row.kind != OPERATOR:
             continue
-        during, adding = waiting.hand_out(i) if row.needs_grad else (0, 0)
         if row.needs_grad:
-            found[i] = kept + during + row.backward_bytes
-        for k in complete.get(i, ()):
-            # every other reader has run already: nothing is added to it any more
-            waiting.pop(k)
+            made = [(k, n) for k, n in zip(row.inputs, row.grad_bytes, strict=True) if rows[k].needs_grad]
+            new, own = sum(n for _, n in made), waiting.pop(i, 0)
+            found[i] = kept + n_bytes + new + row.backward_bytes
+            n_bytes -= own
+            # the gradient of a view is a view of the gradient: its memory is handed on
+            # where the backward makes new gradients, the one that came in is no longer needed once it has run
+            own = own if not any(row.grad_bytes) else 0
+            alive = n_bytes + new + own
+            for k, n in made:
+                if k in waiting:
+                    # the sum is new memory, also where what waited was a gradient that the caller holds
+                    both = max(waiting[k], n)
+                    adding = max(adding, alive + both)
+                    alive += both - waiting[k] - n
+                    n_bytes += both - waiting[k]
+                    waiting[k] = both
+                else:
+                    waiting[k], own = (n, own) if n else (own, 0)
+                    n_bytes += waiting[k]
+        n_bytes -= sum(waiting.pop(k, 0) for k in complete.get(i, ()))
         kept -= row.hidden_bytes + let_go.get(i, 0)
         if adding:
             found[i] = max(found[i], kept + adding)
     return tuple(found), tuple(waits)
-
-
-def _arguments_by_first_reader(rows: Rows) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    seen: set[int] = set()
-    for i, row in enumerate(rows):
-        new = {k for k in row.inputs if rows[k].kind != OPERATOR} - seen
-        seen |= new
-        found[i] = sorted(new)
-    return found
-
-
-class _Waiting:
-    """Gradients that wait for the backward of the row that they are of.
-
-    Attributes:
-        n_bytes: Of all of them.
-    """
-
-    def __init__(self, rows: Rows) -> None:
-        self._rows, self._of = rows, dict[int, int]()
-        self.n_bytes = 0
-
-    def pop(self, i: int) -> int:
-        """Take away that of a row."""
-        n = self._of.pop(i, 0)
-        self.n_bytes -= n
-        return n
-
-    def hand_out(self, i: int) -> tuple[int, int]:
-        """Let the gradients that a row's backward makes wait.
-
-        Returns:
-            Bytes of gradients while it runs, and the most while some are then added to such as wait already.
-        """
-        row, most = self._rows[i], 0
-        made = [(k, n) for k, n in zip(row.inputs, row.grad_bytes, strict=True) if self._rows[k].needs_grad]
-        new = sum(n for _, n in made)
-        during = self.n_bytes + new
-        own = self.pop(i)
-        # the gradient of a view is a view of the gradient: its memory is handed on
-        # where the backward makes new gradients, the one that came in is no longer needed once it has run
-        own = own if not any(row.grad_bytes) else 0
-        alive = self.n_bytes + new + own
-        for k, n in made:
-            if k in self._of:
-                # the sum is new memory, also where what waited was a gradient that the caller holds
-                both = max(self._of[k], n)
-                most = max(most, alive + both)
-                alive += both - self._of[k] - n
-                self.n_bytes += both - self._of[k]
-                self._of[k] = both
-            else:
-                self._of[k], own = (n, own) if n else (own, 0)
-                self.n_bytes += self._of[k]
-        return during, most

@@ -74,11 +74,6 @@ WIDE = (torch.float32, torch.float64)
 """Of narrower types kernels add up in 32 bits, and round once."""
 
 
-def _broadcast_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """As views of their arguments, one by one."""
-    return [tensor.expand(_common_shape(tensors)) for tensor in tensors]
-
-
 def _common_shape(tensors: Sequence[Tensor]) -> Any:
     return torch.broadcast_shapes(*(tensor.shape for tensor in tensors))  # type: ignore[no-untyped-call]
 
@@ -94,33 +89,27 @@ def _mean_loss(name: str) -> Callable[..., Any]:
     names = [argument.name for argument in op._schema.arguments]
     defaults = {argument.name: argument.default_value for argument in op._schema.arguments}
 
-    def summed(given: dict[str, Any]) -> Any:
-        if name not in RESIZED:
-            return op(**given | {"reduction": SUM})
-        losses = op(**given | {"reduction": NONE})
-        return aten.sum.default(losses) if losses.dtype in WIDE else losses
-
     def rewritten(*args: Any, **kwargs: Any) -> Any:
         given = defaults | dict(zip(names, args, strict=False)) | kwargs
         # their own sum would hold the memory of all losses for as long as it lives
         again = given["reduction"] == SUM and name in RESIZED
-        if not again and (given["reduction"] != MEAN or not _has_rows(name, given)):
+        shapes = [value.shape for key, value in given.items() if isinstance(value, Tensor) and key != "weight"]
+        # whether it is known how many losses there are
+        if name in BY_ROW:
+            known = len(shapes[0]) == 2 and len({shape[:1] for shape in shapes}) == 1
+        else:
+            known = name in BY_VALUE or len(shapes[0]) > 1
+        if not again and (given["reduction"] != MEAN or not known):
             return NotImplemented
         # the sum over all, which pieces add up to; divided below by what all have in common
-        total = summed(given)
+        total = op(**given | {"reduction": NONE if name in RESIZED else SUM})
         if total.dtype not in WIDE:
             return NotImplemented
+        if name in RESIZED:
+            total = aten.sum.default(total)
         return total if again else total / _count(name, given)
 
     return rewritten
-
-
-def _has_rows(name: str, given: dict[str, Any]) -> bool:
-    """Whether it is known how many losses there are."""
-    shapes = [value.shape for key, value in given.items() if isinstance(value, Tensor) and key != "weight"]
-    if name in BY_ROW:
-        return len(shapes[0]) == 2 and len({shape[:1] for shape in shapes}) == 1
-    return name in BY_VALUE or len(shapes[0]) > 1
 
 
 def _count(name: str, given: dict[str, Any]) -> Any:
@@ -142,7 +131,7 @@ def _count(name: str, given: dict[str, Any]) -> Any:
 
 
 REWRITES: dict[Any, Callable[..., Any]] = {
-    aten.broadcast_tensors.default: _broadcast_tensors,
+    aten.broadcast_tensors.default: lambda tensors: [tensor.expand(_common_shape(tensors)) for tensor in tensors],
     aten.meshgrid.default: aten.meshgrid.default.decompose,
     aten.meshgrid.indexing: aten.meshgrid.indexing.decompose,
     aten.mean.default: _mean,

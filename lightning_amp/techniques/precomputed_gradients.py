@@ -24,6 +24,7 @@ from torch.autograd.graph import Node
 from torch.func import functional_call
 
 from lightning_amp._torch import add_each, copy_each, scale_each
+from lightning_amp.derivatives import first_only
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import Scalar
 
@@ -41,7 +42,8 @@ def with_gradients(compute: Compute, inputs: Sequence[Tensor], *, home: Iterable
         home: Inputs that are used on their own side of a region that ranks share; ranks/sharded_region.py reads this.
 
     Raises:
-        InstallError: In the backward pass, when it is run twice or for a second derivative.
+        InstallError: In the backward pass, when it is run twice.
+        ModelError: In the backward pass, for a second derivative.
     """
     return cast(Tensor, _Ready.apply(compute, frozenset(map(id, home)), *inputs))  # type: ignore[no-untyped-call]
 
@@ -190,12 +192,8 @@ class _Ready(torch.autograd.Function):
         return total
 
     @staticmethod
+    @first_only("a loss whose strata are streamed; leave 'stream' out, for example for 'recompute'")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise InstallError(
-                "a second derivative of a loss is not supported (create_graph=True) if its strata are "
-                "streamed; leave 'stream' out, for example for 'recompute'"
-            )
         # taken out, not copied: they are scaled in place, and a second pass would scale them again
         ready, ctx.ready = ctx.ready, None
         if ready is None:

@@ -1,9 +1,8 @@
 """Run a LightningModule's step on sharded tensors: what comes out of it, and what metrics get, is whole."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from lightning_amp.dist.dispatch.guards import guarded
 from lightning_amp.dist.sharded_tensor import ShardedTensor
 from lightning_amp.dist.splits import MeshAxis
 from lightning_amp.errors import ShardError
+from lightning_amp.footprint.copies.fake_copy import map_tensors
 from lightning_amp.holding import holding
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -38,7 +38,7 @@ def run_sharded(name: str, step: Callable[[], Any], module: nn.Module, axes: Seq
             raise ShardError(
                 f"{name!r} returned a loss with {loss.splits}; a loss is a number: take the mean or the sum of it"
             )
-        return mapped(found, lambda _, x: whole(x))
+        return map_tensors(found, lambda _, x: whole(x))
 
 
 RUNNING: ContextVar[bool] = ContextVar("RUNNING", default=False)
@@ -62,7 +62,7 @@ def whole_in_metrics(module: nn.Module) -> Iterator[None]:
 
     def with_whole(update: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            return update(*mapped(args, lambda _, x: whole(x)), **mapped(kwargs, lambda _, x: whole(x)))
+            return update(*map_tensors(args, lambda _, x: whole(x)), **map_tensors(kwargs, lambda _, x: whole(x)))
 
         return call
 
@@ -78,32 +78,5 @@ def whole_in_metrics(module: nn.Module) -> Iterator[None]:
 def tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a batch, with their paths."""
     found = dict[str, Tensor]()
-    mapped(batch, found.setdefault)
+    map_tensors(batch, found.setdefault)
     return iter(found.items())
-
-
-def mapped(value: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
-    """A batch with its tensors changed, through mappings, lists, tuples and dataclasses; other objects stay."""
-
-    def below(key: object) -> str:
-        return f"{path}.{key}" if path else str(key)
-
-    if isinstance(value, Tensor):
-        return change(path or "batch", value)
-    if isinstance(value, Mapping):
-        items = {key: mapped(item, change, below(key)) for key, item in value.items()}
-        if type(value) is dict:
-            return items
-        # another kind of mapping, such as HuggingFace's BatchEncoding, is kept
-        copy = value.copy() if hasattr(value, "copy") else dict(value)
-        for key, item in items.items():
-            copy[key] = item
-        return copy
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(v, change, below(k)) for k, v in zip(value._fields, value, strict=True)))
-    if isinstance(value, list | tuple):
-        return type(value)(mapped(item, change, below(i)) for i, item in enumerate(value))
-    if is_dataclass(value) and not isinstance(value, type):
-        own = {f.name: mapped(getattr(value, f.name), change, below(f.name)) for f in fields(value) if f.init}
-        return replace(value, **own)
-    return value

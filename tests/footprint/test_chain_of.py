@@ -97,8 +97,9 @@ def ways() -> dict[str, Chained]:
 
 @pytest.mark.parametrize("name", ways())
 def test_the_peak_of_every_choice_in_small_chains(name: str) -> None:
-    chain = chain_of(ways()[name], batch_of())
-    assert chain.measured == "fake tensors", chain.reason
+    step = count_step(ways()[name], batch_of(), ())
+    chain = step.chain
+    assert step.profile.measured == "fake tensors", step.profile.reason
     for names in choices(chain):
         expected = real_peak(ways()[name], batch_of(), names)
         assert peak_bytes(chain, names) == pytest.approx(expected, rel=0.02), names
@@ -164,9 +165,10 @@ def test_a_step_that_needs_values_is_counted_with_values() -> None:
     def make_one() -> Looks:
         return Looks(nn.ModuleList(nasty.Plain() for _ in range(4)))
 
-    chain = chain_of(make_one(), batch_of())
-    assert chain.measured == "a real step"
-    assert "reads the value of a tensor" in chain.reason
+    step = count_step(make_one(), batch_of(), ())
+    chain = step.chain
+    assert step.profile.measured == "a real step"
+    assert "reads the value of a tensor" in step.profile.reason
     for names in choices(chain):
         assert peak_bytes(chain, names) == pytest.approx(real_peak(make_one(), batch_of(), names), rel=0.05)
 
@@ -399,8 +401,9 @@ def test_all_chunks_count_where_some_are_run() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_the_peak_of_a_choice_in_eight_modules(name: str) -> None:
     """All blocks are computed again, or those that are chosen for a budget, within which the module trains."""
-    chain = chain_of(*make(name))
-    assert chain.measured == "fake tensors", chain.reason
+    step = count_step(*make(name), ())
+    chain = step.chain
+    assert step.profile.measured == "fake tensors", step.profile.reason
     # what follows the blocks, such as a head, cannot be computed again by itself
     assert [block.fixed for block in chain.blocks if block.fixed and not block.after] == []
     budget = peak_bytes(chain, ()) * 3 // 4

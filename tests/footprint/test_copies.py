@@ -23,6 +23,7 @@ from lightning_amp.footprint.copies.as_before import apart
 from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.profile_module import profile_module
+from lightning_amp.techniques.sharded_step import tensors
 from tests.footprint.test_profile_module import Small, measured
 
 X = torch.randn(6, 8)
@@ -213,6 +214,11 @@ def test_a_batch_may_be_any_dataclass() -> None:
     found = lightning_amp.profile(OfPairs(), Pair(X, 2), batch_size=12)
     assert found.measured == "fake tensors", found.reason
     assert found.peak_bytes == lightning_amp.profile(OfPairs(), Pair(torch.cat([X, X]), 2)).peak_bytes
+
+
+def test_tensors_of_any_dataclass_have_paths() -> None:
+    """As a technique that splits samples names them; one with an InitVar was an error."""
+    assert dict(tensors({"pair": Pair(X, 2)})).keys() == {"pair.x", "pair.y"}
 
 
 @dataclass

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import tree_flatten, tree_leaves, tree_unflatten
 from lightning_amp.footprint.find_blocks import find_blocks
+from lightning_amp.graph import capture
+from lightning_amp.graph.guards import state_of
 from lightning_amp.techniques.checks import same_function
 from tests.any_module import make
 
@@ -23,6 +25,23 @@ class Called:
     block: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+
+class Captures(capture.Captures):
+    """With a run of what was captured."""
+
+    @property
+    def all(self) -> tuple[capture.Capture, ...]:
+        """Every capture so far."""
+        return tuple(self._known.values())
+
+    def run(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What the block returns for a call: by its graph, or by itself where there is a reason for that."""
+        found = self.of(block, args, kwargs)
+        if found.graph is None:
+            return block(*args, **kwargs)
+        given = (value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))
+        return tree_unflatten(found.graph(*state_of(block).values(), *given), found.output)
 
 
 def forward_of(module: pl.LightningModule, batch: Any) -> Callable[[], Any]:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import FakeTensorMode
 from lightning_amp.footprint.find_blocks import find_blocks
-from lightning_amp.graph.capture import Captures
 from lightning_amp.graph.guards import signature
 from tests.any_module import NAMES, make
-from tests.graph.calls import calls_of, difference
+from tests.graph.calls import Captures, calls_of, difference
 from tests.graph.nasty_blocks import (
     Base,
     Buffer,

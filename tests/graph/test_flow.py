@@ -12,13 +12,12 @@ import lightning_amp
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.build_table import build_table
-from lightning_amp.graph.capture import Captures
 from lightning_amp.graph.flow import RULES, OperatorCall, dims_of
 from lightning_amp.graph.peak import block_bytes
 from lightning_amp.graph.table import OPERATOR, PARAMETER, Table
 from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks
 from tests.any_module import NAMES
-from tests.graph.calls import Called, calls_of, difference
+from tests.graph.calls import Called, Captures, calls_of, difference
 from tests.techniques.chunk.small_blocks import x_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -247,7 +246,7 @@ def test_bytes_of_the_blocks_of_eight_modules(name: str) -> None:
         captures = Captures()
         table = build_table(captures.of(call.block, call.args, call.kwargs))
         assert table.unknown == ()
-        found = block_bytes(table)
+        found = block_bytes(table.rows, table.outputs)
         if not table.rows[table.outputs[0]].needs_grad:
             continue
         forward, saved, backward = measured(call, captures)
@@ -296,7 +295,7 @@ def test_views_cost_nothing_and_point_at_their_memory() -> None:
     assert ops["transpose"].n_bytes == ops["chunk"].n_bytes == ops["getitem"].n_bytes == 0
     assert {table.rows[ops[op].storage].op for op in ("transpose", "chunk", "getitem")} == {"aten.mul.Tensor"}
     # the memory lives until the last view of it is read
-    found = block_bytes(table)
+    found = block_bytes(table.rows, table.outputs)
     assert found.forward[-1] == 4 * 32 + 4 * 16 + 4 * 16
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.graph.capture import Captures
+from tests.graph.calls import Captures
 from tests.graph.nasty_blocks import Base, Settings, x_of
 
 

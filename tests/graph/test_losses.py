@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.build_table import build_table
-from lightning_amp.graph.capture import Captures
 from lightning_amp.graph.peak import block_bytes
 from lightning_amp.graph.table import OPERATOR
+from tests.graph.calls import Captures
 from tests.graph.test_flow import Op
 from tests.techniques.chunk.case import Case
 from tests.techniques.chunk.small_blocks import x_of
@@ -130,7 +130,7 @@ def test_a_loss_lies_in_no_more_memory_than_is_counted(loss: Loss, reduction: st
             found = captures.run(block, *args)
     assert torch.equal(found, loss(*args, reduction=reduction))
     assert found.untyped_storage().nbytes() == found.nbytes
-    assert live.peak <= block_bytes(table, train=False).peak_bytes
+    assert live.peak <= block_bytes(table.rows, table.outputs, train=False).peak_bytes
 
 
 ROWS, PLACES, FEW = x_of(4, 6, 8), torch.randint(8, (4, 6, 3)), torch.tensor([3, 0, 3, 1])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import lightning_amp.graph.sum_rules  # noqa: F401  (it registers rules, as those of dims that it reads)
+import lightning_amp.graph.flow_rules  # noqa: F401  (it registers rules)
 from lightning_amp.dist._torch import no_modes
 from lightning_amp.dist.dispatch.plans import PLANS, CallPlan, PartLayout, keep, key_of, run
 from lightning_amp.dist.owners import Owners

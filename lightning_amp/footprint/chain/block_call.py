@@ -1,6 +1,6 @@
 """Describe how a step called a block, without its tensors: shapes, types, and which of them are the same tensor."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_amp._torch import FakeTensorMode, tree_leaves, tree_map
+
+Autocast = tuple[tuple[str, bool, torch.dtype], ...]
+"""Kinds of devices, whether autocast is on for them, and its type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +46,19 @@ def likeness(values: Any) -> Any:
     return tree_map(like, values)
 
 
-def autocast_now() -> tuple[tuple[str, bool, torch.dtype], ...]:
-    """Kinds of devices, whether autocast is on for them, and its type."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind)]
-    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+def autocast_now(kinds: Iterable[str] = ("cpu", "cuda")) -> Autocast:
+    """The autocast of some kinds of devices."""
+    known = filter(torch.amp.is_autocast_available, kinds)
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in known)
+
+
+@contextmanager
+def autocast_again(found: Autocast, *, cache_enabled: bool | None = None) -> Iterator[None]:
+    """Enter an autocast that was on, or off, before."""
+    with ExitStack() as stack:
+        for kind, enabled, dtype in found:
+            stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache_enabled))
+        yield
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +78,7 @@ class BlockCall:
     fqn: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast: Autocast
     sparse: bool = False
     before: tuple[tuple[str, Any], ...] | None = None
 
@@ -100,8 +112,5 @@ class BlockCall:
     @contextmanager
     def precision(self) -> Iterator[None]:
         """Gradients and autocast as they were at the call."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            for kind, enabled, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+        with torch.enable_grad(), autocast_again(self.autocast):
             yield

@@ -18,7 +18,7 @@ Known limit: where backward passes do not run in the reverse order of forward pa
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,9 +105,20 @@ class ChainBuilder:
         for span in self._spans:
             for name in ("kept", "dropped", "again", "back", "twice"):
                 setattr(span, name, getattr(span, name).cumsum())
-        moments = self._moments()
-        blocks = tuple(self._cost(i, call) for i, call in enumerate(self._step.calls))
-        return Chain(blocks=blocks, tensors=tuple(self._tensors), moments=tuple(moments))
+        blocks = tuple(
+            BlockCost(
+                fqn=call.fqn,
+                forward_seconds=call.seconds,
+                saved_bytes=span.saved_bytes,
+                keeps=tuple(sorted(span.keeps)),
+                inputs=tuple(sorted(span.inputs)),
+                fixed=call.fixed or ("" if span.back_end >= span.back_start else "it has no backward pass"),
+                after=call.after,
+            )
+            for call, span in zip(self._step.calls, self._spans, strict=True)
+        )
+        moments, seconds = tuple(self._moments()), sum(self._step.took)
+        return Chain(blocks=blocks, tensors=tuple(self._tensors), moments=moments, seconds=seconds)
 
     def _span(self, i: int, call: Any) -> _Span:
         own = self._is_backward & (self._orders >= call.first_order) & (self._orders < call.last_order)
@@ -141,10 +152,14 @@ class ChainBuilder:
 
     def _place(self, life: Any, home: int) -> None:
         """Count one storage where it belongs; `home` is the call that made it, -1 for none."""
-        own, outside, keepers = self._holders(life, home)
+        own, outside, keepers = self._holders(life)
         span = self._spans[home] if home >= 0 else None
         if span is not None:
-            self._again(life, span, own, kept=home in keepers)
+            # in a recomputation: as long as Python holds it, or to the end if the backward pass needs it
+            end = span.last_kept if home in keepers else min(own, span.last_kept)
+            if end >= life.birth:
+                span.again[life.birth - span.start] += life.n_bytes
+                span.again[end + 1 - span.start] -= life.n_bytes
         # a recomputed block holds its inputs until its backward pass ends, which is no cost where other code does too
         readers = {i for i in self._read_by.get(id(life), ()) if self._spans[i].back_end > outside}
         named = id(life) in self._made_by or id(life) in self._read_by
@@ -160,17 +175,36 @@ class ChainBuilder:
             self._private(life, span, own, max(own, keepers.get(home, own)))
             return
         if beyond or readers:
-            self._shared(life, outside, beyond, readers)
+            k = len(self._tensors)
+            self._tensors.append(life.n_bytes)
+            self._covers.append((life.birth, outside))
+            for i, end in beyond.items():
+                self._spans[i].keeps[k] = end
+            for i in readers:
+                self._spans[i].inputs.add(k)
         else:
-            self._always(life, max([outside, *keepers.values()]))
+            until = max([outside, *keepers.values()])
+            self._plain[life.birth] += life.n_bytes
+            self._plain[min(until, self._length - 1) + 1] -= life.n_bytes
+            self._born[life.birth] += life.n_bytes
         if span is not None and home in keepers:
-            self._twice(life, span, keepers[home])
+            # a second copy from the recomputation on
+            begin, end = span.asks, min(keepers[home], span.back_end)
+            if begin <= end and span.back_start <= begin:
+                span.twice[begin - span.back_start] += life.n_bytes
+                span.twice[end + 1 - span.back_start] -= life.n_bytes
 
-    def _holders(self, life: Any, home: int) -> tuple[int, int, dict[int, int]]:
+    def _holders(self, life: Any) -> tuple[int, int, dict[int, int]]:
         """The last operators at which a storage is held: by Python, by all outside of blocks, and by each call."""
         uses, last = self._uses.get(id(life), []), self._length - 1
         keepers: dict[int, int] = defaultdict(int)
-        own = outside = self._held_by_python(life, uses)
+        own = last if life.death is None else int(life.death)
+        if self._values and uses:
+            read = max(life.birth, self._step.read_last.get(id(life), 0))
+            made = self._made_by.get(id(life))
+            # a result lives until its block returns, although no operator of the block may read it
+            own = min(own, read if made is None else max(read, self._spans[made].end))
+        outside = own
         for use in uses:
             end = last if use.end is None else use.end
             if use.call is None:
@@ -181,23 +215,6 @@ class ChainBuilder:
                 # of a graph that was gone through within the forward pass
                 own, outside = max(own, end), max(outside, end)
         return own, outside, keepers
-
-    def _held_by_python(self, life: Any, uses: Sequence[Any]) -> int:
-        """The last operator at which the storage is held by something else than autograd."""
-        death = self._length - 1 if life.death is None else life.death
-        if not (self._values and uses):
-            return int(death)
-        read = max(life.birth, self._step.read_last.get(id(life), 0))
-        made = self._made_by.get(id(life))
-        # a result lives until its block returns, although no operator of the block may read it
-        return int(min(death, read if made is None else max(read, self._spans[made].end)))
-
-    def _again(self, life: Any, span: _Span, own: int, *, kept: bool) -> None:
-        """In a recomputation: as long as Python holds it, or to the end if the backward pass needs it."""
-        end = span.last_kept if kept else min(own, span.last_kept)
-        if end >= life.birth:
-            span.again[life.birth - span.start] += life.n_bytes
-            span.again[end + 1 - span.start] -= life.n_bytes
 
     def _private(self, life: Any, span: _Span, own: int, kept_until: int) -> None:
         n, begin = life.n_bytes, life.birth - span.start
@@ -212,40 +229,6 @@ class ChainBuilder:
                 # earliest
                 span.back[min(max(kept_until, span.back_start), span.back_end) + 1 - span.back_start] -= n
 
-    def _shared(self, life: Any, outside: int, beyond: dict[int, int], readers: Iterable[int]) -> None:
-        k = len(self._tensors)
-        self._tensors.append(life.n_bytes)
-        self._covers.append((life.birth, outside))
-        for i, end in beyond.items():
-            self._spans[i].keeps[k] = end
-        for i in readers:
-            self._spans[i].inputs.add(k)
-
-    def _always(self, life: Any, until: int) -> None:
-        self._plain[life.birth] += life.n_bytes
-        self._plain[min(until, self._length - 1) + 1] -= life.n_bytes
-        self._born[life.birth] += life.n_bytes
-
-    def _twice(self, life: Any, span: _Span, kept_until: int) -> None:
-        """A second copy from the recomputation on."""
-        begin, end = span.asks, min(kept_until, span.back_end)
-        if begin <= end and span.back_start <= begin:
-            span.twice[begin - span.back_start] += life.n_bytes
-            span.twice[end + 1 - span.back_start] -= life.n_bytes
-
-    def _cost(self, i: int, call: Any) -> BlockCost:
-        span = self._spans[i]
-        fixed = call.fixed or ("" if span.back_end >= span.back_start else "it has no backward pass")
-        return BlockCost(
-            fqn=call.fqn,
-            forward_seconds=call.seconds,
-            saved_bytes=span.saved_bytes,
-            keeps=tuple(sorted(span.keeps)),
-            inputs=tuple(sorted(span.inputs)),
-            fixed=fixed,
-            after=call.after,
-        )
-
     def _moments(self) -> list[ChainMoment]:
         """All moments that no other one is always above."""
         found: dict[Any, dict[frozenset[int], tuple[int, int]]] = defaultdict(dict)
@@ -256,9 +239,10 @@ class ChainBuilder:
         for i, span in enumerate(self._spans):
             inside[span.start : span.end + 1] = inside[span.back_start : span.back_end + 1] = True
             for t, recomputed, held, n_bytes in self._at_work(span, alive):
-                # a moment of a block covers the blocks before it alone: what later ones hold then is a constant, as if
-                # all were kept
-                above = self._above(i, t) if after[t] > i + 1 else 0
+                # a moment of a block covers the blocks before it alone: what later ones hold then, where passes cross,
+                # is a constant, as if all were kept
+                later = [other for other in self._spans[i + 1 : after[t]] if other.end < t < other.back_start]
+                above = sum(other.saved_bytes + sum(self._tensors[k] for k in other.keeps) for other in later)
                 _raise(found[first[i], i, i, recomputed], held, t, n_bytes + above)
         for t in map(int, np.flatnonzero(~inside)):
             hull = int(after[t])
@@ -296,11 +280,6 @@ class ChainBuilder:
             own += int(span.twice[t - span.back_start])
             # before it asks for the first tensor nothing of its forward pass is there again
             yield t, True, alive[t] | span.inputs, plain + (own if t >= span.asks else 0)
-
-    def _above(self, i: int, t: int) -> int:
-        """What later blocks hold at a moment of an earlier one, where passes cross."""
-        later = [span for span in self._spans[i + 1 :] if span.end < t < span.back_start]
-        return sum(span.saved_bytes + sum(self._tensors[k] for k in span.keeps) for span in later)
 
     def _alive(self) -> list[frozenset[int]]:
         """Shared tensors that are alive whatever blocks hold, at every operator."""

@@ -113,16 +113,12 @@ class Chain:
         tensors: Bytes of the tensors that blocks share.
         moments: All at which memory may be at its peak.
         seconds: Of the step with nothing recomputed.
-        measured: "fake tensors", or "a real step" where the step needs values.
-        reason: Why the step could not run on fake tensors, "" where it could.
     """
 
     blocks: tuple[BlockCost, ...]
     tensors: tuple[int, ...] = ()
     moments: tuple[ChainMoment, ...] = ()
     seconds: float = 0.0
-    measured: str = "fake tensors"
-    reason: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -144,18 +140,16 @@ def peak_bytes(chain: Chain, forms: Forms) -> int:
     """
     found = _by_name(chain, forms)
     of_block = [found.get(block.fqn, KEPT) for block in chain.blocks]
-    exist = (m for m in chain.moments if m.block is None or of_block[m.block] == m.form)
-    return max((bytes_at(chain, moment, found) for moment in exist), default=0)
-
-
-def bytes_at(chain: Chain, moment: ChainMoment, forms: Forms) -> int:
-    """Bytes alive at a moment."""
-    found, held, saved = _by_name(chain, forms), set(moment.alive), 0
-    for block in chain.blocks[moment.first : moment.after]:
-        n_bytes, tensors = block.held(found.get(block.fqn, KEPT))
-        held.update(tensors)
-        saved += n_bytes
-    return moment.n_bytes + saved + sum(chain.tensors[k] for k in held)
+    most = 0
+    for moment in chain.moments:
+        if moment.block is None or of_block[moment.block] == moment.form:
+            tensors, n_bytes = set(moment.alive), moment.n_bytes
+            for i in range(moment.first, moment.after):
+                own_bytes, own_tensors = chain.blocks[i].held(of_block[i])
+                tensors.update(own_tensors)
+                n_bytes += own_bytes
+            most = max(most, n_bytes + sum(chain.tensors[k] for k in tensors))
+    return most
 
 
 def extra_seconds(chain: Chain, forms: Forms) -> float:
@@ -193,15 +187,12 @@ def group_reasons(reasons: Iterable[tuple[str, str]]) -> str:
 
 def _runs(names: Iterable[str]) -> list[str]:
     """Names, of which "blocks.0" and what follows it by number are one: "blocks.0 to blocks.11"."""
-    runs: list[tuple[str, str]] = []
+    runs, following = list[tuple[str, str]](), ""
     for name in names:
-        if runs and name == _next(runs[-1][1]):
+        if runs and name == following:
             runs[-1] = runs[-1][0], name
         else:
             runs.append((name, name))
+        before, dot, number = name.rpartition(".")
+        following = f"{before}{dot}{int(number) + 1}" if number.isdecimal() else ""
     return [first if first == last else f"{first} to {last}" for first, last in runs]
-
-
-def _next(name: str) -> str:
-    before, dot, number = name.rpartition(".")
-    return f"{before}{dot}{int(number) + 1}" if number.isdecimal() else ""

@@ -7,7 +7,7 @@ says why.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from lightning_amp.footprint.find_blocks import refuse_uncalled
 from lightning_amp.footprint.inner_run import BY_ITSELF, Around
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.operator_rates import OperatorRates
-from lightning_amp.footprint.profile_module import FAKE, REAL, counted_step, profile_of
+from lightning_amp.footprint.profile_module import counted_step, profile_of
 
 CPU_CORE = OperatorRates(matmul_flops=140e9, memory_bytes=11.5e9, overhead_seconds=8e-6)
 """Of one core of a server's processor (costs/device_rates.py)."""
@@ -72,12 +72,9 @@ def count_step(
     """Count the second training step on fake tensors, as `profile_module` does; the module stays as it is.
 
     Args:
-        module: Any LightningModule; its parameters may be on the device "meta".
-        batch: An example of what its `training_step` gets.
+        module, batch, batch_size, around: As of `profile_module`.
         names: Of the blocks that could be stages, in order.
-        batch_size: Count a batch of this length instead.
         rates: Of the device whose time it is.
-        around: As of `profile_module`.
 
     Raises:
         ModelError: As `profile_module`.
@@ -87,8 +84,6 @@ def count_step(
     step, reason = counted_step(module, batch, batch_size, make, around, plain=partial(make, watches_saved=False))
     if step.watches_saved:
         refuse_uncalled(module, {call.fqn for call in step.calls})
-    chain = ChainBuilder(step, values=bool(reason)).chain()
-    chain = replace(chain, seconds=step.seconds, measured=REAL if reason else FAKE, reason=reason)
     rows = length_of(batch) if batch_size is None else batch_size
     passes: Passes | str = NO_BLOCKS
     if names:
@@ -100,7 +95,7 @@ def count_step(
             passes = passes_of(step, names, rows=rows, values=bool(reason))
     return CountedStep(
         profile=profile_of(step, step.whole_lives, reason, rows),
-        chain=chain,
+        chain=ChainBuilder(step, values=bool(reason)).chain(),
         passes=passes,
         calls=tuple(call.given for call in step.calls),
         no_stages=impossible(step, names),

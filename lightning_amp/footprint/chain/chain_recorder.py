@@ -147,11 +147,6 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         return self
 
     @property
-    def seconds(self) -> float:
-        """Of all operators."""
-        return sum(self.took)
-
-    @property
     def read_outside(self) -> frozenset[str]:
         """Blocks of which the forward pass reads parameters while no call of the block runs, as one that calls a
         block's parts by themselves does.
@@ -240,10 +235,14 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             return result
         last = self.calls[-1]
         before = tuple((call.fqn.removeprefix(f"{fqn}."), call.result) for call in self.calls[first:-1])
+        # what the last block has returned is none of the module's arguments
+        result_of_last = tree_map(
+            lambda leaf: replace(leaf, same=-1 - leaf.same) if isinstance(leaf, Like) else leaf, last.result
+        )
         call = RecordedCall(
             fqn,
             last.end + 1,
-            replace(given, args=(given.args, given.kwargs, _apart(last.result)), kwargs={}, before=before),
+            replace(given, args=(given.args, given.kwargs, result_of_last), kwargs={}, before=before),
             end=len(self.work) - 1,
             first_order=last.last_order,
             last_order=autograd_order(),
@@ -290,11 +289,8 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             self.calls[self._open].seconds += self.took[-1]
         if func._opname in VALUES:
             self.decides |= any(id(life) in self.drawn and id(life) not in self.computed for life in self._given)
-        if self.work[-1][0] == FORWARD:
-            self._note_reads(made, draws=torch.Tag.nondeterministic_seeded in func.tags, view=func.is_view)
-
-    def _note_reads(self, made: Iterable[Tensor], *, draws: bool, view: bool) -> None:
-        """What an operator of a forward pass has read, and what its result depends on."""
+        if self.work[-1][0] != FORWARD:
+            return
         given, now = self._given, self._now.birth
         weights = [life.name for life in given if life.kind == PARAMETERS and life.name in self.trained]
         for name in weights:
@@ -307,13 +303,13 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             self.computed |= results
         of_stage = self._open is not None and self.calls[self._open].fqn in self._stages
         # a view lies in the storage of what it views: a stage that views a mask of the batch has not made it
-        if not view and (of_stage or any(id(life) in self.of_blocks for life in given)):
+        if not func.is_view and (of_stage or any(id(life) in self.of_blocks for life in given)):
             self.of_blocks |= results
         for places, lives in ((self.reads, map(id, given)), (self.writes, results)):
             for life in lives:
                 if life not in self.of_blocks:
                     places.setdefault(life, []).append(now)
-        if draws or any(id(life) in self.drawn for life in given):
+        if torch.Tag.nondeterministic_seeded in func.tags or any(id(life) in self.drawn for life in given):
             self.drawn |= results
 
     def _keep(self, tensor: Tensor) -> _KeptTensor:
@@ -358,8 +354,3 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
                 # `_let_go` runs for the packed object and for this tensor, and the later of the two sets the end
                 weakref.finalize(given.untyped_storage(), self._let_go, kept.use)
         return given
-
-
-def _apart(result: Any) -> Any:
-    """What a block returns, as none of a module's arguments."""
-    return tree_map(lambda leaf: replace(leaf, same=-1 - leaf.same) if isinstance(leaf, Like) else leaf, result)

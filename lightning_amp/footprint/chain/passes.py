@@ -124,7 +124,7 @@ def passes_of(step: Any, names: Sequence[str], *, rows: int, values: bool) -> "P
         step: A recorded one, as in chain_recorder.ChainRecorder.
         names: Of the blocks, in the order of their list.
         rows: Samples of its batch.
-        values: Whether autograd kept what it saved, because the step had values.
+        values: As of ChainBuilder.
     """
     if reason := impossible(step, names):
         return reason
@@ -201,11 +201,12 @@ class _Cut:
         self._numbers = np.maximum.accumulate(np.array(step.orders[:back]))
         self._needs = tuple(self._needed())
         # last operator of every node, and until when graphs that are made in the backward pass keep what
-        self._last_of = {step.orders[t]: t for t in range(back, len(self._phases))}
-        last, self._kept_again = len(self._phases) - 1, dict[int, int]()
-        for use in filter(self._is_again, step.uses):
-            end = last if use.end is None else use.end
-            self._kept_again[id(use.life)] = max(end, self._kept_again.get(id(use.life), 0))
+        self._last_of = {step.orders[t]: t for t in range(back, len(self._phases)) if step.orders[t] >= 0}
+        self._last, self._kept_again = len(self._phases) - 1, dict[int, int]()
+        for use in step.uses:
+            if self._phases[use.start] == BACKWARD:
+                end = self._last if use.end is None else use.end
+                self._kept_again[id(use.life)] = max(end, self._kept_again.get(id(use.life), 0))
 
     def passes(self) -> Passes:
         """All of it."""
@@ -238,10 +239,11 @@ class _Cut:
             uses=np.array(list(self._uses()), dtype=np.int64).reshape(-1, 4),
             gradients=np.array(
                 [
-                    (life.birth, life.n_bytes, segment[life.birth], self._handed_out(life.birth))
+                    # handed out with the last operator of its node, and the one after it at least
+                    (t, life.n_bytes, segment[t], max(t + 1, self._last_of.get(step.orders[t], 0)))
                     for life in kinds[GRADIENTS].values()
                     # one that was born at 0 was there before the step, and is only added to
-                    if life.birth and segment[life.birth] >= 0
+                    if (t := life.birth) and segment[t] >= 0
                 ],
                 dtype=np.int64,
             ).reshape(-1, 4),
@@ -290,20 +292,11 @@ class _Cut:
                 left += more
             yield _whole(sorted(found))
 
-    def _is_again(self, use: Any) -> bool:
-        """Whether autograd keeps something for a graph that is made in the backward pass, as of a chunk."""
-        return bool(self._phases[use.start] == BACKWARD)
-
-    def _handed_out(self, birth: int) -> int:
-        """The last operator of the node that has made a gradient with this one, and the one after it at least."""
-        order = self._step.orders[birth]
-        return max(birth + 1, self._last_of.get(order, 0) if order >= 0 else 0)
-
     def _held(self, life: Any) -> int:
         """The last operator at which something else than autograd holds a storage; of one that is made in a backward
         pass, at which anything does, for it may be of a graph that is made there and gone through.
         """
-        death = len(self._phases) - 1 if life.death is None else life.death
+        death = self._last if life.death is None else life.death
         if self._phases[life.birth] == BACKWARD:
             return int(max(death, self._kept_again.get(id(life), 0)))
         if self._values and any(use.life is life for use in self._step.uses):
@@ -311,15 +304,16 @@ class _Cut:
         return int(death)
 
     def _uses(self) -> Any:
-        last, ends = len(self._phases) - 1, np.array([call.end for call in self._calls])
+        ends = np.array([call.end for call in self._calls])
         listed = {id(call): i for i, call in enumerate(self._calls)}
         places = {n: listed[id(call)] for n, call in enumerate(self._step.calls) if id(call) in listed}
         for use in self._step.uses:
-            if id(use.life) in self._place and not self._is_again(use):
+            # not of a graph that is made in the backward pass, as of a chunk
+            if id(use.life) in self._place and self._phases[use.start] != BACKWARD:
                 # an operator's inputs are saved before it is counted, so its block says more than the place
                 own = places.get(use.call, int(np.searchsorted(ends, use.start, side="right")))
                 maker = -1 if use.order < 0 else self._maker(use.order)
-                yield self._place[id(use.life)], own, last if use.end is None else use.end, maker
+                yield self._place[id(use.life)], own, self._last if use.end is None else use.end, maker
 
     def _parameters(self, kinds: dict[str, dict[str, Any]]) -> Any:
         state: dict[str, int] = {}

@@ -36,11 +36,7 @@ def is_of_user(owner: Any) -> bool:
 
 @contextmanager
 def as_before(*owners: Any) -> Iterator[None]:
-    """Put back, at the end, what is of the classes, functions and files of some objects.
-
-    Args:
-        *owners: Modules, with all their submodules, other objects, or functions.
-    """
+    """Put back, at the end, what is of the classes, functions and files of modules, other objects, or functions."""
     parts = [part for one in owners for part in (one.modules() if isinstance(one, nn.Module) else (one,))]
     parts += [part.__func__ for part in parts if isinstance(part, MethodType)]
     found = {
@@ -121,7 +117,14 @@ class _Before:
             for content in contents(value):
                 self.undo.append(partial(setattr, value, "cell_contents", content))
                 self.keep(content, depth)
-        elif depth and self._is_looked_into(value):
+        # classes and functions of the files, and objects of the user's; of modules there are copies
+        elif depth and (
+            value.__module__ in self._files
+            if issubclass(kind, type | FunctionType)
+            else is_of_user(kind)
+            and not issubclass(kind, nn.Module | Tensor | ModuleType)
+            and any("__dict__" in vars(base) for base in kind.__mro__)
+        ):
             if issubclass(kind, FunctionType):
                 for part in (value.__defaults__, value.__kwdefaults__, *(value.__closure__ or ())):
                     self.keep(part, depth)
@@ -133,14 +136,6 @@ class _Before:
         self.undo.append(partial(_set_names, owner, state))
         for value in state.values():
             self.keep(value, depth)
-
-    def _is_looked_into(self, value: Any) -> bool:
-        """Whether it is a class or function of the files, or an object of the user's; of modules there are copies."""
-        kind = type(value)
-        if issubclass(kind, type | FunctionType):
-            return value.__module__ in self._files
-        has_names = any("__dict__" in vars(base) for base in kind.__mro__)
-        return is_of_user(kind) and not issubclass(kind, nn.Module | Tensor | ModuleType) and has_names
 
     def _keep_entries(self, values: Any, depth: int) -> None:
         if len(values) <= LONG:
@@ -196,9 +191,7 @@ SHARED = (*OWNERS, Trainer, torch.Tensor, np.ndarray, type)
 def apart(value: Any, memo: dict[int, Any]) -> Any:
     """A copy in what an object remembers of itself: attributes, small containers, random generators; shares the rest.
 
-    Args:
-        value: The object.
-        memo: Copies by the id of what they are of; those of one memo refer to each other.
+    Copies of one memo, by the id of what they are of, refer to each other.
     """
     if id(value) in memo:
         return memo[id(value)]

@@ -11,7 +11,7 @@ it has closed over. So are weak references to modules that are direct attributes
 import copy
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -105,9 +105,7 @@ def copy_of_data(
 ) -> LightningDataModule | None:
     """The data module that a copied module finds: a copy in what it remembers, with copies of modules; data are shared.
 
-    Args:
-        data: Of the run.
-        module, twin, fake: As of `copy_of`, and the copy.
+    `twin` is the copy of the module.
     """
     if data is None:
         return None
@@ -138,10 +136,8 @@ def _copy_unlike_deepcopy(
     seen = set[int]()
     while waiting:
         value = waiting.pop()
-        if type(value) in PLAIN:
-            continue
-        if id(value) in seen or id(value) in memo:
-            # a list may hold itself
+        # a list may hold itself
+        if type(value) in PLAIN or id(value) in seen or id(value) in memo:
             continue
         seen.add(id(value))
         if isinstance(value, dict | list | tuple | set | deque):
@@ -236,18 +232,18 @@ def without_values() -> Iterator[None]:
     to it. Numbers are those of `known_values.py`.
     """
     before = Tensor.__deepcopy__
-    Tensor.__deepcopy__ = _copy_of_tensor  # type: ignore[method-assign]
+
+    def copy_of_tensor(tensor: Tensor, memo: dict[int, Any]) -> Any:
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
+
+    Tensor.__deepcopy__ = copy_of_tensor  # type: ignore[method-assign]
     try:
         with numbers_may_be_taken():
             yield
     finally:
         Tensor.__deepcopy__ = before  # type: ignore[method-assign]
-
-
-def _copy_of_tensor(tensor: Tensor, memo: dict[int, Any]) -> Any:
-    if id(tensor) not in memo:
-        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    return memo[id(tensor)]
 
 
 def fake_tensor(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
@@ -280,44 +276,49 @@ def resized(batch: Any, batch_size: int | None) -> Any:
     """A copy of the batch; if a length is given, with the rows repeated of tensors that have the batch's length."""
     length = length_of(batch)
 
-    def copied(tensor: Tensor) -> Tensor:
+    def copied(_: str, tensor: Tensor) -> Tensor:
         if batch_size is None or not tensor.dim() or tensor.shape[0] != length or tensor.is_meta:
             return tensor.clone()
         return tensor[torch.arange(batch_size, device=tensor.device) % length]
 
-    return _map(batch, copied)
+    return map_tensors(batch, copied)
 
 
 def fake_batch(batch: Any, fake: FakeTensorMode, batch_size: int | None) -> Any:
     """The batch as fake tensors, of another length if one is given."""
-    found = _map(batch, partial(fake_tensor, fake=fake))
+    found = map_tensors(batch, lambda _, tensor: fake_tensor(tensor, fake))
     with fake:
         return found if batch_size is None else resized(found, batch_size)
 
 
-def _map(values: Any, change: Any) -> Any:
-    """Any nesting of the containers of a batch, with its tensors changed."""
+def map_tensors(values: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
+    """A batch with its tensors changed, by path, in mappings, lists, tuples and dataclasses; other objects stay."""
+
+    def below(key: object, value: Any) -> Any:
+        return map_tensors(value, change, f"{path}.{key}" if path else str(key))
+
     if isinstance(values, Tensor):
-        return change(values)
+        return change(path or "batch", values)
     if isinstance(values, Mapping):
-        changed = copy.copy(values)
+        # the kind of mapping is kept, such as HuggingFace's BatchEncoding, unless it cannot be written to
+        changed: Any = copy.copy(values) if hasattr(values, "__setitem__") else dict(values)
         for key in values:
-            changed[key] = _map(values[key], change)  # type: ignore[index]
+            changed[key] = below(key, values[key])
         return changed
     if isinstance(values, tuple) and hasattr(values, "_fields"):
-        return type(values)(*(_map(value, change) for value in values))
+        return type(values)(*map(below, values._fields, values))
     if isinstance(values, list | tuple):
-        return type(values)(_map(value, change) for value in values)
+        return type(values)(below(i, value) for i, value in enumerate(values))
     if is_dataclass(values) and not isinstance(values, type):
         derived = [getattr(values, one.name, None) for one in fields(values) if not one.init]
         if next(tensors_in(derived), None) is None:
-            given = {one.name: _map(getattr(values, one.name), change) for one in fields(values) if one.init}
+            given = {one.name: below(one.name, getattr(values, one.name)) for one in fields(values) if one.init}
             # a ValueError: its __init__ takes what it has no field of
             with suppress(ValueError):
                 return replace(values, **given)
         twin: Any = copy.copy(values)
         for one in fields(values):
             # one that is frozen has its own __setattr__
-            object.__setattr__(twin, one.name, _map(getattr(values, one.name), change))
+            object.__setattr__(twin, one.name, below(one.name, getattr(values, one.name)))
         return twin
     return values

@@ -21,12 +21,14 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import WarningCache  # type: ignore[attr-defined]
+from torch.backends import cudnn
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
@@ -40,11 +42,7 @@ FOLDER_CHANGES = ("mkdir", "rmdir", "remove", "unlink", "rename", "replace", "sy
 
 @contextmanager
 def as_guest(*owners: Any) -> Iterator[None]:
-    """Let nothing of the user's notice what is done in this context.
-
-    Args:
-        *owners: Modules, objects and functions that take part; the files and classes that they are of are put back.
-    """
+    """Let nothing of the user's notice what is done in this context; `owners` take part, as of `as_before`."""
     with (
         as_before(*owners),
         _settings_as_before(),
@@ -71,22 +69,9 @@ def _set_matmul_precision(precision: str | None) -> None:
         torch.set_float32_matmul_precision(precision)
 
 
-def _cudnn(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    cudnn = torch.backends.cudnn
-    return lambda: getattr(cudnn, name), lambda value: setattr(cudnn, name, value)
-
-
-def _set_default_device(device: torch.device) -> None:
-    torch.set_default_device(None if device.type == "cpu" else device)
-
-
-def _set_environment(environment: dict[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-
-
-def _handlers() -> dict[int, Any]:
-    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+def _refill(place: Any, entries: Any) -> None:
+    place.clear()
+    (place.update if isinstance(entries, dict) else place.extend)(entries)
 
 
 def _set_handlers(handlers: dict[int, Any]) -> None:
@@ -99,25 +84,20 @@ def _set_handlers(handlers: dict[int, Any]) -> None:
             signal.signal(number, handler)
 
 
-def _set_filters(filters: list[Any]) -> None:
-    warnings.filters[:] = filters  # type: ignore[index]
-
-
 SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_default_device, _set_default_device),
+    (torch.get_default_device, lambda device: torch.set_default_device(None if device.type == "cpu" else device)),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.is_warn_always_enabled, torch.set_warn_always),
     (_matmul_precision, _set_matmul_precision),
-    _cudnn("benchmark"),
-    _cudnn("deterministic"),
-    (lambda: dict(os.environ), _set_environment),
+    *((partial(getattr, cudnn, name), partial(setattr, cudnn, name)) for name in ("benchmark", "deterministic")),
+    (lambda: dict(os.environ), partial(_refill, os.environ)),
     (os.getcwd, os.chdir),
-    (_handlers, _set_handlers),
-    (lambda: list(warnings.filters), _set_filters),
+    (lambda: {number: signal.getsignal(number) for number in signal.valid_signals()}, _set_handlers),
+    (lambda: list(warnings.filters), lambda filters: _refill(warnings.filters, filters)),
 )
 """What reads a setting, and what sets it."""
 

@@ -110,7 +110,14 @@ def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
         for tensor in tensors_of((value,)):
             # a recipe describes a write into the first argument alone: values of other memory that is written are
             # unknown from here
-            _write(tensor, _written(func, args, kwargs) if known and tensor is args[0] else None)
+            after = None
+            if known and tensor is args[0]:
+                # None is the copy that `_made` writes into: what the memory was before is still read by others
+                into = _view(tensor)
+                before, into.recipe = into.recipe, None
+                seen_args, seen_kwargs = (into, *tree_map(_seen, args[1:])), tree_map(_seen, kwargs)
+                after = Recipe(func=func, args=seen_args, kwargs=seen_kwargs, before=before)
+            _write(tensor, after)
     if known and not places and type(result) is FakeTensor:
         memory = result.untyped_storage()
         # a view shares its storage, and the recipe in it: only new memory gets one
@@ -118,14 +125,6 @@ def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
             memory.recipe = Recipe(  # type: ignore[attr-defined]
                 func=func, args=tree_map(_seen, args), kwargs=tree_map(_seen, kwargs), like=_view(result)
             )
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Recipe:
-    """How the memory of the first argument is made, after an operator has written to it."""
-    into = _view(args[0])
-    # None is the copy that `_made` writes into: what the memory was before is still read by others
-    before, into.recipe = into.recipe, None
-    return Recipe(func=func, args=(into, *tree_map(_seen, args[1:])), kwargs=tree_map(_seen, kwargs), before=before)
 
 
 def _write(tensor: Tensor, after: Recipe | None) -> None:

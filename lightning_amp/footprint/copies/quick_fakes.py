@@ -47,8 +47,6 @@ class _Made(NamedTuple):
 _Found = int | _Made | list[_Made] | tuple[_Made, ...] | str | None
 """The place of the argument that is the result, how one or several are made, NOTHING, or None: left to torch."""
 NOTHING = "nothing"
-
-
 _known: dict[Any, _Found] = {}
 """Of all modes, by an operator and its arguments: a step is counted several times while it is planned."""
 MOST = 100_000
@@ -110,8 +108,11 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             like = torch.ops.aten.new_empty_strided.default
             return super().dispatch(like, types, (args[0], *_grouped(*args[:3])), {})
         if self._valid and func is CTC_LOSS and args[1].dim() == 2:
-            like = torch.ops.aten.new_empty.default
-            return tuple(super(QuickFakes, self).dispatch(like, types, (args[0], size), {}) for size in _ctc(*args))
+            # of scores [step, sample, class] the losses, and those of paths up to each step: a path is as long as the
+            # longest target, which is taken to be as long as padded targets [sample, letter]
+            (steps, samples, _), like = args[0].shape, torch.ops.aten.new_empty.default
+            sizes = (samples,), (samples, steps, 2 * args[1].shape[1] + 1)
+            return tuple(super(QuickFakes, self).dispatch(like, types, (args[0], size), {}) for size in sizes)
         if self._valid and func is RNN_ON_CPU and not launches_operators(args[0]):
             # by torch's rule for fake tensors it leaves nothing to its backward pass
             made: Any = super().dispatch(func, types, args, kwargs)
@@ -226,15 +227,6 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             new = torch.empty_strided(shape, stride, dtype=result.dtype, device="meta").untyped_storage()
         # a result in more memory than its layout needs, or that begins inside of it, is not what `_make` makes
         return made if offset == 0 and new.nbytes() == memory.nbytes() else None
-
-
-def _ctc(scores: Tensor, targets: Tensor, *_: Any) -> tuple[tuple[int, ...], ...]:
-    """Shapes of what `ctc_loss` returns of scores [step, sample, class]: losses, and those of paths up to each step.
-
-    A path is as long as the longest target, which is taken to be as long as padded targets [sample, letter].
-    """
-    steps, samples = scores.shape[:2]
-    return (samples,), (samples, steps, 2 * targets.shape[1] + 1)
 
 
 def _grouped(one: Tensor, other: Tensor, ends: Tensor | None = None) -> tuple[list[int], list[int]]:

@@ -10,6 +10,7 @@ S4 and S5 replace or split what `decode` computes, stream, recompute and strata 
 Known limit: `decode` is tried on a few scores of both signs, from 1e-6 to 1e5; what it does with others is not seen.
 """
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -26,23 +27,22 @@ SCALES = (1.0, 2.0**-20, 2.0**13)
 
 def decode_problem(decode: nn.Module) -> str:
     """Why a module is not (u key^T)[:, feature_anchor], of all channels or summed over parts of them; "" if it is."""
-    return next(filter(None, (_decode_problem(decode, scale) for scale in SCALES)), "")
-
-
-def _decode_problem(decode: nn.Module, scale: float) -> str:
     # small integers are exact in any order of summation: a difference is a different function
-    u, key = scale * torch.tensor([[1.0, -2.0], [-3.0, 5.0]]), torch.arange(10.0).view(5, 2)
-    feature_anchor = torch.tensor([3, 0, 3, 1])
-    expected = (u @ key.T)[:, feature_anchor]
+    key, feature_anchor = torch.arange(10.0).view(5, 2), torch.tensor([3, 0, 3, 1])
 
-    def run(decode: nn.Module) -> dict[str, Tensor]:
+    def run(decode: nn.Module, u: Tensor) -> dict[str, Tensor]:
         # S5 adds up what ranks compute of their channels: a decode that is not linear in them is right for all of them
         # alone
         parts = [decode(u[:, part], key[:, part], feature_anchor) for part in (slice(0, 1), slice(1, 2))]
         return {"": decode(u, key, feature_anchor), "the sum over channels": parts[0] + parts[1]}
 
-    with torch.no_grad():
-        return mismatch(decode, {"": expected, "the sum over channels": expected}, run)
+    for scale in SCALES:
+        u = scale * torch.tensor([[1.0, -2.0], [-3.0, 5.0]])
+        expected = (u @ key.T)[:, feature_anchor]
+        with torch.no_grad():
+            if problem := mismatch(decode, {"": expected, "the sum over channels": expected}, partial(run, u=u)):
+                return problem
+    return ""
 
 
 def walk_of(decoder: DecomposedDecoder, strategy: str, *, stacked: bool = False, once: bool = False) -> nn.Module:
@@ -56,7 +56,13 @@ def walk_of(decoder: DecomposedDecoder, strategy: str, *, stacked: bool = False,
         InstallError: A technique could not stand in for the decoder's strata loop.
     """
     walk = getattr(decoder, "walk", None)
-    problem = _walk_problem(walk, stacked=stacked)
+    if not isinstance(walk, nn.Module):
+        problem = f"is {shown(walk)}"
+    elif getattr(walk, "is_technique", False):
+        problem = "" if stacked else f"is {type(walk).__name__!r}, which another technique has put there"
+    else:
+        # strata add 1 to v along the spine and return v + k, which of all is 1 + 0, 2 + 1, 3 + 2 and 4 + 3
+        problem = mismatch(walk, {"all strata": 16.0, "the inner ones": 8.0, "none": 0.0}, _run_walk)
     if problem:
         raise InstallError(
             f"{strategy} does not support {type(decoder).__name__!r}, whose child `walk` {problem}; only a"
@@ -80,17 +86,7 @@ def walk_of(decoder: DecomposedDecoder, strategy: str, *, stacked: bool = False,
     return cast(nn.Module, walk)
 
 
-def _walk_problem(walk: object, *, stacked: bool) -> str:
-    if not isinstance(walk, nn.Module):
-        return f"is {shown(walk)}"
-    if getattr(walk, "is_technique", False):
-        return "" if stacked else f"is {type(walk).__name__!r}, which another technique has put there"
-    # strata add 1 to v along the spine and return v + k
-    return mismatch(walk, {"all strata": 16.0, "the inner ones": 8.0, "none": 0.0}, _run_walk)
-
-
 def _run_walk(walk: Any) -> dict[str, float]:
-    # v + k of all strata is 1 + 0, 2 + 1, 3 + 2 and 4 + 3: 16 in all, and 8 of the two in the middle
     one, strata = torch.ones(1, 1), nn.ModuleList(_ExampleStratum() for _ in range(4))
     runs = {"all strata": None, "the inner ones": range(1, 3), "none": range(2, 2)}
     return {name: float(walk(strata, one, one, one, own=own)) for name, own in runs.items()}

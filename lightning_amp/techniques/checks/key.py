@@ -22,6 +22,7 @@ Legend: anchor (N), dim (D).
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, cast
 
@@ -124,7 +125,7 @@ def _alone(key: nn.Module) -> nn.Module:
     """A copy in training mode, where dropout shows, without the key's children, which are not touched."""
     # shallow: the stand-ins are set on the copy only, and parameters are not copied
     alone = copy.copy(key)
-    stand_ins = _attention_stand_ins() if "attention" in key._modules else _convolution_stand_ins(key)
+    stand_ins = ATTENTION if "attention" in key._modules else {"pairs": partial(_pairs, cast(nn.Conv1d, key.pairs))}
     # a key may ask whether a norm is nn.Identity; activations work on single numbers as they are
     kept = {n: child for n, child in key._modules.items() if n not in stand_ins or type(child) is nn.Identity}
     replaced = {name: function for name, function in stand_ins.items() if name not in kept}
@@ -134,31 +135,22 @@ def _alone(key: nn.Module) -> nn.Module:
     return alone
 
 
-def _attention_stand_ins() -> dict[str, Callable[..., Tensor]]:
-    def attention(q: Tensor, k: Tensor, values: Tensor) -> Tensor:
-        return 0.5 * q + 0.7 * k - 0.6 * values
-
-    # unlike factors: with equal ones two forms of a key would return the same
-    return {
-        "prenorm": lambda x: 0.9 * x,
-        "qk": lambda x: 1.1 * x,
-        "value": lambda x: 1.3 * x,
-        "attention": attention,
-        "postnorm": lambda x: 1.7 * x,
-        "ff": lambda x: torch.cat((0.8 * x, -1.2 * x), dim=-1),
-    }
+# unlike factors: with equal ones two forms of a key would return the same
+ATTENTION: dict[str, Callable[..., Tensor]] = {
+    "prenorm": lambda x: 0.9 * x,
+    "qk": lambda x: 1.1 * x,
+    "value": lambda x: 1.3 * x,
+    "attention": lambda q, k, values: 0.5 * q + 0.7 * k - 0.6 * values,
+    "postnorm": lambda x: 1.7 * x,
+    "ff": lambda x: torch.cat((0.8 * x, -1.2 * x), dim=-1),
+}
 
 
-def _convolution_stand_ins(key: nn.Module) -> dict[str, Callable[..., Tensor]]:
-    layer = cast(nn.Conv1d, key.pairs)
-
-    def pairs(x: Tensor) -> Tensor:
-        # the same kernel for every channel
-        taps = torch.linspace(1, 2, layer.kernel_size[0], dtype=x.dtype, device=x.device)
-        kernel = taps.expand(x.shape[-2], 1, -1)
-        return F.conv1d(x, kernel, None, layer.stride, layer.padding, layer.dilation, groups=x.shape[-2])
-
-    return {"pairs": pairs}
+def _pairs(layer: nn.Conv1d, x: Tensor) -> Tensor:
+    # the same kernel for every channel
+    taps = torch.linspace(1, 2, layer.kernel_size[0], dtype=x.dtype, device=x.device)
+    kernel = taps.expand(x.shape[-2], 1, -1)
+    return F.conv1d(x, kernel, None, layer.stride, layer.padding, layer.dilation, groups=x.shape[-2])
 
 
 CLOSE = 1e-10

@@ -18,16 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lightning_amp.footprint.chain.chain import (
-    CHUNKED,
-    KEPT,
-    RECOMPUTED,
-    BlockCost,
-    Chain,
-    ChainMoment,
-    ChunkForm,
-    group_reasons,
-)
+from lightning_amp.footprint.chain.chain import CHUNKED, KEPT, RECOMPUTED, Chain, ChainMoment, ChunkForm, group_reasons
 from lightning_amp.graph.peak import BlockBytes, block_bytes
 from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks, rung
@@ -61,15 +52,7 @@ class _Level:
 
 
 class ChunkForms:
-    """Forms in chunks of the blocks of one step.
-
-    Args:
-        chain: The step.
-        tables: Gives the tables of the chain's blocks.
-
-    Attributes:
-        tables: As given.
-    """
+    """Forms in chunks of the blocks of a step; `tables` gives the tables of the chain's blocks."""
 
     def __init__(self, chain: Chain, tables: Tables) -> None:
         self._plain, self.tables = chain, tables
@@ -90,10 +73,23 @@ class ChunkForms:
             if plain is None:
                 blocks.append(block)
                 continue
-            forms = [_form(block, level, plain) for level in levels]
+            forms, seconds = list[ChunkForm](), block.forward_seconds
+            for level in levels:
+                slower = max(0.0, level.plan.seconds / level.plan.whole_seconds - 1)
+                form = ChunkForm(
+                    budget_bytes=level.budget_bytes,
+                    saved_bytes=max(0, block.saved_bytes + level.n_bytes.saved_bytes - plain.saved_bytes),
+                    keeps=tuple(sorted({*block.keeps, *block.inputs})),
+                    extra_seconds=slower * PASSES * seconds,
+                )
+                forms.append(form)
             moments += _moments(self._plain, i, levels, plain, of=KEPT, first=CHUNKED)
             if block.fqn in self._plain.names:
-                forms += [_again(block, form) for form in forms]
+                # recomputed besides
+                forms += [
+                    replace(f, saved_bytes=0, keeps=block.inputs, extra_seconds=f.extra_seconds + seconds, again=True)
+                    for f in forms
+                ]
                 moments += _moments(self._plain, i, levels, plain, of=RECOMPUTED, first=CHUNKED + len(levels))
             blocks.append(replace(block, chunks=tuple(forms)))
         return replace(self._plain, blocks=tuple(blocks), moments=tuple(moments))
@@ -136,18 +132,15 @@ class ChunkForms:
             return found
         key = recompute, budget_bytes is None or found is not None
         if key not in self._leanest:
-            chain = self._without_slow() if key[1] else self.chain
+            chain, moments = self.chain, list[ChainMoment]()
+            for moment in chain.moments if key[1] else ():
+                # forms that are far slower than the block have no room
+                block = None if moment.block is None else chain.blocks[moment.block]
+                slow = block and block.extra_seconds(moment.form) > (SLOWEST - 1) * PASSES * block.forward_seconds
+                moments.append(replace(moment, n_bytes=NEVER) if slow else moment)
+            chain = replace(chain, moments=tuple(moments)) if key[1] else chain
             self._leanest[key] = leanest(chain, recompute=recompute, chunk=True)
         return self._leanest[key]
-
-    def _without_slow(self) -> Chain:
-        """The step in which forms that are far slower than the block have no room."""
-        moments = []
-        for moment in self.chain.moments:
-            block = None if moment.block is None else self.chain.blocks[moment.block]
-            slow = block and block.extra_seconds(moment.form) > (SLOWEST - 1) * PASSES * block.forward_seconds
-            moments.append(replace(moment, n_bytes=NEVER) if slow else moment)
-        return replace(self.chain, moments=tuple(moments))
 
     @property
     def thinned(self) -> tuple[str, ...]:
@@ -168,13 +161,16 @@ class ChunkForms:
                 # a rule has one budget, and unlike calls of a block need several
                 by_name[block.fqn] = "it is called in several ways in one step"
         tables = [by_name[block.fqn] for block in self._plain.blocks]
-        distinct = {id(table): table for table in tables if isinstance(table, Table)}
-        return tables, {key: (list(_levels(table)), block_bytes(table, train=True)) for key, table in distinct.items()}
+        known: dict[int, tuple[list[_Level], BlockBytes]] = {}
+        for table in tables:
+            if isinstance(table, Table) and id(table) not in known:
+                known[id(table)] = list(_levels(table)), block_bytes(table.rows, table.outputs)
+        return tables, known
 
 
 def _levels(table: Table) -> Iterator[_Level]:
     """Plans of a table from the least bytes upwards, no two of them the same."""
-    whole = block_bytes(table, train=True).peak_bytes
+    whole = block_bytes(table.rows, table.outputs).peak_bytes
     try:
         choose_chunks(table, 1, train=True)
         return
@@ -188,22 +184,6 @@ def _levels(table: Table) -> Iterator[_Level]:
         if plan.regions not in known and plan.peak_bytes <= WORTH * whole:
             known.append(plan.regions)
             yield _Level(budget_bytes=budget, plan=plan, n_bytes=chunk_bytes(table, plan.regions, train=True))
-
-
-def _form(block: BlockCost, level: _Level, plain: BlockBytes) -> ChunkForm:
-    slower = level.plan.seconds / level.plan.whole_seconds - 1
-    return ChunkForm(
-        budget_bytes=level.budget_bytes,
-        saved_bytes=max(0, block.saved_bytes + level.n_bytes.saved_bytes - plain.saved_bytes),
-        keeps=tuple(sorted({*block.keeps, *block.inputs})),
-        extra_seconds=max(0.0, slower) * PASSES * block.forward_seconds,
-    )
-
-
-def _again(block: BlockCost, form: ChunkForm) -> ChunkForm:
-    """The form, recomputed besides."""
-    seconds = form.extra_seconds + block.forward_seconds
-    return replace(form, saved_bytes=0, keeps=block.inputs, extra_seconds=seconds, again=True)
 
 
 def _moments(

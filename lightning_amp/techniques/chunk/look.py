@@ -29,10 +29,7 @@ def block_tables(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool 
     Calls of one class and signature share one table, and so do blocks that differ in nothing that a table has, such as
     their number in a list.
 
-    Args:
-        module: Whose blocks they are.
-        calls: Of a step.
-        shared: Whether ranks exchange the statistics of batches, which is no operator of a table.
+    With `shared` ranks exchange the statistics of batches, which is no operator of a table.
     """
     known: dict[Any, Table | str] = {}
     same: dict[Table | str, Table | str] = {}

@@ -15,11 +15,7 @@ from lightning_amp.techniques.put_methods import method_of, refuse_unseen
 
 
 def install(module: nn.Module, spec: object, mesh: object) -> Change:
-    """Replace the training step of a LightningModule by one that puts off products of linear layers.
-
-    Raises:
-        InstallError: As of `refuse_unseen`.
-    """
+    """Replace the training step of a LightningModule by one that puts off products of linear layers."""
     refuse_unseen("logits", module)
     return Change({}, methods={"training_step": in_chunks(method_of(module, "training_step"))})
 
@@ -39,7 +35,7 @@ def in_chunks(step: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             utils.unwrap_dead_wrappers = unwrap
         found = tree_map(values, found)
-        put_off.finish()
+        put_off.compute()
         return found
 
     return run

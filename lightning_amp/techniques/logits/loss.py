@@ -10,6 +10,7 @@ Numbers differ from those of whole logits by the order in which chunks are added
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_amp.errors import ModelError
+from lightning_amp.footprint.chain.block_call import autocast_again, autocast_now
 
 WRITTEN = (
     "logits were read after the inputs or the weight of their layer had been changed in place, and with 'logits' their"
@@ -55,7 +57,8 @@ class Rows:
     @classmethod
     def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None) -> "Rows":
         """Of a call of `F.linear`, under the autocast of now."""
-        to = _autocast_now(x.device.type) if x.dtype != torch.float64 else None
+        on = [dtype for _, enabled, dtype in autocast_now((x.device.type,)) if enabled]
+        to = on[0] if on and x.dtype != torch.float64 else None
         given = tuple((t, t._version) for t in (x, weight, bias) if t is not None)
         return cls(x=x, weight=weight, bias=bias, dtype=to or x.dtype, casts=to is not None, given=given)
 
@@ -82,7 +85,7 @@ class Rows:
     def product(self) -> Tensor:
         """The outputs, before what is computed from them value by value."""
         self.check()
-        with torch.autocast(**_autocast_of(self.x.device.type, self.dtype if self.casts else None)):
+        with _autocast_to(self.x.device.type, self.dtype if self.casts else None):
             return cast(Tensor, linear(self.x, self.weight, self.bias))
 
     def detached(self) -> "Rows":
@@ -161,7 +164,7 @@ class _RowLosses(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, target)
         # not `rows` itself: autograd keeps its tensors already
         ctx.loss, ctx.given = loss, (rows.dtype, rows.after)
-        ctx.autocast = _autocast_of(x.device.type, _autocast_now(x.device.type))
+        ctx.autocast = autocast_now((x.device.type,))
         of_weight, of_bias = _computed_in(rows)
         return torch.cat([loss(_outputs(rows, part, of_weight, of_bias), t) for part, t in rows.chunks(target)])
 
@@ -174,7 +177,7 @@ class _RowLosses(torch.autograd.Function):
         of_weight, of_bias = _computed_in(rows)
         if torch.is_grad_enabled():
             # gradients that are differentiated again need a graph, which is that of whole logits
-            with torch.autocast(**ctx.autocast):
+            with autocast_again(ctx.autocast):
                 losses = ctx.loss(_outputs(rows, x.reshape(-1, x.shape[-1]), of_weight, of_bias), target)
             needed = [t for t, need in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if need]
             found = iter(torch.autograd.grad(losses, needed, grad, create_graph=True))
@@ -190,7 +193,7 @@ class _RowLosses(torch.autograd.Function):
             # a leaf: autograd differentiates the loss and `after` alone, and the products of the module's docstring
             # follow by hand
             product = linear(part.to(dtype), of_weight, of_bias).requires_grad_()
-            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+            with torch.enable_grad(), autocast_again(ctx.autocast):
                 outputs = product
                 for call in after:
                     outputs = call(outputs)
@@ -214,16 +217,9 @@ class _RowLosses(torch.autograd.Function):
         return None if for_x is None else for_x.view(x.shape), for_weight, for_bias, None, None, None
 
 
-def _autocast_of(kind: str, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Arguments of an autocast to a type; with None there is none."""
-    if dtype is None:
-        return {"device_type": kind if torch.amp.is_autocast_available(kind) else "cpu", "enabled": False}
-    return {"device_type": kind, "dtype": dtype}
-
-
-def _autocast_now(kind: str) -> torch.dtype | None:
-    enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if enabled else None
+def _autocast_to(kind: str, dtype: torch.dtype | None) -> AbstractContextManager[None]:
+    """Autocast to a type; with None there is none."""
+    return autocast_again(tuple((kind, dtype is not None, dtype or of_now) for _, _, of_now in autocast_now((kind,))))
 
 
 def _computed_in(rows: Rows) -> tuple[Tensor, Tensor | None]:
@@ -232,7 +228,7 @@ def _computed_in(rows: Rows) -> tuple[Tensor, Tensor | None]:
 
 
 def _outputs(rows: Rows, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    with torch.autocast(**_autocast_of(x.device.type, None)):
+    with _autocast_to(x.device.type, None):
         found: Tensor = linear(x.to(rows.dtype), weight, bias)
     for call in rows.after:
         found = call(found)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from inspect import signature
+from itertools import product
 from math import prod
 from typing import Any, cast
 
@@ -142,7 +143,7 @@ class PutOff(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in DATA and has_storage(args[0]):
             # before the write: no version would show that a product comes after it
-            self._compute(of=args[0])
+            self.compute(of=args[0])
         found = self._put_off(*args, **kwargs) if func is F.linear else None
         return func(*args, **kwargs) if found is None else found
 
@@ -169,12 +170,8 @@ class PutOff(TorchFunctionMode):
         self._alive.append(weakref.ref(found))
         return found
 
-    def finish(self) -> None:
-        """Compute what something still has, with the parameters of now."""
-        self._compute()
-
-    def _compute(self, of: Tensor | None = None) -> None:
-        """Compute products that are put off: all of them, or those of one tensor."""
+    def compute(self, of: Tensor | None = None) -> None:
+        """Compute products that are put off, with the parameters of now: all of them, or those of one tensor."""
         memory = None if of is None else of.untyped_storage()._cdata
         for found in (ref() for ref in self._alive):
             if found is not None and memory in (None, *(t.untyped_storage()._cdata for t, _ in found.rows.given)):
@@ -185,12 +182,11 @@ HANDLERS: dict[Any, Callable[..., Any]] = {}
 """By function -> what a Pending gives; NotImplemented: compute the product."""
 
 
-def _handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _handles(*names: str, gets_function: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        for name in names:
-            for home in (Tensor, torch):
-                if hasattr(home, name):
-                    HANDLERS[getattr(home, name)] = handler
+        for home, name in product((Tensor, torch), names):
+            if (func := getattr(home, name, None)) is not None:
+                HANDLERS[func] = partial(handler, func) if gets_function else handler
         return handler
 
     return register
@@ -270,6 +266,10 @@ def _with_classes_second(x: Pending) -> Pending:
     return Pending.of(replace(x.rows, moved=True), (b, v, n), x.dtype, (x, lambda t: t.transpose(1, 2)))
 
 
+BY_VALUE = ("float", "double", "half", "bfloat16", "to", "mul", "div", "__mul__", "__truediv__", "__rmul__", "tanh")
+
+
+@_handles(*BY_VALUE, gets_function=True)
 def _after(func: Any, x: Pending, *args: Any) -> Any:
     """A function that computes value by value comes after the product, in each chunk."""
     kinds = torch.dtype if func is Tensor.to else float | int
@@ -283,14 +283,6 @@ def _after(func: Any, x: Pending, *args: Any) -> Any:
     if not dtype.is_floating_point:
         return NotImplemented
     return Pending.of(replace(x.rows, after=(*x.rows.after, call)), x.shape, dtype, (x, call))
-
-
-BY_VALUE = ("float", "double", "half", "bfloat16", "to", "mul", "div", "__mul__", "__truediv__", "__rmul__", "tanh")
-for _name in BY_VALUE:
-    for _home in (Tensor, torch):
-        if hasattr(_home, _name):
-            _func = getattr(_home, _name)
-            HANDLERS[_func] = partial(_after, _func)
 
 
 @_handles("detach")

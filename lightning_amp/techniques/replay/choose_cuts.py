@@ -20,6 +20,7 @@ and held from there on is only what is read later, whatever the segments before 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -184,15 +185,12 @@ class Replays:
 
     def __init__(self, look: Callable[[], Stretches | str]) -> None:
         self._look = look
-        self._stretches: Stretches | str | None = None
         self._least: dict[Sequence[int], Cuts] = {}
 
-    @property
+    @cached_property
     def stretches(self) -> Stretches | str:
         """What stretches of the step hold, or why it is not known."""
-        if self._stretches is None:
-            self._stretches = self._look()
-        return self._stretches
+        return self._look()
 
     def choose(self, bound: int | None) -> Cuts | str:
         """The fastest choice with activations within a bound, or that of the fewest bytes.

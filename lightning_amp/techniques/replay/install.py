@@ -178,13 +178,19 @@ def _places(made: Array, last: Array, n_bytes: Array, seconds: Array, n: int) ->
 
 
 def install(module: nn.Module, spec: ReplayOperators, mesh: object) -> Change:
-    """Replace the training step of a LightningModule by one whose segments are replayed.
-
-    Raises:
-        InstallError: As of `refuse_unseen`.
-    """
+    """Replace the training step of a LightningModule by one whose segments are replayed."""
     refuse_unseen("replay", module)
-    return Change({}, methods={"training_step": replayed(method_of(module, "training_step"), spec)})
+    # the replays of the first call are compared
+    step, first = method_of(module, "training_step"), iter((True,))
+
+    @wraps(step)
+    def run(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return step(module, *args, **kwargs)
+        with recorded(Tape(spec.segments, compares=next(first, False)), module):
+            return step(module, *args, **kwargs)
+
+    return Change({}, methods={"training_step": run})
 
 
 @contextmanager
@@ -194,20 +200,6 @@ def recorded(tape: Tape, module: nn.Module) -> Iterator[None]:
     norms = [child for child in module.modules() if isinstance(child, AnyBatchNorm)]
     with tape.as_one(norms), tape, tape.hooks():
         yield
-
-
-def replayed(step: Callable[..., Any], spec: ReplayOperators) -> Callable[..., Any]:
-    """A training step that runs in the segments of a spec; the replays of its first call are compared."""
-    first = iter((True,))
-
-    @wraps(step)
-    def run(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return step(module, *args, **kwargs)
-        with recorded(Tape(spec.segments, compares=next(first, False)), module):
-            return step(module, *args, **kwargs)
-
-    return run
 
 
 def look(step: StepToPlan) -> Callable[[tuple[Rule, ...]], Replays]:

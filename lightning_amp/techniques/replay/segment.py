@@ -4,8 +4,7 @@ An operator can run a second time if it is known what it writes to and which gen
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, cast
@@ -93,19 +92,6 @@ def draws_of(kwargs: Any) -> list[tuple[torch.Generator, Tensor]]:
         # the operator may make its tensor on a device that no argument is on
         found += torch.cuda.default_generators
     return [(generator, generator.get_state()) for generator in found]
-
-
-@contextmanager
-def drawing(draws: Sequence[tuple[torch.Generator, Tensor]]) -> Iterator[None]:
-    """Let generators draw what they drew, and go on as if they had not."""
-    now = [generator.get_state() for generator, _ in draws]
-    for generator, state in draws:
-        generator.set_state(state)
-    try:
-        yield
-    finally:
-        for (generator, _), state in zip(draws, now, strict=True):
-            generator.set_state(state)
 
 
 CHANGED = (
@@ -328,8 +314,15 @@ class Segment:
             return _tensor(cast(StorageRef, one), values)
 
         args, kwargs = mapped(operator.args, tensor), mapped(operator.kwargs, tensor)
-        with drawing(operator.draws):
+        # generators draw what they drew, and go on as if they had not
+        now = [generator.get_state() for generator, _ in operator.draws]
+        for generator, state in operator.draws:
+            generator.set_state(state)
+        try:
             found = operator.func(*args, **kwargs)
+        finally:
+            for (generator, _), state in zip(operator.draws, now, strict=True):
+                generator.set_state(state)
         if self.compares and operator.func.overloadpacket in ALLOCATIONS:
             # memory that was free may still have what an unseen write has left there
             for made in tensors_of(found):

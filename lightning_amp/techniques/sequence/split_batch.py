@@ -11,7 +11,8 @@ from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.sharded_tensor import ShardedTensor, redistribute
 from lightning_amp.dist.splits import MeshAxis, Split, Splits
 from lightning_amp.errors import PlanError, ShardError
-from lightning_amp.techniques.sharded_step import mapped, tensors
+from lightning_amp.footprint.copies.fake_copy import map_tensors
+from lightning_amp.techniques.sharded_step import tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class HowToSplit:
             found.append(path)
             return x if isinstance(x, ShardedTensor) else self.tensor(path, x)
 
-        changed = mapped(batch, split)
+        changed = map_tensors(batch, split)
         if not found:
             raise ShardError(
                 f"the batch has no tensor at {', '.join(map(repr, self.dims))}; it has"

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from lightning_amp.graph.capture import Capture, Captures
 from lightning_amp.graph.table import Table
-from lightning_amp.techniques.chunk.regions.find_regions import find_regions
 from lightning_amp.techniques.chunk.regions.region import Region
 from lightning_amp.techniques.chunk.run.lower import lower, table_of
 from tests.graph.calls import difference
+from tests.techniques.chunk.regions.tables import find_regions
 from tests.techniques.chunk.small_blocks import BLOCKS
 
 

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 import lightning_amp
 from lightning_amp.graph.capture import Captures
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
-from lightning_amp.techniques.chunk.regions.find_regions import find_regions
 from lightning_amp.techniques.chunk.regions.region import written_over
 from lightning_amp.techniques.chunk.run.lower import lower, table_of
 from lightning_amp.techniques.chunk.run.planned import lower_within, measured_bytes
@@ -20,6 +19,7 @@ from lightning_amp.techniques.chunk.run.smaller_call import lowered_like
 from lightning_amp.techniques.chunk.run.two_steps import group_norm, in_two_steps, norms_of
 from tests.graph.calls import difference
 from tests.techniques.chunk.case import case, which
+from tests.techniques.chunk.regions.tables import find_regions
 from tests.techniques.chunk.small_blocks import BLOCKS
 from tests.techniques.chunk.test_chunk_module import bytes_of, close
 

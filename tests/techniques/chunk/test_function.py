@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 from lightning_amp.errors import ModelError
 from lightning_amp.graph.capture import Captures
-from lightning_amp.techniques.chunk.regions.find_regions import find_regions
 from lightning_amp.techniques.chunk.regions.region import Region
 from lightning_amp.techniques.chunk.run.function import ChunkedRegion, Output
 from lightning_amp.techniques.chunk.run.lower import lower, table_of
 from tests.techniques.chunk.case import Case, case
+from tests.techniques.chunk.regions.tables import find_regions
 from tests.techniques.chunk.small_blocks import FeedForward, NoBias, x_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -48,7 +48,7 @@ def test_gradients_of_a_region_are_those_of_eager_or_refused() -> None:
     assert "Chunked" in str(form(found.block, *found.args).grad_fn)
     # a second derivative is refused
     x = found.args[0]
-    with pytest.raises(ModelError, match="a second derivative is not supported .create_graph=True. in a region"):
+    with pytest.raises(ModelError, match="a second derivative is not supported .create_graph=True. through a region"):
         torch.autograd.grad(form(found.block, x).sum(), x, create_graph=True)
     # a changed input is noticed in the backward pass
     y = form(found.block, *found.args)

@@ -226,6 +226,24 @@ class SlottedMemory(Memory):
         n: int = 0
 
 
+class PrivateSlot(Memory):
+    """Of an object whose only slot has a private name, which Python changes."""
+
+    class Store:  # type: ignore[misc]
+        __slots__ = ("__count",)
+
+        def __init__(self) -> None:
+            self.__count = 0
+
+        @property
+        def n(self) -> int:
+            return self.__count
+
+        @n.setter
+        def n(self, n: int) -> None:
+            self.__count = n
+
+
 class OwnGenerator(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -289,6 +307,7 @@ REFUSED_IN_FIRST_PASS = {
     Remembers: "it changes what 'seen' holds",
     Memory: "it changes what 'store' holds",
     SlottedMemory: "it changes what 'store' holds",
+    PrivateSlot: "it changes what 'store' holds",
     OwnGenerator: "it changes what 'generator' holds",
     OwnRandomState: "it changes what 'generator' holds",
     ChangesParameter: "it changes 'a.weight' in place",

@@ -1,28 +1,16 @@
-"""List regions worth choosing from, with the numbers that the choice needs.
-
-Rows above the budget are the paper's peak nodes: a region has at least one. It is left out if a shorter one does the
-same: if it begins earlier than another, though no fewer bytes are alive there (`find_regions`), or ends later, though
-its outputs are no smaller, and covers no further row above the budget. In training every row that saves counts as one.
-"""
+"""Define a region that may be chosen, with the numbers that the choice needs."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 
 from lightning_amp.graph.peak import BlockBytes
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.techniques.chunk.regions.chunk_bytes import Pieces, result_bytes
-from lightning_amp.techniques.chunk.regions.find_regions import RegionSearch
 from lightning_amp.techniques.chunk.regions.region import Region, piece_length, pieces, written_over
 
 Cost = Callable[[Region], float]
-MOST_ROWS = 60_000
-"""Of all regions that are compared for one table, each row as often as it is in one; the examples have 45,000 at most.
-
-A bound of work, so that plans do not depend on the clock. With a tenth of it the U-Net and the Geneformer of the
-examples did not fit into 20 % of their bytes, and blocks of 200 to 1,600 rows took 0.7 to 1.3 times as long to plan.
-"""
 STEP = 1.15
 """Ratio of two lengths of a piece that are worth telling apart."""
 
@@ -68,7 +56,13 @@ class RegionCandidate:
     @cached_property
     def before(self) -> list[tuple[int, list[int]]]:
         """Rows computed before the pieces, with the rows that are still to be read after each."""
-        return _before(self._table, self.region)
+        rows, region, found = self._table.rows, self.region, list[tuple[int, list[int]]]()
+        there = [k for k in range(region.first) if rows[k].kind == OPERATOR]
+        for n, i in enumerate(region.before):
+            there.append(i)
+            later = {*self.inputs, *(k for j in region.before[n + 1 :] for k in rows[j].inputs)}
+            found.append((i, [k for k in there if k in later or rows[k].last_use > region.last]))
+        return found
 
     @cached_property
     def over(self) -> dict[int, int]:
@@ -109,53 +103,6 @@ class RegionCandidate:
         return Pieces(self._table, self.region)
 
 
-class Candidates:
-    """The candidates of one table; what is known of them is kept from one budget to the next.
-
-    Args:
-        table: A captured block.
-        held: Bytes alive just before a row, without regions.
-        cost: Of a region.
-        plain: Bytes of the block without regions.
-        train: Whether there is a backward pass.
-    """
-
-    def __init__(self, table: Table, held: Sequence[int], cost: Cost, plain: BlockBytes, *, train: bool) -> None:
-        self._table, self._search = table, RegionSearch(table, held=held)
-        self._new = partial(RegionCandidate, table, cost=cost, plain=plain, train=train)
-        self._known: dict[int, RegionCandidate] = {}
-        self._around: dict[frozenset[int], list[RegionCandidate]] = {}
-
-    def around(self, hot: frozenset[int]) -> list[RegionCandidate]:
-        """Regions that contain one of the rows `hot`, without those that a shorter one makes superfluous."""
-        if hot not in self._around:
-            self._around[hot] = list(self._ends(map(self._of, self._search.around(hot, most_rows=MOST_ROWS)), hot))
-        return self._around[hot]
-
-    @property
-    def thinned(self) -> bool:
-        """Whether some regions were not looked at, for there were too many."""
-        return self._search.thinned
-
-    def _of(self, region: Region) -> RegionCandidate:
-        # the search keeps its regions, so that no two have one identity
-        if id(region) not in self._known:
-            self._known[id(region)] = self._new(region)
-        return self._known[id(region)]
-
-    def _ends(self, found: Iterable[RegionCandidate], hot: Collection[int]) -> Iterator[RegionCandidate]:
-        """Without those that end later than another of the same first row and dim, and are no better."""
-        least: dict[tuple[int, int | None], tuple[int, int]] = {}
-        for candidate in sorted(found, key=lambda candidate: candidate.region.last):
-            region, size = candidate.region, candidate.output_bytes
-            key = region.first, region.dims.get(region.first)
-            known = least.get(key)
-            further = known is None or any(i in hot for i in range(known[1] + 1, region.last + 1))
-            if known is None or further or size < known[0]:
-                least[key] = size, region.last
-                yield candidate
-
-
 @lru_cache
 def _lengths(units: int) -> tuple[int, ...]:
     """Lengths of a piece to choose from: of few units all, of many those some per cent apart."""
@@ -163,15 +110,3 @@ def _lengths(units: int) -> tuple[int, ...]:
     while found[-1] < piece_length(units, 2):
         found.append(max(found[-1] + 1, int(found[-1] * STEP)))
     return (*found[:-1], piece_length(units, 2)) if units > 2 else (1,)
-
-
-def _before(table: Table, region: Region) -> list[tuple[int, list[int]]]:
-    """Rows computed before the pieces, each with the rows that are read after it."""
-    rows, inputs, found = table.rows, set(region.inputs(table)), list[tuple[int, list[int]]]()
-    there = [k for k in range(region.first) if rows[k].kind == OPERATOR]
-    for n, i in enumerate(region.before):
-        there.append(i)
-        later = {k for j in region.before[n + 1 :] for k in rows[j].inputs}
-        needed = [k for k in there if k in later or k in inputs or rows[k].last_use > region.last]
-        found.append((i, needed))
-    return found

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from lightning_amp.graph.peak import BlockBytes, PieceRow, PieceTable, block_bytes
+from lightning_amp.graph.peak import BlockBytes, PieceRow, block_bytes
 from lightning_amp.graph.table import INPUT, OPERATOR, PARAMETER, OperatorRow, Table
 from lightning_amp.techniques.chunk.regions.region import Region, piece_length, within, written_over
 
@@ -38,8 +38,13 @@ def chunk_bytes(table: Table, regions: Sequence[Region], *, train: bool = False)
     Returns:
         Bytes by the block's rows, as `graph.peak.block_bytes` counts those of the block without regions.
     """
-    outer = _Outer(table, train=train)
-    outer.add_all(sorted(regions, key=lambda region: region.first))
+    outer, at = _Outer(table, train=train), 0
+    for region in sorted(regions, key=lambda region: region.first):
+        assert region.first >= at, f"two regions have row {region.first!r}"
+        outer.whole(range(at, region.first))
+        outer.region(region)
+        at = region.last + 1
+    outer.whole(range(at, len(table.rows)))
     return outer.count()
 
 
@@ -94,8 +99,11 @@ class Pieces:
         self._homes = {i: self._place[i] for i in self.inputs}
         self._scattered = {i for i in self.inputs if self._is_scattered(i)}
         """Pieces of inputs, and views of them, with parts of other pieces between their own."""
-        self._handed = self._handed_by()
+        self._handed = {i for i in self.outputs if self._is_scattered(i)}
         """Rows whose gradient is a piece of that of an output in that way, or a view of one."""
+        for i in reversed(self.inside):
+            if i in self._handed and not any(self._old[i].grad_bytes):
+                self._handed.update(self._old[i].inputs)
         given = (table.rows[i] for i in self.inputs)
         self._given = [
             PieceRow(PARAMETER if row.kind == PARAMETER else INPUT, (), 0, n, 0, row.needs_grad)
@@ -111,13 +119,13 @@ class Pieces:
 
     def once(self, n_chunks: int) -> BlockBytes:
         """Bytes of the longest of so many pieces in inference."""
-        return block_bytes(self._table(n_chunks, train=False), train=False)
+        return block_bytes(*self._table(n_chunks, train=False), train=False)
 
     def again(self, n_chunks: int) -> BlockBytes:
         """Bytes of the longest of so many pieces when it is computed again, and in its backward pass."""
-        return block_bytes(self._table(n_chunks, train=True), gradients_of_arguments=False)
+        return block_bytes(*self._table(n_chunks, train=True), gradients_of_arguments=False)
 
-    def _table(self, n_chunks: int, *, train: bool) -> PieceTable:
+    def _table(self, n_chunks: int, *, train: bool) -> tuple[list[PieceRow], Sequence[int]]:
         units = self._region.units
         # the longest piece has neighbours on both sides
         length = min(piece_length(units, n_chunks) + 2 * self._region.reach, units)
@@ -152,8 +160,7 @@ class Pieces:
                 found.grad_bytes = tuple(part(n) if cut else n for n, cut in grads)
                 found.backward_bytes = work(row.backward_bytes, x.uncut) + copied - kept + part(x.handed)
             rows.append(found)
-        outputs = tuple(self._place[i] for i in self.outputs) if train else ()
-        return PieceTable(tuple(rows), outputs)
+        return rows, [self._place[i] for i in self.outputs] if train else ()
 
     def _sizes_of(self, i: int, last_use: int) -> _Sizes:
         row, dims = self._old[i], self._region.dims
@@ -186,13 +193,6 @@ class Pieces:
         dim = self._region.dims.get(i)
         return dim is not None and prod(self._old[i].shape[:dim]) > 1
 
-    def _handed_by(self) -> set[int]:
-        found = {i for i in self.outputs if self._is_scattered(i)}
-        for i in reversed(self.inside):
-            if i in found and not any(self._old[i].grad_bytes):
-                found.update(self._old[i].inputs)
-        return found
-
     def _home(self, i: int, storage: int) -> int:
         """Where the memory lies that a row makes, or shares with one of its arguments."""
         if storage == i:
@@ -211,16 +211,6 @@ class _Outer:
         self._inner: dict[int, tuple[int, int, int]] = {}
         """Of rows that pieces compute: the row that stands for the region, and how far below its bytes they are."""
 
-    def add_all(self, regions: Sequence[Region]) -> None:
-        """The whole block."""
-        at = 0
-        for region in regions:
-            assert region.first >= at, f"two regions have row {region.first!r}"
-            self._whole(range(at, region.first))
-            self._region(region)
-            at = region.last + 1
-        self._whole(range(at, len(self._old)))
-
     def count(self) -> BlockBytes:
         """Bytes by the rows of the block as it was captured."""
         outputs = tuple(self._place[k] for k in self._table.outputs)
@@ -229,8 +219,8 @@ class _Outer:
         # rows have other places than in the block, and regions read their inputs and outputs until they end
         last = {k: n for n, row in enumerate(self._rows) for k in row.inputs}
         last |= dict.fromkeys(outputs, len(self._rows))
-        rows = tuple(replace(row, last_use=last.get(n, n)) for n, row in enumerate(self._rows))
-        found = block_bytes(Table(block="", rows=rows, outputs=outputs), train=self._train)
+        rows = [replace(row, last_use=last.get(n, n)) for n, row in enumerate(self._rows)]
+        found = block_bytes(rows, outputs, train=self._train)
         forward, backward = [0] * len(self._old), [0] * len(self._old)
         for i, n in self._place.items():
             forward[i], backward[i] = found.forward[n], found.backward[n] if self._train else 0
@@ -241,7 +231,8 @@ class _Outer:
             forward=tuple(forward), backward=tuple(backward) if self._train else (), saved_bytes=found.saved_bytes
         )
 
-    def _whole(self, rows: Sequence[int]) -> None:
+    def whole(self, rows: Sequence[int]) -> None:
+        """Take over some rows as they are."""
         for i in rows:
             self._put(i, self._old[i])
 
@@ -263,9 +254,9 @@ class _Outer:
         shared = (k for k in row.inputs if self._old[k].storage == storage)
         return [self._rows[self._place[k]].storage for k in shared]
 
-    def _region(self, region: Region) -> None:
+    def region(self, region: Region) -> None:
         """Rows that come before the pieces, outputs, and the row that stands for all pieces."""
-        self._whole([i for i in range(region.first, region.last + 1) if self._old[i].kind != OPERATOR])
+        self.whole([i for i in range(region.first, region.last + 1) if self._old[i].kind != OPERATOR])
         for i in region.before:
             self._put(i, replace(self._old[i], over=-1))
         over = written_over(self._table, region)
@@ -282,9 +273,6 @@ class _Outer:
                     over=over.get(i, -1),
                 ),
             )
-        self._pieces(region)
-
-    def _pieces(self, region: Region) -> None:
         pieces = Pieces(self._table, region)
         inputs, outputs, learns = pieces.inputs, pieces.outputs, self._train and pieces.learns
         once, again = pieces.once(region.n_chunks), pieces.again(region.n_chunks)

@@ -29,22 +29,6 @@ FEWER = 0.7
 """Of the stretches of a block in which regions may begin and end, those that are left where regions are too many."""
 
 
-def find_regions(
-    table: Table, *, around: Collection[int] | None = None, held: Sequence[int] | None = None
-) -> tuple[Region, ...]:
-    """Legal regions by last row, dim and first row, each in the most pieces.
-
-    Args:
-        table: A captured block.
-        around: Rows of which a region has at least one; None for any.
-        held: Bytes alive just before every row. With it regions are left out that begin or end with a view, and those
-            that begin earlier than another though no fewer bytes are alive there and they have no further row of
-            `around`.
-    """
-    search = RegionSearch(table, held=held)
-    return tuple(search.around(range(len(table.rows)) if around is None else around))
-
-
 def same_region(table: Table, region: Region) -> Region:
     """The same rows, cut along the same dims, in a table of the same operators with other sizes.
 
@@ -66,7 +50,9 @@ class RegionSearch:
 
     Args:
         table: A captured block.
-        held: As in `find_regions`.
+        held: Bytes alive just before every row. With it regions are left out that begin or end with a view, and those
+            that begin earlier than another though no fewer bytes are alive there and they have no further row of those
+            that are wanted.
 
     Attributes:
         thinned: Whether regions were left out because there were too many.
@@ -79,7 +65,9 @@ class RegionSearch:
         self.thinned = False
 
     def around(self, wanted: Collection[int], *, most_rows: float = inf) -> list[Region]:
-        """Every region that has one of these rows, as long as all of them together have no more than so many rows.
+        """Every legal region that has one of these rows, by last row, dim and first row, each in the most pieces.
+
+        That is as long as all of them together have no more than so many rows.
 
         Where they have more, the block is divided into equal stretches, as few as it takes: in each a region may end at
         one row only, and of those that end there and begin in one other stretch the best is left. The best row or

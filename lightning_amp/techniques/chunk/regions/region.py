@@ -54,7 +54,7 @@ class Region:
         before: Rows of the run that are computed once, whole, before the first piece; in `dims` too where they are cut
             when read.
         units: Of which every piece is a whole number; in every cut dim.
-        n_chunks: Pieces, no more than units; `find_regions` sets the most.
+        n_chunks: Pieces, no more than units; `RegionSearch` sets the most.
         reach: Units on either side of a piece that are computed with it, because some rows need them (`Row.near`); what
             they give is dropped.
     """

@@ -91,10 +91,10 @@ class Line:
 
     def __init__(self, table: Table, *, train: bool) -> None:
         self.rows, self.train = table.rows, train
-        self.plain = block_bytes(table, train=train)
+        self.plain = block_bytes(table.rows, table.outputs, train=train)
         """Of the block without regions."""
-        alone = tuple(replace(row, over=-1) for row in table.rows)
-        self.whole_bytes = block_bytes(replace(table, rows=alone), train=train).peak_bytes
+        alone = [replace(row, over=-1) for row in table.rows]
+        self.whole_bytes = block_bytes(alone, table.outputs, train=train).peak_bytes
         """Peak of the block as it is: every result in separate memory."""
         self.outputs, n = table.outputs, len(table.rows)
         self._size = {i: row.n_bytes for i, row in enumerate(table.rows)}
@@ -103,18 +103,20 @@ class Line:
             [k for k in range(p) if table.rows[k].kind == OPERATOR and table.rows[k].last_use >= p]
             for p in range(n + 1)
         ]
-        self.beside_saved = self._not_saved(table) if train else [0] * n
+        # what a row's backward holds besides the results and what rows up to it have saved
+        self.beside_saved, saved, hidden = [0] * n, set[int](), 0
+        results = {s for k in table.outputs if self.is_made(s := table.rows[k].storage)}
+        for i, row in enumerate(table.rows if train else ()):
+            saved |= {s for s in row.saved if self.is_made(s)}
+            hidden += row.hidden_bytes
+            if row.needs_grad:
+                self.beside_saved[i] = self.plain.backward[i] - self.bytes(saved | results) - hidden
         self._states: list[dict[object, _State]] = [{} for _ in range(n + 1)]
 
     def held(self) -> list[int]:
         """Bytes alive just before every row, without regions and without what is only saved."""
         alive = [{self.rows[k].storage for k in reads} for reads in self._reads[:-1]]
         return [sum(self.rows[s].n_bytes for s in storages if self.rows[s].kind == OPERATOR) for storages in alive]
-
-    def bytes_of_rows(self) -> list[int]:
-        """The more of forward and backward pass of every row, without regions."""
-        backward = self.plain.backward or self.plain.forward
-        return [max(pair) for pair in zip(self.plain.forward, backward, strict=True)]
 
     def search(self, candidates: Sequence[RegionCandidate], budget: int | None) -> Label | None:
         """The cheapest label at the end within a budget; without one, that of the least peak. None if there is none."""
@@ -147,7 +149,10 @@ class Line:
     ) -> Iterator[tuple[int, Label]]:
         state = label.state
         if state.row is None:
-            state.row = self._row(place, state)
+            moved = _Moved(self, state)
+            if self.rows[place].kind == OPERATOR:
+                moved.row(place, over=True)
+            state.row = moved.to(place + 1, self._reads[place + 1])
         if budget is None or label.gone_bytes + state.row.peak_bytes <= budget:
             yield place + 1, self._behind(label, state.row)
         for candidate in candidates:
@@ -157,9 +162,22 @@ class Line:
             step = state.regions.get(candidate)
             if step is None:
                 step = state.regions[candidate] = self._region(candidate, state)
-            found = self._in_pieces(candidate, label, step, budget)
-            if found is not None:
-                yield candidate.region.last + 1, found
+            # in as few pieces as the budget allows
+            gone = label.gone_bytes
+            if budget is not None and gone + step.peak_bytes > budget:
+                continue
+            cut = candidate.cut(budget, gone + step.forward_bytes, gone + step.backward_bytes)
+            if cut is not None:
+                region, cost = candidate.with_pieces(cut[0])
+                found = self._behind(label, step)
+                yield (
+                    candidate.region.last + 1,
+                    found._replace(
+                        cost=label.cost + cost,
+                        peak_bytes=max(found.peak_bytes, cut[1]),
+                        regions=(*label.regions, region),
+                    ),
+                )
 
     @staticmethod
     def _behind(label: Label, step: _SearchStep) -> Label:
@@ -172,30 +190,6 @@ class Line:
             label.regions,
             step.after,
         )
-
-    def _in_pieces(
-        self, candidate: RegionCandidate, label: Label, step: _SearchStep, budget: int | None
-    ) -> Label | None:
-        """Compute a region in as few pieces as the budget allows; None if it allows none."""
-        gone = label.gone_bytes
-        if budget is not None and gone + step.peak_bytes > budget:
-            return None
-        cut = candidate.cut(budget, gone + step.forward_bytes, gone + step.backward_bytes)
-        if cut is None:
-            return None
-        n_chunks, peak = cut
-        region, cost = candidate.with_pieces(n_chunks)
-        found = self._behind(label, step)
-        return found._replace(
-            cost=label.cost + cost, peak_bytes=max(found.peak_bytes, peak), regions=(*label.regions, region)
-        )
-
-    def _row(self, i: int, state: _State) -> _SearchStep:
-        """Compute one row whole."""
-        moved = _Moved(self, state)
-        if self.rows[i].kind == OPERATOR:
-            moved.row(i, over=True)
-        return moved.to(i + 1, self._reads[i + 1])
 
     def _region(self, candidate: RegionCandidate, state: _State) -> _SearchStep:
         """Compute a region, of which bytes and cost depend on the number of its pieces."""
@@ -226,17 +220,6 @@ class Line:
     def is_made(self, home: int) -> bool:
         """Whether memory is made by the block, and not an argument's."""
         return home < 0 or self.rows[home].kind == OPERATOR
-
-    def _not_saved(self, table: Table) -> list[int]:
-        """What a row's backward holds besides the results and what rows up to it have saved."""
-        found, saved, hidden = [], set[int](), 0
-        results = {s for k in table.outputs if self.is_made(s := table.rows[k].storage)}
-        for i, row in enumerate(table.rows):
-            saved |= {s for s in row.saved if self.is_made(s)}
-            hidden += row.hidden_bytes
-            kept = self.bytes(saved | results) + hidden
-            found.append(self.plain.backward[i] - kept if row.needs_grad else 0)
-        return found
 
 
 class _Moved:

@@ -21,11 +21,7 @@ from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 
 
 class _Reached(BaseException):
-    """The last block has returned. No Exception, for a forward may catch those."""
-
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self.result = result
+    """The last block has returned, with the result. No Exception, for a forward may catch those."""
 
 
 class AfterBlocksInChunks(InChunks):
@@ -77,7 +73,7 @@ class AfterBlocksInChunks(InChunks):
                 hooks.append(block.register_forward_hook(partial(note, fqn)))
             type(module).forward(module, *args, **kwargs)
         except _Reached as end:
-            return before, end.result
+            return before, end.args[0]
         finally:
             for hook in hooks:
                 hook.remove()

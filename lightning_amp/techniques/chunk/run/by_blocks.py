@@ -34,10 +34,6 @@ Choose = Callable[[str, nn.Module, Any, Any], Checked | None]
 """What a call of a block (name, block, args, kwargs) runs; None for its own forward."""
 
 
-Calls = list[tuple[BlockCall, int]]
-"""Calls of blocks, each with the bytes alive when it began."""
-
-
 def plan_blocks(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -66,21 +62,30 @@ def plan_blocks(
     found = [None if fqn in reasons else f for fqn, f in zip(names, known, strict=True)]
     by_key: dict[Any, Checked] = {}
     regions: dict[str, tuple[Region, ...]] = {}
-    for capture in captures.all:
+    for capture in {id(f): f for f in found if f}.values():
         # one plan has to fit wherever a block of its kind is called, so where the most bytes are alive outside
         own = [call for call, other in zip(calls, found, strict=True) if other is capture]
-        if not own:
-            continue
         fullest, outside_bytes = max(own, key=lambda one: one[1])
         try:
             own_bytes = budget_bytes - outside_bytes
             lowered, chosen = lower_within(capture, own_bytes, costs=costs)
             by_key[capture.key] = Checked(lowered, own_bytes, chosen.whole_bytes)
         except OverBudget as error:
-            raise _too_little(module, budget_bytes, fullest.fqn, outside_bytes, error.least_bytes) from error
+            least_bytes = outside_bytes + error.least_bytes
+            raise OverBudget(
+                f"{type(module).__name__!r} requires at least {least_bytes!r} bytes, more than the budget of"
+                f" {format_bytes(budget_bytes)}: when its block {fullest.fqn!r} begins {format_bytes(outside_bytes)}"
+                f" are alive outside of it, and it needs {format_bytes(error.least_bytes)} in chunks; raise the budget",
+                least_bytes,
+            ) from error
         regions |= {call.fqn: chosen.regions for call, _ in own}
     if not by_key:
-        raise ModelError(_no_graph(module, reasons))
+        of_blocks = group_reasons((fqn, reason) for fqn, reason in reasons.items() if fqn)
+        raise ModelError(
+            f"cannot chunk {type(module).__name__!r}, which cannot be captured: {reasons['']};"
+            f" {of_blocks or 'it calls no children of a ModuleList or Sequential'}; chunk a module inside it that can"
+            " be, or change what is named here"
+        )
     in_order = iter([by_key[f.key] if f else None for f in found])
     with torch.no_grad():
         if with_gradients:  # the budget is for inference, where results are written over others
@@ -141,9 +146,9 @@ def _in_chunks(module: nn.Module, choose: Choose) -> Iterator[None]:
 
 def _dry_run(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], choose: Choose, reason: str
-) -> tuple[Calls, int]:
-    """Run a copy on fake tensors: the calls of its blocks, and the most bytes alive."""
-    calls: Calls = []
+) -> tuple[list[tuple[BlockCall, int]], int]:
+    """Run a copy on fake tensors: the calls of its blocks, each with the bytes alive before, and the most bytes."""
+    calls: list[tuple[BlockCall, int]] = []
     fake, live = QuickFakes(), LiveBytes()
     twin = copy_of(module, fake)
     given_args, given_kwargs = fake_batch(args, fake, None), fake_batch(dict(kwargs), fake, None)
@@ -166,21 +171,3 @@ def _dry_run(
             " module inside it"
         ) from error
     return calls, live.peak
-
-
-def _too_little(module: nn.Module, budget_bytes: int, fqn: str, outside_bytes: int, least_bytes: int) -> OverBudget:
-    return OverBudget(
-        f"{type(module).__name__!r} requires at least {outside_bytes + least_bytes!r} bytes, more than the budget of"
-        f" {format_bytes(budget_bytes)}: when its block {fqn!r} begins {format_bytes(outside_bytes)} are alive outside"
-        f" of it, and it needs {format_bytes(least_bytes)} in chunks; raise the budget",
-        outside_bytes + least_bytes,
-    )
-
-
-def _no_graph(module: nn.Module, reasons: Mapping[str, str]) -> str:
-    blocks = group_reasons((fqn, reason) for fqn, reason in reasons.items() if fqn)
-    return (
-        f"cannot chunk {type(module).__name__!r}, which cannot be captured: {reasons['']};"
-        f" {blocks or 'it calls no children of a ModuleList or Sequential'}; chunk a module inside it that"
-        " can be, or change what is named here"
-    )

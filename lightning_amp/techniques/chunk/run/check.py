@@ -14,8 +14,8 @@ wrong one of `register_flow`.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.func import functional_call
 
 from lightning_amp._torch import FakeTensor, tree_flatten, tree_leaves, tree_unflatten
 from lightning_amp.errors import InstallError
+from lightning_amp.footprint.chain.block_call import autocast_again, autocast_now
 from lightning_amp.graph.guards import state_of
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.checks.same_function import InFloat64, difference, failure, largest, widened
@@ -59,11 +60,7 @@ class Checked:
         return self._lowered.code
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """What the block returns.
-
-        Raises:
-            InstallError: As `check`.
-        """
+        """What the block returns; as `check` before."""
         self.check(block, args, kwargs)
         return self._lowered(block, *args, **kwargs)
 
@@ -73,31 +70,38 @@ class Checked:
         Raises:
             InstallError: The forward computes something else.
         """
-        if not self._done and not any(isinstance(t, FakeTensor) for t in _tensors(block, args, kwargs)):
-            with _alone(_tensors(block, args, kwargs)):
-                self._check(plain(block), args, kwargs)
+        given = (v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor))
+        tensors = [] if self._done else [*state_of(block).values(), *given]
+        if not self._done and not any(isinstance(t, FakeTensor) for t in tensors):
+            devices = sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
+            # what is computed here is no part of a step: it draws none of its numbers either
+            with no_part_of_the_step(), torch.random.fork_rng(devices):
+                self._check(plain(block), args, kwargs, tensors)
             self._done = True
 
-    def _check(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+    def _check(self, block: nn.Module, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
+        calls: Iterable[tuple[Call, Lowered]] = smaller_calls(block, args, kwargs, self._lowered)
+        widest = max((t.element_size() for t in tensors if t.is_floating_point()), default=8)
+        n_bytes = self._whole_bytes * 8 // widest
+        if n_bytes <= self._budget_bytes:
+            calls = chain(calls, [((args, kwargs), self._lowered)])
+        why = ""
         # the first call that the block's own forward accepts is enough: it has every operator and dim of the plan
-        for call, lowered in smaller_calls(block, args, kwargs, self._lowered):
+        for call, lowered in calls:
             try:
                 right = self._computed(block, call, lowered, own=True)
-            except Exception:  # the user's forward: an index may lie beyond the positions that are left
+            except Exception as error:  # the user's forward: an index may lie beyond the positions that are left
+                why = f"its own forward does not run in float64: {failure(error)}"
                 continue
             self._compare(block, call, lowered, right)
             return
-        widest = max((t.element_size() for t in _tensors(block, args, kwargs) if t.is_floating_point()), default=8)
-        n_bytes = self._whole_bytes * 8 // widest
         if n_bytes > self._budget_bytes:
-            self._tell(f"it cannot be called with fewer positions, and takes {format_bytes(n_bytes)} as it is")
-            return
-        try:
-            right = self._computed(block, (args, kwargs), self._lowered, own=True)
-        except Exception as error:
-            self._tell(f"its own forward does not run in float64: {failure(error)}")
-            return
-        self._compare(block, (args, kwargs), self._lowered, right)
+            why = f"it cannot be called with fewer positions, and takes {format_bytes(n_bytes)} as it is"
+        name, own = self._lowered.capture.kind.__name__, format_bytes(self._budget_bytes)
+        warnings.warn(
+            f"what a block {name!r} computes in chunks, in {own}, was not compared with its own forward: {why}",
+            stacklevel=2,
+        )
 
     def _computed(self, block: nn.Module, call: Call, lowered: Lowered, *, own: bool) -> Outcome:
         learned = {n: 8 * p.numel() for n, p in block.named_parameters() if p.requires_grad}
@@ -107,13 +111,6 @@ class Checked:
         # a library's warning says nothing of the block, also where warnings are errors
         with warnings.catch_warnings(action="ignore"):
             return _outcome(block, call, lowered, own=own, without=frozenset() if all_fit else large)
-
-    def _tell(self, why: str) -> None:
-        name, own = self._lowered.capture.kind.__name__, format_bytes(self._budget_bytes)
-        warnings.warn(
-            f"what a block {name!r} computes in chunks, in {own}, was not compared with its own forward: {why}",
-            stacklevel=2,
-        )
 
     def _compare(self, block: nn.Module, call: Call, lowered: Lowered, right: Outcome) -> None:
         found = self._computed(block, call, lowered, own=False)
@@ -125,34 +122,19 @@ class Checked:
         else:
             return
         shapes = ", ".join(str(list(v.shape)) for v in tree_leaves(call) if isinstance(v, Tensor))
-        names = dict.fromkeys(op for form in (lowered, lowered.inner) if form for op in operators_of(form))
+        names = dict.fromkeys(
+            str(node.target).rpartition(".")[0]
+            for form in (lowered, lowered.inner)
+            for region in (form.cut if form else ())
+            for i, node in enumerate(form.capture.nodes if form else ())
+            if region.first <= i <= region.last and i not in region.before and node.op == "call_function"
+        )
         raise InstallError(
             f"a block {lowered.capture.kind.__name__!r} in chunks does not compute what its own forward does, called"
             f" with {shapes} in float64: it returns {wrong}. One of the operators in chunks does not follow the dims"
             f" that its rule says ({', '.join(names)}): correct the rule if it is one of `register_flow`, else leave"
             " the block out of the rules of chunk and report this. Nothing was computed with it"
         )
-
-
-def operators_of(lowered: Lowered) -> Iterator[str]:
-    """Names of the operators that run in chunks."""
-    nodes = lowered.capture.nodes
-    for region in lowered.cut:
-        for i in range(region.first, region.last + 1):
-            if i not in region.before and nodes[i].op == "call_function":
-                yield str(nodes[i].target).rpartition(".")[0]
-
-
-def _tensors(block: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
-    return [*state_of(block).values(), *(v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor))]
-
-
-@contextmanager
-def _alone(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """What is computed here is no part of a step: it draws none of its numbers either."""
-    devices = sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
-    with no_part_of_the_step(), torch.random.fork_rng(devices):
-        yield
 
 
 def _outcome(
@@ -176,7 +158,8 @@ def _outcome(
     # both forms draw the same numbers, and after them the same seeds of gradients, unless one of the two draws another
     # number of times, which then shows as a difference too
     torch.manual_seed(0)
-    with _without_autocast(), InFloat64():  # type: ignore[no-untyped-call]
+    off = tuple((kind, False, dtype) for kind, _, dtype in autocast_now())
+    with autocast_again(off), InFloat64():  # type: ignore[no-untyped-call]
         if own:
             found = functional_call(block, dict(state), *tree_unflatten(given, spec))
         else:
@@ -198,12 +181,3 @@ def _leaf(tensor: Tensor, *, copied: bool) -> Tensor:
     found: Tensor = widened(tensor.detach())
     found = found.clone() if copied else found
     return found.requires_grad_(tensor.requires_grad and torch.is_grad_enabled())
-
-
-@contextmanager
-def _without_autocast() -> Iterator[None]:
-    with ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.amp.is_autocast_available(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield

@@ -19,6 +19,7 @@ from lightning_amp.footprint.forward_overrides import Override, add_override
 from lightning_amp.quantities import parse_bytes
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.chunk.run.after_blocks_in_chunks import AfterBlocksInChunks
+from lightning_amp.techniques.chunk.run.check import Checked
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 from lightning_amp.techniques.chunk.run.module_chunks import CHUNKS, ModuleChunks
 from lightning_amp.techniques.contract.change import Change
@@ -71,14 +72,22 @@ def chunk(
             f"cannot chunk {type(module).__name__!r}, which has an attribute {taken!r}, a name that the"
             " chunked module uses; give a module without it, such as one that holds this one"
         )
-    twin = _sharing_copy(module)
+    # with the same parameter and buffer objects
+    shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    try:
+        twin = copy.deepcopy(module, shared)
+    except Exception as error:
+        raise ModelError(
+            f"cannot chunk {type(module).__name__!r}, which cannot be copied: {error!r}; take what cannot be"
+            " copied out of its attributes"
+        ) from error
     runner = InChunks(parse_bytes(budget), policy=policy, rates=rates)
     add_override("", twin, Override(CHUNKS[1], runner))
     with torch.no_grad():
         planned = runner.planned(twin, example_args, example_kwargs)
         # checked here, for what that takes is no part of a forward pass within the budget
-        if planned.check is not None:
-            planned.check(twin, example_args, example_kwargs)
+        if isinstance(planned.run, Checked):
+            planned.run.check(twin, example_args, example_kwargs)
     twin.plan = planned.chunks  # type: ignore[assignment]
     return twin
 
@@ -119,15 +128,3 @@ def show_code(plan: ModuleChunks | nn.Module) -> str:
             f"{type(plan).__name__!r} has no generated code; give what lightning_amp.chunk returned, or its plan"
         )
     return "\n\n".join(f"# {fqn or 'the whole module'}\n{code}" for fqn, code in found.code.items())
-
-
-def _sharing_copy(module: M) -> M:
-    """A copy of a module's tree with the same parameter and buffer objects."""
-    tensors = [*module.parameters(), *module.buffers()]
-    try:
-        return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
-    except Exception as error:
-        raise ModelError(
-            f"cannot chunk {type(module).__name__!r}, which cannot be copied: {error!r}; take what cannot be"
-            " copied out of its attributes"
-        ) from error

@@ -14,7 +14,7 @@ Known limits: no second derivative, no forward-mode derivative, no vmap.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from lightning_amp._torch import FakeTensor
+from lightning_amp.derivatives import refuse_second
 from lightning_amp.errors import ModelError
+from lightning_amp.footprint.chain.block_call import Autocast, autocast_again, autocast_now
 from lightning_amp.footprint.operator_rates import standing_for
 
 Put = Callable[[int, Tensor], None]
@@ -123,19 +125,30 @@ class ChunkedRegion:
 
 def run_region(region: ChunkedRegion, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The forward pass without anything kept for a backward pass."""
-    wholes = [
-        _room(output, inputs[0].device) if output.over is None else inputs[output.over].view(output.shape)
-        for output in region.outputs
-    ]
+    wholes = []
+    for output in region.outputs:
+        if output.over is not None:
+            wholes.append(inputs[output.over].view(output.shape))
+            continue
+        dtype = torch.float32 if output.dim is None and output.dtype in NARROW else output.dtype
+        whole = torch.empty_strided(output.shape, output.stride, dtype=dtype, device=inputs[0].device)
+        # zeros where chunks are added
+        wholes.append(whole if output.dim is not None else whole.zero_())
     pairs = tuple(zip(inputs, region.input_dims, strict=True))
-    with _autocast_of(inputs)():
+    with _autocast(_autocast_of(inputs)):
         for start, size in region.some(inputs):
 
             def put(k: int, value: Tensor, start: int = start, size: int = size) -> None:
                 output = region.outputs[k]
                 place = region.piece(wholes[k], output.dim, start, size)
                 value = region.own(k, value, start, size)
-                _check(output, value, place)
+                # one of another shape would be broadcast in silence; where all is computed in 64 bits, so is the place
+                if value.shape != place.shape or value.dtype not in (output.dtype, place.dtype):
+                    raise ModelError(
+                        f"a chunk of {output.name!r} should have the shape {tuple(place.shape)!r} and {output.dtype!r},"
+                        f" found {tuple(value.shape)!r} and {value.dtype!r}: its operators do not follow the plan's"
+                        " dims; leave the region out of the plan, and report the operators"
+                    )
                 if output.dim is None:
                     place.add_(value)
                 else:
@@ -164,16 +177,15 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise ModelError(
-                "a second derivative is not supported (create_graph=True) in a region that runs in chunks"
-                f" ({', '.join(repr(output.name) for output in ctx.region.outputs)}); its gradients are"
-                " added up chunk by chunk and are numbers by then: leave chunks out of this module"
-            )
+        names = ", ".join(repr(output.name) for output in ctx.region.outputs)
+        refuse_second(
+            f"a region that runs in chunks ({names}), whose gradients are numbers by then; leave chunks out of this"
+            " module"
+        )
         inputs = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
         sums = [_Gradient(t, d) if n else None for t, d, n in zip(inputs, ctx.region.input_dims, needed, strict=True)]
-        with torch.enable_grad(), ctx.autocast():
+        with torch.enable_grad(), _autocast(ctx.autocast):
             for start, size in ctx.region.some(inputs):
                 _backward_of_chunk(ctx.region, inputs, sums, grads, start, size)
         return None, *(None if total is None else total.value() for total in sums)
@@ -243,41 +255,10 @@ class _Gradient:
         return self._sum.to(self._of.dtype) if self._found else None
 
 
-def _room(output: Output, device: torch.device) -> Tensor:
-    """Memory for a whole result; zeros where chunks are added."""
-    if output.dim is not None:
-        return torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device=device)
-    wide = torch.float32 if output.dtype in NARROW else output.dtype
-    return torch.empty_strided(output.shape, output.stride, dtype=wide, device=device).zero_()
+def _autocast_of(inputs: Sequence[Tensor]) -> Autocast:
+    return autocast_now({tensor.device.type for tensor in inputs})
 
 
-def _check(output: Output, value: Tensor, place: Tensor) -> None:
-    """A value of another shape would be broadcast in silence; where all is computed in 64 bits, so is the place."""
-    if value.shape != place.shape or value.dtype not in (output.dtype, place.dtype):
-        raise ModelError(
-            f"a chunk of {output.name!r} should have the shape {tuple(place.shape)!r} and {output.dtype!r}, found"
-            f" {tuple(value.shape)!r} and {value.dtype!r}: its operators do not follow the plan's dims; leave the"
-            " region out of the plan, and report the operators"
-        )
-
-
-def _autocast_of(inputs: Sequence[Tensor]) -> Callable[[], Any]:
-    """The autocast of this moment without its cache, to be entered again, in the backward pass too, which has none.
-
-    The cache would keep a copy of every chunk's pieces, and one of a parameter that was made without gradients.
-    """
-    kinds = sorted({tensor.device.type for tensor in inputs})
-    found = [
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in kinds
-        if torch.amp.is_autocast_available(kind)
-    ]
-
-    @contextmanager
-    def again() -> Iterator[None]:
-        with ExitStack() as stack:
-            for kind, enabled, dtype in found:
-                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
-            yield
-
-    return again
+def _autocast(found: Autocast) -> AbstractContextManager[None]:
+    """Without a cache, which would keep a copy of every chunk's pieces, and one of a parameter without gradients."""
+    return autocast_again(found, cache_enabled=False)

@@ -88,26 +88,25 @@ class InChunks:
             key = self._budget_bytes, self.train, call
             if key not in self.known:
                 self.known[key] = self._plan(own, args, kwargs, call)
-                self._limit()
+                # memory stays bounded where no call is like another, as of a block that appends to a list in every step
+                self._n_planned += 1
+                if self._n_planned == OFTEN:
+                    warnings.warn(
+                        f"{self.fqn or 'a module'} was planned in chunks for {OFTEN} unlike calls, and each further one"
+                        " is planned too, which takes longer than the call. Pad inputs to a few lengths, keep no state"
+                        " in the block that every call changes, or leave 'chunk' out",
+                        stacklevel=2,
+                    )
+                if len(self.known) > KEPT:
+                    del self.known[next(iter(self.known))]
             self._last = call, self.known[key]
         return self._last[1]
 
-    def _limit(self) -> None:
-        """Keep memory bounded where no call is like another, as of a block that appends to a list in every step."""
-        self._n_planned += 1
-        if self._n_planned == OFTEN:
-            warnings.warn(
-                f"{self.fqn or 'a module'} was planned in chunks for {OFTEN} unlike calls, and each further one is"
-                " planned too, which takes longer than the call. Pad inputs to a few lengths, keep no state in the"
-                " block that every call changes, or leave 'chunk' out",
-                stacklevel=2,
-            )
-        if len(self.known) > KEPT:
-            del self.known[next(iter(self.known))]
-
     def _plan(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any) -> Planned:
         with unseen(), no_part_of_the_step():
-            train, costs = self.train and torch.is_grad_enabled(), self._costs(module)
+            train = self.train and torch.is_grad_enabled()
+            device = next((tensor.device for tensor in state_of(module).values()), torch.device("cpu"))
+            costs = CostModel(policy=self._policy, rates=self._rates or rates_of(device)[0])
             n_blocks = sum(any(True for _ in block.children()) for block in find_blocks(module).values())
             if n_blocks > MANY and not train:
                 reason = f"it has {n_blocks!r} blocks, which are planned one by one"
@@ -125,10 +124,6 @@ class InChunks:
                 )
             return plan_blocks(module, args, kwargs, self._budget_bytes, found.reason, costs)
 
-    def _costs(self, module: nn.Module) -> CostModel:
-        device = next((tensor.device for tensor in state_of(module).values()), torch.device("cpu"))
-        return CostModel(policy=self._policy, rates=self._rates or rates_of(device)[0])
-
     def _of_graph(self, found: Capture, costs: CostModel, *, train: bool) -> Planned:
         planned, n_bytes = None, self._budget_bytes
         while planned is None:
@@ -141,9 +136,11 @@ class InChunks:
                 n_bytes = max(error.least_bytes, n_bytes + n_bytes // 100 + 1)
         if n_bytes > self._budget_bytes:
             least, asked = format_bytes(n_bytes), format_bytes(self._budget_bytes)
+            given = [node.meta["val"] for node in found.nodes if node.op == "placeholder"][len(found.names) :]
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in given) or "no tensors"
             warnings.warn(
                 f"a block {found.kind.__name__!r} has {asked} by the plan, made for another batch; called with"
-                f" {_shapes(found)} it needs {least} at least, in chunks, and takes that: plan for the largest batch",
+                f" {shapes} it needs {least} at least, in chunks, and takes that: plan for the largest batch",
                 stacklevel=2,
             )
         return planned
@@ -156,9 +153,3 @@ class InChunks:
         # a plan has nothing of the block that it was made for
         twin.known = self.known
         return twin
-
-
-def _shapes(found: Capture) -> str:
-    """Of a block's tensor arguments."""
-    given = [node.meta["val"] for node in found.nodes if node.op == "placeholder"]
-    return ", ".join(str(list(tensor.shape)) for tensor in given[len(found.names) :]) or "no tensors"

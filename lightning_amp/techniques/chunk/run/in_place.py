@@ -30,12 +30,7 @@ NEW = {
 
 
 def with_memory(table: Table, nodes: Sequence[Node]) -> Table:
-    """The table of a block in inference, with the memory that rows may lie in and results written over others.
-
-    Args:
-        table: Of the block.
-        nodes: Of its rows.
-    """
+    """The table of a block in inference, with the memory that rows may lie in and results written over others."""
     values, new = [node.meta.get("val") for node in nodes], list(map(_is_new, nodes))
     # a result with gaps, or in another order, is never written over: its bytes are not those of the new result
     whole = [isinstance(value, Tensor) and value.is_contiguous() for value in values]
@@ -60,18 +55,14 @@ def writing(target: Any) -> Any:
     if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
     asked = [(a.name, str(a.type)) for a in target._schema.arguments]
-    packet = target.overloadpacket
+    packet, composite = target.overloadpacket, ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
     for other in (getattr(packet, name) for name in packet.overloads()):
         *given, last = other._schema.arguments or [None]
         alone = last is not None and last.name == "out" and str(last.type) == "Tensor"
-        if alone and [(a.name, str(a.type)) for a in given] == asked and _has_its_own_kernel(other):
+        same = alone and [(a.name, str(a.type)) for a in given] == asked
+        if same and not any(has_kernel(other, key) for key in composite):
             return other
     return None
-
-
-def _has_its_own_kernel(target: OpOverload) -> bool:
-    composite = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
-    return not any(has_kernel(target, key) for key in composite)
 
 
 def _is_new(node: Node) -> bool:

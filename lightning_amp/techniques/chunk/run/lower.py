@@ -28,35 +28,28 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from lightning_amp._torch import ACTIVATIONS_IN_C, OpOverload, tree_leaves
+from lightning_amp._torch import ACTIVATIONS_IN_C, OpOverload, tree_flatten, tree_leaves, tree_unflatten
 from lightning_amp.graph.build_table import build_table
-from lightning_amp.graph.capture import Capture, run_as
+from lightning_amp.graph.capture import Capture
+from lightning_amp.graph.guards import state_of
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.techniques.chunk.regions.region import Region, within, written_over
 from lightning_amp.techniques.chunk.run.function import ChunkedRegion, Output
 from lightning_amp.techniques.chunk.run.in_place import with_memory, writing
 from lightning_amp.techniques.chunk.run.two_steps import neighbours
 
-_FUNCTIONAL = (
-    "avg_pool2d.default",
-    "gelu.default",
-    "gelu.out",
-    "linear.default",
-    "scaled_dot_product_attention.default",
-)
-_NN = (
-    *("elu.default", "elu.out", "leaky_relu.default", "leaky_relu.out", "silu.default", "silu.out"),
-    "upsample_nearest2d.vec",
-)
-_TENSOR = ("expand.default", "view.default")
-_TORCH = (
-    *("add.Tensor", "add.out", "addcmul.default", "addcmul.out", "bmm.default", "cat.default", "conv2d.default"),
-    *("flatten.using_ints", "group_norm.default", "layer_norm.default", "matmul.default", "mean.dim", "mul.Tensor"),
-    *("mul.out", "permute.default", "relu.default", "reshape.default", "select.int", "sigmoid.default", "sigmoid.out"),
-    *("softmax.int", "sub.Tensor", "sub.out", "transpose.int", "unflatten.int", "unsqueeze.default"),
-)
-_SPACES = {"torch.nn.functional": _FUNCTIONAL, ACTIVATIONS_IN_C: _NN, "torch.Tensor": _TENSOR, "torch": _TORCH}
-BINDINGS = {name: f"{space}.{name.partition('.')[0]}" for space, names in _SPACES.items() for name in names}
+_SPACES = {
+    "torch.nn.functional": "avg_pool2d.default gelu.default gelu.out linear.default"
+    " scaled_dot_product_attention.default",
+    ACTIVATIONS_IN_C: "elu.default elu.out leaky_relu.default leaky_relu.out silu.default silu.out"
+    " upsample_nearest2d.vec",
+    "torch.Tensor": "expand.default view.default",
+    "torch": "add.Tensor add.out addcmul.default addcmul.out bmm.default cat.default conv2d.default flatten.using_ints"
+    " group_norm.default layer_norm.default matmul.default mean.dim mul.Tensor mul.out permute.default relu.default"
+    " reshape.default select.int sigmoid.default sigmoid.out softmax.int sub.Tensor sub.out transpose.int unflatten.int"
+    " unsqueeze.default",
+}
+BINDINGS = {name: f"{space}.{name.partition('.')[0]}" for space, names in _SPACES.items() for name in names.split()}
 """Of overloads of aten, as generated code has them."""
 
 
@@ -95,17 +88,13 @@ class Lowered:
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What the block returns for a call with the signature of the capture."""
-        return run_as(self.capture, self.forward, block, args, kwargs)
+        values, _ = tree_flatten((args, kwargs))
+        given = (value for value in values if isinstance(value, Tensor))
+        return tree_unflatten(self.forward(*state_of(block).values(), *given), self.capture.output)
 
 
 def lower(capture: Capture, table: Table, regions: Sequence[Region]) -> Lowered:
-    """Write the forward of a block that runs some regions in chunks.
-
-    Args:
-        capture: With a graph.
-        table: By `table_of` the capture.
-        regions: Of `find_regions`, which share no row.
-    """
+    """Write the forward of a block that runs regions in chunks, which share no row; the table is by `table_of`."""
     return _Writer(capture, table).lower(sorted(regions, key=lambda region: region.first))
 
 
@@ -166,7 +155,11 @@ class _Writer:
         named = {self._name(f"region_{k}"): region for k, region in enumerate(regions)}
         parts = [self._region(name, region) for name, region in named.items()]
         code = "\n\n\n".join([*parts, self._forward(named)])
-        space = _compiled(code, self._values)
+        # with lines that errors in the code show
+        name = f"<lightning_amp.chunk {next(_FILES)}>"
+        linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+        space = dict(self._values)
+        exec(compile(code, name, "exec"), space)
         chunked = {name: self._chunked(space[name], region) for name, region in named.items()}
         # `space` is the dictionary that the functions have as their globals: what is put there is what their calls find
         # the code of forward calls what runs all chunks under the name of what computes one
@@ -323,28 +316,27 @@ class _Writer:
         return name
 
     def _chunked(self, compute: Callable[..., None], region: Region) -> ChunkedRegion:
-        return ChunkedRegion(
-            compute=compute,
-            length=region.units,
-            bounds=region.pieces(),
-            input_dims=tuple(region.dims.get(k) for k in region.inputs(self._table)),
-            outputs=tuple(self._outputs(region)),
-            reach=region.reach,
-        )
-
-    def _outputs(self, region: Region) -> Iterator[Output]:
         over, inputs = written_over(self._table, region), region.inputs(self._table)
-        for i in region.outputs(self._table):
-            value = self._nodes[i].meta["val"]
-            yield Output(
+        outputs = tuple(
+            Output(
                 name=self._names[i],
-                shape=tuple(value.shape),
-                stride=dense_strides(value),
-                dtype=value.dtype,
+                shape=tuple(self._nodes[i].meta["val"].shape),
+                stride=dense_strides(self._nodes[i].meta["val"]),
+                dtype=self._nodes[i].meta["val"].dtype,
                 dim=None if i in region.sums else region.dims[i],
                 needs_grad=self._table.rows[i].needs_grad,
                 over=inputs.index(over[i]) if i in over else None,
             )
+            for i in region.outputs(self._table)
+        )
+        return ChunkedRegion(
+            compute=compute,
+            length=region.units,
+            bounds=region.pieces(),
+            input_dims=tuple(map(region.dims.get, inputs)),
+            outputs=outputs,
+            reach=region.reach,
+        )
 
 
 def dense_strides(value: Tensor) -> tuple[int, ...]:
@@ -355,12 +347,3 @@ def dense_strides(value: Tensor) -> tuple[int, ...]:
         strides[d] = step
         step *= max(value.shape[d], 1)
     return tuple(strides)
-
-
-def _compiled(code: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The functions of a source; errors in them show its lines."""
-    name = f"<lightning_amp.chunk {next(_FILES)}>"
-    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
-    namespace = dict(values)
-    exec(compile(code, name, "exec"), namespace)
-    return namespace

@@ -42,13 +42,10 @@ class ModuleChunks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """A plan; what carries it out, called as the module's forward is; and what checks it before, called with the
-    arguments as a tuple and a dictionary. Where there is no `check` by itself, the first run checks.
-    """
+    """A plan, and what carries it out, called as the module's forward is; a `Checked` can be checked before."""
 
     chunks: ModuleChunks
     run: Callable[..., Any]
-    check: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] | None = None
 
 
 def plain(module: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from lightning_amp._torch import make_fx
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.graph.capture import Capture, fresh
 from lightning_amp.graph.table import OPERATOR, PARAMETER, Table
-from lightning_amp.techniques.chunk.regions.find_regions import find_regions
+from lightning_amp.techniques.chunk.regions.find_regions import RegionSearch
 from lightning_amp.techniques.chunk.regions.region import Region
 from lightning_amp.techniques.chunk.run.function import ChunkedRegion, Put
 from lightning_amp.techniques.chunk.run.lower import Lowered, lower
@@ -29,7 +29,7 @@ def outermost(table: Table) -> Region | None:
     Pieces that need their neighbours have other sizes at the ends, and a piece is captured in one size.
     """
     own = [i for i, row in enumerate(table.rows) if row.kind == OPERATOR]
-    all_of_it = (r for r in find_regions(table, around=own[-1:]) if r.first == own[0] and not (r.before or r.reach))
+    all_of_it = (r for r in RegionSearch(table).around(own[-1:]) if r.first == own[0] and not (r.before or r.reach))
     return next((r for r in all_of_it if r.last == own[-1]), None)
 
 
@@ -37,13 +37,8 @@ def lower_nested(capture: Capture, table: Table, region: Region, plan: Plan[Foun
     """The forward that runs a region of all rows in pieces of one size, and in each of them its own regions.
 
     Args:
-        capture: Of the block.
         table: Of the capture, for inference.
-        region: Of all its rows.
-        plan: Of a captured piece.
-
-    Returns:
-        The forward, and what `plan` says besides that of a piece.
+        plan: Of a captured piece its forward, and something that is returned too.
     """
     # the rows run inside of a piece, where the piece's own capture says what is written over what
     rows = tuple(replace(row, over=-1) for row in table.rows)

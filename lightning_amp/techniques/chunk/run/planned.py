@@ -1,6 +1,5 @@
 """Plan regions for one graph under a budget, and predict the bytes of the generated forward."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -13,14 +12,16 @@ from lightning_amp.graph.peak import block_bytes
 from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.regions.choose_chunks import CPU_SECONDS, CostModel, OverBudget, choose_chunks, rung
 from lightning_amp.techniques.chunk.regions.chunk_bytes import result_bytes
-from lightning_amp.techniques.chunk.regions.region import ChunkPlan, Region
+from lightning_amp.techniques.chunk.regions.region import ChunkPlan
 from lightning_amp.techniques.chunk.run.check import Checked
 from lightning_amp.techniques.chunk.run.lower import Lowered, lower, table_of
 from lightning_amp.techniques.chunk.run.module_chunks import ModuleChunks, Planned
 from lightning_amp.techniques.chunk.run.nested import lower_nested, outermost
 from lightning_amp.techniques.chunk.run.two_steps import in_two_steps, norms_of
 
-Norms = Callable[[Capture, int], frozenset[int]]
+Found = tuple[Lowered, ChunkPlan]
+NORMS = ("none", "above", "all")
+"""Which group norms are computed in two steps: none, those at which the block is above the budget, all."""
 
 
 def plan_graph(capture: Capture, budget_bytes: int, *, train: bool = False, costs: CostModel = CPU_SECONDS) -> Planned:
@@ -37,13 +38,10 @@ def plan_graph(capture: Capture, budget_bytes: int, *, train: bool = False, cost
         regions={"": found.regions},
         code={"": lowered.code},
     )
-    checked = Checked(lowered, budget_bytes, found.whole_bytes)
-    return Planned(chunks=chunks, run=checked, check=checked.check)
+    return Planned(chunks=chunks, run=Checked(lowered, budget_bytes, found.whole_bytes))
 
 
-def lower_within(
-    capture: Capture, budget_bytes: int, *, train: bool = False, costs: CostModel = CPU_SECONDS
-) -> tuple[Lowered, ChunkPlan]:
+def lower_within(capture: Capture, budget_bytes: int, *, train: bool = False, costs: CostModel = CPU_SECONDS) -> Found:
     """The generated forward that takes the least time within a budget, and its plan with the bytes that it then takes.
 
     In inference chunks are nested where nothing else is within the budget; the plan's region is the outer one then.
@@ -63,68 +61,37 @@ def lower_within(
     Raises:
         OverBudget: The budget cannot be met.
     """
-    errors = []
-    for choose in (_no_norms,) if train else (_no_norms, _norms_above, _all_norms):
-        try:
-            return _side_by_side_or_nested(capture, budget_bytes, costs, choose, train=train)
-        except OverBudget as error:
-            errors.append(error)
-            if not norms_of(capture):
-                break
-    raise min(errors, key=lambda e: e.least_bytes)
+    errors: list[OverBudget] = []
+    for which in NORMS[:1] if train else NORMS:
+        for form in (_with_norms, _nested)[: 1 if train else 2]:
+            try:
+                if found := form(capture, budget_bytes, costs, which, train=train):
+                    return found
+            except OverBudget as error:
+                errors.append(error)
+        if not norms_of(capture):
+            break
+    raise min(errors, key=lambda error: error.least_bytes)
 
 
-def _no_norms(capture: Capture, budget_bytes: int) -> frozenset[int]:
-    return frozenset()
-
-
-def _norms_above(capture: Capture, budget_bytes: int) -> frozenset[int]:
-    """Group norms of which a row is above the budget, up to the next one: all others are less whole, and faster."""
-    norms, k, found = norms_of(capture), -1, set[int]()
-    table = _inference_table(capture, table_of(capture, near=True))
-    for node, n_bytes in zip(capture.nodes, block_bytes(table, train=False).forward, strict=True):
-        k += k + 1 < len(norms) and node is norms[k + 1]
-        if n_bytes > budget_bytes and k >= 0:
-            found.add(k)
-    return frozenset(found)
-
-
-def _all_norms(capture: Capture, budget_bytes: int) -> frozenset[int]:
-    return frozenset(range(len(norms_of(capture))))
-
-
-def _side_by_side_or_nested(
-    capture: Capture, budget_bytes: int, costs: CostModel, choose: Norms, *, train: bool
-) -> tuple[Lowered, ChunkPlan]:
-    """The forward of a graph, or of one sample after the other; `choose` says which norms are in two steps."""
-    try:
-        return _with_norms(capture, budget_bytes, costs, choose, train=train)
-    except OverBudget as error:
-        if train:
-            raise
-        with torch.no_grad():
-            table = table_of(capture, near=True)
-            outer = outermost(table)
-            if outer is None:
-                raise
-            lowered, found = _nested(capture, table, outer, budget_bytes, costs, choose, error)
-    if torch.is_grad_enabled():
-        lowered = lower(capture, table_of(capture, near=True), found.regions)
-    return lowered, found
-
-
-def _with_norms(
-    capture: Capture, budget_bytes: int, costs: CostModel, choose: Norms, *, train: bool
-) -> tuple[Lowered, ChunkPlan]:
-    """The forward of a graph of which some norms are in two steps."""
-    norms = choose(capture, budget_bytes)
-    split = in_two_steps(capture, norms)
+def _with_norms(capture: Capture, budget_bytes: int, costs: CostModel, which: str, *, train: bool) -> Found:
+    """The forward of a graph of which some group norms are in two steps."""
+    norms, found = norms_of(capture), set(range(len(norms_of(capture)) if which == "all" else 0))
+    if which == "above":
+        # of which a row is above the budget, up to the next one: all others are less whole, and faster
+        k, table = -1, _inference_table(capture, table_of(capture, near=True))
+        forward = block_bytes(table.rows, table.outputs, train=False).forward
+        for node, n_bytes in zip(capture.nodes, forward, strict=True):
+            k += k + 1 < len(norms) and node is norms[k + 1]
+            if n_bytes > budget_bytes and k >= 0:
+                found.add(k)
+    split = in_two_steps(capture, found)
     table = table_of(split, near=not train)
     counted = table if train else _inference_table(split, table)
-    lowered, found = _within(split, counted, budget_bytes, costs, train=train)
+    lowered, plan = _within(split, counted, budget_bytes, costs, train=train)
     # where there are gradients the same regions run, and nothing is written over
-    lowered = lowered if counted is table else lower(split, table, found.regions)
-    return replace(lowered, norms=norms), found
+    lowered = lowered if counted is table else lower(split, table, plan.regions)
+    return replace(lowered, norms=frozenset(found)), plan
 
 
 def _within(
@@ -132,7 +99,7 @@ def _within(
 ) -> tuple[Lowered, ChunkPlan]:
     """The forward with the regions that are chosen from a table."""
     # of a block that fits as it is the budget itself is asked for: the next rung below could need chunks
-    fits = block_bytes(table, train=train).peak_bytes <= budget_bytes
+    fits = block_bytes(table.rows, table.outputs, train=train).peak_bytes <= budget_bytes
     asked, is_least = budget_bytes if fits else rung(budget_bytes), False
     while True:
         try:
@@ -146,41 +113,41 @@ def _within(
         if measured <= budget_bytes:
             return lowered, replace(found, peak_bytes=measured)
         if is_least:
-            raise OverBudget(
-                f"block {capture.kind.__name__!r} requires at least {measured!r} bytes in chunks"
-                f" ({found.whole_bytes!r} as it is), more than the budget of {budget_bytes!r} bytes; raise the"
-                " budget",
-                measured,
-            )
+            raise _over(capture, measured, f" ({found.whole_bytes!r} as it is)", budget_bytes)
         # a prediction that is too small costs other searches, never the promise
         asked = rung(min(asked, found.peak_bytes) - 1)
 
 
-def _nested(
-    capture: Capture, table: Table, outer: Region, budget_bytes: int, costs: CostModel, choose: Norms, alone: OverBudget
-) -> tuple[Lowered, ChunkPlan]:
-    """The forward in chunks within chunks; `alone` says what simple ones need."""
-    beside = sum(result_bytes(table.rows[i]) for i in outer.outputs(table))
+def _nested(capture: Capture, budget_bytes: int, costs: CostModel, which: str, *, train: bool) -> Found | None:
+    """The forward of one sample after the other, each in chunks; None where samples are not apart."""
+    with torch.no_grad():
+        table = table_of(capture, near=True)
+        outer = outermost(table)
+        if outer is None:
+            return None
+        beside = sum(result_bytes(table.rows[i]) for i in outer.outputs(table))
 
-    def plan(piece: Capture) -> tuple[Lowered, ChunkPlan]:
-        return _with_norms(piece, budget_bytes - beside, costs, choose, train=False)
+        def plan(piece: Capture) -> Found:
+            return _with_norms(piece, budget_bytes - beside, costs, which, train=train)
 
-    try:
-        lowered, inner = lower_nested(capture, table, outer, plan)
-    except OverBudget as error:
-        raise _over(capture, budget_bytes, min(error.least_bytes + beside, alone.least_bytes)) from error
-    measured = measured_bytes(lowered)
-    if measured > budget_bytes:
-        raise _over(capture, budget_bytes, min(measured, alone.least_bytes))
-    whole, n = choose_chunks(table, 2**62, train=False, costs=costs), outer.n_chunks
-    return lowered, replace(whole, regions=(outer,), peak_bytes=measured, seconds=n * inner.seconds)
+        try:
+            lowered, inner = lower_nested(capture, table, outer, plan)
+            least_bytes = measured_bytes(lowered)
+        except OverBudget as error:
+            least_bytes = error.least_bytes + beside
+        if least_bytes > budget_bytes:
+            raise _over(capture, least_bytes, "", budget_bytes)
+        whole = choose_chunks(table, 2**62, train=False, costs=costs)
+    found = replace(whole, regions=(outer,), peak_bytes=least_bytes, seconds=outer.n_chunks * inner.seconds)
+    if torch.is_grad_enabled():
+        lowered = lower(capture, table_of(capture, near=True), found.regions)
+    return lowered, found
 
 
-def _over(capture: Capture, budget_bytes: int, least_bytes: int) -> OverBudget:
-    """Of what is known when a prediction was wrong, or chunks were nested."""
+def _over(capture: Capture, least_bytes: int, as_it_is: str, budget_bytes: int) -> OverBudget:
     return OverBudget(
-        f"block {capture.kind.__name__!r} requires at least {least_bytes!r} bytes in chunks, more than the budget of"
-        f" {budget_bytes!r} bytes; raise the budget",
+        f"block {capture.kind.__name__!r} requires at least {least_bytes!r} bytes in chunks{as_it_is}, more than the"
+        f" budget of {budget_bytes!r} bytes; raise the budget",
         least_bytes,
     )
 

@@ -80,14 +80,11 @@ def _fewer(
         if isinstance(value, Tensor):
             dims = of_images if value.dim() > 3 else of_others
             kept = {d % value.dim() for d in dims if -value.dim() <= d < value.dim()}
-            shape = [n if d in kept and n in fixed else min(n, _positions(n, least)) for d, n in enumerate(value.shape)]
+            # a divisor of its size, so that what halves a dim still can; else an odd number
+            fewer = [next((k for k in range(least, 2 * least) if n % k == 0), least + 1) for n in value.shape]
+            shape = [n if d in kept and n in fixed else min(n, fewer[d]) for d, n in enumerate(value.shape)]
             made[id(value)] = _first(value, shape)
     return [made[id(value)] if isinstance(value, Tensor) else value for value in values]
-
-
-def _positions(size: int, least: int) -> int:
-    """How many of a dim: a divisor of its size, so that what halves it still can; else an odd number."""
-    return next((n for n in range(least, 2 * least) if size % n == 0), least + 1)
 
 
 def _first(value: Tensor, shape: Sequence[int]) -> Tensor:

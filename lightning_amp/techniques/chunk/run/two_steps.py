@@ -49,8 +49,13 @@ def _of(value: Any, k: int) -> int:
 
 def norms_of(capture: Capture) -> list[Node]:
     """Group norms of images, which can be computed in two steps."""
-    rows = (n for n in capture.nodes if n.args and isinstance(n.args[0], Node))
-    return [n for n in rows if _is_norm(n, n.args[0].meta.get("val"))]  # type: ignore[union-attr]
+    found = []
+    for node in capture.nodes:
+        if node.target is torch.ops.aten.group_norm.default and isinstance(node.args[0], Node):
+            x = node.args[0].meta.get("val")
+            if isinstance(x, Tensor) and x.dim() > 3 and x.dtype in WIDE:
+                found.append(node)
+    return found
 
 
 def in_two_steps(capture: Capture, which: Collection[int]) -> Capture:
@@ -83,12 +88,6 @@ def _for_every_reader(graph: Graph) -> None:
             if own is not node:
                 reader.replace_input_with(node, own)
             before = reader
-
-
-def _is_norm(node: Node, x: Any) -> bool:
-    return (
-        node.target is torch.ops.aten.group_norm.default and isinstance(x, Tensor) and x.dim() > 3 and x.dtype in WIDE
-    )
 
 
 class _TwoSteps(Interpreter):

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import negate_each, softplus_backward, times_each, values_are_checked
 from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.derivatives import first_only
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.shapes import OwnCounts, OwnTable, Scalar
@@ -119,12 +120,8 @@ class _WithGradients(torch.autograd.Function):
         return total
 
     @staticmethod
+    @first_only("a sparse likelihood, whose gradients are numbers by then; leave 'sparse' out")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise InstallError(
-                "a second derivative of a loss is not supported (create_graph=True): its likelihood is"
-                " sparse, whose gradients are numbers by then; leave 'sparse' out"
-            )
         return None, None, *times_each(ctx.saved_tensors, grad)
 
 

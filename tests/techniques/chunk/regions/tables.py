@@ -1,16 +1,24 @@
 """Tables by hand and random ones, whose dims follow the library's rules; the rules of regions without a search."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from math import gcd, prod
 from typing import Any
 
-from lightning_amp.graph import sum_rules
+from lightning_amp.graph import flow_rules
 from lightning_amp.graph.flow import OperatorCall, Ref, dims_of, sums_of
 from lightning_amp.graph.table import INPUT, OPERATOR, PARAMETER, OperatorRow, Table
+from lightning_amp.techniques.chunk.regions.find_regions import RegionSearch
 from lightning_amp.techniques.chunk.regions.region import GETITEM, Region, reach_of, written_from
 
-assert sum_rules
+assert flow_rules
+
+
+def find_regions(
+    table: Table, *, around: Collection[int] | None = None, held: Sequence[int] | None = None
+) -> tuple[Region, ...]:
+    """All regions of a table, or those that have one of some rows."""
+    return tuple(RegionSearch(table, held=held).around(range(len(table.rows)) if around is None else around))
 
 
 class Rows:

@@ -17,13 +17,12 @@ from lightning_amp.techniques.chunk.regions import find_regions as find_regions_
 from lightning_amp.techniques.chunk.regions.candidates import RegionCandidate
 from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, OverBudget, choose_chunks
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
-from lightning_amp.techniques.chunk.regions.find_regions import find_regions, same_region
-from lightning_amp.techniques.chunk.regions.paper_cost import WEIGHTS, Weights, paper_cost
-from lightning_amp.techniques.chunk.regions.piece_seconds import Seconds
+from lightning_amp.techniques.chunk.regions.costs import WEIGHTS, Seconds, Weights, paper_cost
+from lightning_amp.techniques.chunk.regions.find_regions import same_region
 from lightning_amp.techniques.chunk.regions.region import Region, pieces
 from lightning_amp.techniques.chunk.regions.region_search import Line
 from tests.each import each
-from tests.techniques.chunk.regions.tables import Rows, broken, random_table
+from tests.techniques.chunk.regions.tables import Rows, broken, find_regions, random_table
 
 
 def scan(n_steps: int) -> Table:

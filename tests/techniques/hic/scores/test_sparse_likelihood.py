@@ -177,7 +177,7 @@ def test_backward_passes_may_be_many_and_checkpointed_but_not_of_second_order() 
         assert_close([t.grad for t in given if t.grad is not None], expected)
         for t in given:
             t.grad = None
-    with pytest.raises(InstallError, match=r"create_graph=True\): its likelihood is sparse.*leave 'sparse'"):
+    with pytest.raises(ModelError, match=r"create_graph=True\) through a sparse likelihood.*leave 'sparse'"):
         torch.autograd.grad(total, given, create_graph=True)
 
 

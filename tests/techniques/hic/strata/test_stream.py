@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_amp.errors import InstallError
+from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install
 from lightning_amp.techniques.hic.rows import StreamStrata
@@ -157,7 +157,7 @@ def test_without_gradients_nothing_is_recorded(strategy: str) -> None:
 
 def test_second_derivatives_and_second_backward_passes_are_refused() -> None:
     model = installed(FIVE, "stream")
-    with pytest.raises(InstallError, match=r"second derivative .*create_graph=True.* leave 'stream' out"):
+    with pytest.raises(ModelError, match=r"second derivative .*create_graph=True.* leave 'stream' out"):
         torch.autograd.grad(model(), model.v, create_graph=True)
     loss = model()
     loss.backward(retain_graph=True)

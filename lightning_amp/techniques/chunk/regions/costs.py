@@ -1,4 +1,4 @@
-"""Predict the seconds of a block from its table, whole and with regions in pieces.
+"""Compute what a region costs: seconds at measured rates, or the paper's cost.
 
     row          overhead + flops / rate of products + bytes it reads and writes / rate of memory
     in n pieces  n overheads + the same flops + the bytes of what is cut + n times those of what is read whole
@@ -9,9 +9,21 @@ A view takes an overhead and moves nothing.
 
 Known limits: smaller pieces stay in a cache, which makes them faster than this says; products of very few rows do not
 reach the rate.
+
+The paper's is AutoChunk's, Section 3.4, Equations 8 to 10; without a unit.
+
+    macro (8)   nodes x share of the block's rows + flops x share of its floating point operations
+    micro (9)   density / computation density + stride / stride of the cut dim
+    cost (10)   macro + micro; that of a plan is the sum over its regions (11)
+
+Density is operations per row, and its mean over the block is 1. The stride is that of the cut dim in the region's
+outputs, as a share of their size: cutting the outermost dim costs least. Seconds do not enter, and neither does the
+number of pieces. The paper tunes its four weights and does not print them; ours are tuned in the same way.
 """
 
 from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
 
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.graph.table import OPERATOR, Table
@@ -34,7 +46,14 @@ class Seconds:
         """What a region takes more than its rows do whole; never negative."""
         n = len(pieces(region.units, region.n_chunks))
         inside = region.inside(self._table)
-        again = sum(self._again(i, region) for i in inside)
+        # what every piece but the first costs: calls, and what they read whole or add to a sum
+        again = 0.0
+        for i in inside:
+            row, moved = self._table.rows[i], 0
+            if row.storage == i:
+                moved = sum(self._result[k] for k in row.inputs if k not in region.dims)
+                moved += 2 * self._result[i] if i in region.sums else 0
+            again += self._rates.overhead_seconds + self._moved(moved)
         outputs = region.outputs(self._table)
         copies = sum(self._moved(2 * self._result[i]) + n * self._rates.overhead_seconds for i in outputs)
         beside = (n - 1) * 2 * region.reach / region.units * sum(self.rows[i] for i in inside)
@@ -57,14 +76,33 @@ class Seconds:
         moved = self._result[i] + sum(self._result[k] for k in row.inputs)
         return self._rates.overhead_seconds + row.flops / self._rates.matmul_flops + self._moved(moved)
 
-    def _again(self, i: int, region: Region) -> float:
-        """What every piece but the first costs: a call, and what it reads whole or adds to a sum."""
-        row = self._table.rows[i]
-        if row.storage != i:
-            return self._rates.overhead_seconds
-        whole = sum(self._result[k] for k in row.inputs if k not in region.dims)
-        summed = 2 * self._result[i] if i in region.sums else 0
-        return self._rates.overhead_seconds + self._moved(whole + summed)
-
     def _moved(self, n_bytes: int) -> float:
         return n_bytes / self._rates.memory_bytes
+
+
+class Weights(NamedTuple):
+    """Of the paper's four terms: its alpha, beta, gamma and lambda."""
+
+    nodes: float = 1.0
+    flops: float = 1.0
+    density: float = 1.0
+    stride: float = 1.0
+
+
+WEIGHTS = Weights(nodes=100.0)
+"""What `python -m benchmarks.chunks.autochunk --tune` finds for small models of the paper's four kinds."""
+
+
+def paper_cost(table: Table, region: Region, weights: Weights = WEIGHTS) -> float:
+    """What the paper's selection makes as small as it can."""
+    inside = region.inside(table)
+    n_rows = sum(row.kind == OPERATOR for row in table.rows)
+    flops = sum(table.rows[i].flops for i in inside)
+    macro = weights.nodes * len(inside) / n_rows + weights.flops * flops / max(table.flops, 1)
+    density = (flops / len(inside) + 1) / (table.flops / n_rows + 1)
+    strides = [
+        prod(table.rows[i].shape[region.dims[i] :]) / prod(table.rows[i].shape)
+        for i in region.outputs(table)
+        if i in region.dims
+    ]
+    return macro + weights.density / density + weights.stride * sum(1 / s for s in strides) / max(len(strides), 1)
