@@ -27,6 +27,8 @@ from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.planning.plan.plan import Axes
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, KernelCalls, RunSizes, calls_of, run_sizes
 from lightning_amp.techniques.hic.rows import (
+    AGAIN,
+    STREAMED,
     block_cells,
     chunk_buckets,
     keeps_weights,
@@ -69,12 +71,12 @@ class RankSizes:
     @property
     def streamed(self) -> bool:
         """Whether cells come in blocks."""
-        return self.axes.activations == "stream"
+        return self.axes.activations == STREAMED
 
     @property
     def recomputed(self) -> bool:
         """Whether the forward pass is run again in the backward pass."""
-        return self.axes.activations == "recompute"
+        return self.axes.activations == AGAIN
 
     @property
     def fused(self) -> bool:

@@ -32,7 +32,15 @@ from lightning_amp.planning.policies.build_rules import (
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.time.step_seconds import predicted_times
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.table import EVALUATED, PREDICTIONS, STRATEGIES, in_order, is_of_block, parse_strategies
+from lightning_amp.techniques.table import (
+    EVALUATED,
+    PREDICTIONS,
+    STRATEGIES,
+    in_order,
+    is_of_block,
+    parse_strategies,
+    together,
+)
 
 SLOW_SECONDS = 0.5
 """Of a step, spent on other things than computation."""
@@ -276,7 +284,7 @@ def in_parts(whole: Plan, facts: PlanningContext) -> Plan:
             seen = counted.profiled(facts.rates[0])
             base = _without_step(facts, ["S1", name], steps.ranks, steps=steps)
             made = [plan_module(base, seen, named=(), count=counted.count)]
-            others = [other for other in row.together if other in PREDICTIONS]
+            others = [other for other in together(name) if other in PREDICTIONS]
             # one technique more only where fewer do not fit; of as many the fastest
             for n in range(1, len(others) + 1):
                 if any(plan.fits for plan in made):

@@ -14,7 +14,6 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.planning.modules.candidates import as_it_is, draft, merit, on_ranks, sets_of_techniques
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.recompute.row import all_fixed
 from lightning_amp.techniques.stage_search import StageOptions
 from lightning_amp.techniques.table import STRATEGIES, is_of_block, stage_search
 
@@ -32,7 +31,7 @@ def missing(seen: ProfiledStep, best: Draft, *, budget: int) -> str:
     if best.peak_bytes <= least.peak_bytes or best.strategies == least.strategies:
         least = best
     said = f"{LEAST}{spelled(least)} on {on_ranks(ranks)}"
-    fixed = all_fixed(seen.chain)
+    fixed = seen.chain.all_fixed
     said += f" ({fixed})" if fixed else ""
     more = fewest_ranks(seen, budget, above=ranks)
     if more is None and seen.counted is None:

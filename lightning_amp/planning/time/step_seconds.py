@@ -47,10 +47,10 @@ from lightning_amp.planning.plan.plan import Axes, MeshShape
 from lightning_amp.planning.sizes import RankSizes, Strata, Term, strata_of
 from lightning_amp.planning.time.collectives import Collective, gradient_numbers, region_traffic, stratum_traffic
 from lightning_amp.planning.time.operator_costs import PARTS, Part, spine, there_and_back
-from lightning_amp.techniques.hic.rows import FusedAttention, StrataParallel, StreamStrata
+from lightning_amp.techniques.hic.rows import AGAIN, STREAMED, FusedAttention, StrataParallel, StreamStrata
 from lightning_amp.techniques.table import STRATEGIES
 
-PYTHON = {"recompute": 160, "stream": 95, "fused": 45, "sdpa": 75, "sparse": 40}
+PYTHON = {AGAIN: 160, STREAMED: 95, "fused": 45, "sdpa": 75, "sparse": 40}
 """What a choice adds to a stratum besides its kernels, in kernels that take as long: views, and Python code.
 
 Fitted on a CPU. Where kernels are launched, operators of fused attention and of the sparse likelihood were counted to

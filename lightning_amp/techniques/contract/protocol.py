@@ -195,6 +195,8 @@ def find_decoders(module: nn.Module) -> dict[str, DecomposedDecoder]:
     return found
 
 
+INSIDE = "it is of the decoder"
+"""Why a block that lies in a decoder, or holds it, stays as it is: decoders have techniques of their own."""
 T = TypeVar("T")
 
 
@@ -210,11 +212,15 @@ class StratumInputs(NamedTuple, Generic[T]):
 class LoopTechnique(nn.Module):
     """A technique in the place of a strata loop; its `forward` takes `latents` (u, v, log_weights) as the loop does.
 
+    Attributes:
+        goes_back: The technique, where a backward pass runs between two strata; else "".
+
     Args:
         inner: The loop that was there before.
     """
 
     is_technique = True
+    goes_back = ""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

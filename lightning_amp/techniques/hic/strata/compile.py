@@ -7,7 +7,7 @@ Exact up to rounding. Leaves whose backward pass is written by hand (`stays_eage
 so does a key that `stream` has taken over. Where there are none, what has no place in one graph is torch's error; more
 graphs than expected (`GRAPHS`) always are. Without values (a simulation) nothing is compiled. No collectives.
 mode="reduce-overhead" records CUDA graphs, which own the memory of what a stratum returns until the next step, so that
-`stream` and `recompute`, which run a backward pass between two strata, are not supported with it.
+loops that run a backward pass between two strata (`goes_back`), as that of `stream`, are not supported with it.
 
 Known limits: what a compiled stratum keeps and needs at most is the compiler's choice, and not predicted; `mean` and
 `spine` are not compiled.
@@ -27,8 +27,6 @@ from lightning_amp.shapes import Scalar
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder
 from lightning_amp.techniques.hic.rows import CompileStrata
-from lightning_amp.techniques.hic.strata.loops import RecomputedStrata
-from lightning_amp.techniques.hic.strata.stream import StreamedStrata
 
 MODES = ("default", "reduce-overhead")
 GRAPHS = 8
@@ -133,11 +131,11 @@ def _check_mode(mode: str, device: torch.device, walk: nn.Module) -> None:
             f"compile got mode={mode!r}, whose graphs are CUDA's, on a device of type {device.type!r}; set"
             " mode='default' there"
         )
-    if isinstance(walk, StreamedStrata | RecomputedStrata):
+    if goes_back := getattr(walk, "goes_back", ""):
         raise InstallError(
             f"compile got mode={mode!r}, whose graphs own what a stratum returns until the next step,"
             f" together with {type(walk).__name__}, which runs a backward pass between strata; set"
-            " mode='default', or leave 'stream' and 'recompute' out"
+            f" mode='default', or leave {goes_back!r} out"
         )
 
 

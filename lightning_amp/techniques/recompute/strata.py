@@ -1,29 +1,17 @@
-"""Replace the loop over strata: recompute keeps no stratum, strata gives every rank a run of them.
+"""Replace the loop over a decoder's strata by one that keeps no stratum: each is computed again in the backward pass.
 
-recompute: the same computation twice (torch.utils.checkpoint), with the same random numbers, for decoders whose loss is
-not computed inside them; where it is, `stream` keeps as little and computes everything once. All that K strata keep
-becomes what one keeps, and v. The second time, a stratum reads the parameters and buffers that it had the first time.
-What has been changed in place since, and a change of `training`, is refused. Hooks on a stratum run in the first pass
-only. Known limits: a buffer that a stratum changes is read the second time as the first has left it; a change of sparse
+The same computation twice (torch.utils.checkpoint), with the same random numbers, for decoders whose loss is not
+computed inside them; where it is, `stream` keeps as little and computes everything once. All that K strata keep becomes
+what one keeps, and v. The second time, a stratum reads the parameters and buffers that it had the first time. What has
+been changed in place since, and a change of `training`, is refused. Hooks on a stratum run in the first pass only.
+Known limits: a buffer that a stratum changes is read the second time as the first has left it; a change of sparse
 counts, or of a tensor that is no parameter, buffer or argument, is not noticed.
-
-strata: nll_r = sum over rank r's own strata of nll_k, loss = sum over ranks of nll_r. Strata do not read each other;
-the softmax of a stratum runs over its features, all of which its rank has. In a chained decoder every rank runs the
-spine up to its last stratum, and takes its own strata's gradients down to v. `mean` runs all strata on every rank.
-
-    collectives of a step      forward                        backward
-    the whole decoder          1 all-reduce of the loss       1 all-reduce of gradients, N D + B D + B K numbers
-    parameters of the strata                                  in the reduction of gradients, once (`Change.partial`)
-
-Legend: N anchors, D dim, B cells, K strata.
 """
 
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from lightning_amp._torch import version_of
@@ -32,9 +20,8 @@ from lightning_amp.shapes import Scalar
 from lightning_amp.techniques.checks.decoder import walk_of
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder, LoopTechnique
-from lightning_amp.techniques.hic.rows import RecomputeStrata, StrataParallel
 from lightning_amp.techniques.precomputed_gradients import call_with, places
-from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
+from lightning_amp.techniques.recompute.row import RecomputeStrata
 
 
 def recompute_strata(decoder: DecomposedDecoder, spec: RecomputeStrata, mesh: object) -> Change:
@@ -44,6 +31,8 @@ def recompute_strata(decoder: DecomposedDecoder, spec: RecomputeStrata, mesh: ob
 
 class RecomputedStrata(LoopTechnique):
     """The strata loop that keeps no stratum; made by `recompute_strata`."""
+
+    goes_back = "recompute"
 
     def forward(self, strata: nn.ModuleList, *latents: Tensor, **options: Any) -> Scalar:
         """Negative log-likelihood summed over cells and features."""
@@ -122,47 +111,3 @@ class _Read:
 
 def _alias(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach()
-
-
-def share_strata(decoder: DecomposedDecoder, spec: StrataParallel, mesh: DeviceMesh) -> Change:
-    """Shard the strata of a decoder over the model axis."""
-    axis = mesh["model"]
-    walk = walk_of(decoder, "strata", stacked=True)
-    ends = _ends(spec.ends, n_strata=len(decoder.strata), ranks=axis.size())
-    rank = axis.get_local_rank()
-    own = range(ends[rank - 1] if rank else 0, ends[rank])
-    swaps: dict[str, nn.Module] = {
-        "region": share_region(decoder, SharedRegion(axis, ("strata",), summed=True)),
-        "walk": OwnStrata(walk, own),
-    }
-    return Change(swaps, partial=list(decoder.strata.parameters()))
-
-
-class OwnStrata(LoopTechnique):
-    """The loop over this rank's strata; made by `share_strata`."""
-
-    def __init__(self, inner: nn.Module, own: range) -> None:
-        super().__init__(inner)
-        self.own = own
-
-    def extra_repr(self) -> str:
-        """Shown by `print(module)`."""
-        return f"strata [{self.own.start}, {self.own.stop})"
-
-    def forward(self, strata: nn.ModuleList, *latents: Tensor, **cells: Tensor) -> Scalar:
-        """Negative log-likelihood summed over cells and the own strata's features."""
-        return cast(Tensor, self.inner(strata, *latents, own=self.own, **cells))
-
-
-def _ends(text: str, *, n_strata: int, ranks: int) -> list[int]:
-    parts = text.split(",")
-    ends = [int(part) if part.strip().isdigit() else -1 for part in parts]
-    # a rank without strata would not take part in the backward pass, and the others would wait for it
-    lengths = [end - start for start, end in pairwise([0, *ends])]
-    if len(ends) != ranks or ends[-1] != n_strata or min(lengths) < 1:
-        raise InstallError(
-            f"strata got ends={text!r} on {ranks!r} ranks and {n_strata!r} strata; allowed is one past the"
-            f" last stratum of every rank, each with one stratum at least: choose {n_strata!r} ranks or"
-            f" fewer, and ends such as {','.join(str(n_strata * (r + 1) // ranks) for r in range(ranks))!r}"
-        )
-    return ends
