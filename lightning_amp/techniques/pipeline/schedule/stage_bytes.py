@@ -31,7 +31,7 @@ import numpy as np
 
 from lightning_amp.footprint.chain.passes import Parameter, Passes
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, most_in_flight
-from lightning_amp.techniques.pipeline.schedule.stage_window import StageWindow, most_at_once
+from lightning_amp.techniques.pipeline.schedule.stage_window import StageWindow, over_time
 
 DRAWS, PRINT = 10_100, 8
 """Bytes of a state of random numbers, torch's, NumPy's and Python's, and of what is sent with it for comparison."""
@@ -284,7 +284,7 @@ class _StageWalk:
             return 0
         begin, length = int(times[0]), int(times[-1]) + 1 - int(times[0])
         here = (whole.birth >= begin) & np.isin(whole.n_bytes, [p.n_bytes for p in self._held])
-        return most_at_once(whole.birth[here] - begin, whole.held[here] - begin, whole.n_bytes[here], length)
+        return int(over_time(whole.birth[here] - begin, whole.held[here] - begin, whole.n_bytes[here], length).max())
 
     def _stage(self, stage: int) -> StageBytes:
         start, end = self._pipeline.runs[stage]

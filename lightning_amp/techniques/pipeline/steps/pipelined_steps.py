@@ -29,7 +29,7 @@ parameters have half precision rounds.
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any, Protocol
@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
 from lightning_amp._torch import tree_map
@@ -46,12 +47,12 @@ from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.recompute_state import digests, same_digests
 from lightning_amp.random_streams import isolated_random_streams
 from lightning_amp.techniques.pipeline.row import PipelineStages
+from lightning_amp.techniques.pipeline.run.block_walk import StageBlock, spans
 from lightning_amp.techniques.pipeline.run.blocks import refuse_hooks
 from lightning_amp.techniques.pipeline.run.run_stages import Ran, Rest, Stages, Work, detached, loss_of
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, PassTimes, fills_rounds, schedule
-from lightning_amp.techniques.pipeline.steps.loss_check import compare, evaluating, single
 from lightning_amp.techniques.pipeline.steps.manual_step import ManualStep
-from lightning_amp.techniques.pipeline.steps.sample_check import Given, SampleCheck, cut
+from lightning_amp.techniques.pipeline.steps.sample_check import Given, SampleCheck, compare, cut, evaluating, single
 from lightning_amp.techniques.pipeline.steps.step_record import StageStepRecorder, StepRecord
 from lightning_amp.techniques.precomputed_gradients import Gradients, with_gradients
 
@@ -334,6 +335,31 @@ class PipelinedSteps:
         if failed is not None:
             raise failed
         return shared
+
+
+def install(
+    module: LightningModule,
+    overridden: Sequence[tuple[str, nn.Module, Any]],
+    spec: PipelineStages,
+    mesh: DeviceMesh,
+    parameters_of: Callable[..., RankParameters],
+) -> tuple[RankParameters, PipelinedSteps]:
+    """Free what other stages hold, and let the module's steps run as stages until these are undone.
+
+    Args:
+        module: Its blocks have been replaced by those of stages.
+        overridden: Of all modules with another forward: name, module, and what runs there.
+        spec: Of the plan.
+        mesh: With the axes "data" and "model".
+        parameters_of: (module, its blocks with the rank of the model axis of each, mesh) -> the parameters, with those
+            of other ranks freed.
+    """
+    calls = [(fqn, block, run) for fqn, block, run in overridden if isinstance(run, StageBlock)]
+    stages = Stages(calls[0][2].walk, spans(map(int, spec.ends.split(","))), mesh["model"], module.device)
+    ranks = [n % mesh.size(1) for n, span in enumerate(stages.spans) for _ in range(span.first, span.end)]
+    parameters = parameters_of(module, [(block, ranks[call.index]) for _, block, call in calls], mesh)
+    blocks = {fqn: block for fqn, block, _ in calls}
+    return parameters, PipelinedSteps(module, blocks, stages, parameters, spec, data_rank=mesh["data"].get_local_rank())
 
 
 def within(call: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
