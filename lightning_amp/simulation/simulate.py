@@ -20,7 +20,7 @@ from lightning_amp.planning.plan.plan import MeshShape, Plan
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import track
-from lightning_amp.simulation.measured_step import PlannedRank, RankResult, Sizes, measure_step
+from lightning_amp.simulation.measured_step import MeasuredStep, PlannedRank, RankResult, Sizes
 from lightning_amp.simulation.models_without_values import Subject, decoder_subject, reference_subject
 from lightning_amp.simulation.parse_shape import ShapeRequest
 from lightning_amp.techniques.hic.attention import rotary
@@ -110,7 +110,7 @@ def simulate(
         planned = PlannedRank(make(), plan, mesh)
         # tables that stay in a process: those of a simulation before would not be seen
         rotary.forget_kept()
-        return measure_step(planned, rank=rank, budget_bytes=plan.budget_bytes, on_stratum=on_stratum)
+        return MeasuredStep(planned, budget_bytes=plan.budget_bytes, on_stratum=on_stratum).run(rank)
 
 
 def simulate_plan(make: Callable[[], Subject], plan: Plan, *, device_type: str = "cpu") -> Simulation:

@@ -99,8 +99,8 @@ def of_blocks_outside(strategies: Sequence[str]) -> frozenset[str]:
         others = [other for other in strategies if other != name]
         return any(conflicts(strategies)) and not any(conflicts(others))
 
-    both = {name for name in OF_BLOCKS if STRATEGIES[name].choice is not None}
-    return frozenset(name for name in strategies if name in OF_BLOCKS and (name not in both or is_apart(name)))
+    own = [name for name in strategies if name in OF_BLOCKS]
+    return frozenset(name for name in own if STRATEGIES[name].choice is None or is_apart(name))
 
 
 def label(strategy: str) -> str:
@@ -135,16 +135,12 @@ def conflicts(strategies: Collection[str]) -> Iterator[str]:
         for other, why in STRATEGIES[one].conflicts.items():
             if other in strategies:
                 yield f"{' and '.join(in_order((one, other)))} cannot be together: {why}"
-    for one in filter(_of_decoder_alone, STRATEGIES):
-        for other, row in STRATEGIES.items():
-            if row.no_decoder and one in strategies and other in strategies:
+    rows = {name: row for name, row in STRATEGIES.items() if name in strategies}
+    # those that change decoders only, and no blocks of other modules
+    for one in (name for name, row in rows.items() if row.choice is not None and name not in OF_BLOCKS):
+        for other, row in rows.items():
+            if row.no_decoder:
                 yield f"{one} and {other} cannot be together: {row.no_decoder}"
-
-
-def _of_decoder_alone(strategy: str) -> bool:
-    """Whether a technique changes decoders only, and no blocks of other modules."""
-    row = STRATEGIES[strategy]
-    return row.choice is not None and not any(one.on_blocks for one in row.installers.values())
 
 
 def parse_strategies(asked: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:

@@ -129,7 +129,7 @@ def attention_terms(s: RankSizes) -> Terms:
     if s.in_kernels:
         return _kernel_terms(s)
     # whole buckets are exchanged, so a neighbour's rows are a bucket of w, however few of them are read
-    halo = NEIGHBOUR[s.axes.attention] * w * a * (s.anchors_with_halo - s.anchors) // w if s.by_nodes else 0
+    halo = NEIGHBOUR[s.axes.attention] * a * s.halo
     terms = {"rows of the neighbours' buckets": s.element * halo} if halo else {}
     if s.fused:
         return terms | ({"weights [N, 3 w]": s.element * s.kept_weights} if s.kept_weights else {})

@@ -222,6 +222,7 @@ def estimate(
         # the anchors of the rank's own features, besides the list of all
         buffers += INDEX_BYTES * sum(_column(FEATURES, sizes))
     found = _strata(sizes, runs)
+    first_key = next((k for k, distance in enumerate(shape.decoder.distances) if distance), 0)
     return Estimate(
         # weights and the last step's gradients, then the optimiser's copies
         base_bytes=buffers + parameters * (2 + shape.optimizer_slots) + inputs + entered,
@@ -237,15 +238,9 @@ def estimate(
         edge_bytes=shape.edge_bytes,
         summed_bytes=sum(latent_terms(sizes).values()) if sizes.recomputed else 0,
         tables_bytes=shape.element_bytes * table_numbers(sizes),
-        tables_from=_first_key(sizes),
+        # chained strata that are streamed run from the last one on
+        tables_from=0 if shape.decoder.chained and sizes.streamed else first_key,
     )
-
-
-def _first_key(s: RankSizes) -> int:
-    """The first stratum that has a key; 0 where chained strata are streamed, which run from the last one on."""
-    if s.decoder.chained and s.axes.activations == STREAMED:
-        return 0
-    return next((k for k, distance in enumerate(s.decoder.distances) if distance), 0)
 
 
 def _column(term: Term[RankSizes, Counted], s: RankSizes) -> tuple[Counted, ...]:

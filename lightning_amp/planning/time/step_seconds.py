@@ -149,14 +149,6 @@ def _overhead_seconds(name: str, s: TimedSizes) -> float:
     return there_and_back(PARTS[name].count(s), forwards=1 + s.recomputed).kernels * s.rates.overhead_seconds
 
 
-def _part_seconds(name: str, s: TimedSizes) -> float:
-    return _seconds(name, PARTS[name].count(s), s, forwards=1 + s.recomputed)
-
-
-def _sending_seconds(s: TimedSizes) -> float:
-    return sum(c.seconds(s.ranks, s.rates.links, element_bytes=s.element) for c in stratum_traffic(s))
-
-
 def _python_seconds(s: TimedSizes) -> float:
     leaves = 0
     if not s.launched:
@@ -175,12 +167,18 @@ def _of_parts(count: Callable[[str, TimedSizes], float]) -> Iterator[Term[TimedS
         yield Term(partial(count, name), *reads, of_features=term.of_features)
 
 
-COMPUTING = (*_of_parts(_part_seconds), IN_PYTHON)
+COMPUTING = (*_of_parts(lambda name, s: _seconds(name, PARTS[name].count(s), s, forwards=1 + s.recomputed)), IN_PYTHON)
 OVERHEADS = (*_of_parts(_overhead_seconds), IN_PYTHON)
 """Of the same parts what passes between operators, which Python does in one thread at a time."""
 PASSING: Term[TimedSizes, float] = Term(lambda s: _seconds("spine", spine(s), s), "placement", of_features=False)
 """What it takes a rank to pass a stratum without its branch, there and back."""
-SENDING = Term(_sending_seconds, "placement", "features", "attention", "activations")
+SENDING: Term[TimedSizes, float] = Term(
+    lambda s: sum(c.seconds(s.ranks, s.rates.links, element_bytes=s.element) for c in stratum_traffic(s)),
+    "placement",
+    "features",
+    "attention",
+    "activations",
+)
 
 
 def _gradient_seconds(decoder: DecoderShape, axes: Axes, mesh: MeshShape, *, rates: Rates, element_bytes: int) -> float:

@@ -92,7 +92,11 @@ class RecomputedForward:
             # (on other devices than the CPU a difference within ROUNDING is not distinguished from one of kernels)
             stale = first.stale(leaves, objects=not compare)
             if stale:
-                raise InstallError(_stale(name, stale))
+                raise InstallError(
+                    f"{name} cannot be computed again in the backward pass: {stale} has been changed in place since the"
+                    " forward pass; change it after the backward pass, or leave the block out of the plan's rules of"
+                    " recompute"
+                )
             with first.again(), received.second_pass():
                 found = forward(block, *given_args, **given_kwargs)
             if compare and expected:
@@ -125,11 +129,4 @@ def _refusal(name: str, reason: str) -> str:
     return (
         f"recompute does not support {name}, which cannot be computed a second time exactly: {reason}; leave"
         " the block out of the plan's rules of recompute, or change it"
-    )
-
-
-def _stale(name: str, what: str) -> str:
-    return (
-        f"{name} cannot be computed again in the backward pass: {what} has been changed in place since the forward"
-        " pass; change it after the backward pass, or leave the block out of the plan's rules of recompute"
     )
