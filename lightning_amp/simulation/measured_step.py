@@ -163,9 +163,13 @@ class MeasuredStep:
         module.optimizers = lambda: planned.optimizers
         module.manual_backward = self._backward
         planned.gradients.watch()
+
+        def accumulated(parameter: Tensor) -> None:
+            self.meter.hold(parameter.grad, GRADIENTS)
+
         for parameter in planned.parameters:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
         for optimizer in planned.optimizers:
             optimizer.register_step_pre_hook(partial(self._enter, "the optimiser step", TEMPORARIES))
             optimizer.register_step_post_hook(lambda *_: self._go_on())
@@ -188,9 +192,6 @@ class MeasuredStep:
 
     def _go_on(self) -> None:
         self._enter(self._place, ACTIVATIONS)
-
-    def _accumulated(self, parameter: Tensor) -> None:
-        self.meter.hold(parameter.grad, GRADIENTS)
 
     def _before_decoder(self, module: nn.Module, latents: tuple[Tensor, ...]) -> None:
         def after_strata(_: Tensor) -> None:

@@ -60,8 +60,10 @@ OF_BLOCKS = tuple(
 """Those of them whose rules name blocks."""
 STAGED = next(name for name, row in STRATEGIES.items() if row.search)
 """The technique whose stages the planner cuts."""
-EVALUATED = next(name for name, row in STRATEGIES.items() if row.evaluation is not None)
-"""The technique by which steps without gradients are held within a budget."""
+EVALUATED, evaluated_within = next(
+    (name, row.evaluation) for name, row in STRATEGIES.items() if row.evaluation is not None
+)
+"""The technique by which steps without gradients are held within a budget, and its spec for some bytes."""
 
 
 @cache

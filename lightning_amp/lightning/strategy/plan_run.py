@@ -200,9 +200,9 @@ def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
         raise PlanError(f"{', '.join(needing)} is not supported: {facts.not_profiled}")
     if EVALUATED in needing and not facts.in_chunks and facts.evaluation is None:
         raise PlanError(
-            "chunk requires, in a run that does not train, a budget or the plan of a fit: give"
+            f"{EVALUATED} requires, in a run that does not train, a budget or the plan of a fit: give"
             " AMPStrategy(device_memory=...), fit with this Trainer first, give AMPStrategy(plan='plan.json'), or run"
-            " the module that lightning_amp.chunk(module, batch, budget=...) returns, without naming chunk"
+            f" the module that lightning_amp.chunk(module, batch, budget=...) returns, without naming {EVALUATED}"
         )
     # outside of a fit nothing is kept for a backward pass
     return [name for name in named if name not in needing]
@@ -220,7 +220,7 @@ def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) 
             made, rules = facts.evaluation.within(facts.budget, made, facts.rates[1])
         except AmpError as error:
             if named is not None:
-                raise PlanError(f"chunk is not supported: its bytes are not known: {error}") from error
+                raise PlanError(f"{EVALUATED} is not supported: its bytes are not known: {error}") from error
             return replace(made, notes=(*made.notes, f"the peak is not known: {error}"))
     if not rules:
         return made

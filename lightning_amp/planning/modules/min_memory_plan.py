@@ -209,8 +209,13 @@ def answers(seen_at: SeenAt, seen: ProfiledStep, *, ranks: int, budget: int, nam
 
     Arguments as of `largest_batches`.
     """
-    found = [_devices(seen, budget)]
-    if seen.profile.batch_size is None:
+    fewest, length = fewest_ranks(seen, budget), seen.profile.batch_size
+    where = "for all of them" if fewest is not None and fewest.model > 1 else "on each"
+    each = "" if length is None else f" with a batch of {length:,} {where}"
+    found = [f"no number of devices has the memory for this step{each}: {smaller(seen)}"]
+    if fewest is not None:
+        found = [f"the fewest devices for this step{each}: {fewest.ranks * fewest.model}, {spelled(fewest)}"]
+    if length is None:
         return [*found, "the largest batch is not known: the tensors of a batch have no length in common"]
     try:
         most = largest_batches(seen_at, seen, ranks=ranks, budget=budget, named=named)
@@ -253,13 +258,3 @@ def _next(peaks: dict[int, int], budget: int, low: int, high: int) -> int:
         # a guess next to a bound that was right is not made again and again from the same side
         guess += 1 if guess == low else 0
     return min(max(guess, low + 1), high - 1)
-
-
-def _devices(seen: ProfiledStep, budget: int) -> str:
-    found: Draft | None = fewest_ranks(seen, budget)
-    length = seen.profile.batch_size
-    where = "for all of them" if found is not None and found.model > 1 else "on each"
-    each = "" if length is None else f" with a batch of {length:,} {where}"
-    if found is None:
-        return f"no number of devices has the memory for this step{each}: {smaller(seen)}"
-    return f"the fewest devices for this step{each}: {found.ranks * found.model}, {spelled(found)}"

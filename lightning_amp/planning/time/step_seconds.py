@@ -91,7 +91,13 @@ def step_seconds(
     costs, passing = stratum_seconds(
         decoder, axes, cells=cells, ranks=mesh.model, rates=rates, element_bytes=element_bytes
     )
-    elapsed = partial(_elapsed, costs, *_side_by_side(decoder, axes, mesh.model, cells, rates, element_bytes))
+    workers = RankSizes(decoder=decoder, axes=axes, k=0, cells=cells, ranks=mesh.model).side_by_side
+    alone: tuple[float, ...] = ()
+    if workers > 1:
+        # of every stratum the seconds that only one of them can have
+        columns = _strata(decoder, axes, mesh.model, cells, rates, element_bytes)
+        alone = tuple(map(sum, zip(*(columns.column(term, axes) for term in OVERHEADS), strict=True)))
+    elapsed = partial(_elapsed, costs, workers, alone)
     if axes.placement == "strata":
         runs = pairwise((0, *deal(costs, mesh.model, passing=passing)))
         # a rank of a chained decoder computes the spine of all strata before its own, but not their branches
@@ -110,17 +116,6 @@ def _strata(
     decoder: DecoderShape, axes: Axes, ranks: int, cells: int, rates: Rates, element: int
 ) -> Strata[TimedSizes]:
     return strata_of(TimedSizes, decoder, axes, ranks=ranks, cells=cells, element=element, rates=rates)
-
-
-def _side_by_side(
-    decoder: DecoderShape, axes: Axes, ranks: int, cells: int, rates: Rates, element: int
-) -> tuple[int, tuple[float, ...]]:
-    """Strata that a rank computes at the same time, and of every stratum the seconds that only one of them can have."""
-    workers = RankSizes(decoder=decoder, axes=axes, k=0, cells=cells, ranks=ranks).side_by_side
-    if workers == 1:
-        return 1, ()
-    strata = _strata(decoder, axes, ranks, cells, rates, element)
-    return workers, tuple(map(sum, zip(*(strata.column(term, axes) for term in OVERHEADS), strict=True)))
 
 
 def _elapsed(costs: Sequence[float], workers: int, alone: Sequence[float], own: slice) -> float:
