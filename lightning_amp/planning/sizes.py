@@ -243,12 +243,6 @@ class RankSizes:
         return self.cells * self.mean_features
 
     @property
-    def copies_keys(self) -> bool:
-        """Whether S4 copies the keys of the features' anchors; where these are a run of anchors it needs none."""
-        run = self.stratum_features >= self.decoder.anchors - self.decoder.distances[self.k]
-        return self.axes.decode == "key-first" and not run
-
-    @property
     def keeps_weights(self) -> bool:
         """Whether fused attention keeps its weights."""
         return self.streamed and self.fused and keeps_weights(self.decoder.anchors, window=self.decoder.window)

@@ -125,7 +125,10 @@ def simulate_plan(make: Callable[[], Subject], plan: Plan, *, device_type: str =
         )
     # a rank of the data axis has other cells, but as many
     ranks = range(plan.mesh.model)
-    sizes = [_sizes(make, plan, rank) for rank in track(ranks, description="building", total=len(ranks))]
+    sizes = list[Sizes]()
+    for rank in track(ranks, description="building", total=len(ranks)):
+        with fake_world(plan.mesh, rank=rank) as mesh:
+            sizes.append(PlannedRank(make(), plan, mesh).sizes)
     # from the last rank on, so that of ranks of equal sizes the first one is kept
     firsts = {size: rank for rank, size in reversed(list(enumerate(sizes)))}
     n_strata = 2 * len(plan.strata_bytes) * len(firsts)
@@ -139,11 +142,6 @@ def simulate_plan(make: Callable[[], Subject], plan: Plan, *, device_type: str =
     group = [done[size] for size in sizes]
     results = tuple(replace(result, rank=i) for i, result in enumerate(group * plan.mesh.data))
     return Simulation(plan=plan, ranks=results)
-
-
-def _sizes(make: Callable[[], Subject], plan: Plan, rank: int) -> Sizes:
-    with fake_world(plan.mesh, rank=rank) as mesh:
-        return PlannedRank(make(), plan, mesh).sizes
 
 
 @contextmanager

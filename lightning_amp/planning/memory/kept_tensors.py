@@ -49,7 +49,9 @@ def likelihood_terms(s: RankSizes) -> Terms:
 
 def key_terms(s: RankSizes) -> Terms:
     """The key; where S4 copies them the keys of the features, made from it."""
-    if s.copies_keys:
+    # keys of a run of anchors need no copy
+    run = s.stratum_features >= s.decoder.anchors - s.decoder.distances[s.k]
+    if s.axes.decode == "key-first" and not run:
         return {"keys of the features [F_k, d]": s.element * s.most_decoded * s.width}
     return {"key [N, d]": s.element * s.latents} if s.keyed else {}
 

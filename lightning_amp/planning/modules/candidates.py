@@ -21,7 +21,6 @@ from types import MappingProxyType
 
 from lightning_amp.costs.device_rates import collective_seconds
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
-from lightning_amp.errors import PlanError
 from lightning_amp.footprint.module_profile import KINDS
 from lightning_amp.planning.plan.plan import NEEDLESS, Candidate
 from lightning_amp.quantities import format_bytes
@@ -108,19 +107,6 @@ def compare(
         candidates=tuple(_candidate(one, best, budget, base=base, batch_size=batch_size) for one in rows),
         dropped=dropped,
     )
-
-
-def asked_for(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None) -> Draft:
-    """The plan with techniques that a person has named.
-
-    Raises:
-        PlanError: One of them cannot be added.
-    """
-    ordered = tuple(name for name in PREDICTIONS if name in names)
-    made = draft(seen, ordered, ranks=ranks, budget=budget)
-    if isinstance(made, str):
-        raise PlanError(f"strategies={','.join(names)!r}: {made}; leave that one out, or let policy 'auto' choose")
-    return made
 
 
 def draft(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None) -> Draft | str:
@@ -273,12 +259,6 @@ def _candidate(one: Draft, best: Draft, budget: int | None, *, base: tuple[str, 
         cell_seconds=one.seconds / (one.ranks * batch_size),
         verdict=verdict,
     )
-
-
-def replaced_peak(compared: Compared, peak_bytes: int) -> Compared:
-    """The same choice with a peak that was counted instead of predicted."""
-    rows = tuple(replace(row, peak_bytes=peak_bytes) if row.verdict == "chosen" else row for row in compared.candidates)
-    return replace(compared, best=replace(compared.best, peak_bytes=peak_bytes), candidates=rows)
 
 
 def _gain(name: str, whole: Draft, made: Draft) -> str:

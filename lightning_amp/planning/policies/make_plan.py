@@ -84,7 +84,21 @@ def plan(
         chosen, notes = mapped(request)
     else:
         own, notes = registered(request.diagnosis, request.shape, devices=devices)
-        compared = _compare(request, own=frozenset(own | ({"S1"} if devices > 1 else set())))
+        check_divides(model_parallel_size, devices)
+        compared = candidates(
+            request.shape,
+            devices=devices,
+            budget=request.budget,
+            rates=request.rates,
+            own=frozenset(own | ({"S1"} if devices > 1 else set())),
+            model_parallel_size=model_parallel_size if isinstance(model_parallel_size, int) else None,
+            node_devices=request.node_devices,
+        )
+        if not compared:
+            raise PlanError(
+                f"model_parallel_size={model_parallel_size!r} is not supported: no strategies can share this model"
+                ' among so many ranks; choose fewer, or model_parallel_size="auto"'
+            )
         chosen = compared[0].strategies
         if model_parallel_size == "auto":
             notes = notes + _of_paper(compared[0], request)
@@ -174,26 +188,6 @@ def _carried_out(
         **predicted_times(shape, Axes.of(chosen), mesh, request.rates),
         candidates=compared,
     )
-
-
-def _compare(request: PlanRequest, *, own: frozenset[str]) -> tuple[Candidate, ...]:
-    asked = request.model_parallel_size
-    check_divides(asked, request.devices)
-    found = candidates(
-        request.shape,
-        devices=request.devices,
-        budget=request.budget,
-        rates=request.rates,
-        own=own,
-        model_parallel_size=asked if isinstance(asked, int) else None,
-        node_devices=request.node_devices,
-    )
-    if not found:
-        raise PlanError(
-            f"model_parallel_size={asked!r} is not supported: no strategies can share this model among so many ranks;"
-            ' choose fewer, or model_parallel_size="auto"'
-        )
-    return found
 
 
 def _of_paper(best: Candidate, request: PlanRequest) -> list[str]:

@@ -55,6 +55,7 @@ from lightning_amp.techniques.pipeline.steps.manual_step import ManualStep
 from lightning_amp.techniques.pipeline.steps.sample_check import Given, SampleCheck, compare, cut, evaluating, single
 from lightning_amp.techniques.pipeline.steps.step_record import StageStepRecorder, StepRecord
 from lightning_amp.techniques.precomputed_gradients import Gradients, with_gradients
+from lightning_amp.techniques.put_methods import put_methods
 
 EVALUATED = ("validation_step", "test_step", "predict_step")
 LOOKS = 2
@@ -105,19 +106,13 @@ class PipelinedSteps:
         self._manual = None if module.automatic_optimization else ManualStep(module)
         self._check: SampleCheck | None = SampleCheck(stages, blocks)
         self._exactly, self._looks = True, LOOKS
-        self._changed: list[str] = []
         self._calls = Counter[tuple[str, int]]()
         self.times: PassTimes | None = None
-        self._replace("training_step", self._train)
-        for name in EVALUATED:
-            self._replace(name, self._evaluate)
+        steps = {"training_step": self._train, **dict.fromkeys(EVALUATED, self._evaluate)}
+        self.undo = put_methods(module, {name: self._in_place_of(name, run) for name, run in steps.items()})
+        """Lets the module run its own steps again."""
 
-    def undo(self) -> None:
-        """Let the module run its own steps again."""
-        for name in self._changed:
-            vars(self._module).pop(name, None)
-
-    def _replace(self, name: str, run: Callable[..., Any]) -> None:
+    def _in_place_of(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         plain = getattr(self._module, name)
         if name in vars(self._module):
             raise InstallError(
@@ -130,8 +125,7 @@ class PipelinedSteps:
             self._calls[name, self._module.trainer.current_epoch] += 1
             return run(plain, name, batch, *rest)
 
-        setattr(self._module, name, step)
-        self._changed.append(name)
+        return step
 
     # --- training ---
 
