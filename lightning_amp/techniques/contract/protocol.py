@@ -212,15 +212,11 @@ class StratumInputs(NamedTuple, Generic[T]):
 class LoopTechnique(nn.Module):
     """A technique in the place of a strata loop; its `forward` takes `latents` (u, v, log_weights) as the loop does.
 
-    Attributes:
-        goes_back: The technique, where a backward pass runs between two strata; else "".
-
     Args:
         inner: The loop that was there before.
     """
 
     is_technique = True
-    goes_back = ""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ ROW = Technique(
     shrinks="K strata to one, or a block to its inputs, computed twice",
     specs=(RecomputeStrata, RecomputeBlock),
     installers={
-        RecomputeStrata: Installer("lightning_amp.techniques.recompute.strata:recompute_strata", on_decoder=True),
+        RecomputeStrata: Installer("lightning_amp.techniques.recompute.recompute:recompute_strata", on_decoder=True),
         RecomputeBlock: Installer(
             "lightning_amp.techniques.recompute.recompute:recompute_block", on_blocks=True, last=True
         ),

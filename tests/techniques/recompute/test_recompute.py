@@ -90,6 +90,20 @@ def test_blocks_that_need_care_train_to_the_same_numbers(kind: type[nn.Module]) 
         same(net)
 
 
+@pytest.mark.parametrize("at_first", [True, False])
+def test_a_block_is_frozen_or_unfrozen_between_the_passes(at_first: bool) -> None:
+    """As by a callback between forward and backward pass: torch refused that the second pass kept less, or more."""
+
+    def loss_of(net: nn.Module, x: Tensor) -> Tensor:
+        net.blocks[0].requires_grad_(at_first)
+        loss = mean(net, x)
+        net.blocks[0].requires_grad_(not at_first)
+        return loss
+
+    torch.manual_seed(0)
+    same(Net(nasty.Plain(), nasty.Plain()), loss_of)
+
+
 def test_nothing_is_kept_but_inputs() -> None:
     net, x = Net(nasty.Plain(), nasty.Plain()), torch.randn(5, nasty.DIM, requires_grad=True)
     before = kept(net, x)

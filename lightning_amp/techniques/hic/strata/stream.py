@@ -73,8 +73,6 @@ def stream_strata(decoder: DecomposedDecoder, spec: StreamStrata, mesh: object) 
 class StreamedStrata(LoopTechnique):
     """The strata loop that runs each stratum's forward and backward in place; made by `stream_strata`."""
 
-    goes_back = "stream"
-
     def __init__(self, inner: nn.Module, *, workers: int) -> None:
         super().__init__(inner)
         self.workers = workers
