@@ -79,8 +79,7 @@ class RankResult:
 
     Attributes:
         peak_bytes: Most bytes alive at once; where the budget was exceeded, with the request that did.
-        strata: The rank's strata, as far as the forward pass came.
-        strata_bytes: Bytes alive after each of them.
+        bytes_of_strata: Bytes alive after each of the rank's strata, as far as the forward pass came.
         comm_bytes: Bytes given to collectives, by kind.
         failed_at: What was running when the budget was exceeded, None where it was not.
     """
@@ -88,16 +87,15 @@ class RankResult:
     rank: int
     peak_bytes: int
     breakdown: dict[str, int]
-    strata: tuple[int, ...]
-    strata_bytes: tuple[int, ...]
+    bytes_of_strata: dict[int, int]
     comm_bytes: dict[str, int]
     failed_at: str | None = None
     requested_bytes: int | None = None
 
     @property
-    def bytes_of_strata(self) -> dict[int, int]:
-        """Stratum -> bytes alive after it."""
-        return dict(zip(self.strata, self.strata_bytes, strict=True))
+    def strata_bytes(self) -> tuple[int, ...]:
+        """The same, in the order of the strata."""
+        return tuple(self.bytes_of_strata.values())
 
 
 class MeasuredStep:
@@ -131,8 +129,7 @@ class MeasuredStep:
             rank=rank,
             peak_bytes=self.meter.peak,
             breakdown=self.meter.breakdown,
-            strata=tuple(sorted(self.strata_bytes)),
-            strata_bytes=tuple(held for _, held in sorted(self.strata_bytes.items())),
+            bytes_of_strata=dict(sorted(self.strata_bytes.items())),
             comm_bytes=dict(self.meter.sent),
             failed_at=None if requested_bytes is None else self.meter.phase,
             requested_bytes=requested_bytes,

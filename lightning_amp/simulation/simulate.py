@@ -56,11 +56,6 @@ class Simulation:
         return {k: held for one in own for k, held in one.bytes_of_strata.items()}
 
     @property
-    def strata_bytes(self) -> tuple[int, ...]:
-        """The same, in the order of the strata."""
-        return tuple(self.bytes_of_strata.values())
-
-    @property
     def peak_bytes(self) -> tuple[int, ...]:
         """Every rank's peak."""
         return tuple(result.peak_bytes for result in self.ranks)
@@ -77,7 +72,7 @@ class Simulation:
             "rank": worst.rank,
             "breakdown": worst.breakdown,
             "strata": list(self.bytes_of_strata),
-            "strata_bytes": list(self.strata_bytes),
+            "strata_bytes": list(self.bytes_of_strata.values()),
             "comm_bytes": worst.comm_bytes,
             "budget_bytes": plan.budget_bytes,
             "predicted_peak_bytes": plan.predicted_peak_bytes,

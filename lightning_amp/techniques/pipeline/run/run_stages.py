@@ -224,7 +224,11 @@ class Stages:
                 result.backward()
             else:
                 if last:
-                    outputs, grads = _of_rest(result, ran.results[now.micro_batch])
+                    cut_off = ran.results[now.micro_batch]
+                    pairs = zip(tree_leaves(result), tree_leaves(cut_off), strict=True)
+                    reached = [(value, leaf.grad) for value, leaf in pairs if isinstance(value, Tensor)]
+                    reached = [(value, grad) for value, grad in reached if value.requires_grad and grad is not None]
+                    outputs, grads = [value for value, _ in reached], [grad for _, grad in reached]
                 else:
                     outputs, grads = messages.receive_back(now.stage, now.micro_batch, result)
                     ran.times.begin()
@@ -305,16 +309,6 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
     return isinstance(one, PLAIN) and bool(one == other)
-
-
-def _of_rest(result: Any, cut_off: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Those tensors that a block has returned which need gradients, and their gradients."""
-    outputs, grads = [], []
-    for value, leaf in zip(tree_leaves(result), tree_leaves(cut_off), strict=True):
-        if isinstance(value, Tensor) and value.requires_grad and leaf.grad is not None:
-            outputs.append(value)
-            grads.append(leaf.grad)
-    return outputs, grads
 
 
 def detached(values: Any) -> Any:

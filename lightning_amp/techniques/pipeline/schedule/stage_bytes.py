@@ -144,11 +144,6 @@ class Pipeline:
     at_once: bool
 
     @property
-    def micro_batches(self) -> int:
-        """Of a step."""
-        return 1 + max(step.micro_batch for order in self.orders for step in order)
-
-    @property
     def runs(self) -> list[tuple[int, int]]:
         """First and end of the blocks of every stage."""
         return list(pairwise((0, *self.ends)))
@@ -256,7 +251,8 @@ class _StageWalk:
         self._now -= self._sent
         self._reach(self._tied())
         last = self._last % len(pipeline.orders) == self._rank
-        if last and pipeline.micro_batches > 1 and not pipeline.at_once:
+        several = any(step.micro_batch for order in pipeline.orders for step in order)
+        if last and several and not pipeline.at_once:
             self._reach(rest_bytes(whole, rank=self._segments).silent)
         # old gradients are dropped before new ones are handed out
         self._now = self._always
