@@ -107,7 +107,7 @@ class RecomputedForward:
             # where results are compared, an object may be another in what the block does not read: the first step of
             # HuggingFace's classifiers writes the kind of their loss into the config that all blocks hold
             # (on other devices than the CPU a difference within ROUNDING is not distinguished from one of kernels)
-            stale = first.stale(leaves, objects=not compare)
+            stale = first.stale(objects=not compare)
             if stale:
                 raise InstallError(
                     f"{name} cannot be computed again in the backward pass: {stale} has been changed in place since the"
