@@ -283,12 +283,7 @@ def calibrated(rates: Rates, predicted_seconds: float, measured_seconds: float) 
     """Rates under which the prediction for one device is what was measured.
 
     All parts of a device's own time are scaled by one factor; the links are left as they are, and so is whose rates
-    they are.
-
-    Args:
-        rates: With which the prediction was made.
-        predicted_seconds: Of a step on one device, by which nothing is sent.
-        measured_seconds: Of the same step.
+    they are. The prediction was made with these rates, for the step that was measured, by which nothing is sent.
     """
     faster = predicted_seconds / measured_seconds
     return replace(

@@ -184,7 +184,7 @@ def reference_shape(
         )
     if window is not None and not 1 <= window <= LARGEST:
         raise PlanError(f"window={window!r} is not supported; allowed is a whole number of bins from 1 to {LARGEST:,}")
-    network, decoder, wide, vertices = NetworkShape(), NO_DECODER, tuple[str, ...](), None
+    network, decoder, wide, vertices, graph = NetworkShape(), NO_DECODER, tuple[str, ...](), None, profile.graph
     if decomposed:
         modality, parts = decomposed[0]
         decoder = DecoderShape(
@@ -200,14 +200,15 @@ def reference_shape(
             n_batches=modality.batches,
         )
         wide = (f"encoders.{modality.name}.first",)
-        if (graph := profile.graph) is not None:
+        if graph is not None:
             edges = 2 * graph.edges - graph.vertices
             vertices = VertexShape(fqn="graph_encoder", modality=modality.name, count=graph.vertices, edges=edges)
     shape = ModelShape(
         decoder=decoder,
         batch_size=batch_size,
         parameter_bytes=_parameters(network, decoder, profile, latent_dim),
-        buffer_bytes=_buffers(decoder, profile),
+        # anchors of all features (int64), and edges in both directions
+        buffer_bytes=8 * sum(decoder.features) + 2 * 24 * (graph.edges if graph else 0),
         base_activation_bytes=0,
         wide_layers=wide,
         wide_weight_bytes=4 * network.hidden_dim * sum(decoder.features),
@@ -256,12 +257,6 @@ def _parameters(network: NetworkShape, decoder: DecoderShape, profile: Profile, 
     return 4 * (floats + decoder.strata_weights[0])
 
 
-def _buffers(decoder: DecoderShape, profile: Profile) -> int:
-    """Bytes of the anchors of all features (int64) and of the graph's edges in both directions."""
-    edges = profile.graph.edges if profile.graph else 0
-    return 8 * sum(decoder.features) + 2 * 24 * edges
-
-
 def _base_activations(network: NetworkShape, profile: Profile, *, cells: int, dim: int, edges: int) -> int:
     """Numbers alive before the first stratum, weights apart: batch, encoders, vertices and sampled edges.
 
@@ -282,7 +277,23 @@ def _base_activations(network: NetworkShape, profile: Profile, *, cells: int, di
 
 def profile_of_module(shape: ModelShape) -> Profile:
     """A profile of what the module itself says, when no data directory is known."""
-    modalities = (_modality(shape.decoder),) if shape.decoder else ()
+    decoder, modalities = shape.decoder, tuple[ModalityProfile, ...]()
+    if decoder:
+        parts = DecompositionProfile(
+            anchors=decoder.anchors, features=decoder.features, distances=decoder.distances, **attention_of(decoder)
+        )
+        hic = ModalityProfile(
+            name=decoder.fqn.rpartition(".")[2],
+            file="",
+            probability_model="HiCZINB",
+            cells=0,
+            features=sum(decoder.features),
+            nonzero=None,
+            scale=None,
+            contact_spread=None,
+            decomposition=parts,
+        )
+        modalities = (hic,)
     return Profile(data_dir="(no data directory: planned from the module only)", modalities=modalities, graph=None)
 
 
@@ -303,20 +314,4 @@ def shape_of_decoder(decoder: DecoderShape, *, batch_size: int) -> ModelShape:
         parameter_bytes=4 * floats,
         buffer_bytes=8 * features,
         base_activation_bytes=batch,
-    )
-
-
-def _modality(decoder: DecoderShape) -> ModalityProfile:
-    return ModalityProfile(
-        name=decoder.fqn.rpartition(".")[2],
-        file="",
-        probability_model="HiCZINB",
-        cells=0,
-        features=sum(decoder.features),
-        nonzero=None,
-        scale=None,
-        contact_spread=None,
-        decomposition=DecompositionProfile(
-            anchors=decoder.anchors, features=decoder.features, distances=decoder.distances, **attention_of(decoder)
-        ),
     )

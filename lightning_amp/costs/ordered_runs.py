@@ -136,7 +136,11 @@ class OrderedRuns:
         start, forward_ends = 0, self.ends_forward
         for device, end in zip(self.devices, ends, strict=True):
             at = end + 1
-            while at <= self.layers and self._holds(device, start, at, b):
+            while (
+                at <= self.layers
+                and (self.backward[at] - self.backward[start]) * device.pace <= b
+                and device.holds(start, at)
+            ):
                 time = (forward_ends[at] - self.forward[start]) * device.pace
                 # runs only grow from here on, so nothing further away can be met earlier
                 if least is not None and time >= least:
@@ -149,9 +153,6 @@ class OrderedRuns:
                 at += 1
             start = end
         return least
-
-    def _holds(self, device: Device, start: int, end: int, b: int) -> bool:
-        return (self.backward[end] - self.backward[start]) * device.pace <= b and device.holds(start, end)
 
     def least_forward(self, b: int) -> list[int] | None:
         """Ends of runs whose slowest is as fast forward as it can be while backward takes b at most; None: no runs."""

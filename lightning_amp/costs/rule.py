@@ -27,3 +27,8 @@ class Rule:
     strategy: str
     why: str
     saves_bytes: int = 0
+
+
+def runs_again(rule: Rule) -> bool:
+    """Whether a block runs again in the backward pass by a rule; its spec says so, as `again`."""
+    return getattr(rule.spec, "again", False)

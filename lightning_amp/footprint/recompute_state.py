@@ -145,13 +145,13 @@ class FirstPass:
             self._random = None
         return ""
 
-    def stale(self, arguments: Sequence[Any], *, objects: bool = True) -> str:
+    def stale(self, *, objects: bool = True) -> str:
         """What has been changed since the first pass and cannot be put back; "" if nothing.
 
         Without `objects` what lists and other objects hold may have been.
         """
-        given = _difference(self._arguments, _versions(arguments))
-        versions = self._versions_now()
+        # not of what the second pass is given: hooks on saved tensors may hand back copies, with counts of their own
+        given, versions = _difference(self._arguments, _versions(self.arguments)), self._versions_now()
         # what `_before` has is put back for the second pass, and may have changed since
         changed = [p for p, v in versions.items() if v != self._versions[p] and p not in self._before]
         if objects:

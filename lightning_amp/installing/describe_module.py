@@ -16,6 +16,7 @@ from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.find_blocks import blocks_with_own_parameters, longest_list
 from lightning_amp.installing.install import install_rules, overlap
+from lightning_amp.planning.policies.auto import AXES
 from lightning_amp.techniques.checks.decoder import walk_of
 from lightning_amp.techniques.checks.key import Reach, channels_problem, reach_of, rows_problem
 from lightning_amp.techniques.contract.protocol import (
@@ -29,7 +30,7 @@ from lightning_amp.techniques.contract.protocol import (
     part,
 )
 from lightning_amp.techniques.data.batch_norm import has_batch_norms
-from lightning_amp.techniques.table import STRATEGIES, targets_of
+from lightning_amp.techniques.table import STRATEGIES, on_axis, targets_of
 
 PARTS = ("key", "feature_anchor", "scale", "decode")
 
@@ -124,7 +125,7 @@ def _decoder_shape(module: nn.Module, fqn: str, decoder: DecomposedDecoder) -> D
     )
 
 
-LOCAL = ("S3", "S4", "fused", "sdpa", "sparse", "recompute", "stream")
+LOCAL = on_axis(*AXES)
 
 
 def with_unsupported(module: nn.Module, shape: ModelShape) -> ModelShape:
@@ -136,7 +137,7 @@ def with_unsupported(module: nn.Module, shape: ModelShape) -> ModelShape:
         # compiled code would follow none of its techniques
         every = tuple(strategy for strategy, row in STRATEGIES.items() if row.choice is not None)
         return replace(shape, decoder=replace(shape.decoder, unsupported=every))
-    refused = set() if shape.decoder.attention else {"S3", "fused", "sdpa"}
+    refused = set() if shape.decoder.attention else {*on_axis("attention")}
     for strategy in (name for name in LOCAL if name not in refused):
         try:
             targets = targets_of(strategy, shape)

@@ -25,8 +25,10 @@ from typing import Any, Generic, TypeVar, cast
 
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.planning.plan.plan import Axes
-from lightning_amp.techniques.hic.attention.bucket_runs import Band, KernelCalls, RunSizes, calls_of, run_sizes
+from lightning_amp.techniques.hic.attention.bucket_runs import Band, KernelCalls, calls_of, run_sizes
 from lightning_amp.techniques.hic.rows import (
+    AGAIN,
+    STREAMED,
     block_cells,
     chunk_buckets,
     keeps_weights,
@@ -69,12 +71,12 @@ class RankSizes:
     @property
     def streamed(self) -> bool:
         """Whether cells come in blocks."""
-        return self.axes.activations == "stream"
+        return self.axes.activations == STREAMED
 
     @property
     def recomputed(self) -> bool:
         """Whether the forward pass is run again in the backward pass."""
-        return self.axes.activations == "recompute"
+        return self.axes.activations == AGAIN
 
     @property
     def fused(self) -> bool:
@@ -112,11 +114,6 @@ class RankSizes:
         return self.axes.features == "sharded" and self.ranks > 1
 
     @property
-    def scattered(self) -> bool:
-        """Whether parts of the scores go to the features' owners (S5 with S2)."""
-        return self.hidden and self.by_features
-
-    @property
     def neighbours(self) -> int:
         """Ranks with anchors next to the own ones, whose rows local attention needs."""
         return min(2, self.ranks - 1) if self.by_nodes and not self.decoder.full else 0
@@ -129,9 +126,9 @@ class RankSizes:
         return min(anchors, -(-buckets // self.ranks) * window) if self.by_nodes else anchors
 
     @property
-    def anchors_with_halo(self) -> int:
-        """Keys that the own anchors meet: themselves and, under nodes, a bucket of each neighbour."""
-        return self.anchors + self.neighbours * self.decoder.window
+    def halo(self) -> int:
+        """Keys of neighbours that the own anchors meet under nodes: a bucket of each."""
+        return self.neighbours * self.decoder.window
 
     @property
     def padded(self) -> int:
@@ -246,12 +243,6 @@ class RankSizes:
         return self.cells * self.mean_features
 
     @property
-    def copies_keys(self) -> bool:
-        """Whether S4 copies the keys of the features' anchors; where these are a run of anchors it needs none."""
-        run = self.stratum_features >= self.decoder.anchors - self.decoder.distances[self.k]
-        return self.axes.decode == "key-first" and not run
-
-    @property
     def keeps_weights(self) -> bool:
         """Whether fused attention keeps its weights."""
         return self.streamed and self.fused and keeps_weights(self.decoder.anchors, window=self.decoder.window)
@@ -266,7 +257,8 @@ class RankSizes:
     @property
     def bands(self) -> tuple[Band, ...]:
         """The calls of fused attention: all anchors; under nodes the inner buckets, and one for every outer one."""
-        w, n_buckets, sizes = self.decoder.window, self.padded // self.decoder.window, self.run_sizes
+        w, n_buckets = self.decoder.window, self.padded // self.decoder.window
+        sizes = run_sizes(w, launched=self.launched)
         if not self.neighbours:
             return (Band(self.anchors, self.anchors, w, 0, sizes),)
         # an outer bucket meets keys of another rank, which are under way while the inner ones are computed: each is a
@@ -283,17 +275,13 @@ class RankSizes:
         if not self.neighbours:
             return self.bands
         w, rest = self.decoder.window, -self.decoder.anchors % self.decoder.window
-        return (Band(max(self.padded - w - rest, 0), self.padded - rest, w, w, self.run_sizes),)
+        sizes = run_sizes(w, launched=self.launched)
+        return (Band(max(self.padded - w - rest, 0), self.padded - rest, w, w, sizes),)
 
     @property
     def kernel_calls(self) -> tuple[KernelCalls, ...]:
         """The calls of attention in torch's kernels: of all anchors; under nodes of every band."""
         return tuple(map(calls_of, self.bands))
-
-    @property
-    def run_sizes(self) -> RunSizes:
-        """How much fused attention computes at a time."""
-        return run_sizes(self.decoder.window, launched=self.launched)
 
     @property
     def sparse_columns(self) -> int:

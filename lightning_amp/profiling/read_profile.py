@@ -52,6 +52,9 @@ def _modality(
     header = headers[name]
     scaled = name == "rna" and header.n_nonzero is None and not header.has_counts_layer
     others = [h.n_features for other, h in headers.items() if other != name]
+    depth, spread = header.depth, None
+    if depth is not None and np.all(np.isfinite(depth)) and depth.sum() > 0:
+        spread = float(depth.std() / depth.mean())
     return ModalityProfile(
         name=name,
         file=str(header.path.relative_to(directory.root)),
@@ -60,16 +63,10 @@ def _modality(
         features=header.n_features,
         nonzero=header.n_nonzero,
         scale=header.n_features / max(others) if others else None,
-        contact_spread=_spread(header),
+        contact_spread=spread,
         decomposition=_decomposition(header, attention) if name == "hic" else None,
         batches=header.n_batches,
     )
-
-
-def _spread(header: ModalityHeader) -> float | None:
-    if header.depth is None or not np.all(np.isfinite(header.depth)) or header.depth.sum() <= 0:
-        return None
-    return float(header.depth.std() / header.depth.mean())
 
 
 def _decomposition(header: ModalityHeader, attention: Attention | None) -> DecompositionProfile:

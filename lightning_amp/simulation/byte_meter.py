@@ -16,6 +16,8 @@ tensor on the CPU keeps its values, so that code may look at indices; where it m
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
+from contextlib import suppress
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -72,7 +74,6 @@ class SimulatedMeter(LiveBytes):  # type: ignore[no-untyped-call]
         self._by_kind = dict.fromkeys(KINDS, 0)
         self._at_peak = dict(self._by_kind)
         self._dropped = 0
-        self._aliasing: dict[Any, bool] = {}
 
     def _settle(self) -> int:
         """Bytes alive now, those of each kind brought up to date."""
@@ -120,12 +121,9 @@ class SimulatedMeter(LiveBytes):  # type: ignore[no-untyped-call]
             return super().dispatched(func, types, args, kwargs)
         if func._opname in WRAPPING:
             return args[0]
-        aliasing = self._aliasing.get(func)
-        if aliasing is None:
-            aliasing = self._aliasing[func] = _only_aliases(func)
         # a view has to be of the argument itself, whose bytes are counted already; what an argument is written from may
         # be a stand-in
-        if aliasing:
+        if _only_aliases(func):
             return func(*(_on_one_device(args) if func._schema.is_mutable else args), **kwargs)
         key = _key(func, args, kwargs)
         if key in self.answers:
@@ -169,6 +167,7 @@ class SimulatedMeter(LiveBytes):  # type: ignore[no-untyped-call]
         self._dead.append(self._living.pop(key))
 
 
+@cache
 def _only_aliases(func: Any) -> bool:
     """Whether all results of an operator are arguments or views of them."""
     schema = func._schema
@@ -207,11 +206,10 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
     if func.namespace in NAMESPACES:
         return None
     key = (func, _signature(args), _signature(kwargs.items()) if kwargs else None)
-    try:
+    with suppress(TypeError):
         hash(key)
-    except TypeError:
-        return None
-    return key
+        return key
+    return None
 
 
 def _signature(values: Iterable[Any]) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from textwrap import fill
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_amp.costs.device_rates import Rates, calibrated
 from lightning_amp.costs.model_shape import WINDOW_PER_STRATUM, DecoderShape, profile_of_module
@@ -87,7 +87,9 @@ def calibrate(
     Raises:
         PlanError: A device that this machine has not, or a machine that is busy with something else.
     """
-    place = _device(device, index)
+    place, threads = _device(device, index), torch.get_num_threads()
+    name = f"cpu, {threads} {'thread' if threads == 1 else 'threads'}"
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else name
     anchors, dim, strata, cells = sizes or SIZES[place.type]
     decoder = DecoderShape(
         fqn="decoder",
@@ -103,7 +105,7 @@ def calibrate(
     rounds = _measure([_step(decoder, made, cells, place) for made in plans], place)
     measured = [min(found) for found in rounds]
     predicted = [made.predicted_step_seconds or 0.0 for made in plans]
-    after = replace(calibrated(before, predicted[0], measured[0]), device=f"{_name(place)}, calibrated")
+    after = replace(calibrated(before, predicted[0], measured[0]), device=f"{name}, calibrated")
     again = [_plan(decoder, cells, after, made.strategies or "S1").predicted_step_seconds for made in plans]
     timings = [
         Timing(strategies=made.strategies, before=b, measured=min(found), slowest=max(found), after=a or 0.0)
@@ -163,13 +165,6 @@ def _device(device: str | None, index: int) -> torch.device:
     return torch.device("cpu") if kind == "cpu" else torch.device("cuda", index)
 
 
-def _name(place: torch.device) -> str:
-    if place.type == "cuda":
-        return torch.cuda.get_device_name(place)
-    threads = torch.get_num_threads()
-    return f"cpu, {threads} {'thread' if threads == 1 else 'threads'}"
-
-
 def _plan(decoder: DecoderShape, cells: int, rates: Rates, strategies: str | tuple[str, ...] | None) -> Plan:
     with torch.device("meta"):
         module = DecoderAlone(decoder)
@@ -182,7 +177,14 @@ def _step(decoder: DecoderShape, made: Plan, cells: int, place: torch.device) ->
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), place:
         torch.manual_seed(0)
         module: nn.Module = DecoderAlone(decoder)
-        batch = _batch(decoder, cells)
+        x = (torch.rand(cells, sum(decoder.features)) < NON_ZERO).float()
+        batch = {
+            "u": torch.randn(cells, decoder.dim, requires_grad=True),
+            "v": torch.randn(decoder.anchors, decoder.dim, requires_grad=True),
+            "x": x,
+            "library": x.sum(1, keepdim=True) + 1,
+            "batch": torch.zeros(cells, dtype=torch.int64),
+        }
     install(module, made)
     leaves = [*module.parameters(), batch["u"], batch["v"]]
 
@@ -192,17 +194,6 @@ def _step(decoder: DecoderShape, made: Plan, cells: int, place: torch.device) ->
         module.get_submodule(decoder.fqn)(**batch).backward()
 
     return step
-
-
-def _batch(decoder: DecoderShape, cells: int) -> dict[str, Tensor]:
-    x = (torch.rand(cells, sum(decoder.features)) < NON_ZERO).float()
-    return {
-        "u": torch.randn(cells, decoder.dim, requires_grad=True),
-        "v": torch.randn(decoder.anchors, decoder.dim, requires_grad=True),
-        "x": x,
-        "library": x.sum(1, keepdim=True) + 1,
-        "batch": torch.zeros(cells, dtype=torch.int64),
-    }
 
 
 def _measure(steps: list[Callable[[], None]], place: torch.device) -> list[list[float]]:

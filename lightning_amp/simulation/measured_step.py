@@ -79,8 +79,7 @@ class RankResult:
 
     Attributes:
         peak_bytes: Most bytes alive at once; where the budget was exceeded, with the request that did.
-        strata: The rank's strata, as far as the forward pass came.
-        strata_bytes: Bytes alive after each of them.
+        bytes_of_strata: Bytes alive after each of the rank's strata, as far as the forward pass came.
         comm_bytes: Bytes given to collectives, by kind.
         failed_at: What was running when the budget was exceeded, None where it was not.
     """
@@ -88,39 +87,19 @@ class RankResult:
     rank: int
     peak_bytes: int
     breakdown: dict[str, int]
-    strata: tuple[int, ...]
-    strata_bytes: tuple[int, ...]
+    bytes_of_strata: dict[int, int]
     comm_bytes: dict[str, int]
     failed_at: str | None = None
     requested_bytes: int | None = None
 
     @property
-    def bytes_of_strata(self) -> dict[int, int]:
-        """Stratum -> bytes alive after it."""
-        return dict(zip(self.strata, self.strata_bytes, strict=True))
+    def strata_bytes(self) -> tuple[int, ...]:
+        """The same, in the order of the strata."""
+        return tuple(self.bytes_of_strata.values())
 
 
-def measure_step(
-    planned: PlannedRank, *, rank: int, budget_bytes: int | None, on_stratum: Callable[[], object]
-) -> RankResult:
-    """Run and count the second training step of a rank; `on_stratum` is called after every stratum, in both
-    directions."""
-    step = _Step(planned, budget_bytes=budget_bytes, on_stratum=on_stratum)
-    requested_bytes = step.run()
-    return RankResult(
-        rank=rank,
-        peak_bytes=step.meter.peak,
-        breakdown=step.meter.breakdown,
-        strata=tuple(sorted(step.strata_bytes)),
-        strata_bytes=tuple(held for _, held in sorted(step.strata_bytes.items())),
-        comm_bytes=dict(step.meter.sent),
-        failed_at=None if requested_bytes is None else step.meter.phase,
-        requested_bytes=requested_bytes,
-    )
-
-
-class _Step:
-    """The measured step."""
+class MeasuredStep:
+    """The second training step of a rank; `on_stratum` is called after every stratum, in both directions."""
 
     def __init__(self, planned: PlannedRank, *, budget_bytes: int | None, on_stratum: Callable[[], object]) -> None:
         self.planned = planned
@@ -128,8 +107,8 @@ class _Step:
         self.meter = SimulatedMeter()
         self._budget_bytes, self._on_stratum = budget_bytes, on_stratum
 
-    def run(self) -> int | None:
-        """The step; returns the request that exceeded the budget, None if none did."""
+    def run(self, rank: int) -> RankResult:
+        """Run and count the step."""
         # of the first step, which is not run, only what it leaves is there: gradients and the optimiser's state
         trained = [parameter for parameter in self.planned.parameters if parameter.requires_grad]
         for parameter in trained:
@@ -137,24 +116,38 @@ class _Step:
         for optimizer in self.planned.optimizers:
             optimizer.step()
         self._hook()
-        failure = self._measure()
+        requested_bytes = self._measure()
         # the next step begins with the gradients of this one: where these are not as those that it began with, its peak
         # is not that of a run
-        if failure is None and not all(map(_has_gradient_of_its_own, trained)):
+        if requested_bytes is None and not all(map(_has_gradient_of_its_own, trained)):
             # the optimiser has no state of what no step reaches
             for parameter in (parameter for parameter in trained if parameter.grad is None):
                 for optimizer in self.planned.optimizers:
                     optimizer.state.pop(parameter, None)
-            failure = self._measure()
-        return failure
+            requested_bytes = self._measure()
+        return RankResult(
+            rank=rank,
+            peak_bytes=self.meter.peak,
+            breakdown=self.meter.breakdown,
+            bytes_of_strata=dict(sorted(self.strata_bytes.items())),
+            comm_bytes=dict(self.meter.sent),
+            failed_at=None if requested_bytes is None else self.meter.phase,
+            requested_bytes=requested_bytes,
+        )
 
     def _measure(self) -> int | None:
+        """Returns the request that exceeded the budget, None if none did."""
         # what operators answer to which shapes stays the same
         self.meter = SimulatedMeter(budget_bytes=self._budget_bytes, answers=self.meter.answers)
         self.strata_bytes.clear()
         self._place = "the encoders and the graph"
+        planned, meter = self.planned, self.meter
         try:
-            self._hold()
+            meter.enter("the weights, optimiser state and batch", making=TEMPORARIES)
+            meter.hold([planned.parameters, list(planned.module.buffers())], PARAMETERS)
+            meter.hold([p.grad for p in planned.parameters], GRADIENTS)
+            meter.hold([dict(optimizer.state) for optimizer in planned.optimizers], STATE)
+            meter.hold(planned.batch, ACTIVATIONS)
             with self.meter:
                 self.meter.enter(self._place, making=ACTIVATIONS)
                 self.planned.module.training_step(self.planned.batch, 1)
@@ -162,22 +155,18 @@ class _Step:
             return failure.requested_bytes
         return None
 
-    def _hold(self) -> None:
-        planned, meter = self.planned, self.meter
-        meter.enter("the weights, optimiser state and batch", making=TEMPORARIES)
-        meter.hold([planned.parameters, list(planned.module.buffers())], PARAMETERS)
-        meter.hold([p.grad for p in planned.parameters], GRADIENTS)
-        meter.hold([dict(optimizer.state) for optimizer in planned.optimizers], STATE)
-        meter.hold(planned.batch, ACTIVATIONS)
-
     def _hook(self) -> None:
         planned, module = self.planned, self.planned.module
         module.optimizers = lambda: planned.optimizers
         module.manual_backward = self._backward
         planned.gradients.watch()
+
+        def accumulated(parameter: Tensor) -> None:
+            self.meter.hold(parameter.grad, GRADIENTS)
+
         for parameter in planned.parameters:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
         for optimizer in planned.optimizers:
             optimizer.register_step_pre_hook(partial(self._enter, "the optimiser step", TEMPORARIES))
             optimizer.register_step_post_hook(lambda *_: self._go_on())
@@ -200,9 +189,6 @@ class _Step:
 
     def _go_on(self) -> None:
         self._enter(self._place, ACTIVATIONS)
-
-    def _accumulated(self, parameter: Tensor) -> None:
-        self.meter.hold(parameter.grad, GRADIENTS)
 
     def _before_decoder(self, module: nn.Module, latents: tuple[Tensor, ...]) -> None:
         def after_strata(_: Tensor) -> None:

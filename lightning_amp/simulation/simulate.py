@@ -20,7 +20,7 @@ from lightning_amp.planning.plan.plan import MeshShape, Plan
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import track
-from lightning_amp.simulation.measured_step import PlannedRank, RankResult, Sizes, measure_step
+from lightning_amp.simulation.measured_step import MeasuredStep, PlannedRank, RankResult, Sizes
 from lightning_amp.simulation.models_without_values import Subject, decoder_subject, reference_subject
 from lightning_amp.simulation.parse_shape import ShapeRequest
 from lightning_amp.techniques.hic.attention import rotary
@@ -56,11 +56,6 @@ class Simulation:
         return {k: held for one in own for k, held in one.bytes_of_strata.items()}
 
     @property
-    def strata_bytes(self) -> tuple[int, ...]:
-        """The same, in the order of the strata."""
-        return tuple(self.bytes_of_strata.values())
-
-    @property
     def peak_bytes(self) -> tuple[int, ...]:
         """Every rank's peak."""
         return tuple(result.peak_bytes for result in self.ranks)
@@ -77,7 +72,7 @@ class Simulation:
             "rank": worst.rank,
             "breakdown": worst.breakdown,
             "strata": list(self.bytes_of_strata),
-            "strata_bytes": list(self.strata_bytes),
+            "strata_bytes": list(self.bytes_of_strata.values()),
             "comm_bytes": worst.comm_bytes,
             "budget_bytes": plan.budget_bytes,
             "predicted_peak_bytes": plan.predicted_peak_bytes,
@@ -110,7 +105,7 @@ def simulate(
         planned = PlannedRank(make(), plan, mesh)
         # tables that stay in a process: those of a simulation before would not be seen
         rotary.forget_kept()
-        return measure_step(planned, rank=rank, budget_bytes=plan.budget_bytes, on_stratum=on_stratum)
+        return MeasuredStep(planned, budget_bytes=plan.budget_bytes, on_stratum=on_stratum).run(rank)
 
 
 def simulate_plan(make: Callable[[], Subject], plan: Plan, *, device_type: str = "cpu") -> Simulation:
@@ -125,7 +120,10 @@ def simulate_plan(make: Callable[[], Subject], plan: Plan, *, device_type: str =
         )
     # a rank of the data axis has other cells, but as many
     ranks = range(plan.mesh.model)
-    sizes = [_sizes(make, plan, rank) for rank in track(ranks, description="building", total=len(ranks))]
+    sizes = list[Sizes]()
+    for rank in track(ranks, description="building", total=len(ranks)):
+        with fake_world(plan.mesh, rank=rank) as mesh:
+            sizes.append(PlannedRank(make(), plan, mesh).sizes)
     # from the last rank on, so that of ranks of equal sizes the first one is kept
     firsts = {size: rank for rank, size in reversed(list(enumerate(sizes)))}
     n_strata = 2 * len(plan.strata_bytes) * len(firsts)
@@ -139,11 +137,6 @@ def simulate_plan(make: Callable[[], Subject], plan: Plan, *, device_type: str =
     group = [done[size] for size in sizes]
     results = tuple(replace(result, rank=i) for i, result in enumerate(group * plan.mesh.data))
     return Simulation(plan=plan, ranks=results)
-
-
-def _sizes(make: Callable[[], Subject], plan: Plan, rank: int) -> Sizes:
-    with fake_world(plan.mesh, rank=rank) as mesh:
-        return PlannedRank(make(), plan, mesh).sizes
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Override a module's methods on the instance, so that its class stays as it is."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -24,6 +25,17 @@ def put_methods(module: nn.Module, changed: Mapping[str, Any]) -> Callable[[], N
         own.update(before)
 
     return undo
+
+
+@contextmanager
+def methods_put(changed: Iterable[tuple[nn.Module, Mapping[str, Any]]]) -> Iterator[None]:
+    """While the block lasts, functions by name are in the place of methods of several modules."""
+    undo = [put_methods(module, methods) for module, methods in changed]
+    try:
+        yield
+    finally:
+        for put_back in undo:
+            put_back()
 
 
 def method_of(module: nn.Module, name: str) -> Callable[..., Any]:

@@ -54,7 +54,13 @@ def register_technique(
     Raises:
         PlanError: An id, a spec or a signal that cannot be used; nothing is registered then.
     """
-    _check_id(strategy)
+    if not isinstance(strategy, str) or not _ID.fullmatch(strategy):
+        raise PlanError(f"a technique was registered as {strategy!r}; allowed is S and a number, such as 'S6'")
+    if strategy in STRATEGIES:
+        raise PlanError(
+            f"a technique was registered as {strategy!r}, which is {STRATEGIES[strategy].title!r} already; choose a"
+            f" number other than those of {', '.join(STRATEGIES)}, and register once in a process"
+        )
     _check_spec(strategy, spec)
     if signal is not None and signal not in known_signals():
         raise PlanError(
@@ -72,16 +78,6 @@ def register_technique(
         registered=True,
         shape_after=shape_after,
     )
-
-
-def _check_id(strategy: str) -> None:
-    if not isinstance(strategy, str) or not _ID.fullmatch(strategy):
-        raise PlanError(f"a technique was registered as {strategy!r}; allowed is S and a number, such as 'S6'")
-    if strategy in STRATEGIES:
-        raise PlanError(
-            f"a technique was registered as {strategy!r}, which is {STRATEGIES[strategy].title!r} already; choose a"
-            f" number other than those of {', '.join(STRATEGIES)}, and register once in a process"
-        )
 
 
 def _check_spec(strategy: str, spec: Any) -> None:

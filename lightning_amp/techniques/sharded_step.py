@@ -15,6 +15,7 @@ from lightning_amp.dist.splits import MeshAxis
 from lightning_amp.errors import ShardError
 from lightning_amp.footprint.copies.fake_copy import map_tensors
 from lightning_amp.holding import holding
+from lightning_amp.techniques.put_methods import methods_put
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -57,8 +58,6 @@ def whole(x: Tensor) -> Tensor:
 @contextmanager
 def whole_in_metrics(module: nn.Module) -> Iterator[None]:
     """Let the module's metrics see whole tensors: they add up counts of what they are given."""
-    metrics = [child for child in module.modules() if isinstance(child, Metric)]
-    updates = [metric.update for metric in metrics]
 
     def with_whole(update: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -66,13 +65,9 @@ def whole_in_metrics(module: nn.Module) -> Iterator[None]:
 
         return call
 
-    for metric, update in zip(metrics, updates, strict=True):
-        metric.update = with_whole(update)  # type: ignore[method-assign]
-    try:
+    metrics = [child for child in module.modules() if isinstance(child, Metric)]
+    with methods_put((metric, {"update": with_whole(metric.update)}) for metric in metrics):
         yield
-    finally:
-        for metric, update in zip(metrics, updates, strict=True):
-            metric.update = update  # type: ignore[method-assign]
 
 
 def tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:

@@ -60,8 +60,10 @@ OF_BLOCKS = tuple(
 """Those of them whose rules name blocks."""
 STAGED = next(name for name, row in STRATEGIES.items() if row.search)
 """The technique whose stages the planner cuts."""
-EVALUATED = next(name for name, row in STRATEGIES.items() if row.evaluation is not None)
-"""The technique by which steps without gradients are held within a budget."""
+EVALUATED, evaluated_within = next(
+    (name, row.evaluation) for name, row in STRATEGIES.items() if row.evaluation is not None
+)
+"""The technique by which steps without gradients are held within a budget, and its spec for some bytes."""
 
 
 @cache
@@ -84,6 +86,11 @@ def is_of_block(rule: Rule) -> bool:
     return found is not None and found.on_blocks
 
 
+def on_axis(*axes: str) -> tuple[str, ...]:
+    """Techniques that are a choice on one of some axes of the decoder."""
+    return tuple(name for name, row in STRATEGIES.items() if row.choice is not None and row.choice[0] in axes)
+
+
 def of_blocks_outside(strategies: Sequence[str]) -> frozenset[str]:
     """Those of the strategies that, if there is a decoder, are of blocks outside of it.
 
@@ -94,8 +101,8 @@ def of_blocks_outside(strategies: Sequence[str]) -> frozenset[str]:
         others = [other for other in strategies if other != name]
         return any(conflicts(strategies)) and not any(conflicts(others))
 
-    both = {name for name in OF_BLOCKS if STRATEGIES[name].choice is not None}
-    return frozenset(name for name in strategies if name in OF_BLOCKS and (name not in both or is_apart(name)))
+    own = [name for name in strategies if name in OF_BLOCKS]
+    return frozenset(name for name in own if STRATEGIES[name].choice is None or is_apart(name))
 
 
 def label(strategy: str) -> str:
@@ -129,17 +136,13 @@ def conflicts(strategies: Collection[str]) -> Iterator[str]:
     for one in in_order(strategy for strategy in strategies if strategy in STRATEGIES):
         for other, why in STRATEGIES[one].conflicts.items():
             if other in strategies:
-                yield f"{one} and {other} cannot be together: {why}"
-    for one in filter(_of_decoder_alone, STRATEGIES):
-        for other, row in STRATEGIES.items():
-            if row.no_decoder and one in strategies and other in strategies:
+                yield f"{' and '.join(in_order((one, other)))} cannot be together: {why}"
+    rows = {name: row for name, row in STRATEGIES.items() if name in strategies}
+    # those that change decoders only, and no blocks of other modules
+    for one in (name for name, row in rows.items() if row.choice is not None and name not in OF_BLOCKS):
+        for other, row in rows.items():
+            if row.no_decoder:
                 yield f"{one} and {other} cannot be together: {row.no_decoder}"
-
-
-def _of_decoder_alone(strategy: str) -> bool:
-    """Whether a technique changes decoders only, and no blocks of other modules."""
-    row = STRATEGIES[strategy]
-    return row.choice is not None and not any(one.on_blocks for one in row.installers.values())
 
 
 def parse_strategies(asked: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:
@@ -170,14 +173,17 @@ def with_steps(strategies: Iterable[str]) -> str:
     return next((name for name in strategies if name in STRATEGIES and STRATEGIES[name].steps), "")
 
 
+def together(name: str) -> tuple[str, ...]:
+    """The strategies that one with steps goes together with."""
+    return in_order({*STRATEGIES[name].together, *(other for other, row in STRATEGIES.items() if row.in_any_steps)})
+
+
 def not_together(name: str, other: str) -> str:
     """Why a strategy does not go together with `name`, which has steps, and what to do instead."""
-    row = STRATEGIES[name]
-    others = [one for one in row.together if one != "S1"]
+    row, others = STRATEGIES[name], [one for one in together(name) if one != "S1"]
     less = f"with {' and '.join(others)}, and with more ranks of the model axis (model_parallel_size)"
-    return row.apart.get(other) or (
-        f"it is not supported together with {name}; a rank holds less {less if others else 'on more ranks'}"
-    )
+    less = f"a rank holds less {less if others else 'on more ranks'}"
+    return row.apart.get(other, f"it is not supported together with {name}; {{less}}").replace("{less}", less)
 
 
 def refuse_apart(strategies: Iterable[str]) -> None:
@@ -185,7 +191,7 @@ def refuse_apart(strategies: Iterable[str]) -> None:
     chosen = tuple(strategies)
     name = with_steps(chosen)
     for other in chosen if name else ():
-        if other != name and other not in STRATEGIES[name].together:
+        if other != name and other not in together(name):
             raise PlanError(
                 f"{other} and {name} cannot be together: {not_together(name, other)}. Leave one of them out"
             )

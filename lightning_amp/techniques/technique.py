@@ -106,8 +106,10 @@ class Technique:
         steps: Module whose `install(module, spec, mesh)` gives what takes the place of a LightningModule's steps, by
             name. Gradients of these steps are averaged over the model axis too, unless its `split_parameters` gives
             what splits and reduces them. "" for all others.
-        together: Of a technique with `steps`: the techniques that it goes together with.
-        apart: Of a technique with `steps`: why others do not, and what to do instead; others have a general reason.
+        in_any_steps: Whether it goes together with all techniques with `steps`, which it leaves as they are.
+        together: Of a technique with `steps`: the others that it goes together with.
+        apart: Of a technique with `steps`: why others do not, and what to do instead, for which there is "{less}": what
+            makes a rank hold less; others have a general reason.
         without_step: Of a technique with `steps`: what to do where the first step cannot be counted.
         shape_after: Of a registered technique: shape of the model and ranks of the model axis -> shape that the
             memory model sees instead; None leaves its savings out.
@@ -140,6 +142,7 @@ class Technique:
     code: str = ""
     registered: bool = False
     steps: str = ""
+    in_any_steps: bool = False
     together: tuple[str, ...] = ()
     apart: Mapping[str, str] = field(default_factory=dict)
     without_step: str = ""

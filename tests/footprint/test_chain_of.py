@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_amp.costs.choose_forms import choose
 from lightning_amp.costs.rule import Rule
 from lightning_amp.footprint.chain.chain import Chain, peak_bytes
 from lightning_amp.footprint.chain.chain_of import count_step
@@ -23,7 +24,6 @@ from lightning_amp.installing.install import install_rules
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import rest_bytes, stage_bytes
 from lightning_amp.techniques.pipeline.stage_forms import computed_again
-from lightning_amp.techniques.recompute.choose import choose
 from tests.any_module import NAMES, make
 from tests.footprint.test_profile_module import Small, measured
 from tests.techniques.recompute import nasty

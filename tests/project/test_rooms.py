@@ -9,9 +9,9 @@ import lightning_amp
 LIBRARY = Path(lightning_amp.__file__).parent
 NAMED = {
     "fsdp": (r"techniques\.fsdp|FullyShard|[\"']fsdp[\"']", 5),
-    "chunk": (r"techniques\.chunk|[\"']chunk[\"'](?!, [\"'](?:cat|tensor_split|unbind)[\"'])", 7),
+    "chunk": (r"techniques\.chunk|[\"']chunk[\"'](?!, [\"'](?:cat|tensor_split|unbind)[\"'])", 6),
     "pipeline": (r"techniques\.pipeline|[\"']pipeline[\"']", 6),
-    "recompute": (r"techniques\.recompute|[\"']recompute[\"']", 18),
+    "recompute": (r"techniques\.recompute|[\"']recompute[\"']", 5),
     "logits": (r"techniques\.logits|[\"']logits[\"']", 5),
     "replay": (r"techniques\.replay|[\"']replay[\"']", 2),
     "sequence": (r"techniques\.sequence|[\"']sequence[\"']", 4),

@@ -29,12 +29,12 @@ from lightning_amp.techniques.hic.rows import (
     FusedAttention,
     HiddenParallel,
     KeyFirstDecode,
-    RecomputeStrata,
     SdpaAttention,
     SparseLikelihood,
     StrataParallel,
     StreamStrata,
 )
+from lightning_amp.techniques.recompute.row import RecomputeStrata
 
 RTOL = 1e-10
 FLOOR = 1e-14

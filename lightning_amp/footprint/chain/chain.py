@@ -127,6 +127,12 @@ class Chain:
         fixed = {block.fqn for block in self.blocks if block.fixed}
         return tuple(dict.fromkeys(b.fqn for b in self.blocks if b.fqn not in fixed))
 
+    @property
+    def all_fixed(self) -> str:
+        """Why no block can run a second time; "" where one can, and where there is none."""
+        fixed = group_reasons((block.fqn, block.fixed) for block in self.blocks if block.fixed and not block.after)
+        return f"no block can run a second time; {fixed}" if fixed and not self.names else ""
+
 
 Forms = Collection[str] | Mapping[str, int]
 """Names of blocks with their forms; names alone are of blocks that are recomputed. All others are as they are."""

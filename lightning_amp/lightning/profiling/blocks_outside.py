@@ -1,4 +1,4 @@
-"""Plan blocks outside a Hi-C decoder, recomputed or in chunks, together with the decoder's techniques.
+"""Plan blocks outside a Hi-C decoder together with the decoder's techniques.
 
 The decoder's own prediction knows little of what encoders and a graph keep. So a step of one device is counted with the
 plan's techniques for one device and with the blocks, and what it takes beyond the decoder's prediction is added:
@@ -11,8 +11,8 @@ Exact to the count where the model axis has one rank. With several, as far as th
 where a person has named a budget, and where it takes more:
 
     1. plans of the decoder that need less, down to the one that needs least: the fastest with which the step fits
-    2. besides that last one as many blocks outside run again as the budget asks for: the least extra time that fits,
-       chosen for the chain of the step with the decoder's techniques in it (techniques/recompute/choose.py)
+    2. with that last one as many blocks outside run again as the budget asks for: the least extra time that fits,
+       chosen for the chain of the step with the decoder's techniques in it (costs/choose_forms.py)
 
 A chain counts what the decoder's own functions keep a little differently than the step does, by the same bytes whatever
 blocks outside do; the choice is made with that difference, and counted.
@@ -27,23 +27,20 @@ from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, PlanError
-from lightning_amp.footprint.chain.chain import CHUNKED, Chain, extra_seconds, peak_bytes
+from lightning_amp.footprint.chain.chain import peak_bytes
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.footprint.recompute_state import unrepeatable
 from lightning_amp.installing.install import overlap
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
+from lightning_amp.planning.modules.candidates import as_it_is, draft
+from lightning_amp.planning.modules.finish_plan import rules_of
 from lightning_amp.planning.plan.plan import Axes, Candidate, Plan
-from lightning_amp.planning.policies.build_rules import BY_USER
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.chunk.forms import ChunkForms
-from lightning_amp.techniques.chunk.row import forms_of, in_chunks
 from lightning_amp.techniques.contract.protocol import find_decoders
-from lightning_amp.techniques.recompute.choose import choose, leanest
-from lightning_amp.techniques.recompute.row import RecomputeBlock
-from lightning_amp.techniques.table import in_order, is_of_block
+from lightning_amp.techniques.table import OF_BLOCKS, PREDICTIONS, in_order, is_of_block
 
-INSIDE = "it is of the decoder"
-OUTSIDE = f"{BY_USER} (outside of the decoder; it keeps {{}} less)"
+QUICK = tuple(name for name in OF_BLOCKS if not PREDICTIONS[name].slow)
+"""Techniques of blocks that a budget gets where no plan of the decoder is within it."""
 TRIES = 3
 """Times that a choice which was counted above the budget is made leaner."""
 
@@ -63,11 +60,6 @@ class DecoderPlan:
         """The rules that one device has."""
         return tuple(rule for rule in self.alone.rules if rule.strategy != "S1")
 
-    def outside(self, chain: Chain) -> Chain:
-        """A chain in which the decoder's parts, which have their own techniques, stay as they are."""
-        blocks = (replace(b, fixed=INSIDE) if overlap(b.fqn, self.decoder) else b for b in chain.blocks)
-        return replace(chain, blocks=tuple(blocks))
-
     def counted(self, rules: Sequence[Rule] = (), *, seconds: float = 0.0) -> Plan:
         """The plan with rules of blocks outside, which take so much longer, and the peak of a counted step. Raises
         AmpError: the step cannot be counted."""
@@ -82,59 +74,23 @@ class DecoderPlan:
 
 
 def with_blocks_outside(made: DecoderPlan, named: Collection[str], *, share_statistics: bool) -> Plan:
-    """A plan with rules for all blocks outside of the decoder that take less when they run again, or in chunks.
+    """A plan with rules of techniques of blocks for all blocks outside of the decoder that take less with them.
 
-    `named`: of recompute and chunk, what was requested; `share_statistics`: whether ranks of a data axis exchange the
+    `named`: the techniques that were requested; `share_statistics`: whether ranks of a data axis exchange the
     statistics of batches. Raises AmpError where the step cannot be counted, and PlanError where there are no such
     blocks."""
     step, shares = made.step, share_statistics and made.whole.mesh.data > 1
     try:
         seen = step.profiled(made.rates, shared_statistics=shares)
-        chain = made.outside(seen.chain)
-        if "chunk" in named:
-            return _in_chunks(made, seen, chain, again="recompute" in named)
-        saved = saved_bytes(chain)
-        if not saved:
+        found = draft(seen, [name for name in PREDICTIONS if name in named], ranks=1, budget=None)
+        if isinstance(found, str):
             raise PlanError(
-                f"recompute cannot be used with {', '.join(made.whole.strategies)}, which decide what is kept of"
-                f" the strata of {made.decoder!r}, and outside of it no block keeps less when it runs again; leave"
-                " recompute out"
+                f"{', '.join(made.whole.strategies)} decide what is kept of the strata of {made.decoder!r}, and"
+                f" outside of it {found}; leave that one out"
             )
-        return made.counted(recomputed(saved, OUTSIDE), seconds=extra_seconds(chain, tuple(saved)))
+        return made.counted(rules_of(found, named=True), seconds=found.seconds - as_it_is(seen, 1).seconds)
     finally:
         step.forget()
-
-
-def _in_chunks(made: DecoderPlan, seen: ProfiledStep, chain: Chain, *, again: bool) -> Plan:
-    """With every block in the form of the least bytes, unless that is far slower."""
-    whole = forms_of(seen)
-    assert whole is not None, "a profiled step has them"
-    inside = [overlap(block.fqn, made.decoder) for block in chain.blocks]
-    forms = ChunkForms(chain, lambda: [INSIDE if own else t for own, t in zip(inside, whole.tables(), strict=True)])
-    found = forms.choose(None, recompute=again)
-    chunked = {name: form for name, form in found.forms.items() if form >= CHUNKED}
-    if not chunked:
-        raise PlanError(
-            f"chunk cannot be used with {', '.join(made.whole.strategies)}: outside of {made.decoder!r} no block"
-            " takes less of the step's peak in"
-            f" chunks{' than where it runs again' * again}{f': {forms.reason}' if forms.reason else ''};"
-            " leave chunk out"
-        )
-    again_too = {*found.recomputed, *(name for name, form in chunked.items() if forms.form(name, form).again)}
-    saved = {name: n_bytes for name, n_bytes in saved_bytes(chain).items() if name in again_too}
-    rules = [*recomputed(saved, OUTSIDE)]
-    for name, form in chunked.items():
-        target = in_chunks(forms, name, form, len(chunked))
-        rules.append(
-            Rule(
-                fqn=name,
-                spec=target.spec,
-                strategy="chunk",
-                why=f"{BY_USER} ({target.why})",
-                saves_bytes=target.saves_bytes,
-            )
-        )
-    return made.counted(rules, seconds=found.extra_seconds)
 
 
 def step_beside_decoder(trainer: pl.Trainer) -> StepOfModule | None:
@@ -173,7 +129,7 @@ def within_budget(make: Callable[[int], DecoderPlan], budget: int) -> Plan:
         # no plan is within a byte, so that this is the one that needs least
         made = make(1)
         found = made.counted()
-        return _recomputing(_of_budget(found, made, found, budget), made, budget)
+        return _with_blocks(_of_budget(found, made, found, budget), made, budget)
     except AmpError as error:
         note = f"what lies outside of the decoder was not counted: {error}"
         return replace(chosen.whole, notes=(*chosen.whole.notes, note))
@@ -181,30 +137,26 @@ def within_budget(make: Callable[[int], DecoderPlan], budget: int) -> Plan:
         step.forget()
 
 
-def _recomputing(before: Plan, made: DecoderPlan, budget: int) -> Plan:
-    """With as many blocks outside computed again as the budget asks for, or all where they are not enough."""
+def _with_blocks(before: Plan, made: DecoderPlan, budget: int) -> Plan:
+    """With as much done to blocks outside as the budget asks for, or all where that is not enough."""
     best, over = before, before.predicted_peak_bytes - budget
     if over <= 0:
         return before
-    chain = made.outside(made.step.chain_with(made.local))
+    step = made.step.step_with(made.local)
+    seen = ProfiledStep(profile=step.profile, chain=step.chain, rates=made.rates)
     # the chain and the count differ by the same bytes whatever blocks outside do, so bytes are taken off the chain's
-    limit, n_blocks = peak_bytes(chain, ()) - over, len(saved_bytes(chain))
+    limit = peak_bytes(seen.chain, ()) - over
     for _ in range(TRIES):
-        bound = max(0, limit)
-        names = (choose(chain, bound) or leanest(chain, at_least=bound)).recomputed
-        saved = {name: n for name, n in saved_bytes(chain).items() if name in names}
-        if not saved:
+        found = draft(seen, QUICK, ranks=1, budget=max(0, limit))
+        if isinstance(found, str):
             break
-        again = recomputed(
-            saved,
-            f"no plan of the decoder alone is within {format_bytes(budget)}: {len(saved)} of {n_blocks}"
-            " blocks outside of it are computed again, this one keeps {} less",
-        )
-        found = made.counted(again, seconds=extra_seconds(chain, tuple(saved)))
-        if found.predicted_peak_bytes < best.predicted_peak_bytes:
-            best = _of_budget(found, made, before, budget)
+        why = f"no plan of the decoder alone is within {format_bytes(budget)}: "
+        rules = [replace(rule, why=why + rule.why) for rule in found.targets]
+        plan = made.counted(rules, seconds=found.seconds - as_it_is(seen, 1).seconds)
+        if plan.predicted_peak_bytes < best.predicted_peak_bytes:
+            best = _of_budget(plan, made, before, budget)
         over = best.predicted_peak_bytes - budget
-        if over <= 0 or len(saved) == n_blocks:
+        if over <= 0 or len(rules) == len(seen.chain.names):
             break
         limit -= over
     return best
@@ -222,23 +174,6 @@ def _of_budget(plan: Plan, made: DecoderPlan, plain: Plan, budget: int) -> Plan:
             one = replace(one, peak_bytes=peak, verdict=exceeds if peak > budget else one.verdict)
         candidates.append(one)
     return replace(plan, budget_bytes=budget, candidates=tuple(candidates))
-
-
-def saved_bytes(chain: Chain) -> dict[str, int]:
-    """Blocks that keep less when they run again, and how much."""
-    saved: dict[str, int] = {}
-    for block in chain.blocks:
-        if block.fqn in chain.names and block.saved_bytes > 0:
-            saved[block.fqn] = saved.get(block.fqn, 0) + block.saved_bytes
-    return saved
-
-
-def recomputed(saved: dict[str, int], why: str) -> tuple[Rule, ...]:
-    """A rule for each; the bytes that it saves are put into the reason."""
-    return tuple(
-        Rule(fqn=name, spec=RecomputeBlock(), strategy="recompute", why=why.format(format_bytes(n)), saves_bytes=n)
-        for name, n in saved.items()
-    )
 
 
 def with_rules(plan: Plan, rules: Iterable[Rule], *, seconds: float = 0.0) -> Plan:

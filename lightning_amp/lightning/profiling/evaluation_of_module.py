@@ -36,7 +36,7 @@ from lightning_amp.lightning.profiling.loaders import each, example_batch, loade
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.contract.protocol import find_decoders
-from lightning_amp.techniques.table import EVALUATED, STRATEGIES
+from lightning_amp.techniques.table import EVALUATED, evaluated_within
 
 STEPS = {
     TrainerFn.VALIDATING: ("validation_step", "validate_loop"),
@@ -71,12 +71,10 @@ class EvaluationOfModule:
         batch = self._trainer.precision_plugin.convert_input(self._take_batch())
         calls: dict[str, tuple[int, int]] = {}
         held, whole = self._count(batch, (), calls)
-        spec_of = STRATEGIES[EVALUATED].evaluation
-        assert spec_of is not None, "the row has it"
         rules = tuple(
             Rule(
                 fqn=fqn,
-                spec=spec_of(max(1, budget - before)),
+                spec=evaluated_within(max(1, budget - before)),
                 strategy=EVALUATED,
                 why=f"{format_bytes(most)} are alive within it in {self._step}, of {format_bytes(budget)}",
                 saves_bytes=most - budget,

@@ -5,7 +5,7 @@ done to validate, test or predict. A step that cannot be profiled is trained as 
 why.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -28,15 +28,15 @@ from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import profile_module
-from lightning_amp.installing.install import install_rules
+from lightning_amp.installing.install import install_rules, overlap
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of
 from lightning_amp.planning.plan.plan import Explanation
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.contract.protocol import find_decoders
+from lightning_amp.techniques.contract.protocol import INSIDE, find_decoders
 from lightning_amp.techniques.data.batch_norm import statistics_bytes
 from lightning_amp.techniques.data.gradient_sync import gradient_sizes
-from lightning_amp.techniques.table import PREDICTIONS, STAGED, STRATEGIES, not_together, stage_search
+from lightning_amp.techniques.table import PREDICTIONS, STAGED, STRATEGIES, not_together, stage_search, together
 from lightning_amp.techniques.technique import function_at
 
 T = TypeVar("T")
@@ -44,11 +44,11 @@ NOTHING: Mapping[str, Spec] = MappingProxyType({})
 
 
 class StepOfModule:
-    """One training step of a module without a decoder.
+    """One training step of a module.
 
     `take_batch` gives one batch, or raises an AmpError; `batch_size`: another length of the batch; `trains`: whether
     the module itself is to train, for one that is only planned may be without values; `steps` take the place of the
-    module's while it is counted."""
+    module's while it is counted; `decoders`: names of its decoders, whose parts are no blocks."""
 
     def __init__(
         self,
@@ -59,12 +59,13 @@ class StepOfModule:
         batch_size: int | None = None,
         trains: bool = False,
         steps: DrySteps | None = None,
+        decoders: Collection[str] = (),
     ) -> None:
         if steps is not None:
             own = OwnParts(size=steps.ranks, axis=lambda: steps.axis)
             around = replace(around, own_parts=own)
         self.module, self._take_batch, self._around = module, take_batch, around
-        self._trains, self._steps = trains, steps
+        self._trains, self._steps, self._decoders = trains, steps, decoders
         self._batch_size = batch_size
         self._batch: Any = None
         self._profiles: dict[frozenset[tuple[str, str]], ModuleProfile] = {}
@@ -93,13 +94,16 @@ class StepOfModule:
         All ranks call it, and rank 0 uses it.
         """
         module = trainer.lightning_module
-        if trainer.state.fn != TrainerFn.FITTING or bool(find_decoders(module)) != decoder:
+        decoders = find_decoders(module)
+        if trainer.state.fn != TrainerFn.FITTING or bool(decoders) != decoder:
             return None
         around = Around.of(trainer, prepared=True, datamodule=datamodule_of(trainer))
         own = getattr(trainer.strategy, "own_parts", None)
         around = replace(around, values=values, limit_bytes=limit_bytes, own_parts=own)
         loaders, why = loaders_of(trainer)
-        return cls(module, partial(example_batch, loaders, why), around=around, trains=True, steps=steps)
+        return cls(
+            module, partial(example_batch, loaders, why), around=around, trains=True, steps=steps, decoders=decoders
+        )
 
     def profiled(
         self, rates: Rates, *, requested: Mapping[str, Spec] = NOTHING, shared_statistics: bool = False
@@ -120,7 +124,7 @@ class StepOfModule:
         row = None if steps is None else STRATEGIES[steps.name]
         # what splits parameters too averages no whole gradients
         averages = row is None or not row.data_axis
-        looks = {name: STRATEGIES[name].look for name in (STRATEGIES if row is None else row.together)}
+        looks = {name: STRATEGIES[name].look for name in (STRATEGIES if steps is None else together(steps.name))}
         looked = {name: function_at(look)(self) for name, look in looks.items() if look}
         found = ProfiledStep(
             profile=step.profile,
@@ -135,7 +139,7 @@ class StepOfModule:
         if steps is None or row is None:
             shared = statistics_bytes(self.module)
             return replace(found, statistics_bytes=shared, counted=self._counted_with)
-        others = {other: not_together(steps.name, other) for other in PREDICTIONS if other not in row.together}
+        others = {name: not_together(steps.name, name) for name in PREDICTIONS if name not in together(steps.name)}
         found = replace(
             found,
             refused={**found.refused, **others},
@@ -153,7 +157,16 @@ class StepOfModule:
 
     def step_with(self, rules: Sequence[Rule], rows: int | None = None) -> CountedStep:
         """The step with rules installed, which are undone; raises an AmpError where it cannot have them."""
-        return self.run_with(rules, partial(count_step, names=self._blocks, rates=self.operator_rates()), rows)
+        found = self.run_with(rules, partial(count_step, names=self._blocks, rates=self.operator_rates()), rows)
+        return replace(found, chain=self._outside(found.chain)) if self._decoders else found
+
+    def _outside(self, chain: Chain) -> Chain:
+        """A chain of which the parts of decoders stay as they are, and what keeps nothing but its inputs."""
+        saving = {block.fqn for block in chain.blocks if block.saved_bytes > 0}
+        fixed = dict.fromkeys((b.fqn for b in chain.blocks if b.fqn not in saving), "it keeps nothing but its inputs")
+        fixed |= {b.fqn: INSIDE for b in chain.blocks if any(overlap(b.fqn, name) for name in self._decoders)}
+        blocks = tuple(replace(b, fixed=fixed.get(b.fqn, b.fixed)) for b in chain.blocks)
+        return replace(chain, blocks=blocks)
 
     def run_with(self, rules: Sequence[Rule], count: Callable[..., T], rows: int | None = None) -> T:
         """What `count(module, batch, batch_size=, around=)` returns while rules are installed."""
@@ -222,7 +235,7 @@ class StepOfModule:
         )
 
     def take(self, rates: Rates) -> None:
-        """Take one batch, as `profiled` does; for `count` and `chain_with` alone."""
+        """Take one batch, as `profiled` does; for `count` and `step_with` alone."""
         self._rates = rates
         self._batch = self._take_batch()
         # what was counted of the batch before says nothing of this one
@@ -240,10 +253,6 @@ class StepOfModule:
             self._counts[key] = self.run_with(rules, profile_module)
         self._profiles[_places(rules)] = self._counts[key]
         return self._counts[key]
-
-    def chain_with(self, rules: Sequence[Rule]) -> Chain:
-        """The blocks of the step with rules installed, which are undone; for after `take`. Raises as `count`."""
-        return self.run_with(rules, partial(count_step, names=(), rates=self.operator_rates())).chain
 
     def profile_with(self, rules: Sequence[Rule]) -> ModuleProfile | None:
         """What `profiled` or `count` has found last with rules for the same modules; None where none has."""

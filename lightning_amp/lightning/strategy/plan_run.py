@@ -22,7 +22,15 @@ from lightning_amp.planning.policies import build_rules
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.time.step_seconds import predicted_times
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.table import EVALUATED, PREDICTIONS, STRATEGIES, in_order, is_of_block, parse_strategies
+from lightning_amp.techniques.table import (
+    EVALUATED,
+    PREDICTIONS,
+    STRATEGIES,
+    in_order,
+    is_of_block,
+    parse_strategies,
+    together,
+)
 
 SLOW_SECONDS = 0.5
 """Of a step, spent on other things than computation."""
@@ -172,9 +180,9 @@ def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
         raise PlanError(f"{', '.join(needing)} is not supported: {facts.not_profiled}")
     if EVALUATED in needing and not facts.in_chunks and facts.evaluation is None:
         raise PlanError(
-            "chunk requires, in a run that does not train, a budget or the plan of a fit: give"
+            f"{EVALUATED} requires, in a run that does not train, a budget or the plan of a fit: give"
             " AMPStrategy(device_memory=...), fit with this Trainer first, give AMPStrategy(plan='plan.json'), or run"
-            " the module that lightning_amp.chunk(module, batch, budget=...) returns, without naming chunk"
+            f" the module that lightning_amp.chunk(module, batch, budget=...) returns, without naming {EVALUATED}"
         )
     # outside of a fit nothing is kept for a backward pass
     return [name for name in named if name not in needing]
@@ -189,7 +197,7 @@ def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) 
             made, rules = facts.evaluation.within(facts.budget, made, facts.rates[1])
         except AmpError as error:
             if named is not None:
-                raise PlanError(f"chunk is not supported: its bytes are not known: {error}") from error
+                raise PlanError(f"{EVALUATED} is not supported: its bytes are not known: {error}") from error
             return replace(made, notes=(*made.notes, f"the peak is not known: {error}"))
     if not rules:
         return made
@@ -250,7 +258,7 @@ def in_parts(whole: Plan, facts: PlanningContext) -> Plan:
             seen = counted.profiled(facts.rates[0])
             base = _without_step(facts, ["S1", name], steps.ranks, steps=steps)
             made = [plan_module(base, seen, named=(), count=counted.count)]
-            others = [other for other in row.together if other in PREDICTIONS]
+            others = [other for other in together(name) if other in PREDICTIONS]
             # one technique more only where fewer do not fit; of as many the fastest
             for n in range(1, len(others) + 1):
                 if any(plan.fits for plan in made):

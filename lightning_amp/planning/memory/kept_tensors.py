@@ -49,7 +49,9 @@ def likelihood_terms(s: RankSizes) -> Terms:
 
 def key_terms(s: RankSizes) -> Terms:
     """The key; where S4 copies them the keys of the features, made from it."""
-    if s.copies_keys:
+    # keys of a run of anchors need no copy
+    run = s.stratum_features >= s.decoder.anchors - s.decoder.distances[s.k]
+    if s.axes.decode == "key-first" and not run:
         return {"keys of the features [F_k, d]": s.element * s.most_decoded * s.width}
     return {"key [N, d]": s.element * s.latents} if s.keyed else {}
 
@@ -129,7 +131,7 @@ def attention_terms(s: RankSizes) -> Terms:
     if s.in_kernels:
         return _kernel_terms(s)
     # whole buckets are exchanged, so a neighbour's rows are a bucket of w, however few of them are read
-    halo = NEIGHBOUR[s.axes.attention] * w * a * (s.anchors_with_halo - s.anchors) // w if s.by_nodes else 0
+    halo = NEIGHBOUR[s.axes.attention] * a * s.halo
     terms = {"rows of the neighbours' buckets": s.element * halo} if halo else {}
     if s.fused:
         return terms | ({"weights [N, 3 w]": s.element * s.kept_weights} if s.kept_weights else {})

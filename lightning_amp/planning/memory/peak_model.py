@@ -32,6 +32,7 @@ from lightning_amp.planning.memory.temporaries import CELLS, KEY, MAKING, backwa
 from lightning_amp.planning.plan.plan import Axes
 from lightning_amp.planning.sizes import Counted, RankSizes, Term, strata_of, widest
 from lightning_amp.planning.time.step_seconds import strata_ends
+from lightning_amp.techniques.hic.rows import AGAIN, RETAINED, STREAMED
 from lightning_amp.techniques.table import STRATEGIES
 
 INDEX_BYTES = 8
@@ -64,7 +65,7 @@ class Estimate:
     Attributes:
         base_bytes: M_base: weights, optimiser state, gradients and base activations.
         runs: Strata of every rank: one run, or under strata parallelism several.
-        activations: What is kept of a stratum: "retain", "recompute" or "stream".
+        activations: What is kept of a stratum: RETAINED, AGAIN or STREAMED.
         other_decoder_bytes: The most that the decoders hold which come after the strata.
         gradient_bytes: The last step's gradients, which are gone when the backward pass starts.
         entered_bytes: Gradients of what enters the strata, whose memory under stream is there from the first one on.
@@ -78,7 +79,7 @@ class Estimate:
     base_bytes: int
     strata: tuple[StratumBytes, ...] = ()
     runs: tuple[tuple[int, int], ...] = ()
-    activations: str = "retain"
+    activations: str = RETAINED
     other_decoder_bytes: int
     gradient_bytes: int
     entered_bytes: int = 0
@@ -114,7 +115,7 @@ class Estimate:
         end = base + after + self.entered_bytes
         forward = [n + s.forward for n, s in zip(before, self.strata, strict=True)]
         # what strata keep is freed by their backward passes; under stream they leave gradients, until the outer one
-        strata_done = end if self.activations == "stream" else base
+        strata_done = end if self.activations == STREAMED else base
         return max(
             end + self.other_decoder_bytes,
             max(forward, default=0) + self.beside_bytes,
@@ -127,10 +128,10 @@ class Estimate:
 
     def _backward(self, before: list[int]) -> list[int]:
         """Peaks of the strata's backward passes, after `zero_grad` has dropped the last step's gradients."""
-        if self.activations == "stream":
+        if self.activations == STREAMED:
             # inside the loss, before `zero_grad`: the last step's gradients may still be there
             return [n + s.backward for n, s in zip(before, self.strata, strict=True)]
-        if self.activations == "recompute":
+        if self.activations == AGAIN:
             # what chained strata hand on is kept, but for the last one's, which nothing reads
             left = self.stratum_bytes
             kept = [sum(left[start : stop - 1]) for start, stop in self.runs for _ in range(start, stop)]
@@ -146,7 +147,7 @@ class Estimate:
         for run in self.runs:
             # a rank's strata only: those of other ranks are in other memories
             left = every[slice(*run)]
-            if self.activations == "stream":
+            if self.activations == STREAMED:
                 # the memory of all gradients is there before the first stratum
                 before = [self.base_bytes + self.entered_bytes + sum(left)] * len(left)
             else:
@@ -221,6 +222,7 @@ def estimate(
         # the anchors of the rank's own features, besides the list of all
         buffers += INDEX_BYTES * sum(_column(FEATURES, sizes))
     found = _strata(sizes, runs)
+    first_key = next((k for k, distance in enumerate(shape.decoder.distances) if distance), 0)
     return Estimate(
         # weights and the last step's gradients, then the optimiser's copies
         base_bytes=buffers + parameters * (2 + shape.optimizer_slots) + inputs + entered,
@@ -236,15 +238,9 @@ def estimate(
         edge_bytes=shape.edge_bytes,
         summed_bytes=sum(latent_terms(sizes).values()) if sizes.recomputed else 0,
         tables_bytes=shape.element_bytes * table_numbers(sizes),
-        tables_from=_first_key(sizes),
+        # chained strata that are streamed run from the last one on
+        tables_from=0 if shape.decoder.chained and sizes.streamed else first_key,
     )
-
-
-def _first_key(s: RankSizes) -> int:
-    """The first stratum that has a key; 0 where chained strata are streamed, which run from the last one on."""
-    if s.decoder.chained and s.axes.activations == "stream":
-        return 0
-    return next((k for k, distance in enumerate(s.decoder.distances) if distance), 0)
 
 
 def _column(term: Term[RankSizes, Counted], s: RankSizes) -> tuple[Counted, ...]:

@@ -94,7 +94,7 @@ def backward_peak(key: Key, making: Making, cells: Cells) -> int:
 def _key(s: RankSizes) -> Key:
     # scores on their way: without S4 of all anchors, and in copies where each goes to its owner
     everything = s.block * s.anchors if s.axes.decode == "full" else 0
-    decoding = everything + (3 if s.scattered else 1) * s.block * s.most_decoded
+    decoding = everything + (3 if s.hidden and s.by_features else 1) * s.block * s.most_decoded
     return Key(sum(key_terms(s).values()), s.element * decoding)
 
 
@@ -182,7 +182,7 @@ def _attending(s: RankSizes) -> int:
         return sum(attention_terms(s).values()) + s.element * (inputs + RING * s.latents * s.by_nodes)
     if s.fused:
         # the output
-        return s.element * (inputs + s.anchors_with_halo * a + s.latents + s.kept_weights + _fused_work(s))
+        return s.element * (inputs + (s.anchors + s.halo) * a + s.latents + s.kept_weights + _fused_work(s))
     if s.in_kernels:
         # the outputs of the calls are kept, and once more in their order
         joined = sum(run.rows * w * a for run in s.kernel_calls if len(run.calls) > 1)

@@ -13,14 +13,14 @@ does besides its blocks may turn out to be refused when it runs.
 If none fits, the one that needs the least memory is taken, and the plan says that it does not fit.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, combinations
 from types import MappingProxyType
 
 from lightning_amp.costs.device_rates import collective_seconds
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
-from lightning_amp.errors import PlanError
 from lightning_amp.footprint.module_profile import KINDS
 from lightning_amp.planning.plan.plan import NEEDLESS, Candidate
 from lightning_amp.quantities import format_bytes
@@ -109,19 +109,6 @@ def compare(
     )
 
 
-def asked_for(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None) -> Draft:
-    """The plan with techniques that a person has named.
-
-    Raises:
-        PlanError: One of them cannot be added.
-    """
-    ordered = tuple(name for name in PREDICTIONS if name in names)
-    made = draft(seen, ordered, ranks=ranks, budget=budget)
-    if isinstance(made, str):
-        raise PlanError(f"strategies={','.join(names)!r}: {made}; leave that one out, or let policy 'auto' choose")
-    return made
-
-
 def draft(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None) -> Draft | str:
     """The plan with these techniques, or why one of them cannot be added; of a technique's variants the fastest that
     fits, and with None that which saves most. What counts have found beyond the prediction is part of the peak.
@@ -168,30 +155,29 @@ def advice(
     """
     helps: dict[str, tuple[int, str]] = {}
     does_not: dict[str, str] = {}
+
+    def judge(name: str, whole: Draft, made: Draft | str, why_not: Callable[[Draft], str]) -> None:
+        if isinstance(made, str):
+            does_not[name] = f"{name} would not: {made}"
+        elif made.peak_bytes <= (1 - WORTH) * whole.peak_bytes:
+            helps[name] = made.peak_bytes, _gain(name, whole, made)
+        else:
+            does_not[name] = f"{name} would not: {why_not(made)}"
+
     for name, technique in PREDICTIONS.items():
         if _is_needless(seen, (name,), ranks=ranks, budget=budget):
             does_not[name] = NEEDLESS.format(name)
             continue
         n = max(ranks, technique.fewest)
         whole, made = as_it_is(seen, n), draft(seen, (name,), ranks=n, budget=None)
-        if isinstance(made, str):
-            does_not[name] = f"{name} would not: {made.partition(': ')[2] or made}"
-        elif made.peak_bytes <= (1 - WORTH) * whole.peak_bytes:
-            helps[name] = made.peak_bytes, _gain(name, whole, made)
-        else:
-            does_not[name] = f"{name} would not: {_why_not(seen, technique, whole, made)}"
-    if ranks > 1:
-        if stages is None and _stages_are_needless(seen, ranks=ranks, budget=budget, faster=compared):
-            does_not[STAGED] = NEEDLESS.format(STAGED)
-        else:
-            search, whole = stage_search(), as_it_is(seen, ranks)
-            made = stages or search.best(seen, ranks=ranks, budget=None, asked=OPEN)
-            if isinstance(made, str):
-                does_not[STAGED] = f"{STAGED} would not: {made}"
-            elif made.peak_bytes <= (1 - WORTH) * whole.peak_bytes:
-                helps[STAGED] = made.peak_bytes, _gain(STAGED, whole, made)
-            else:
-                does_not[STAGED] = f"{STAGED} would not: {_instead(whole, made)}, for {search.limit}"
+        made = made.partition(": ")[2] or made if isinstance(made, str) else made
+        judge(name, whole, made, partial(_why_not, seen, technique, whole))
+    if ranks > 1 and stages is None and _stages_are_needless(seen, ranks=ranks, budget=budget, faster=compared):
+        does_not[STAGED] = NEEDLESS.format(STAGED)
+    elif ranks > 1:
+        search, whole = stage_search(), as_it_is(seen, ranks)
+        made = stages or search.best(seen, ranks=ranks, budget=None, asked=OPEN)
+        judge(STAGED, whole, made, lambda made: f"{_instead(whole, made)}, for {search.limit}")
     ordered = sorted(helps, key=lambda name: helps[name][0])
     return {name: helps[name][1] for name in ordered}, does_not
 
@@ -228,8 +214,9 @@ def _why_not(seen: ProfiledStep, technique: Prediction, whole: Draft, made: Draf
     left = [kind for kind in KINDS if kind not in technique.kinds]
     share = sum(seen.profile.by_kind[kind] for kind in left) / seen.profile.peak_bytes
     if share >= MOSTLY:
-        most = sorted(left, key=seen.profile.by_kind.__getitem__, reverse=True)
-        return f"{100 * share:.0f} % of the peak are {_and(most)}, which it leaves as they are"
+        *first, last = sorted(left, key=seen.profile.by_kind.__getitem__, reverse=True)
+        most = f"{', '.join(first)} and {last}" if first else last
+        return f"{100 * share:.0f} % of the peak are {most}, which it leaves as they are"
     return f"{_instead(whole, made)}, for {technique.limit}"
 
 
@@ -274,12 +261,6 @@ def _candidate(one: Draft, best: Draft, budget: int | None, *, base: tuple[str, 
     )
 
 
-def replaced_peak(compared: Compared, peak_bytes: int) -> Compared:
-    """The same choice with a peak that was counted instead of predicted."""
-    rows = tuple(replace(row, peak_bytes=peak_bytes) if row.verdict == "chosen" else row for row in compared.candidates)
-    return replace(compared, best=replace(compared.best, peak_bytes=peak_bytes), candidates=rows)
-
-
 def _gain(name: str, whole: Draft, made: Draft) -> str:
     less = 100 * (1 - made.peak_bytes / whole.peak_bytes)
     slower = 100 * (made.pace / whole.pace - 1)
@@ -294,8 +275,3 @@ def _gain(name: str, whole: Draft, made: Draft) -> str:
 def on_ranks(ranks: int) -> str:
     """As "2 ranks"."""
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
-
-
-def _and(words: Sequence[str]) -> str:
-    *first, last = words
-    return f"{', '.join(first)} and {last}" if first else last

@@ -67,7 +67,22 @@ def signals(profile: ModuleProfile) -> tuple[str, ...]:
 
 def evidence(profile: ModuleProfile) -> tuple[str, ...]:
     """One sentence per signal, raised or not: "MANY_SAVED_TENSORS: 5.31 MiB, 72 % of the peak, ..."."""
-    return tuple(f"{name}: {_sentence(profile, part)}" for part, name in SIGNALS.items())
+    kinds, n = profile.by_kind, sum(row.by_kind[ACTIVATIONS] > 0 for row in profile.modules)
+    modules = "1 module" if n == 1 else f"{n} modules"
+    details = {
+        "parameters": "parameters {parameters}, gradients {gradients}, optimiser state {optimiser state}".format(
+            **{kind: format_bytes(n_bytes) for kind, n_bytes in kinds.items()}
+        ),
+        "tensor": "the largest tensor that is no parameter, with those of its shape that its module makes",
+        "saved": f"tensors of {modules} that the forward pass leaves to the backward pass",
+        "head": "logits, and what the loss makes of them",
+    }
+    found = []
+    for part, name in SIGNALS.items():
+        sign = "more than a third" if _raised(profile, part) else "less than a third"
+        sign = "the largest part" if part == profile.largest else sign
+        found.append(f"{name}: {_part_of(profile, profile.parts[part])}, {details[part]} ({sign})")
+    return tuple(found)
 
 
 def where(profile: ModuleProfile) -> tuple[str, ...]:
@@ -95,23 +110,6 @@ def _raised(profile: ModuleProfile, part: str) -> bool:
     return part == profile.largest or profile.parts[part] >= SHARE * profile.peak_bytes
 
 
-def _sentence(profile: ModuleProfile, part: str) -> str:
-    size = _part_of(profile, profile.parts[part])
-    kinds, n = profile.by_kind, sum(row.by_kind[ACTIVATIONS] > 0 for row in profile.modules)
-    modules = "1 module" if n == 1 else f"{n} modules"
-    detail = {
-        "parameters": "parameters {parameters}, gradients {gradients}, optimiser state {optimiser state}".format(
-            **{kind: format_bytes(n_bytes) for kind, n_bytes in kinds.items()}
-        ),
-        "tensor": "the largest tensor that is no parameter, with those of its shape that its module makes",
-        "saved": f"tensors of {modules} that the forward pass leaves to the backward pass",
-        "head": "logits, and what the loss makes of them",
-    }[part]
-    sign = "more than a third" if _raised(profile, part) else "less than a third"
-    sign = "the largest part" if part == profile.largest else sign
-    return f"{size}, {detail} ({sign})"
-
-
 def _part_of(profile: ModuleProfile, n_bytes: int) -> str:
     return f"{format_bytes(n_bytes)}, {100 * n_bytes / max(1, profile.peak_bytes):.0f} % of the peak"
 
@@ -125,15 +123,6 @@ def on_model_axis(base: Plan, model: int) -> Plan:
         for rule in base.rules
     )
     return replace(base, mesh=MeshShape(data=data, model=model), rules=rules)
-
-
-def _shared(ranks: int, model: int) -> str:
-    """What becomes of the samples of a step when ranks of the data axis become stages."""
-    data = ranks // model
-    return (
-        f"{model} stages share a batch, so a step takes {data} batch{'es' * (data > 1)} of the loader, where {ranks}"
-        f" ranks of a data axis take {ranks}; a batch {model} times as large keeps the samples of a step"
-    )
 
 
 def missing_bytes(seen: ProfiledStep, best: Draft, budget: int | None) -> list[str]:
@@ -180,8 +169,13 @@ def finished(base: Plan, seen: ProfiledStep, compared: Compared, rules: tuple[Ru
     base, best = of_fullest(base, compared.best)
     notes = notes_of(seen)
     if best.model not in (1, base.mesh.model):
-        notes.append(_shared(base.mesh.data, best.model))
-        base = on_model_axis(base, best.model)
+        ranks, model = base.mesh.data, best.model
+        data = ranks // model
+        notes.append(
+            f"{model} stages share a batch, so a step takes {data} batch{'es' * (data > 1)} of the loader, where"
+            f" {ranks} ranks of a data axis take {ranks}; a batch {model} times as large keeps the samples of a step"
+        )
+        base = on_model_axis(base, model)
     strategies = in_order({*base.strategies, *best.strategies})
     whole = tuple(sorted((*base.rules, *rules), key=lambda rule: order.index(rule.strategy)))
     for name in best.strategies:

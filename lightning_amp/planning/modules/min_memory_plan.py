@@ -14,7 +14,6 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.planning.modules.candidates import as_it_is, draft, merit, on_ranks, sets_of_techniques
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.recompute.row import all_fixed
 from lightning_amp.techniques.stage_search import StageOptions
 from lightning_amp.techniques.table import STRATEGIES, is_of_block, stage_search
 
@@ -32,7 +31,7 @@ def missing(seen: ProfiledStep, best: Draft, *, budget: int) -> str:
     if best.peak_bytes <= least.peak_bytes or best.strategies == least.strategies:
         least = best
     said = f"{LEAST}{spelled(least)} on {on_ranks(ranks)}"
-    fixed = all_fixed(seen.chain)
+    fixed = seen.chain.all_fixed
     said += f" ({fixed})" if fixed else ""
     more = fewest_ranks(seen, budget, above=ranks)
     if more is None and seen.counted is None:
@@ -210,8 +209,13 @@ def answers(seen_at: SeenAt, seen: ProfiledStep, *, ranks: int, budget: int, nam
 
     Arguments as of `largest_batches`.
     """
-    found = [_devices(seen, budget)]
-    if seen.profile.batch_size is None:
+    fewest, length = fewest_ranks(seen, budget), seen.profile.batch_size
+    where = "for all of them" if fewest is not None and fewest.model > 1 else "on each"
+    each = "" if length is None else f" with a batch of {length:,} {where}"
+    found = [f"no number of devices has the memory for this step{each}: {smaller(seen)}"]
+    if fewest is not None:
+        found = [f"the fewest devices for this step{each}: {fewest.ranks * fewest.model}, {spelled(fewest)}"]
+    if length is None:
         return [*found, "the largest batch is not known: the tensors of a batch have no length in common"]
     try:
         most = largest_batches(seen_at, seen, ranks=ranks, budget=budget, named=named)
@@ -254,13 +258,3 @@ def _next(peaks: dict[int, int], budget: int, low: int, high: int) -> int:
         # a guess next to a bound that was right is not made again and again from the same side
         guess += 1 if guess == low else 0
     return min(max(guess, low + 1), high - 1)
-
-
-def _devices(seen: ProfiledStep, budget: int) -> str:
-    found: Draft | None = fewest_ranks(seen, budget)
-    length = seen.profile.batch_size
-    where = "for all of them" if found is not None and found.model > 1 else "on each"
-    each = "" if length is None else f" with a batch of {length:,} {where}"
-    if found is None:
-        return f"no number of devices has the memory for this step{each}: {smaller(seen)}"
-    return f"the fewest devices for this step{each}: {found.ranks * found.model}, {spelled(found)}"

@@ -14,15 +14,7 @@ from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.planning.modules.candidates import (
-    TRIES,
-    Compared,
-    as_it_is,
-    asked_for,
-    compare,
-    draft,
-    replaced_peak,
-)
+from lightning_amp.planning.modules.candidates import TRIES, Compared, as_it_is, compare, draft
 from lightning_amp.planning.modules.finish_plan import (
     diagnose_module,
     finished,
@@ -126,8 +118,12 @@ def plan_module(
                 asked=asked,
             )
         else:
-            best = asked_for(seen, named, ranks=base.gradient_ranks, budget=limit)
-            compared = Compared(best=best, candidates=(), dropped={})
+            ordered = tuple(name for name in PREDICTIONS if name in named)
+            drafted = draft(seen, ordered, ranks=base.gradient_ranks, budget=limit)
+            if isinstance(drafted, str):
+                asked_for = ",".join(named)
+                raise PlanError(f"strategies={asked_for!r}: {drafted}; leave that one out, or let policy 'auto' choose")
+            compared = Compared(best=drafted, candidates=(), dropped={})
         best = compared.best
         rules = rules_of(best, named=named is not None)
         if best.stages:
@@ -144,7 +140,9 @@ def plan_module(
             refused[counted] = _why(error)
             seen = _without_refused(seen, counted, refused[counted], ranks=best.ranks, count=count)
             continue
-        compared = replaced_peak(compared, peak)
+        # counted, instead of predicted
+        rows = (replace(row, peak_bytes=peak) if row.verdict == "chosen" else row for row in compared.candidates)
+        compared = replace(compared, best=replace(best, peak_bytes=peak), candidates=tuple(rows))
         tried.append((peak, compared, rules))
         if limit is None or peak <= limit:
             break

@@ -13,7 +13,7 @@ from lightning_amp.costs.profiled_step import Stage
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import PlanError
 from lightning_amp.techniques.data.row import BalanceCells
-from lightning_amp.techniques.hic.rows import StreamStrata
+from lightning_amp.techniques.hic.rows import RETAINED, StreamStrata
 from lightning_amp.techniques.table import STRATEGIES, conflicts, specs_by_name, with_steps, without_blocks
 
 
@@ -40,7 +40,7 @@ class Axes:
     attention: str = "eager"
     decode: str = "full"
     likelihood: str = "dense"
-    activations: str = "retain"
+    activations: str = RETAINED
     kernels: str = "eager"
 
     @classmethod

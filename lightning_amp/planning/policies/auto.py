@@ -27,13 +27,12 @@ from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.plan import Axes, Candidate, MeshShape
 from lightning_amp.planning.time.step_seconds import decoder_seconds
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.table import STRATEGIES, conflicts, in_order
+from lightning_amp.techniques.table import STRATEGIES, conflicts, in_order, on_axis
 
 PLACEMENTS = ((), ("S2",), ("S5",), ("S2", "S5"), ("strata",), ("S2", "strata"), ("nodes",), ("S2", "nodes"))
-ATTENTIONS = ((), ("S3",), ("fused",), ("sdpa",))
-DECODES = ((), ("S4",))
-LIKELIHOODS = ((), ("sparse",))
-ACTIVATIONS = ((), ("recompute",), ("stream",))
+AXES = ("attention", "decode", "likelihood", "activations")
+CHOICES = tuple(((), *((name,) for name in on_axis(axis))) for axis in AXES)
+"""What the choices on each of the other axes add to a plan."""
 NEEDS_ATTENTION = {"S3", "fused", "sdpa", "nodes"}
 LOCAL_ATTENTION_ONLY = {"S3", "S5", "fused", "sdpa"}
 """Of attention: full attention is in torch's kernels as it is, and its scores are sums over all channels."""
@@ -88,7 +87,7 @@ def candidates(
 
 def _legal(shape: ModelShape, own: frozenset[str], model: int) -> Iterator[tuple[str, ...]]:
     placements = PLACEMENTS if model > 1 else PLACEMENTS[:1]
-    for choices in product(placements, ATTENTIONS, DECODES, LIKELIHOODS, ACTIVATIONS):
+    for choices in product(placements, *CHOICES):
         chosen = own.union(*choices)
         # without a strategy that splits, the ranks of a model axis would all compute the same
         splits = any(STRATEGIES[s].model_axis for s in chosen)

@@ -42,7 +42,12 @@ def build_rules(
     Raises:
         PlanError: A strategy finds nothing to change in a model of this shape.
     """
-    rules = _data_rules(mesh, balance=balance, shared=shape.batch_norms) if "S1" in chosen else []
+    rules, noun = list[Rule](), "rank" if mesh.data == 1 else "ranks"
+    if "S1" in chosen:
+        rules.append(Rule(fqn="", spec=DataParallel(), strategy="S1", why=f"{mesh.data} {noun} on the data axis"))
+        rules += [_SHARED] if mesh.data > 1 and shape.batch_norms else []
+        why = "contacts per cell vary, and the slowest rank sets the pace"
+        rules += [Rule(fqn="", spec=BalanceCells(), strategy="S1", why=why)] if balance else []
     axes = Axes.of(chosen)
     for strategy in (s for s in chosen if s != "S1"):
         finding = diagnosis.finding(STRATEGIES[strategy].signal)
@@ -59,7 +64,8 @@ def build_rules(
             raise PlanError(
                 f"{strategy} ({STRATEGIES[strategy].title}) finds nothing to change in this model; leave {strategy} out"
             )
-        saved = _saved(strategy, chosen, shape, mesh)
+        others = tuple(s for s in chosen if s != strategy)
+        without, peak = (predict(shape, names, model_ranks=mesh.model).peak_bytes for names in (others, chosen))
         for n, (fqn, spec) in enumerate(targets):
             rules.append(
                 Rule(
@@ -68,17 +74,10 @@ def build_rules(
                     strategy=strategy,
                     why=f"{BY_USER} ({why})" if policy == "strategies" else why,
                     # of the strategy as a whole, shown once
-                    saves_bytes=0 if n else saved,
+                    saves_bytes=0 if n else max(0, without - peak),
                 )
             )
     return tuple(rules)
-
-
-def _saved(strategy: str, chosen: tuple[str, ...], shape: ModelShape, mesh: MeshShape) -> int:
-    """Predicted bytes per rank that a strategy saves besides the others."""
-    others = tuple(s for s in chosen if s != strategy)
-    peaks = [predict(shape, s, model_ranks=mesh.model).peak_bytes for s in (others, chosen)]
-    return max(0, peaks[0] - peaks[1])
 
 
 def decide_balance(profile: Profile, mesh: MeshShape, batch_size: int) -> tuple[bool, list[str]]:
@@ -206,14 +205,3 @@ def with_shared_statistics(plan: Plan) -> Plan:
     if shared or plan.mesh.data == 1 or "S1" not in plan.strategies:
         return plan
     return replace(plan, rules=(*plan.rules, _SHARED))
-
-
-def _data_rules(mesh: MeshShape, *, balance: bool, shared: bool) -> list[Rule]:
-    noun = "rank" if mesh.data == 1 else "ranks"
-    rules = [Rule(fqn="", spec=DataParallel(), strategy="S1", why=f"{mesh.data} {noun} on the data axis")]
-    if mesh.data > 1 and shared:
-        rules.append(_SHARED)
-    if balance:
-        why = "contacts per cell vary, and the slowest rank sets the pace"
-        rules.append(Rule(fqn="", spec=BalanceCells(), strategy="S1", why=why))
-    return rules

@@ -19,7 +19,7 @@ from lightning_amp.planning.policies.paper import PlanRequest, mapped, model_ran
 from lightning_amp.planning.time.step_seconds import decoder_seconds, on_device, predicted_times
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, format_seconds, memory_of_ranks
-from lightning_amp.techniques.table import STRATEGIES, conflicts, parse_strategies, with_steps
+from lightning_amp.techniques.table import STRATEGIES, conflicts, in_order, parse_strategies, with_steps
 
 POLICIES = ("auto", "paper")
 
@@ -84,7 +84,21 @@ def plan(
         chosen, notes = mapped(request)
     else:
         own, notes = registered(request.diagnosis, request.shape, devices=devices)
-        compared = _compare(request, own=frozenset(own | ({"S1"} if devices > 1 else set())))
+        check_divides(model_parallel_size, devices)
+        compared = candidates(
+            request.shape,
+            devices=devices,
+            budget=request.budget,
+            rates=request.rates,
+            own=frozenset(own | ({"S1"} if devices > 1 else set())),
+            model_parallel_size=model_parallel_size if isinstance(model_parallel_size, int) else None,
+            node_devices=request.node_devices,
+        )
+        if not compared:
+            raise PlanError(
+                f"model_parallel_size={model_parallel_size!r} is not supported: no strategies can share this model"
+                ' among so many ranks; choose fewer, or model_parallel_size="auto"'
+            )
         chosen = compared[0].strategies
         if model_parallel_size == "auto":
             notes = notes + _of_paper(compared[0], request)
@@ -142,6 +156,12 @@ def _carried_out(
             raise PlanError(why)
     predicted = predict(shape, chosen, model_ranks=mesh.model)
     balance, balance_note = decide_balance(profile, mesh, shape.batch_size)
+    node, across = request.node_devices, list[str]()
+    if node is not None and node % mesh.model:
+        across = [
+            f"the model axis of {mesh.model} ranks crosses nodes of {node}: what its ranks send each other passes the"
+            " slower network between nodes"
+        ]
     return Plan(
         policy=asked,
         signals=request.diagnosis.signals,
@@ -161,33 +181,13 @@ def _carried_out(
             *notes,
             *_notes(chosen, shape),
             *unpredicted,
-            *_across_nodes(mesh, request.node_devices),
+            *across,
             *balance_note,
             *too_few_cells(profile, mesh, shape.batch_size),
         ),
         **predicted_times(shape, Axes.of(chosen), mesh, request.rates),
         candidates=compared,
     )
-
-
-def _compare(request: PlanRequest, *, own: frozenset[str]) -> tuple[Candidate, ...]:
-    asked = request.model_parallel_size
-    check_divides(asked, request.devices)
-    found = candidates(
-        request.shape,
-        devices=request.devices,
-        budget=request.budget,
-        rates=request.rates,
-        own=own,
-        model_parallel_size=asked if isinstance(asked, int) else None,
-        node_devices=request.node_devices,
-    )
-    if not found:
-        raise PlanError(
-            f"model_parallel_size={asked!r} is not supported: no strategies can share this model among so many ranks;"
-            ' choose fewer, or model_parallel_size="auto"'
-        )
-    return found
 
 
 def _of_paper(best: Candidate, request: PlanRequest) -> list[str]:
@@ -329,28 +329,13 @@ def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> list[str]:
     return unpredicted
 
 
-def _across_nodes(mesh: MeshShape, node_devices: int | None) -> list[str]:
-    if node_devices is None or node_devices % mesh.model == 0:
-        return []
-    return [
-        f"the model axis of {mesh.model} ranks crosses nodes of {node_devices}: what its ranks send each other passes"
-        " the slower network between nodes"
-    ]
-
-
 def _notes(chosen: tuple[str, ...], shape: ModelShape) -> list[str]:
-    unknown = {
-        strategy: (row.registered and row.shape_after is None)
-        or (bool(row.look or row.read_step) and row.choice is None and not shape.profiled)
-        for strategy, row in STRATEGIES.items()
-        if strategy in chosen
-    }
-    notes = [
-        f"the prediction does not count what {strategy} ({STRATEGIES[strategy].title}) saves:"
-        f" {STRATEGIES[strategy].shrinks}"
-        for strategy in unknown
-        if unknown[strategy]
-    ]
+    notes = []
+    for strategy in in_order(chosen):
+        row = STRATEGIES[strategy]
+        looked_for = bool(row.look or row.read_step) and row.choice is None
+        if (row.registered and row.shape_after is None) or (looked_for and not shape.profiled):
+            notes.append(f"the prediction does not count what {strategy} ({row.title}) saves: {row.shrinks}")
     if "compile" in chosen:
         notes.append(
             "the prediction is that of strata that are not compiled: torch's compiler decides what is fused and kept"

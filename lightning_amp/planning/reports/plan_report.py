@@ -183,36 +183,26 @@ def shortfall(plan: Plan) -> str:
     known = "in the step" if plan.diagnosis is not None else "in the backward pass"
     known = known if whole else "without the activations, which are not known"
     where = known if stratum is None else f"at stratum {stratum}"
+    others = "use smaller batches, more or larger devices, or other strategies"
+    others = f"{plan.uncounted}; {others}" if plan.uncounted else others
+    said = (note for note in plan.notes if note.startswith(LEAST) and plan.diagnosis is not None)
+    remedy = next(said, others)
     return (
         f"predicted to run out of memory {where}: {format_bytes(plan.predicted_peak_bytes)} per rank of"
-        f" {format_bytes(plan.budget_bytes or 0)}; {_way_out(plan)}"
+        f" {format_bytes(plan.budget_bytes or 0)}; {remedy}"
     )
-
-
-def _way_out(plan: Plan) -> str:
-    """The sentence of a module's plan that says what is missing, else what helps any."""
-    said = [note for note in plan.notes if note.startswith(LEAST)] if plan.diagnosis is not None else []
-    if said:
-        return said[0]
-    others = "use smaller batches, more or larger devices, or other strategies"
-    return f"{plan.uncounted}; {others}" if plan.uncounted else others
 
 
 def _prediction(plan: Plan) -> list[str]:
     mesh, peak = plan.mesh, peak_text(plan)
+    base, rows = format_bytes(plan.predicted_base_bytes), [("predicted peak per rank", peak)]
     if plan.diagnosis is not None:
-        rows = [("predicted peak per rank", peak)]
-        held = f"{format_bytes(plan.predicted_base_bytes)} of parameters, gradients and optimiser state"
-        rows += [("kept between steps", held)]
+        rows.append(("kept between steps", f"{base} of parameters, gradients and optimiser state"))
     elif plan.evaluates:
-        rows = [(f"peak of {plan.evaluates}", peak)]
-        rows += [("parameters and batch", format_bytes(plan.predicted_base_bytes))]
+        rows = [(f"peak of {plan.evaluates}", peak), ("parameters and batch", base)]
     elif plan.strata_bytes:
         each = f"{len(plan.strata_bytes)} x {format_bytes(plan.predicted_stratum_bytes)}"
-        rows = [("predicted peak per rank", peak)]
-        rows += [("base + strata x each", f"{format_bytes(plan.predicted_base_bytes)} + {each}")]
-    else:
-        rows = [("predicted peak per rank", peak)]
+        rows.append(("base + strata x each", f"{base} + {each}"))
     rows.append(("mesh", f"{mesh.data} data x {mesh.model} model, {batch_text(plan)} per rank and step"))
     if plan.predicted_step_seconds is not None:
         rows.append(("predicted step", step_text(plan)))

@@ -80,10 +80,8 @@ class Panel(NamedTuple):
 
 
 def schedule_chart(path: Path, *, panels: Sequence[Panel], title: str) -> None:
-    """Draw what every rank of a pipeline computes when, one run below the other; what is left grey is its bubble.
-
-    Args:
-        panels: runs of one schedule, each with its own axis of time
+    """Draw what every rank of a pipeline computes when, one run of the schedule below the other, each with its own axis
+    of time; what is left grey is its bubble.
     """
     ranks = len(panels[0].line.passes)
     figure = new_figure(10.0, 0.9 + len(panels) * (0.9 + 0.45 * ranks))

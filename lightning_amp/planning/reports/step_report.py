@@ -19,12 +19,8 @@ SHOWN = 5
 
 
 def step_report(plan: Plan, profile: ModuleProfile, *, classes: Mapping[str, str]) -> str:
-    """What holds the peak, what helps and what does not, the plan, and what is predicted.
-
-    Args:
-        plan: Of the module.
-        profile: Of its step as it is.
-        classes: Of the modules, by their names, "" that of the module itself.
+    """What holds the peak, what helps and what does not, the plan, and what is predicted, given the profile of the step
+    as it is and the classes of the modules by name, "" that of the module itself.
     """
     assert plan.diagnosis is not None, "the plan of a profiled step has one"
     ranks = plan.mesh.data * plan.mesh.model

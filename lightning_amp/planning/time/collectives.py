@@ -54,7 +54,11 @@ Traffic = tuple[Collective, ...]
 
 def stratum_traffic(s: RankSizes) -> Traffic:
     """All collectives of one stratum in a training step."""
-    forward, backward = _normaliser(s)
+    forward = backward = Traffic()
+    if s.by_features or s.by_nodes:
+        # the normaliser
+        gathered = Collective(kind="all_gather", numbers=s.cells, calls=s.blocks)
+        forward, backward = (gathered,), (replace(gathered, kind="all_reduce"),)
     if s.hidden:
         for there, back in (_hidden_key(s), _hidden_decode(s)):
             forward, backward = forward + there, backward + back
@@ -91,13 +95,6 @@ def gradient_numbers(decoder: DecoderShape, axes: Axes) -> tuple[int, int]:
         return keys + tables, 0
     # S5 splits channels, of which tables have none: without S2 every rank computes their gradients whole
     return (0, keys + tables) if axes.placement == "replicated" else (keys, tables)
-
-
-def _normaliser(s: RankSizes) -> tuple[Traffic, Traffic]:
-    if not (s.by_features or s.by_nodes):
-        return (), ()
-    gathered = Collective(kind="all_gather", numbers=s.cells, calls=s.blocks)
-    return (gathered,), (replace(gathered, kind="all_reduce"),)
 
 
 def _halo(s: RankSizes) -> tuple[Traffic, Traffic]:

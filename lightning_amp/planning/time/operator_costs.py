@@ -245,16 +245,17 @@ def _halo(s: RankSizes) -> Part:
     )
 
 
-def _sums(s: RankSizes) -> Part:
-    """The stratum's gradients of u, v and its weight, added up; streamed, its own are kept."""
-    return PassCosts(), PassCosts(0, 3 * (s.anchors + s.cells) * s.width, 4 + s.streamed)
-
-
 PARTS: dict[str, Term[RankSizes, Part]] = {
     "convolution": Term(_convolution, "placement", of_features=False),
     "decode": Term(_decode, "placement", "features", "decode", "activations"),
     "likelihood": Term(_likelihood, "placement", "features", "likelihood", "activations"),
-    "sums": Term(_sums, "placement", "activations", of_features=False),
+    # the stratum's gradients of u, v and its weight, added up; streamed, its own are kept
+    "sums": Term(
+        lambda s: (PassCosts(), PassCosts(0, 3 * (s.anchors + s.cells) * s.width, 4 + s.streamed)),
+        "placement",
+        "activations",
+        of_features=False,
+    ),
     "linear": Term(_linear, "placement", of_features=False),
     "attention": Term(_attention, "placement", "attention", "activations", of_features=False),
     "channels": Term(_channels, "placement", "attention", of_features=False),

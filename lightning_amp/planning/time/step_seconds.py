@@ -47,10 +47,10 @@ from lightning_amp.planning.plan.plan import Axes, MeshShape
 from lightning_amp.planning.sizes import RankSizes, Strata, Term, strata_of
 from lightning_amp.planning.time.collectives import Collective, gradient_numbers, region_traffic, stratum_traffic
 from lightning_amp.planning.time.operator_costs import PARTS, Part, spine, there_and_back
-from lightning_amp.techniques.hic.rows import FusedAttention, StrataParallel, StreamStrata
+from lightning_amp.techniques.hic.rows import AGAIN, STREAMED, FusedAttention, StrataParallel, StreamStrata
 from lightning_amp.techniques.table import STRATEGIES
 
-PYTHON = {"recompute": 160, "stream": 95, "fused": 45, "sdpa": 75, "sparse": 40}
+PYTHON = {AGAIN: 160, STREAMED: 95, "fused": 45, "sdpa": 75, "sparse": 40}
 """What a choice adds to a stratum besides its kernels, in kernels that take as long: views, and Python code.
 
 Fitted on a CPU. Where kernels are launched, operators of fused attention and of the sparse likelihood were counted to
@@ -91,7 +91,13 @@ def step_seconds(
     costs, passing = stratum_seconds(
         decoder, axes, cells=cells, ranks=mesh.model, rates=rates, element_bytes=element_bytes
     )
-    elapsed = partial(_elapsed, costs, *_side_by_side(decoder, axes, mesh.model, cells, rates, element_bytes))
+    workers = RankSizes(decoder=decoder, axes=axes, k=0, cells=cells, ranks=mesh.model).side_by_side
+    alone: tuple[float, ...] = ()
+    if workers > 1:
+        # of every stratum the seconds that only one of them can have
+        columns = _strata(decoder, axes, mesh.model, cells, rates, element_bytes)
+        alone = tuple(map(sum, zip(*(columns.column(term, axes) for term in OVERHEADS), strict=True)))
+    elapsed = partial(_elapsed, costs, workers, alone)
     if axes.placement == "strata":
         runs = pairwise((0, *deal(costs, mesh.model, passing=passing)))
         # a rank of a chained decoder computes the spine of all strata before its own, but not their branches
@@ -110,17 +116,6 @@ def _strata(
     decoder: DecoderShape, axes: Axes, ranks: int, cells: int, rates: Rates, element: int
 ) -> Strata[TimedSizes]:
     return strata_of(TimedSizes, decoder, axes, ranks=ranks, cells=cells, element=element, rates=rates)
-
-
-def _side_by_side(
-    decoder: DecoderShape, axes: Axes, ranks: int, cells: int, rates: Rates, element: int
-) -> tuple[int, tuple[float, ...]]:
-    """Strata that a rank computes at the same time, and of every stratum the seconds that only one of them can have."""
-    workers = RankSizes(decoder=decoder, axes=axes, k=0, cells=cells, ranks=ranks).side_by_side
-    if workers == 1:
-        return 1, ()
-    strata = _strata(decoder, axes, ranks, cells, rates, element)
-    return workers, tuple(map(sum, zip(*(strata.column(term, axes) for term in OVERHEADS), strict=True)))
 
 
 def _elapsed(costs: Sequence[float], workers: int, alone: Sequence[float], own: slice) -> float:
@@ -149,14 +144,6 @@ def _overhead_seconds(name: str, s: TimedSizes) -> float:
     return there_and_back(PARTS[name].count(s), forwards=1 + s.recomputed).kernels * s.rates.overhead_seconds
 
 
-def _part_seconds(name: str, s: TimedSizes) -> float:
-    return _seconds(name, PARTS[name].count(s), s, forwards=1 + s.recomputed)
-
-
-def _sending_seconds(s: TimedSizes) -> float:
-    return sum(c.seconds(s.ranks, s.rates.links, element_bytes=s.element) for c in stratum_traffic(s))
-
-
 def _python_seconds(s: TimedSizes) -> float:
     leaves = 0
     if not s.launched:
@@ -175,12 +162,18 @@ def _of_parts(count: Callable[[str, TimedSizes], float]) -> Iterator[Term[TimedS
         yield Term(partial(count, name), *reads, of_features=term.of_features)
 
 
-COMPUTING = (*_of_parts(_part_seconds), IN_PYTHON)
+COMPUTING = (*_of_parts(lambda name, s: _seconds(name, PARTS[name].count(s), s, forwards=1 + s.recomputed)), IN_PYTHON)
 OVERHEADS = (*_of_parts(_overhead_seconds), IN_PYTHON)
 """Of the same parts what passes between operators, which Python does in one thread at a time."""
 PASSING: Term[TimedSizes, float] = Term(lambda s: _seconds("spine", spine(s), s), "placement", of_features=False)
 """What it takes a rank to pass a stratum without its branch, there and back."""
-SENDING = Term(_sending_seconds, "placement", "features", "attention", "activations")
+SENDING: Term[TimedSizes, float] = Term(
+    lambda s: sum(c.seconds(s.ranks, s.rates.links, element_bytes=s.element) for c in stratum_traffic(s)),
+    "placement",
+    "features",
+    "attention",
+    "activations",
+)
 
 
 def _gradient_seconds(decoder: DecoderShape, axes: Axes, mesh: MeshShape, *, rates: Rates, element_bytes: int) -> float:

@@ -1,6 +1,7 @@
 """Check that the parts of a decoder compute what techniques require: its child `walk`, and a stratum's `decode`.
 
-S4 and S5 replace or split what `decode` computes, stream, recompute and strata replace the loop over strata.
+S4 and S5 replace or split what `decode` computes, stream and strata replace the loop over strata; recompute
+relies on it.
 
     decode(u, key, feature_anchor)                         (u key^T)[:, feature_anchor]
     walk(strata, u, v, log_weights, own=..., **cells)      negative log-likelihood of the own strata, all if None

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from lightning_amp.costs.choose_forms import FormChoice, choose, leanest
 from lightning_amp.footprint.chain.chain import CHUNKED, KEPT, RECOMPUTED, Chain, ChainMoment, ChunkForm, group_reasons
 from lightning_amp.graph.peak import BlockBytes, block_bytes
 from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks, rung
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.regions.region import ChunkPlan
-from lightning_amp.techniques.recompute.choose import FormChoice, choose, leanest
 
 LEVELS = 5
 """Budgets that a block is planned for."""

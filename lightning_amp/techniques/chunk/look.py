@@ -1,7 +1,6 @@
 """Look for chunks in the blocks of a training step, and show the code that they run."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -20,7 +19,7 @@ from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.chunk.run.lower import table_of
 from lightning_amp.techniques.chunk.run.module_chunks import plain
 from lightning_amp.techniques.chunk.run.planned import plan_graph
-from lightning_amp.techniques.contract.protocol import StepToPlan, normalises_by_batch
+from lightning_amp.techniques.contract.protocol import INSIDE, StepToPlan, normalises_by_batch
 
 
 def block_tables(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool = False) -> list[Table | str]:
@@ -75,7 +74,12 @@ def look(step: StepToPlan, rows: int | None = None) -> ChunkForms:
     """The forms of the step's blocks, for a batch of so many rows; captured when they are read first."""
     counted = step.step(rows)
     shared = step.shared_statistics and rows is None
-    return ChunkForms(counted.chain, partial(block_tables, step.module, counted.calls, shared=shared))
+
+    def tables() -> list[Table | str]:
+        found = block_tables(step.module, counted.calls, shared=shared)
+        return [INSIDE if b.fixed == INSIDE else table for b, table in zip(counted.chain.blocks, found, strict=True)]
+
+    return ChunkForms(counted.chain, tables)
 
 
 def refusal(module: LightningModule, step: CountedStep, *, values: bool) -> str:

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from lightning_amp.costs.choose_forms import rules_again
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
-from lightning_amp.costs.rule import Rule
+from lightning_amp.costs.rule import Rule, runs_again
 from lightning_amp.footprint.chain.chain import CHUNKED, extra_seconds
 from lightning_amp.footprint.module_profile import ACTIVATIONS, TEMPORARIES
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.chunk.forms import ChunkForms
-from lightning_amp.techniques.recompute.row import recomputed
 from lightning_amp.techniques.technique import Installer, Prediction, Technique
 
 
@@ -39,7 +39,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     if "logits" in draft.strategies:
         return "it is not supported together with logits"
     # which blocks are recomputed is chosen anew, together with those that run in chunks
-    before = [target.fqn for target in draft.targets if target.strategy == "recompute"]
+    before = [target for target in draft.targets if runs_again(target)]
     forms = forms_of(seen)
     if forms is None or forms.reason:
         return "the blocks were not looked at" if forms is None else forms.reason
@@ -50,15 +50,15 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
         return "no block takes less in chunks, or none has to"
     if before and not again:
         return "chunks alone do as well"
-    others = tuple(target for target in draft.targets if target.strategy != "recompute")
+    others = tuple(target for target in draft.targets if not runs_again(target))
     n_blocks = len({block.fqn for block in forms.chain.blocks if block.fqn in chunked and not block.after})
     return replace(
         draft,
         peak_bytes=draft.with_chain_peak(found.peak_bytes),
-        seconds=draft.seconds - extra_seconds(seen.chain, before) + found.extra_seconds,
+        seconds=draft.seconds - extra_seconds(seen.chain, [target.fqn for target in before]) + found.extra_seconds,
         targets=(
             *others,
-            *(recomputed(seen.chain, name, len(again)) for name in again),
+            *(rules_again(before[0].strategy, before[0].spec, seen.chain, again) if before else ()),
             *(in_chunks(forms, name, form, n_blocks) for name, form in chunked.items()),
         ),
     )

@@ -195,6 +195,8 @@ def find_decoders(module: nn.Module) -> dict[str, DecomposedDecoder]:
     return found
 
 
+INSIDE = "it is of the decoder"
+"""Why a block that lies in a decoder, or holds it, stays as it is: decoders have techniques of their own."""
 T = TypeVar("T")
 
 

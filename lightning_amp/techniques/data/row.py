@@ -21,5 +21,8 @@ class BalanceCells:
 
 
 ROW = Technique(
-    title="data parallel", shrinks="cells per rank", specs=(DataParallel, ShareBatchStatistics, BalanceCells)
+    title="data parallel",
+    shrinks="cells per rank",
+    specs=(DataParallel, ShareBatchStatistics, BalanceCells),
+    in_any_steps=True,
 )

@@ -13,6 +13,9 @@ HIC = "lightning_amp.techniques.hic"
 SENDS = "ranks send parts of a stratum while it is computed, which compile does not look into"
 ONE_PLACEMENT = "both split the decoder over the model axis, which has room for one placement"
 
+RETAINED, AGAIN, STREAMED = "retain", "recompute", "stream"
+"""Choices on the decoder's axis `activations`, of what a stratum keeps for its backward pass: it stays; it is computed
+again; the backward pass follows at once."""
 CHUNK_QUERIES = 128
 """Queries per chunk of local attention; the paper uses 128 at 500 kb and 32 at 100 kb (Section 4)."""
 
@@ -103,7 +106,6 @@ S3 = Technique(
     conflicts={
         "fused": "both say how attention is computed; fused needs less memory and is faster",
         "sdpa": "both say how attention is computed",
-        "recompute": "chunks keep what they are computed from; use stream, or fused",
     },
 )
 FUSED = Technique(
@@ -123,11 +125,6 @@ SDPA = Technique(
     targets=on_decoder(lambda _: SdpaAttention(), "key.attention"),
     choice=("attention", "sdpa"),
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecomputeStrata:
-    """Nothing of a stratum is kept for the backward pass, where it is computed again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +157,7 @@ STREAM = Technique(
     targets=on_decoder(
         lambda d: StreamStrata(cells=block_cells(max(d.features), anchors=d.anchors, launched=d.launched))
     ),
-    choice=("activations", "stream"),
+    choice=("activations", STREAMED),
 )
 COMPILE = Technique(
     title="compile strata",
@@ -174,7 +171,7 @@ STRATA = Technique(
     title="strata parallel",
     shrinks="K strata to those of a rank",
     specs=(StrataParallel,),
-    installers={StrataParallel: Installer(f"{HIC}.strata.loops:share_strata", on_decoder=True)},
+    installers={StrataParallel: Installer(f"{HIC}.strata.own_strata:share_strata", on_decoder=True)},
     # the ranks' runs depend on the mesh and on the other choices, and are filled in later
     targets=on_decoder(lambda _: StrataParallel(ends="")),
     choice=("placement", "strata"),

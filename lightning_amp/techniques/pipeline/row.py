@@ -8,7 +8,7 @@ from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.errors import PlanError
 from lightning_amp.techniques.option_checks import one_of, whole_number
 from lightning_amp.techniques.pipeline.schedule.schedules import SCHEDULES
-from lightning_amp.techniques.technique import Installer, Target, Technique
+from lightning_amp.techniques.technique import Installer, Technique
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,11 +27,6 @@ class PipelineStages:
     schedule: str = "1f1b"
     micro_batches: int = 4
     stages_per_rank: int = 1
-
-
-def _targets(shape: ModelShape) -> list[Target]:
-    # the stages depend on the mesh, and are filled in later
-    return [] if shape.block_list is None else [(shape.block_list[0], PipelineStages())]
 
 
 def _asked(spec: PipelineStages, request: Any) -> tuple[PipelineStages, bool]:
@@ -87,7 +82,8 @@ ROW = Technique(
     shrinks="K blocks to those of a rank",
     specs=(PipelineStages,),
     installers={PipelineStages: Installer("lightning_amp.techniques.pipeline.run.blocks:pipeline_stages", last=True)},
-    targets=_targets,
+    # the stages depend on the mesh, and are filled in later
+    targets=lambda shape: [] if shape.block_list is None else [(shape.block_list[0], PipelineStages())],
     model_axis=True,
     option_names=("micro_batches", "schedule"),
     options=_asked,

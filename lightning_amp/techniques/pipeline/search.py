@@ -16,5 +16,5 @@ SEARCH = StageSearch(
     limit="a stage keeps the gradients of two steps, and what is in flight",
     names="lightning_amp.techniques.pipeline.run.blocks:blocks_for_stages",
     refuse="lightning_amp.techniques.pipeline.run.blocks:refuse_module",
-    install="lightning_amp.techniques.pipeline.steps.install:install",
+    install="lightning_amp.techniques.pipeline.steps.pipelined_steps:install",
 )

@@ -6,13 +6,17 @@ and logs happens once, and batch statistics of all ranks are sent once (ranks/re
 the block keeps, to its inputs. The price: its forward pass a second time, up to the last tensor that the backward pass
 needs.
 
+A stratum of a decoder is such a block: all that K strata keep becomes what one keeps, and v. Where the loss is computed
+inside of the strata, `stream` keeps as little and computes everything once.
+
 A block that cannot be computed twice exactly is refused: when the technique is installed, or in its first forward pass.
 After the first recomputation of a block its results are compared with those of the first pass.
 
 Without gradients, as in validation, the block runs as it is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +29,11 @@ from lightning_amp.errors import InstallError
 from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.footprint.forward_overrides import Position
 from lightning_amp.footprint.recompute_state import FirstPass, Place, digests, same_digests, unrepeatable
+from lightning_amp.techniques.checks.decoder import walk_of
 from lightning_amp.techniques.contract.change import Change
+from lightning_amp.techniques.contract.protocol import DecomposedDecoder
 from lightning_amp.techniques.ranks.received import first_pass, second_pass
-from lightning_amp.techniques.recompute.row import RecomputeBlock
+from lightning_amp.techniques.recompute.row import RecomputeBlock, RecomputeStrata
 
 
 def refusal(module: nn.Module, step: CountedStep, *, values: bool) -> str:
@@ -47,9 +53,19 @@ def recompute_block(module: nn.Module, spec: RecomputeBlock, mesh: object) -> Ch
     return Change({}, forwards={"": RecomputedForward()})
 
 
+def recompute_strata(decoder: DecomposedDecoder, spec: RecomputeStrata, mesh: object) -> Change:
+    """Compute a decoder's strata again in the backward pass, each as a block.
+
+    Raises:
+        InstallError: They are not run by a loop over strata, or have something that cannot run twice.
+    """
+    walk_of(decoder, "recompute", once=True)
+    return Change({}, forwards={f"strata.{k}": RecomputedForward() for k in range(len(decoder.strata))})
+
+
 @dataclass
 class RecomputedForward:
-    """What runs a block's forward twice; made by `recompute_block`.
+    """What runs a block's forward twice; made by `recompute_block` and `recompute_strata`.
 
     Attributes:
         fqn: Name of the block, for messages.
@@ -76,6 +92,7 @@ class RecomputedForward:
             return forward(block, *args, **kwargs)
         name = f"{self.fqn or 'a block'} ({type(block).__name__})"
         first = FirstPass(block, (args, kwargs), self.changing)
+        trained = [(parameter, parameter.requires_grad) for parameter in block.parameters()]
         passes, compare = iter(("first",)), not self.compared
         expected: list[Any] = []
         received = list[Any]()
@@ -90,10 +107,14 @@ class RecomputedForward:
             # where results are compared, an object may be another in what the block does not read: the first step of
             # HuggingFace's classifiers writes the kind of their loss into the config that all blocks hold
             # (on other devices than the CPU a difference within ROUNDING is not distinguished from one of kernels)
-            stale = first.stale(leaves, objects=not compare)
+            stale = first.stale(objects=not compare)
             if stale:
-                raise InstallError(_stale(name, stale))
-            with first.again(), second_pass(received):
+                raise InstallError(
+                    f"{name} cannot be computed again in the backward pass: {stale} has been changed in place since the"
+                    " forward pass; change it after the backward pass, or leave the block, or recompute, out of"
+                    " the plan"
+                )
+            with first.again(), second_pass(received), _training(trained):
                 found = forward(block, *given_args, **given_kwargs)
             if compare and expected:
                 self._compare(name, expected.pop(), digests(found))
@@ -121,15 +142,21 @@ class RecomputedForward:
         self.compared = True
 
 
+@contextmanager
+def _training(before: Iterable[tuple[nn.Parameter, bool]]) -> Iterator[None]:
+    """Parameters need gradients as they did: one that is frozen after a first pass would keep less in the second."""
+    changed = [parameter for parameter, needed in before if parameter.requires_grad != needed]
+    for parameter in changed:
+        parameter.requires_grad_(not parameter.requires_grad)
+    try:
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)
+
+
 def _refusal(name: str, reason: str) -> str:
     return (
         f"recompute does not support {name}, which cannot be computed a second time exactly: {reason}; leave"
-        " the block out of the plan's rules of recompute, or change it"
-    )
-
-
-def _stale(name: str, what: str) -> str:
-    return (
-        f"{name} cannot be computed again in the backward pass: {what} has been changed in place since the forward"
-        " pass; change it after the backward pass, or leave the block out of the plan's rules of recompute"
+        " the block, or recompute, out of the plan, or change it"
     )

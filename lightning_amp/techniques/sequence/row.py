@@ -79,7 +79,7 @@ ROW = Technique(
     targets=lambda shape: [("", SequenceParallel(dims=""))],
     model_axis=True,
     steps="lightning_amp.techniques.sequence.install",
-    together=("S1", "recompute", "fsdp"),
+    together=("fsdp",),
     apart={
         "tensor3d": "z of a grid splits samples: leave 'sequence' out, and give strategies='tensor3d' with"
         " sequence_dim, such as {'ids': 1, 'labels': 1}"

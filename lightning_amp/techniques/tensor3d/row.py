@@ -103,16 +103,14 @@ ROW = Technique(
     model_axis=True,
     data_axis=True,
     steps="lightning_amp.techniques.tensor3d.install",
-    together=("S1", "recompute"),
     apart={
         "fsdp": "z of a grid shards parameters, gradients and optimiser state; give tensor_grid=(1, 1, z) for it alone",
         "pipeline": "a stage has whole blocks, and every rank of a grid has a part of each block; a larger tensor_grid"
         " makes a rank hold less",
         "chunk": "it captures a block as a graph of whole tensors, which has neither a rank's parts nor the gathers of"
-        " its parameters; recompute, and a larger tensor_grid, make a rank hold less",
+        " its parameters; {less}",
         "logits": "it takes whole rows of logits, and a grid splits them over classes, where no rank has them whole",
-        "replay": "it runs operators on whole tensors again, and a rank of a grid has parts; recompute runs blocks"
-        " again",
+        "replay": "it runs operators on whole tensors again, and a rank of a grid has parts; {less}",
     },
     option_names=("tensor_grid", "tensor_overlap", "tensor_cache", "sequence_dim"),
     options=asked,

@@ -9,6 +9,8 @@ from itertools import combinations, product
 
 import pytest
 
+from lightning_amp.costs import choose_forms as choose_module
+from lightning_amp.costs.choose_forms import CLOSE, choose, leanest
 from lightning_amp.footprint.chain.chain import (
     CHUNKED,
     KEPT,
@@ -20,8 +22,6 @@ from lightning_amp.footprint.chain.chain import (
     extra_seconds,
     peak_bytes,
 )
-from lightning_amp.techniques.recompute import choose as choose_module
-from lightning_amp.techniques.recompute.choose import CLOSE, choose, leanest
 from tests.each import each
 
 

@@ -90,6 +90,37 @@ def test_blocks_that_need_care_train_to_the_same_numbers(kind: type[nn.Module]) 
         same(net)
 
 
+@pytest.mark.parametrize("at_first", [True, False])
+def test_a_block_is_frozen_or_unfrozen_between_the_passes(at_first: bool) -> None:
+    """As by a callback between forward and backward pass: torch refused that the second pass kept less, or more."""
+
+    def loss_of(net: nn.Module, x: Tensor) -> Tensor:
+        net.blocks[0].requires_grad_(at_first)
+        loss = mean(net, x)
+        net.blocks[0].requires_grad_(not at_first)
+        return loss
+
+    torch.manual_seed(0)
+    same(Net(nasty.Plain(), nasty.Plain()), loss_of)
+
+
+def test_hooks_on_saved_tensors_may_hand_back_copies() -> None:
+    """As of save_on_cpu: an argument that was written into before the block had seemed to be changed since."""
+
+    def loss_of(net: nn.Module, x: Tensor) -> Tensor:
+        x = x.clone().add_(1)
+        with saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+            return mean(net.blocks[0], x)
+
+    torch.manual_seed(0)
+    net, x = Net(nasty.Plain()).double(), torch.randn(5, nasty.DIM, dtype=torch.float64)
+    eager = copy.deepcopy(net)
+    recompute(net)
+    for one in (net, eager):
+        loss_of(one, x).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(net.parameters(), eager.parameters(), strict=True))  # type: ignore[arg-type]
+
+
 def test_nothing_is_kept_but_inputs() -> None:
     net, x = Net(nasty.Plain(), nasty.Plain()), torch.randn(5, nasty.DIM, requires_grad=True)
     before = kept(net, x)

@@ -7,7 +7,7 @@ Exact up to rounding. Leaves whose backward pass is written by hand (`stays_eage
 so does a key that `stream` has taken over. Where there are none, what has no place in one graph is torch's error; more
 graphs than expected (`GRAPHS`) always are. Without values (a simulation) nothing is compiled. No collectives.
 mode="reduce-overhead" records CUDA graphs, which own the memory of what a stratum returns until the next step, so that
-`stream` and `recompute`, which run a backward pass between two strata, are not supported with it.
+what runs a backward pass between two strata, as `stream` does, is not supported with it.
 
 Known limits: what a compiled stratum keeps and needs at most is the compiler's choice, and not predicted; `mean` and
 `spine` are not compiled.
@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import compile_settings, has_no_values
 from lightning_amp.errors import InstallError
+from lightning_amp.footprint.forward_overrides import Position, overrides_of
 from lightning_amp.shapes import Scalar
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder
 from lightning_amp.techniques.hic.rows import CompileStrata
-from lightning_amp.techniques.hic.strata.loops import RecomputedStrata
 from lightning_amp.techniques.hic.strata.stream import StreamedStrata
 
 MODES = ("default", "reduce-overhead")
@@ -39,7 +39,7 @@ without gradients, one cell or many; strata that differ in a number, as convolut
 def compile_strata(decoder: DecomposedDecoder, spec: CompileStrata, mesh: object) -> Change:
     """Run a decoder's strata through torch.compile."""
     device = next(cast(nn.Module, decoder).parameters()).device
-    _check_mode(spec.mode, device, cast(Any, decoder).walk)
+    _check_mode(spec.mode, device, decoder)
     if device.type != "meta":
         _check_compiler(device)
     swaps: dict[str, nn.Module] = {}
@@ -123,7 +123,7 @@ def _compiled(function: Any, how: Compiled) -> Any:
     return torch.compile(function, mode=how.mode, dynamic=how.dynamic, fullgraph=how.whole)
 
 
-def _check_mode(mode: str, device: torch.device, walk: nn.Module) -> None:
+def _check_mode(mode: str, device: torch.device, decoder: Any) -> None:
     if mode not in MODES:
         raise InstallError(f"compile got mode={mode!r}; allowed are {', '.join(map(repr, MODES))}")
     if mode == "default" or device.type == "meta":
@@ -133,11 +133,12 @@ def _check_mode(mode: str, device: torch.device, walk: nn.Module) -> None:
             f"compile got mode={mode!r}, whose graphs are CUDA's, on a device of type {device.type!r}; set"
             " mode='default' there"
         )
-    if isinstance(walk, StreamedStrata | RecomputedStrata):
+    twice = (one for stratum in decoder.strata for one in overrides_of(stratum) or () if one.position is Position.TWICE)
+    between = "stream" if isinstance(decoder.walk, StreamedStrata) else next((one.strategy for one in twice), "")
+    if between:
         raise InstallError(
-            f"compile got mode={mode!r}, whose graphs own what a stratum returns until the next step,"
-            f" together with {type(walk).__name__}, which runs a backward pass between strata; set"
-            " mode='default', or leave 'stream' and 'recompute' out"
+            f"compile got mode={mode!r}, whose graphs own what a stratum returns until the next step, together with"
+            f" {between}, which runs a backward pass between strata; set mode='default', or leave {between!r} out"
         )
 
 

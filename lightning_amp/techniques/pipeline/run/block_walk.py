@@ -183,7 +183,12 @@ class BlockWalk:
             # an empty span: nothing of it is run
             now.result = result
             return result
-        self._refuse_others(index, (args, kwargs))
+        for found in without_values((args, kwargs)):
+            raise InstallError(
+                f"pipeline: block {index!r} of {self.name!r} reads a tensor of shape {tuple(found.shape)!r} that an"
+                " earlier stage computed and that the block before it does not return; only results of blocks pass"
+                " from stage to stage: let blocks return it, or leave 'pipeline' out"
+            )
         if now.with_gradients and not torch.is_grad_enabled():
             self._refuse_reentrant(index)
         now.result = run(block, *args, **kwargs)
@@ -268,14 +273,6 @@ class BlockWalk:
                     " torch.utils.checkpoint(use_reentrant=True), which is not supported: use use_reentrant=False,"
                     " or strategies='pipeline,recompute'"
                 )
-
-    def _refuse_others(self, index: int, inputs: Any) -> None:
-        for found in without_values(inputs):
-            raise InstallError(
-                f"pipeline: block {index!r} of {self.name!r} reads a tensor of shape {tuple(found.shape)!r} that an"
-                " earlier stage computed and that the block before it does not return; only results of blocks pass"
-                " from stage to stage: let blocks return it, or leave 'pipeline' out"
-            )
 
 
 @dataclass(frozen=True, eq=False, slots=True)

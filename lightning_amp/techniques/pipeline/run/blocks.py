@@ -53,16 +53,6 @@ def pipeline_stages(blocks: nn.Module, spec: PipelineStages, mesh: DeviceMesh) -
     return Change({}, forwards={key: StageBlock(walk, i) for i, key in enumerate(children)})
 
 
-def refuse_batch_statistics(module: nn.Module) -> None:
-    """Refuse, with an InstallError, a module whose layers would see the statistics of a micro-batch."""
-    if has_batch_norms(module):
-        raise InstallError(
-            "pipeline is not supported: the module has BatchNorm layers, which in a pipeline would "
-            "use the statistics of a micro-batch and train another model; use layers that "
-            "normalise each sample separately (LayerNorm, GroupNorm), or leave 'pipeline' out"
-        )
-
-
 def refuse_hooks(parameter: nn.Parameter) -> None:
     """Refuse, with an InstallError, a hook that would see the gradient of every micro-batch, and then the batch's."""
     watched = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
@@ -76,7 +66,12 @@ def refuse_hooks(parameter: nn.Parameter) -> None:
 
 def refuse_module(module: nn.Module) -> None:
     """Refuse, with an InstallError, a module that stages would train otherwise than one process."""
-    refuse_batch_statistics(module)
+    if has_batch_norms(module):
+        raise InstallError(
+            "pipeline is not supported: the module has BatchNorm layers, which in a pipeline would "
+            "use the statistics of a micro-batch and train another model; use layers that "
+            "normalise each sample separately (LayerNorm, GroupNorm), or leave 'pipeline' out"
+        )
     for parameter in module.parameters():
         refuse_hooks(parameter)
 

@@ -181,9 +181,15 @@ class Stages:
     def _run_rest(self, rest: Rest, alive: dict[tuple[int, int], Any], ran: Ran) -> None:
         """Forward and backward of what follows the blocks; gradients of what these have returned are left in `ran`."""
         last = len(self.spans) - 1
+
         # the graph is cut where the blocks end: gradients of the rest are computed once, and the backward pass of each
         # micro-batch starts from its own share of them
-        cut_off = [_as_leaves(alive[last, j][0]) for j in range(len(ran.results))]
+        def leaf(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
+
+        cut_off = [tree_map(leaf, alive[last, j][0]) for j in range(len(ran.results))]
         seed_draws(rest.seed)
         before = packed_draws()
         returned = self.run_rest(rest.step, cut_off, seed=rest.seed)
@@ -218,7 +224,11 @@ class Stages:
                 result.backward()
             else:
                 if last:
-                    outputs, grads = _of_rest(result, ran.results[now.micro_batch])
+                    cut_off = ran.results[now.micro_batch]
+                    pairs = zip(tree_leaves(result), tree_leaves(cut_off), strict=True)
+                    reached = [(value, leaf.grad) for value, leaf in pairs if isinstance(value, Tensor)]
+                    reached = [(value, grad) for value, grad in reached if value.requires_grad and grad is not None]
+                    outputs, grads = [value for value, _ in reached], [grad for _, grad in reached]
                 else:
                     outputs, grads = messages.receive_back(now.stage, now.micro_batch, result)
                     ran.times.begin()
@@ -299,27 +309,6 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
     return isinstance(one, PLAIN) and bool(one == other)
-
-
-def _as_leaves(result: Any) -> Any:
-    """The same values as the beginning of another graph."""
-
-    def leaf(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
-
-    return tree_map(leaf, result)
-
-
-def _of_rest(result: Any, cut_off: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Those tensors that a block has returned which need gradients, and their gradients."""
-    outputs, grads = [], []
-    for value, leaf in zip(tree_leaves(result), tree_leaves(cut_off), strict=True):
-        if isinstance(value, Tensor) and value.requires_grad and leaf.grad is not None:
-            outputs.append(value)
-            grads.append(leaf.grad)
-    return outputs, grads
 
 
 def detached(values: Any) -> Any:

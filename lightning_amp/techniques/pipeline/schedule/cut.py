@@ -154,7 +154,8 @@ def cut_pipeline(
     # A layer takes its cost over the speed. Multiplied by `unit` that is a whole number, cost times pace, and times of
     # sending, which no speed divides, are multiplied by it too.
     pace, unit = paces([1] * n_stages if speeds is None else numbers_of("speeds", speeds, n_stages, above_zero=True))
-    columns, scale = _whole_columns([*costs, *sends[0], *sends[1]])
+    flat, scale = whole([number for column in (*costs, *sends[0], *sends[1]) for number in column])
+    columns = [flat[i : i + layers] for i in range(0, len(flat), layers)]
     there, back = (list(accumulate(column, initial=0)) for column in columns[:2])
     # over the cut before every layer
     on = [[0, *(unit * time for time in row[:-1]), 0] for row in columns[2 : 2 + len(sends[0])]]
@@ -164,7 +165,13 @@ def cut_pipeline(
         runs = OrderedRuns(forward=there, backward=back, send_forward=on[0], send_backward=returned[0], devices=devices)
         ends = least_sum(runs)
         if ends is None:
-            raise PlanError(_too_large(runs, stage_bytes))
+            # how far stages reach when each takes all it can
+            first = runs.fill(runs.no_bound, runs.no_bound)[-1]
+            raise PlanError(
+                f"{layers!r} layers on {n_stages!r} stages with stage_bytes={stage_bytes!r} are not possible; stages"
+                f" that take all they can hold the first {first!r} layers and no more: allow more bytes or more stages,"
+                " or make layers smaller (recompute, chunk)"
+            )
         f, b = runs.times(ends)
     else:
         more = check_count("micro_batches", micro_batches) - 1
@@ -182,13 +189,6 @@ def cut_pipeline(
     return PipelineCut(
         ends=tuple(ends), rho_forward=float(Fraction(f, scale * unit)), rho_backward=float(Fraction(b, scale * unit))
     )
-
-
-def _whole_columns(columns: list[list[float]]) -> tuple[list[list[int]], int]:
-    """Columns of the same length as whole numbers of one unit, and the unit as 1 / it."""
-    n = len(columns[0])
-    flat, scale = whole([number for column in columns for number in column])
-    return [flat[i : i + n] for i in range(0, len(flat), n)], scale
 
 
 def _devices(pace: list[int], layer_bytes: Any, stage_bytes: Any, layers: int) -> list[Device]:
@@ -209,13 +209,3 @@ def _devices(pace: list[int], layer_bytes: Any, stage_bytes: Any, layers: int) -
     room = flat[layers * len(rows) :]
     # one row, or one cap, stands for all stages
     return [Device(pace=p, bytes_before=before[i % len(before)], cap=room[i % len(room)]) for i, p in enumerate(pace)]
-
-
-def _too_large(runs: OrderedRuns, stage_bytes: Any) -> str:
-    """Why no stages keep to the bytes: how far they reach when each takes all it can."""
-    first = runs.fill(runs.no_bound, runs.no_bound)[-1]
-    return (
-        f"{runs.layers!r} layers on {len(runs.devices)!r} stages with stage_bytes={stage_bytes!r} are not"
-        f" possible; stages that take all they can hold the first {first!r} layers and no more: allow more"
-        " bytes or more stages, or make layers smaller (recompute, chunk)"
-    )

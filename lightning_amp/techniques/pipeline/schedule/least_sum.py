@@ -79,11 +79,7 @@ class _LeastSum:
         self.least_backward = turned.times(backward)[0]
         self.best = min(fastest, backward, key=lambda ends: sum(self.runs.times(ends)))
         self.least = sum(self.runs.times(self.best))
-        self._both()
-        return True
-
-    def _both(self) -> None:
-        """Begin with a good sum, which spares most tests: as little above the least of both as meets, roughly."""
+        # a good sum to begin with spares most tests: as little above the least of both as meets, roughly
         low, high = 0, self.least - self.least_forward - self.least_backward
         for _ in range(FIRST_HALVINGS):
             above = (low + high) // 2
@@ -91,6 +87,7 @@ class _LeastSum:
                 high = above
             else:
                 low = above
+        return True
 
     @property
     def most_forward(self) -> int:

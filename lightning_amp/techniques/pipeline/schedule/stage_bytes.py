@@ -31,7 +31,7 @@ import numpy as np
 
 from lightning_amp.footprint.chain.passes import Parameter, Passes
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, most_in_flight
-from lightning_amp.techniques.pipeline.schedule.stage_window import StageWindow, most_at_once
+from lightning_amp.techniques.pipeline.schedule.stage_window import StageWindow, over_time
 
 DRAWS, PRINT = 10_100, 8
 """Bytes of a state of random numbers, torch's, NumPy's and Python's, and of what is sent with it for comparison."""
@@ -144,11 +144,6 @@ class Pipeline:
     at_once: bool
 
     @property
-    def micro_batches(self) -> int:
-        """Of a step."""
-        return 1 + max(step.micro_batch for order in self.orders for step in order)
-
-    @property
     def runs(self) -> list[tuple[int, int]]:
         """First and end of the blocks of every stage."""
         return list(pairwise((0, *self.ends)))
@@ -256,7 +251,8 @@ class _StageWalk:
         self._now -= self._sent
         self._reach(self._tied())
         last = self._last % len(pipeline.orders) == self._rank
-        if last and pipeline.micro_batches > 1 and not pipeline.at_once:
+        several = any(step.micro_batch for order in pipeline.orders for step in order)
+        if last and several and not pipeline.at_once:
             self._reach(rest_bytes(whole, rank=self._segments).silent)
         # old gradients are dropped before new ones are handed out
         self._now = self._always
@@ -284,7 +280,7 @@ class _StageWalk:
             return 0
         begin, length = int(times[0]), int(times[-1]) + 1 - int(times[0])
         here = (whole.birth >= begin) & np.isin(whole.n_bytes, [p.n_bytes for p in self._held])
-        return most_at_once(whole.birth[here] - begin, whole.held[here] - begin, whole.n_bytes[here], length)
+        return int(over_time(whole.birth[here] - begin, whole.held[here] - begin, whole.n_bytes[here], length).max())
 
     def _stage(self, stage: int) -> StageBytes:
         start, end = self._pipeline.runs[stage]

@@ -116,8 +116,3 @@ def over_time(birth: Any, until: Any, n_bytes: Any, length: int) -> Any:
     np.add.at(change, np.clip(birth[alive], 0, length), n_bytes[alive])
     np.add.at(change, np.clip(until[alive] + 1, 0, length), -n_bytes[alive])
     return change.cumsum()[:length]
-
-
-def most_at_once(birth: Any, until: Any, n_bytes: Any, length: int) -> int:
-    """The most of `over_time`."""
-    return int(over_time(birth, until, n_bytes, length).max()) if length > 0 else 0

@@ -13,8 +13,8 @@ that reads or sets parameters, gradients or the optimiser there; and so is one t
 before it, or with a closure.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_amp._torch import tree_leaves
 from lightning_amp.errors import ModelError
+from lightning_amp.techniques.put_methods import methods_put
 
 OPTIMIZER, SCHEDULER, MODULE = "optimizer", "scheduler", "module"
 BACKWARD = MODULE, "manual_backward"
@@ -48,7 +49,7 @@ class ManualStep:
                     f"has {optimizers!r} optimizers and {schedulers!r} schedulers", "take one of each at most"
                 )
             run = _ManualRun(has_scheduler=bool(schedulers))
-            with ExitStack() as stack, self._in_place_of_module(run.names(stack)):
+            with ExitStack() as stack, methods_put([(self._module, run.names(stack))]):
                 returned = step(*args)
             if run.loss is None:
                 raise refusal("has not called self.manual_backward", "let every batch have one backward pass")
@@ -69,15 +70,6 @@ class ManualStep:
             else:
                 module.clip_gradients(module.optimizers(), *args, **kwargs)  # type: ignore[arg-type]
         return found["returned"]
-
-    @contextmanager
-    def _in_place_of_module(self, names: Mapping[str, Any]) -> Iterator[None]:
-        vars(self._module).update(names)
-        try:
-            yield
-        finally:
-            for name in names:
-                vars(self._module).pop(name, None)
 
 
 class _ManualRun:

@@ -29,7 +29,7 @@ parameters have half precision rounds.
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any, Protocol
@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
 from lightning_amp._torch import tree_map
@@ -46,14 +47,15 @@ from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.recompute_state import digests, same_digests
 from lightning_amp.random_streams import isolated_random_streams
 from lightning_amp.techniques.pipeline.row import PipelineStages
+from lightning_amp.techniques.pipeline.run.block_walk import StageBlock, spans
 from lightning_amp.techniques.pipeline.run.blocks import refuse_hooks
 from lightning_amp.techniques.pipeline.run.run_stages import Ran, Rest, Stages, Work, detached, loss_of
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, PassTimes, fills_rounds, schedule
-from lightning_amp.techniques.pipeline.steps.loss_check import compare, evaluating, single
 from lightning_amp.techniques.pipeline.steps.manual_step import ManualStep
-from lightning_amp.techniques.pipeline.steps.sample_check import Given, SampleCheck, cut
+from lightning_amp.techniques.pipeline.steps.sample_check import Given, SampleCheck, compare, cut, evaluating, single
 from lightning_amp.techniques.pipeline.steps.step_record import StageStepRecorder, StepRecord
 from lightning_amp.techniques.precomputed_gradients import Gradients, with_gradients
+from lightning_amp.techniques.put_methods import put_methods
 
 EVALUATED = ("validation_step", "test_step", "predict_step")
 LOOKS = 2
@@ -104,19 +106,13 @@ class PipelinedSteps:
         self._manual = None if module.automatic_optimization else ManualStep(module)
         self._check: SampleCheck | None = SampleCheck(stages, blocks)
         self._exactly, self._looks = True, LOOKS
-        self._changed: list[str] = []
         self._calls = Counter[tuple[str, int]]()
         self.times: PassTimes | None = None
-        self._replace("training_step", self._train)
-        for name in EVALUATED:
-            self._replace(name, self._evaluate)
+        steps = {"training_step": self._train, **dict.fromkeys(EVALUATED, self._evaluate)}
+        self.undo = put_methods(module, {name: self._in_place_of(name, run) for name, run in steps.items()})
+        """Lets the module run its own steps again."""
 
-    def undo(self) -> None:
-        """Let the module run its own steps again."""
-        for name in self._changed:
-            vars(self._module).pop(name, None)
-
-    def _replace(self, name: str, run: Callable[..., Any]) -> None:
+    def _in_place_of(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         plain = getattr(self._module, name)
         if name in vars(self._module):
             raise InstallError(
@@ -129,8 +125,7 @@ class PipelinedSteps:
             self._calls[name, self._module.trainer.current_epoch] += 1
             return run(plain, name, batch, *rest)
 
-        setattr(self._module, name, step)
-        self._changed.append(name)
+        return step
 
     # --- training ---
 
@@ -334,6 +329,31 @@ class PipelinedSteps:
         if failed is not None:
             raise failed
         return shared
+
+
+def install(
+    module: LightningModule,
+    overridden: Sequence[tuple[str, nn.Module, Any]],
+    spec: PipelineStages,
+    mesh: DeviceMesh,
+    parameters_of: Callable[..., RankParameters],
+) -> tuple[RankParameters, PipelinedSteps]:
+    """Free what other stages hold, and let the module's steps run as stages until these are undone.
+
+    Args:
+        module: Its blocks have been replaced by those of stages.
+        overridden: Of all modules with another forward: name, module, and what runs there.
+        spec: Of the plan.
+        mesh: With the axes "data" and "model".
+        parameters_of: (module, its blocks with the rank of the model axis of each, mesh) -> the parameters, with those
+            of other ranks freed.
+    """
+    calls = [(fqn, block, run) for fqn, block, run in overridden if isinstance(run, StageBlock)]
+    stages = Stages(calls[0][2].walk, spans(map(int, spec.ends.split(","))), mesh["model"], module.device)
+    ranks = [n % mesh.size(1) for n, span in enumerate(stages.spans) for _ in range(span.first, span.end)]
+    parameters = parameters_of(module, [(block, ranks[call.index]) for _, block, call in calls], mesh)
+    blocks = {fqn: block for fqn, block, _ in calls}
+    return parameters, PipelinedSteps(module, blocks, stages, parameters, spec, data_rank=mesh["data"].get_local_rank())
 
 
 def within(call: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:

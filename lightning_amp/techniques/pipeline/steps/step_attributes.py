@@ -89,7 +89,11 @@ class Attributes:
             for key, value in values.items():
                 # a buffer that was changed in place is refused on all ranks at once (pipelined_steps.py)
                 if not is_buffer and self._is_changed(value):
-                    raise ModelError(_refusal(AttributeChange(name, key, is_buffer).told))
+                    raise ModelError(
+                        f"pipeline: every micro-batch changes the contents of"
+                        f" {AttributeChange(name, key, is_buffer).told!r}, which cannot be undone: keep numbers,"
+                        " tensors, lists and dictionaries, change it in on_train_batch_end, or leave 'pipeline' out"
+                    )
 
     def changes(self) -> list[AttributeChange]:
         """What is another now."""
@@ -101,7 +105,8 @@ class Attributes:
         for name, is_buffer, table, before in self._tables:
             for key, value in dict(_of_user(table)).items():
                 if key not in before or value is not before[key]:
-                    if not (isinstance(value, PLAIN) and key in before and _equal(value, before[key])):
+                    same = key in before and isinstance(value, PLAIN) and type(value) is type(before[key])
+                    if not (same and value == before[key]):
                         found.append(AttributeChange(name, key, is_buffer, value))
                 elif self._is_changed(value):
                     found.append(self._changed(AttributeChange(name, key, is_buffer, value)))
@@ -161,17 +166,6 @@ def _of_user(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in table.items():
         if key not in NOT_THE_USER_S and not key.startswith("__") and not isinstance(value, nn.Module):
             yield key, value
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and bool(one == other)
-
-
-def _refusal(name: str) -> str:
-    return (
-        f"pipeline: every micro-batch changes the contents of {name!r}, which cannot be undone: keep numbers,"
-        " tensors, lists and dictionaries, change it in on_train_batch_end, or leave 'pipeline' out"
-    )
 
 
 def values_of(blocks: Mapping[str, nn.Module]) -> dict[str, Any]:

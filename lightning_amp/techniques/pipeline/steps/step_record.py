@@ -13,7 +13,7 @@ that a step calls by itself is that of the last stage's rank.
 import io
 import pickle
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from lightning_amp._torch import has_no_values, tree_map
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.recompute_state import DEPTH, mark_of
 from lightning_amp.techniques.pipeline.steps.step_attributes import AttributeChange, Attributes, apply
+from lightning_amp.techniques.put_methods import methods_put
 
 MUTED = ("update", "forward", "compute", "reset")
 
@@ -97,21 +98,16 @@ class StageStepRecorder:
     @contextmanager
     def muted(self) -> Iterator[None]:
         """Nothing is logged, and metrics and attributes stay as they are: a part of a step is run, or of its batch."""
-        kept = [(name, metric, {way: vars(metric).get(way) for way in MUTED}) for name, metric in self._metrics()]
+        # On the instance, which a metric's own wrappers are on too: a class is shared by metrics of other modules.
+        silent = [(metric, dict.fromkeys(MUTED, self._noting(_updated(name)))) for name, metric in self._metrics()]
         attributes = self._attributes()
-        for name, metric, _ in kept:
-            # On the instance, which a metric's own wrappers are on too: a class is shared by metrics of other modules.
-            vars(metric).update(dict.fromkeys(MUTED, self._noting(_updated(name))))
         try:
-            with self._logging(lambda name: lambda *args, **kw: self._noted.add(_logged(name, args, kw))):
+            with (
+                methods_put(silent),
+                self._logging(lambda name: lambda *args, **kw: self._noted.add(_logged(name, args, kw))),
+            ):
                 yield
         finally:
-            for _, metric, own in kept:
-                for way, value in own.items():
-                    if value is None:
-                        vars(metric).pop(way)
-                    else:
-                        vars(metric)[way] = value
             attributes.put_back()
 
     def play(self, record: StepRecord, *, recorded_here: bool) -> None:
@@ -191,18 +187,13 @@ class StageStepRecorder:
 
         return tree_map(send, values, is_leaf=lambda value: isinstance(value, nn.Module))
 
-    @contextmanager
-    def _logging(self, make: Any) -> Iterator[None]:
-        modules = {n: part for n, part in self._module.named_modules() if isinstance(part, LightningModule)}
-        for name, part in modules.items():
-            part.log = make(name)  # type: ignore[method-assign]
-            part.all_gather = _refuse_all_gather  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            for part in modules.values():
-                for way in ("log", "all_gather"):
-                    vars(part).pop(way, None)
+    def _logging(self, make: Any) -> AbstractContextManager[None]:
+        named = self._module.named_modules()
+        return methods_put(
+            (part, {"log": make(name), "all_gather": _refuse_all_gather})
+            for name, part in named
+            if isinstance(part, LightningModule)
+        )
 
 
 class _Pickler(pickle.Pickler):

@@ -151,8 +151,8 @@ def test_refuses_graphs_over_what_comes_between_strata(strategy: str) -> None:
     model = Model(TWO)
     install(model, make_plan((strategy,), 1))
     with pytest.raises(InstallError, match="runs a backward pass between strata; set mode='default'"):
-        technique._check_mode("reduce-overhead", torch.device("cuda"), model.decoder.walk)
-    technique._check_mode("reduce-overhead", torch.device("cuda"), Model(TWO).decoder.walk)
+        technique._check_mode("reduce-overhead", torch.device("cuda"), model.decoder)
+    technique._check_mode("reduce-overhead", torch.device("cuda"), Model(TWO).decoder)
 
 
 def test_refuses_strata_whose_likelihood_it_cannot_find(compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:

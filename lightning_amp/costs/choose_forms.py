@@ -25,9 +25,12 @@ from typing import Any
 
 import numpy as np
 
+from lightning_amp.costs.profiled_step import LEAST_SECONDS
+from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.chain import CHUNKED, KEPT, RECOMPUTED, BlockCost, Chain, ChainMoment, extra_seconds
 from lightning_amp.footprint.chain.chain import peak_bytes as peak_bytes
+from lightning_amp.quantities import format_bytes, format_seconds
 
 MOST_POINTS = 10_000
 MOST_KEYS = 64
@@ -90,6 +93,20 @@ def leanest(chain: Chain, *, recompute: bool = True, chunk: bool = False, at_lea
         else:
             best, high = found, min(middle, found.peak_bytes)
     return best
+
+
+def rules_again(strategy: str, spec: Spec, chain: Chain, names: Sequence[str]) -> tuple[Rule, ...]:
+    """Rules of a technique by which blocks run again, each once."""
+    found = []
+    for name in names:
+        calls = [block for block in chain.blocks if block.fqn == name]
+        saved, seconds = sum(c.saved_bytes for c in calls), sum(c.forward_seconds for c in calls)
+        why = (
+            f"{len(names)} of {len(chain.names)} blocks are computed again, this one keeps {format_bytes(saved)} less"
+            f" and takes {format_seconds(max(seconds, LEAST_SECONDS))} more"
+        )
+        found.append(Rule(strategy=strategy, fqn=name, spec=spec, why=why, saves_bytes=saved))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
