@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributions import Bernoulli, Categorical, Dirichlet, Distribution, Normal, Poisson, kl_divergence
-from torchmetrics import Accuracy, ConfusionMatrix, F1Score
+from torchmetrics import Accuracy, ConfusionMatrix, F1Score, MeanMetric, MetricCollection
 
 from lightning_amp import AMPStrategy, profile
 from lightning_amp._torch import FakeTensorMode
@@ -196,6 +196,7 @@ COUNTED = {
     "a mean": lambda step, loss, correct: step.losses.append(sum([loss.item(), loss.detach().item()]) / 2),
     "a factor": lambda step, loss, correct: 1 / loss.item(),
     "finite": lambda step, loss, correct: None if math.isfinite(loss.item()) else 1 / 0,
+    "a tensor of tensors": lambda step, loss, correct: torch.tensor([loss, 2 * loss]).norm(),
 }
 DECIDES = {
     "a branch": lambda step, loss, correct: loss.item() > 3,
@@ -335,6 +336,27 @@ def test_metrics_with_as_many_bins_as_classes_are_counted(kind: Any, monkeypatch
     assert measured.reason
     assert counted.peak_bytes == measured.peak_bytes
     assert counted.by_kind == measured.by_kind
+
+
+@pytest.mark.parametrize("name", ["mean", "collection"])
+def test_metrics_that_check_values_are_counted(name: str) -> None:
+    kinds = [Accuracy(task="multiclass", num_classes=2), F1Score(task="multiclass", num_classes=2)]
+    metric: Any = MeanMetric() if name == "mean" else MetricCollection(kinds)
+
+    def read(step: Any, batch: Tensor) -> bool:
+        step.metric.update(*([batch.mean()] if name == "mean" else [batch[:, :2], (batch[:, 2] > 0).long()]))
+        return False
+
+    module = Step(read)
+    module.metric = metric
+
+    def checks() -> list[Any]:
+        keys = ("validate_args", "nan_strategy", "_enable_compute_groups")
+        return [vars(child).get(key) for child in metric.modules() for key in keys]
+
+    before = checks()
+    assert profile(module, torch.randn(N, N)).reason == ""
+    assert checks() == before
 
 
 def fails(*args: Any, **kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Metric, MetricCollection
 
 from lightning_amp._torch import FakeTensor, FakeTensorMode, has_no_values
 from lightning_amp.data.batch import tensors_in
@@ -92,6 +93,10 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
                 vars(own)[key] = ref(memo.get(id(value()), value()))
             elif isinstance(value, MethodType) and id(value.__func__) in memo:
                 vars(own)[key] = MethodType(memo[id(value.__func__)], value.__self__)
+        if getattr(fake, "valid", False) and isinstance(own, Metric | MetricCollection):
+            # what torchmetrics checks are values; metrics in groups share states once these were found equal
+            checks = {"validate_args": False, "nan_strategy": "disable", "_enable_compute_groups": False}
+            vars(own).update({key: off for key, off in checks.items() if key in vars(own)})
     return twin
 
 
@@ -226,24 +231,31 @@ def make_fake(module: nn.Module, fake: FakeTensorMode) -> None:
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Let code copy tensors, and take numbers out of them, while a fake mode is on.
+    """Let code copy tensors, join them to one, and take numbers out of them, while a fake mode is on.
 
     torch's own way of copying takes the bytes of a storage, which has none then: it writes where no memory was given
     to it. Numbers are those of `known_values.py`.
     """
-    before = Tensor.__deepcopy__
+    before, make = Tensor.__deepcopy__, torch.tensor
 
     def copy_of_tensor(tensor: Tensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:
             memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         return memo[id(tensor)]
 
-    Tensor.__deepcopy__ = copy_of_tensor  # type: ignore[method-assign]
+    def tensor(data: Any, *args: Any, **options: Any) -> Tensor:
+        # as Lightning's grad_norm makes of the norms of parameters; of all else torch's own
+        if not (isinstance(data, list | tuple) and data and all(type(x) is FakeTensor and not x.dim() for x in data)):
+            return make(data, *args, **options)
+        requires_grad, _ = options.pop("requires_grad", False), options.pop("pin_memory", None)
+        return torch.stack([*data]).detach().to(**{"device": "cpu", **options}).requires_grad_(requires_grad)
+
+    Tensor.__deepcopy__, torch.tensor = copy_of_tensor, tensor  # type: ignore[method-assign]
     try:
         with numbers_may_be_taken():
             yield
     finally:
-        Tensor.__deepcopy__ = before  # type: ignore[method-assign]
+        Tensor.__deepcopy__, torch.tensor = before, make  # type: ignore[method-assign]
 
 
 def fake_tensor(tensor: Tensor, fake: FakeTensorMode) -> Tensor:

@@ -66,7 +66,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, *, valid: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._valid = valid
+        self.valid = valid
         self._looked_up: dict[Any, bool] = {}
         self._by_offset: dict[Any, bool] = {}
         self._alike: dict[torch.device, dict[str, Any]] = {}
@@ -76,7 +76,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The result of an operator."""
         kwargs = kwargs or {}
-        if not self._valid:
+        if not self.valid:
             return self._dispatch(func, types, args, kwargs)
         if not self._may_look_up(func) and torch.Tag.data_dependent_output in getattr(func, "tags", ()):
             value = computed(func, args, kwargs)
@@ -88,12 +88,12 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         return result
 
     def _dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if self._valid and func is IS_ALL_TRUE:
+        if self.valid and func is IS_ALL_TRUE:
             result: Any = super().dispatch(func, types, args, kwargs)
             # of a fake tensor with a constant, bool() is that of the constant
             result.constant = torch.ones((), dtype=torch.bool)
             return result
-        if self._valid and func is torch.ops.aten.bincount.default:
+        if self.valid and func is torch.ops.aten.bincount.default:
             bins = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
             weights = kwargs.get("weights", args[1] if len(args) > 1 else None)
             if bins:
@@ -103,17 +103,17 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
                     dtype = torch.float32 if weights.dtype is torch.float32 else torch.float64
                 like, options = torch.ops.aten.new_empty.default, {"dtype": dtype}
                 return super().dispatch(like, types, (args[0], [bins]), options)
-        if self._valid and func is GROUPED_MM and args[0].dtype in (torch.float32, torch.float16):
+        if self.valid and func is GROUPED_MM and args[0].dtype in (torch.float32, torch.float16):
             # torch's kernels multiply these too, where its rule for fake tensors allows bfloat16 only
             like = torch.ops.aten.new_empty_strided.default
             return super().dispatch(like, types, (args[0], *_grouped(*args[:3])), {})
-        if self._valid and func is CTC_LOSS and args[1].dim() == 2:
+        if self.valid and func is CTC_LOSS and args[1].dim() == 2:
             # of scores [step, sample, class] the losses, and those of paths up to each step: a path is as long as the
             # longest target, which is taken to be as long as padded targets [sample, letter]
             (steps, samples, _), like = args[0].shape, torch.ops.aten.new_empty.default
             sizes = (samples,), (samples, steps, 2 * args[1].shape[1] + 1)
             return tuple(super(QuickFakes, self).dispatch(like, types, (args[0], size), {}) for size in sizes)
-        if self._valid and func is RNN_ON_CPU and not launches_operators(args[0]):
+        if self.valid and func is RNN_ON_CPU and not launches_operators(args[0]):
             # by torch's rule for fake tensors it leaves nothing to its backward pass
             made: Any = super().dispatch(func, types, args, kwargs)
             like, left = torch.ops.aten.new_empty.default, [_left_by_rnn(args)]

@@ -267,6 +267,9 @@ def test_out_of_memory_is_told_with_the_next_plan_to_try() -> None:
     )
     assert all(map(is_out_of_memory, (MemoryError(), *map(RuntimeError, told))))
     assert not is_out_of_memory(RuntimeError("shape mismatch"))
+    # of torch.tensor([norm of a DTensor, ...])
+    without_data = "If you're using Caffe2, call mutable_data() to actually allocate memory"
+    assert not is_out_of_memory(RuntimeError(without_data))
 
 
 @pytest.mark.parametrize("option", ["lost_after", "stuck_after"])
