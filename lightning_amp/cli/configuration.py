@@ -4,6 +4,7 @@ import argparse
 import ast
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -17,6 +18,8 @@ from lightning_amp.techniques.table import options_of_techniques, parse_strategi
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
+
+    from lightning_amp.footprint.inner_run import Around
 
 R = TypeVar("R")
 ALONE = OF_DATA | {"DIR": "data_dir", "--shape": "shape"}
@@ -39,7 +42,7 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_of_configuration(
-    arguments: argparse.Namespace, named: "tuple[LightningModule, Any] | None" = None
+    arguments: argparse.Namespace, named: "tuple[LightningModule, Any, Around] | None" = None
 ) -> tuple[Plan, str]:
     """The plan, with answers to two questions where a memory is named: the largest batch and the fewest devices; and
     what its blocks in chunks run, as Python, "" where there are none, and where it is not asked for.
@@ -47,7 +50,6 @@ def plan_of_configuration(
     `named`: the module and the batch that were named instead of a configuration. Raises AmpError: the module has a Hi-C
     decoder, its step cannot be profiled, or nothing can be planned as asked."""
     # late: torch takes seconds to load
-    from lightning_amp.footprint.inner_run import BY_ITSELF
     from lightning_amp.lightning.profiling.plan_of_module import plan_of_module
     from lightning_amp.techniques.contract.protocol import find_decoders
     from lightning_amp.verification.read_configuration import read_step
@@ -57,9 +59,9 @@ def plan_of_configuration(
         refuse(arguments, model, ALONE, "which are of other models")
         module, batch, around, options = read_step(arguments.config, arguments.batch_size)
     else:
-        model, around, options = repr(arguments.data_dir), BY_ITSELF, dict[str, Any]()
+        model, options = repr(arguments.data_dir), dict[str, Any]()
         refuse(arguments, model, OF_DATA | {"--shape": "shape"}, "which are of other models")
-        module, batch = named
+        module, batch, around = named
     if find_decoders(module):
         raise PlanError(
             f"{model} is not supported: its model has a decoder of strata, which is planned by its data:"
@@ -146,29 +148,45 @@ class NamedStep:
     make: "Callable[[], LightningModule]"
     batch: Any
 
-    def apply(self, use: "Callable[[LightningModule, Any], R]") -> R:
-        """Return `use(module, batch)` of a module on the device "meta", so that one larger than this machine's memory
-        can be planned; or of one with values, where its constructor or its step needs them.
+    def apply(self, use: "Callable[[LightningModule, Any, Around], R]") -> R:
+        """Return `use(module, batch, around)` of a module on the device "meta", so that one larger than this machine's
+        memory can be planned; or of one with values, where its constructor or its step needs them.
         """
         import torch
 
         try:
-            with torch.device("meta"):
-                module = self.make()
-                module.configure_model()
+            # what is loaded into parameters without values is not kept, and torch warns of each
+            with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+                step = self._prepared()
         except Exception:
-            # it needs values, or what a run has set up
+            # it needs values, or a Trainer
             pass
         else:
             with suppress(ModelError):
-                return use(module, self.batch)
-        module = self.make()
+                return use(*step)
+        from lightning_amp.footprint.inner_run import BY_ITSELF
+
         try:
-            module.configure_model()
+            step = self._prepared()
+        except ModelError:
+            raise
         except Exception:
-            # the profile calls it again, after `setup`
-            module = self.make()
-        return use(module, self.batch)
+            # the profile has a Trainer
+            step = self.make(), self.batch, BY_ITSELF
+        return use(*step)
+
+    def _prepared(self) -> "tuple[LightningModule, Any, Around]":
+        """The module with all layers, the batch, and whether hooks that make layers have run."""
+        from lightning.pytorch.utilities.model_helpers import is_overridden
+
+        from lightning_amp.footprint.inner_run import BY_ITSELF
+
+        module = self.make()
+        makes_layers = is_overridden("configure_model", module)
+        if makes_layers:
+            module.setup("fit")
+            module.configure_model()
+        return module, self.batch, replace(BY_ITSELF, prepared=makes_layers)
 
 
 def named_step(arguments: argparse.Namespace) -> NamedStep | None:
@@ -188,7 +206,28 @@ def named_step(arguments: argparse.Namespace) -> NamedStep | None:
         )
     from lightning_amp.data.batch import batch_of_shapes
 
-    return NamedStep(lambda: _made(name, arguments.init or []), batch_of_shapes(",".join(arguments.batch)))
+    # the import and what is written wrongly come first: on "meta" is what the class makes, and nothing else
+    kind, values = _class_of(name), dict[str, Any]()
+    for text in arguments.init or ():
+        argument, equals, value = text.partition("=")
+        if not equals or not argument.isidentifier():
+            raise PlanError(f"--init {text!r} was given; write --init NAME=VALUE, for example --init width=64")
+        values[argument] = value
+        # what is no literal is a text
+        with suppress(ValueError, SyntaxError):
+            values[argument] = ast.literal_eval(value)
+    batch = batch_of_shapes(",".join(arguments.batch))
+
+    def make() -> "LightningModule":
+        try:
+            return kind(**values)
+        except Exception as error:
+            raise ModelError(
+                f"{name!r} cannot be made: {type(error).__name__}: {error}; give arguments of its constructor as"
+                " --init NAME=VALUE"
+            ) from error
+
+    return NamedStep(make, batch)
 
 
 @contextmanager
@@ -202,7 +241,8 @@ def of_shapes(arguments: argparse.Namespace) -> Iterator[None]:
         raise ModelError(f"with --batch {' --batch '.join(arguments.batch)}: {error}") from error.__cause__
 
 
-def _made(name: str, init: list[str]) -> "LightningModule":
+def _class_of(name: str) -> "type[LightningModule]":
+    """The class that "MODULE:CLASS" names."""
     from lightning.pytorch import LightningModule
 
     module, _, attribute = name.partition(":")
@@ -231,21 +271,4 @@ def _made(name: str, init: list[str]) -> "LightningModule":
         ]
         what = f"{module!r} has no {attribute!r}" if kind is None else f"{attribute!r} is no LightningModule"
         raise ModelError(f"{name!r} is not supported: {what}; its LightningModules are {there!r}")
-    try:
-        values = dict[str, Any]()
-        for text in init:
-            argument, equals, value = text.partition("=")
-            if not equals or not argument.isidentifier():
-                raise PlanError(f"--init {text!r} was given; write --init NAME=VALUE, for example --init width=64")
-            values[argument] = value
-            # what is no literal is a text
-            with suppress(ValueError, SyntaxError):
-                values[argument] = ast.literal_eval(value)
-        return kind(**values)
-    except PlanError:
-        raise
-    except Exception as error:
-        raise ModelError(
-            f"{name!r} cannot be made: {type(error).__name__}: {error}; give arguments of its constructor as"
-            " --init NAME=VALUE"
-        ) from error
+    return kind

@@ -353,7 +353,13 @@ class GLUE(pl.LightningModule):
         """Log `val_loss`: the loss without the adversary, the mean over all cells of all ranks."""
         self._log_validated("val_loss")
 
-    on_test_epoch_start, test_step = on_validation_epoch_start, validation_step
+    def on_test_epoch_start(self) -> None:
+        """As `on_validation_epoch_start`."""
+        self.on_validation_epoch_start()
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """As `validation_step`."""
+        self.validation_step(batch, batch_idx)
 
     def on_test_epoch_end(self) -> None:
         """Log `test_loss`, which is what `val_loss` is."""

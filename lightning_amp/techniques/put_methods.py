@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -13,7 +13,8 @@ from lightning_amp.errors import InstallError
 
 
 def put_methods(module: nn.Module, changed: Mapping[str, Any]) -> Callable[[], None]:
-    """Put functions, by name, in the place of a module's methods; returns what undoes it."""
+    """Put functions, by name, in the place of a module's methods; returns what undoes it, but for what others have put
+    there since."""
     # past __setattr__, which a class may have its own of
     own = vars(module)
     before = {name: own[name] for name in changed if name in own}
@@ -21,8 +22,9 @@ def put_methods(module: nn.Module, changed: Mapping[str, Any]) -> Callable[[], N
 
     def undo() -> None:
         for name in changed:
-            own.pop(name, None)
-        own.update(before)
+            if own.get(name) is changed[name]:
+                del own[name]
+                own.update({name: before[name]} if name in before else {})
 
     return undo
 
@@ -30,12 +32,10 @@ def put_methods(module: nn.Module, changed: Mapping[str, Any]) -> Callable[[], N
 @contextmanager
 def methods_put(changed: Iterable[tuple[nn.Module, Mapping[str, Any]]]) -> Iterator[None]:
     """While the block lasts, functions by name are in the place of methods of several modules."""
-    undo = [put_methods(module, methods) for module, methods in changed]
-    try:
+    with ExitStack() as undo:
+        for module, methods in changed:
+            undo.callback(put_methods(module, methods))
         yield
-    finally:
-        for put_back in undo:
-            put_back()
 
 
 def method_of(module: nn.Module, name: str) -> Callable[..., Any]:

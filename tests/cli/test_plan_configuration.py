@@ -442,12 +442,33 @@ class Late(Large):
             self.layer = torch.nn.Linear(2**21, 2**21)
 
 
+class Appends(Large):
+    # which makes a layer in each call
+
+    def __init__(self):
+        pl.LightningModule.__init__(self)
+        self.layers = torch.nn.ModuleList()
+
+    def configure_model(self):
+        self.layers.append(torch.nn.Linear(8, 8))
+
+    def training_step(self, batch, batch_idx):
+        return sum(layer(batch).square().mean() for layer in self.layers)
+
+
+SCALE = torch.tensor(3.0)
+
+
 class Rates(Large):
-    # whose constructor reads values
+    # whose constructor reads values, and whose step some that the file makes
 
     def __init__(self):
         super().__init__(8)
         self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        self.width = int(SCALE.item())
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * SCALE
 
 
 class Selecting(Large):
@@ -472,7 +493,7 @@ def test_a_class_larger_than_this_machine_is_profiled_and_planned(
         assert json.loads(capsys.readouterr().out)["by_kind"]["parameters"] == 4 * (2**42 + 2**21)
     made = planned(["plan", "large_model:Late", "--batch", "1x2097152", "--device-memory", "1TiB"], capsys)
     assert made.fits is False
-    for name in ("Rates", "Selecting"):
+    for name in ("Rates", "Selecting", "Appends"):
         assert main(["profile", f"large_model:{name}", "--batch", "2x8", "--format", "json"]) == 0
         assert json.loads(capsys.readouterr().out)["by_kind"]["parameters"] == 4 * 72
 

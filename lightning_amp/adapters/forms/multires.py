@@ -33,6 +33,7 @@ from lightning_amp.adapters.forms.adapted_decoder import (
 )
 from lightning_amp.adapters.forms.higlue import Form, dim_of, make_stratum, resembles
 from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.footprint.forward_overrides import overrides_of, set_overrides
 from lightning_amp.models.decoders.stratum_keys import LocalAttention
 from lightning_amp.shapes import Library, LogWeights, PerCell
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion
@@ -107,6 +108,7 @@ class MultiResStratum(AdaptedStratum):
         """The same parts and what was installed in them, for some of the features; `columns` are theirs in the data."""
         # shallow, and only the buffer's dictionary is new: parameters, and what techniques have installed, are shared
         own = copy.copy(self)
+        set_overrides(own, overrides_of(self) or ())
         own._buffers = self._buffers | {"feature_anchor": nodes}
         own.places, own.columns = places, columns
         own.runs = dict.fromkeys(self.runs, places)

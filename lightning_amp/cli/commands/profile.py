@@ -54,13 +54,12 @@ def _run(arguments: argparse.Namespace) -> None:
         found: Any = read(arguments)
         text = profile_report(found)
     else:
-        from lightning_amp.footprint.inner_run import BY_ITSELF
         from lightning_amp.footprint.profile_module import profile_module
 
         size = arguments.batch_size
         with of_shapes(arguments):
             if named is not None:
-                found = named.apply(lambda *step: profile_module(*step, batch_size=size, around=BY_ITSELF))
+                found = named.apply(lambda *step: profile_module(*step[:2], batch_size=size, around=step[2]))
             else:
                 from lightning_amp.verification.read_configuration import read_step
 

@@ -204,7 +204,9 @@ class SingleCellDataModule(pl.LightningDataModule):
         """Take every cell once."""
         return self._once(None)
 
-    predict_dataloader = test_dataloader
+    def predict_dataloader(self) -> DataLoader[Batch]:
+        """Take every cell once."""
+        return self._once(None)
 
     def vertices(self, modality: str) -> NDArray[np.int64]:
         """Return the graph vertex of each feature, for Hi-C of each anchor.

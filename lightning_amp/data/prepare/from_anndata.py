@@ -36,8 +36,6 @@ def write_objects(
     loop_quantile: float,
 ) -> None:
     """Write hic/, rna/ and graphs/ under an existing directory; arguments and errors as for `from_anndata`."""
-    from anndata import AnnData
-
     given = {"rna": rna, "hic": hic, "graph": graph, "genes": genes}
     found = [name for name, value in given.items() if value is not None]
     question = f"SingleCellDataModule.from_anndata: given are {found!r}; "
@@ -53,6 +51,8 @@ def write_objects(
             f"{question}rna and hic are related through a guidance graph: give genes=, a GTF, a BED or a table of"
             " positions such as rna.var, or graph=, a networkx graph"
         )
+    from anndata import AnnData
+
     objects = {name: data for name, data in (("rna", rna), ("hic", hic)) if data is not None}
     for name, data in objects.items():
         if not isinstance(data, AnnData):

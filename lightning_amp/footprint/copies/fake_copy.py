@@ -25,6 +25,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
+from torchmetrics.aggregation import BaseAggregator
 
 from lightning_amp._torch import FakeTensor, FakeTensorMode, has_no_values
 from lightning_amp.data.batch import tensors_in
@@ -95,7 +96,9 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
                 vars(own)[key] = MethodType(memo[id(value.__func__)], value.__self__)
         if getattr(fake, "valid", False) and isinstance(own, Metric | MetricCollection):
             # what torchmetrics checks are values; metrics in groups share states once these were found equal
-            checks = {"validate_args": False, "nan_strategy": "disable", "_enable_compute_groups": False}
+            checks: dict[str, Any] = {"validate_args": False, "_enable_compute_groups": False}
+            if isinstance(own, BaseAggregator):
+                checks["nan_strategy"] = "disable"
             vars(own).update({key: off for key, off in checks.items() if key in vars(own)})
     return twin
 
@@ -231,7 +234,7 @@ def make_fake(module: nn.Module, fake: FakeTensorMode) -> None:
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Let code copy tensors, join them to one, and take numbers out of them, while a fake mode is on.
+    """Let code copy tensors, join a list of scalars, and take numbers out of them, while a fake mode is on.
 
     torch's own way of copying takes the bytes of a storage, which has none then: it writes where no memory was given
     to it. Numbers are those of `known_values.py`.
@@ -323,14 +326,15 @@ def map_tensors(values: Any, change: Callable[[str, Tensor], Tensor], path: str 
         return type(values)(below(i, value) for i, value in enumerate(values))
     if is_dataclass(values) and not isinstance(values, type):
         derived = [getattr(values, one.name, None) for one in fields(values) if not one.init]
+        new = {one.name: below(one.name, getattr(values, one.name)) for one in fields(values) if one.init}
         if next(tensors_in(derived), None) is None:
-            given = {one.name: below(one.name, getattr(values, one.name)) for one in fields(values) if one.init}
             # a ValueError: its __init__ takes what it has no field of
             with suppress(ValueError):
-                return replace(values, **given)
+                return replace(values, **new)
         twin: Any = copy.copy(values)
-        for one in fields(values):
+        new |= {one.name: below(one.name, getattr(values, one.name)) for one in fields(values) if not one.init}
+        for name, value in new.items():
             # one that is frozen has its own __setattr__
-            object.__setattr__(twin, one.name, below(one.name, getattr(values, one.name)))
+            object.__setattr__(twin, name, value)
         return twin
     return values

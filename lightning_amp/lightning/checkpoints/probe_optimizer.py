@@ -32,7 +32,8 @@ def mixes(
         technique: That splits them over ranks.
     """
     kind = type(optimizer)
-    if any(base.__name__ in known for base in kind.__mro__):
+    # a class of another package may have the name, and be tried
+    if any(base.__name__ in known and base.__module__.startswith("torch.optim") for base in kind.__mro__):
         return True
     if kind.__module__.startswith("torch.optim"):
         return False

@@ -293,11 +293,12 @@ class Shards:
             own: Whether the state has the shapes of this rank's shards, and not those of whole parameters.
         """
         held, of_elements = self._held(), dict[str, bool]()
-        # one without these parameters may have a state of another form
+        groups = getattr(optimizer, "optimizer", optimizer).param_groups
+        if not any(id(parameter) in held for group in groups for parameter in group["params"]):
+            # its state may have another form
+            return dict(state)
         kept = dict(state.get("state", {}))
         found = [(held.get(id(p)), p, i) for p, i in numbered(optimizer, state) if i in kept]
-        if not any(one for one, _, _ in found):
-            return dict(state)
         shapes = {i: p.shape if one is None or own else one.shape for one, p, i in found}
 
         def look(shape: torch.Size, place: str, value: Any) -> None:

@@ -205,6 +205,8 @@ class StageParameters(Shards):
     def _own_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         held = self._held()
         away = {i for p, i in numbered(optimizer, state) if id(p) in held and not held[id(p)].here}
+        if not away:
+            return dict(state)
         return {**state, "state": {i: values for i, values in state["state"].items() if i not in away}}
 
     def _buffers(self) -> dict[str, tuple[Tensor, int]]:

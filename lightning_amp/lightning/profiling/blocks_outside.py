@@ -40,7 +40,7 @@ from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.table import OF_BLOCKS, PREDICTIONS, in_order, is_of_block
 
 QUICK = tuple(name for name in OF_BLOCKS if not PREDICTIONS[name].slow)
-"""Techniques of blocks that a budget gets where no plan of the decoder is within it."""
+"""Techniques of blocks that need no long search: a budget gets them where no plan of the decoder is within it."""
 TRIES = 3
 """Times that a choice which was counted above the budget is made leaner."""
 
@@ -85,8 +85,9 @@ def with_blocks_outside(made: DecoderPlan, named: Collection[str], *, share_stat
         found = draft(seen, [name for name in PREDICTIONS if name in named], ranks=1, budget=None)
         if isinstance(found, str):
             raise PlanError(
-                f"{', '.join(made.whole.strategies)} decide what is kept of the strata of {made.decoder!r}, and"
-                f" outside of it {found}; leave that one out"
+                f"{' and '.join(sorted(named))} cannot be used as requested with {', '.join(made.whole.strategies)},"
+                f" which decide what is kept of the strata of {made.decoder!r}: outside of it {found}; name only"
+                " techniques that help there"
             )
         return made.counted(rules_of(found, named=True), seconds=found.seconds - as_it_is(seen, 1).seconds)
     finally:
@@ -148,7 +149,7 @@ def _with_blocks(before: Plan, made: DecoderPlan, budget: int) -> Plan:
     limit = peak_bytes(seen.chain, ()) - over
     for _ in range(TRIES):
         found = draft(seen, QUICK, ranks=1, budget=max(0, limit))
-        if isinstance(found, str):
+        if isinstance(found, str) or found.peak_bytes >= as_it_is(seen, 1).peak_bytes:
             break
         why = f"no plan of the decoder alone is within {format_bytes(budget)}: "
         rules = [replace(rule, why=why + rule.why) for rule in found.targets]

@@ -164,6 +164,7 @@ class StepOfModule:
         """A chain of which the parts of decoders stay as they are, and what keeps nothing but its inputs."""
         saving = {block.fqn for block in chain.blocks if block.saved_bytes > 0}
         fixed = dict.fromkeys((b.fqn for b in chain.blocks if b.fqn not in saving), "it keeps nothing but its inputs")
+        fixed |= {block.fqn: block.fixed for block in chain.blocks if block.fixed}
         fixed |= {b.fqn: INSIDE for b in chain.blocks if any(overlap(b.fqn, name) for name in self._decoders)}
         blocks = tuple(replace(b, fixed=fixed.get(b.fqn, b.fixed)) for b in chain.blocks)
         return replace(chain, blocks=blocks)

@@ -228,10 +228,10 @@ class Rescue(pl.Callback):
 
 def rescue_batches(trainer: pl.Trainer, rescue: Rescue) -> Callable[[], None]:
     """Let a fit's batches run by a rescue; returns what ends it."""
-    undo = ExitStack()
-    undo.callback(called_in(trainer, rescue))
-    undo.callback(run_batches_by(trainer, rescue.run))
-    return undo.close
+    with ExitStack() as undo:
+        undo.callback(called_in(trainer, rescue))
+        undo.callback(run_batches_by(trainer, rescue.run))
+        return undo.pop_all().close
 
 
 def _undoing(module: pl.LightningModule, loop: Any) -> Callable[[], None]:

@@ -250,8 +250,8 @@ class PlanningContext:
         Paths, memory and rates are left out, for machines may differ in them, and so is the batch size, for ranks may
         have unequal numbers of cells; rank 0's count. Raises PlanError: another rank's facts differ; on all ranks, with
         the same text."""
-        compared, self._compared, n_ranks = self._compared, True, self.strategy.world_size
-        if compared or n_ranks == 1:
+        n_ranks = self.strategy.world_size
+        if self._compared or n_ranks == 1:
             return
         everyones: list[Any] = [None] * n_ranks
         dist.all_gather_object(everyones, _facts_of_plan(self.request, self.data))
@@ -271,6 +271,7 @@ class PlanningContext:
                 f" rank 0, first rank {other}: {'; '.join(lines[:SHOWN])}{more}. Give all ranks the same options and"
                 " the same data"
             )
+        self._compared = True
 
 
 def _facts_of_plan(request: Request, data: Any) -> dict[str, str]:

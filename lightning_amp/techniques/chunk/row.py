@@ -49,7 +49,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     if not chunked:
         return "no block takes less in chunks, or none has to"
     if before and not again:
-        return "chunks alone do as well"
+        return f"chunks alone do as well, without {before[0].strategy}"
     others = tuple(target for target in draft.targets if not runs_again(target))
     n_blocks = len({block.fqn for block in forms.chain.blocks if block.fqn in chunked and not block.after})
     return replace(

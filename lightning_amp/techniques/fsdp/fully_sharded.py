@@ -129,7 +129,7 @@ class FullySharded(Units):
             for unit in (*units.values(), module):
                 unit.unshard()
                 unit.reshard()
-        methods = {name: getattr(module, name) for name in (*STEPS, *ON_ALL) if hasattr(module, name)}
+        methods = {name: getattr(module, name) for name in (*STEPS, *ON_ALL) if getattr(module, name, None)}
         run = dict.fromkeys(STEPS, self._whole_step) | dict.fromkeys(ON_ALL, self.on_rows)
         put = {name: wraps(method)(partial(run[name], method)) for name, method in methods.items()}
         self._undo.append(put_methods(module, put))

@@ -60,6 +60,9 @@ def recompute_strata(decoder: DecomposedDecoder, spec: RecomputeStrata, mesh: ob
         InstallError: They are not run by a loop over strata, or have something that cannot run twice.
     """
     walk_of(decoder, "recompute", once=True)
+    for k, stratum in enumerate(decoder.strata):
+        if reason := unrepeatable(stratum):
+            raise InstallError(_refusal(f"stratum {k} ({type(stratum).__name__})", reason))
     return Change({}, forwards={f"strata.{k}": RecomputedForward() for k in range(len(decoder.strata))})
 
 

@@ -14,7 +14,7 @@ backward pass, by chunk_bytes.py. The same table, budget and rates get the same 
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from math import floor, log
 
 from lightning_amp.costs.device_rates import CPU_CORE, Rates
@@ -123,10 +123,16 @@ class _PlanSearch:
         self._new = partial(RegionCandidate, table, cost=cost, plain=self._line.plain, train=train)
         self._candidates: dict[int, RegionCandidate] = {}
         self._around: dict[frozenset[int], list[RegionCandidate]] = {}
-        self.within = cache(self._within)
+        # no functools.cache of a method, which would keep tables in a reference cycle
+        self._plans: dict[int, ChunkPlan | None] = {}
+
+    def within(self, budget_bytes: int) -> ChunkPlan | None:
+        """The plan of the least cost within a budget; None if none is found."""
+        if budget_bytes not in self._plans:
+            self._plans[budget_bytes] = self._within(budget_bytes)
+        return self._plans[budget_bytes]
 
     def _within(self, budget_bytes: int) -> ChunkPlan | None:
-        """The plan of the least cost; None if none is found."""
         if self._line.plain.peak_bytes <= budget_bytes:
             return self._plan(Label())
         candidates, aim = self._above(budget_bytes), budget_bytes

@@ -61,17 +61,20 @@ def lower_within(capture: Capture, budget_bytes: int, *, train: bool = False, co
     Raises:
         OverBudget: The budget cannot be met.
     """
-    errors: list[OverBudget] = []
+    least: OverBudget | None = None
     for which in NORMS[:1] if train else NORMS:
         for form in (_with_norms, _nested)[: 1 if train else 2]:
             try:
                 if found := form(capture, budget_bytes, costs, which, train=train):
                     return found
             except OverBudget as error:
-                errors.append(error)
+                if least is None or error.least_bytes < least.least_bytes:
+                    # frames of a traceback would keep tensors of the step alive while other forms run
+                    least = error.with_traceback(None)
         if not norms_of(capture):
             break
-    raise min(errors, key=lambda error: error.least_bytes)
+    assert least is not None, "a form was tried"
+    raise least
 
 
 def _with_norms(capture: Capture, budget_bytes: int, costs: CostModel, which: str, *, train: bool) -> Found:
@@ -132,9 +135,9 @@ def _nested(capture: Capture, budget_bytes: int, costs: CostModel, which: str, *
 
         try:
             lowered, inner = lower_nested(capture, table, outer, plan)
-            least_bytes = measured_bytes(lowered)
         except OverBudget as error:
-            least_bytes = error.least_bytes + beside
+            raise _over(capture, error.least_bytes + beside, "", budget_bytes) from None
+        least_bytes = measured_bytes(lowered)
         if least_bytes > budget_bytes:
             raise _over(capture, least_bytes, "", budget_bytes)
         whole = choose_chunks(table, 2**62, train=False, costs=costs)
