@@ -8,9 +8,12 @@ under S1.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dis import get_instructions
 from fnmatch import fnmatchcase
+from types import FunctionType
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from lightning_amp._torch import is_wrapped
@@ -60,6 +63,16 @@ def refuse(module: nn.Module, units: Mapping[str, nn.Module], *, by_hand: bool =
             f"fsdp is not supported: torch.compile was applied to {compiled!r}, which has not been tested"
             f" together; leave torch.compile out, {LEAVE_OUT}"
         )
+    for hook in ("on_after_backward", "on_before_optimizer_step"):
+        function = getattr(type(module), hook, None)
+        if not isinstance(function, FunctionType) or function.__globals__.get("grad_norm") is not grad_norm:
+            continue
+        if any((i.opname, i.argval) == ("LOAD_GLOBAL", "grad_norm") for i in get_instructions(function)):
+            raise InstallError(
+                f"fsdp is not supported: 'grad_norm' in {hook} of {type(module).__name__!r} takes norms of whole"
+                " gradients, of which a rank has its rows; take self.trainer.strategy.gradient_norm(), which every"
+                f" rank calls, {LEAVE_OUT}"
+            )
     for name, parameter in module.named_parameters():
         found = _problem(parameter, values=values)
         if found:

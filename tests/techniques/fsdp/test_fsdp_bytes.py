@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
@@ -223,6 +224,20 @@ def test_a_block_that_shares_a_parameter_is_left_to_the_root() -> None:
         "blocks.3": ["blocks.3.weight", "blocks.3.bias"],
         "": ["blocks.1.weight", "blocks.1.bias", "head.bias"],
     }
+
+
+def test_norms_of_whole_gradients_are_refused() -> None:
+    class Logged(Blocks):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.log_dict(grad_norm(self, 2))
+
+    class Named(Blocks):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.grad_norm = self.trainer.strategy.gradient_norm()  # type: ignore[attr-defined]
+
+    refuse(Named(), {})
+    with pytest.raises(InstallError, match=r"'grad_norm' in on_before_optimizer_step of 'Logged'.*gradient_norm\(\)"):
+        refuse(Logged(), {})
 
 
 def test_a_block_that_is_called_with_other_parameters_is_refused() -> None:
