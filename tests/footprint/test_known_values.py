@@ -4,6 +4,7 @@ numbers of `.item()`; one that decides by data is not.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributions import Bernoulli, Categorical, Dirichlet, Distribution, Normal, Poisson, kl_divergence
 from torchmetrics import Accuracy, ConfusionMatrix, F1Score, MeanMetric, MetricCollection
+from torchmetrics.nominal import CramersV
 
 from lightning_amp import AMPStrategy, profile
 from lightning_amp._torch import FakeTensorMode
@@ -338,13 +340,20 @@ def test_metrics_with_as_many_bins_as_classes_are_counted(kind: Any, monkeypatch
     assert counted.by_kind == measured.by_kind
 
 
-@pytest.mark.parametrize("name", ["mean", "collection"])
+@pytest.mark.parametrize("name", ["mean", "collection", "nominal"])
 def test_metrics_that_check_values_are_counted(name: str) -> None:
     kinds = [Accuracy(task="multiclass", num_classes=2), F1Score(task="multiclass", num_classes=2)]
-    metric: Any = MeanMetric() if name == "mean" else MetricCollection(kinds)
+    made = {"mean": MeanMetric, "collection": partial(MetricCollection, kinds), "nominal": partial(CramersV, 2)}
+    metric: Any = made[name]()
 
     def read(step: Any, batch: Tensor) -> bool:
-        step.metric.update(*([batch.mean()] if name == "mean" else [batch[:, :2], (batch[:, 2] > 0).long()]))
+        step.metric.update(
+            *(
+                [batch.mean()]
+                if name == "mean"
+                else [(batch[:, 1] > 0).long() if name == "nominal" else batch[:, :2], (batch[:, 2] > 0).long()]
+            )
+        )
         return False
 
     module = Step(read)

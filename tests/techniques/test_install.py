@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.hic.attention.install import ChunkedLocalAttention
 from lightning_amp.techniques.hic.scores.s4_key_first import KeyFirst
+from lightning_amp.techniques.put_methods import methods_put, put_methods
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from tests.planning.profiles import hic, profile, rna
 
@@ -157,3 +160,19 @@ def test_a_pattern_of_blocks_is_for_the_outermost_modules_that_it_matches() -> N
         installed = install_rules(module, [Rule(fqn="blocks.*", spec=spec, strategy=name, why="")])
         assert [one.fqn for one in installed.overridden] == ["blocks.0", "blocks.1"]
         installed.undo()
+
+
+def test_methods_are_put_back_where_one_cannot_be_put() -> None:
+    first = nn.Linear(1, 1)
+
+    def changed() -> Iterator[tuple[nn.Module, dict[str, Any]]]:
+        yield first, {"forward": abs}
+        raise ValueError("the second has none")
+
+    with pytest.raises(ValueError, match="the second"), methods_put(changed()):
+        pass
+    assert "forward" not in vars(first)
+    undo = put_methods(first, {"forward": abs})
+    vars(first)["forward"] = later = max
+    undo()
+    assert vars(first)["forward"] is later, "what others have put there since stays"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.errors import DataError, InstallError
-from lightning_amp.lightning.checkpoints.probe_optimizer import mixes_elements, mixes_parameters
+from lightning_amp.lightning.checkpoints.probe_optimizer import mixes, mixes_elements, mixes_parameters
 from lightning_amp.lightning.checkpoints.shards import Shards, check_optimizers, restore
 from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
 from lightning_amp.lightning.checkpoints.write_checkpoint import Part
@@ -314,6 +314,11 @@ def test_an_optimiser_that_mixes_elements_or_parameters_is_known() -> None:
         assert not optimizer.state
         assert not getattr(optimizer, "steps", 0)
         assert not getattr(optimizer, "past", [])
+
+
+def test_a_class_with_the_name_of_one_of_torch_is_tried() -> None:
+    named = type("Muon", (Plain,), {})
+    assert not mixes(named([nn.Parameter(torch.randn(3))]), ("Muon",), mixes_parameters, "parameter", "pipeline")
 
 
 def test_an_optimiser_that_cannot_be_tried_is_warned_of_in_one_form() -> None:
