@@ -48,7 +48,8 @@ def plan_of_configuration(
     what its blocks in chunks run, as Python, "" where there are none, and where it is not asked for.
 
     `named`: the module and the batch that were named instead of a configuration. Raises AmpError: the module has a Hi-C
-    decoder, its step cannot be profiled, or nothing can be planned as asked."""
+    decoder, its step cannot be profiled, or nothing can be planned as asked.
+    """
     # late: torch takes seconds to load
     from lightning_amp.lightning.profiling.plan_of_module import plan_of_module
     from lightning_amp.techniques.contract.protocol import find_decoders
@@ -191,7 +192,8 @@ class NamedStep:
 
 def named_step(arguments: argparse.Namespace) -> NamedStep | None:
     """The step that was named, None where none was. Raises AmpError: the class is not named as one, or the batch is
-    none."""
+    none.
+    """
     name = arguments.data_dir
     if arguments.batch is None:
         if name is not None and ":" in name and not Path(name).exists():

@@ -35,15 +35,12 @@ from lightning_amp.models.latents import (
 )
 from lightning_amp.shapes import Counts, PerCell, PerVertex, Scalar
 
-STREAMS_PER_MODALITY = 64
-"""Streams of random numbers: dropout layers from the first on, latent and burn-in noise at the end."""
+STREAMS_PER_MODALITY = 64  # of random numbers: dropout layers from the first on, latent and burn-in noise at the end
 LATENT_STREAM, BURN_IN_STREAM = STREAMS_PER_MODALITY - 1, STREAMS_PER_MODALITY - 2
 CHECKPOINT_KEY = "model_inputs"
 Stage = Literal["finetune", "pretrain"]
-VALIDATION_SEED = 0
-"""Of the edges that are drawn for `val_loss`: the same ones after every epoch."""
-BURN_IN_NOISE = 1.5
-"""Deviation of the first epoch's noise on the discriminator's inputs; the latent's prior has deviation 1."""
+VALIDATION_SEED = 0  # of the edges that are drawn for `val_loss`: the same ones after every epoch
+BURN_IN_NOISE = 1.5  # deviation of the first epoch's noise on the discriminator's inputs; the latent's prior has 1
 
 
 class GLUE(pl.LightningModule):
@@ -317,7 +314,8 @@ class GLUE(pl.LightningModule):
         """Terms of the loss of everything but the discriminator, and their weighted sum under "loss".
 
         `shown`: class of a modality -> what the discriminator sees of its cells, empty without an adversary;
-        `generator`: of the vertices' noise and the sampled edges, the default one when None."""
+        `generator`: of the vertices' noise and the sampled edges, the default one when None.
+        """
         h, v = self.settings, self.graph_encoder.sample(*self.vertices(), generator)
         terms = {"nll_graph": self.edge_nll(v.sample, generator), "kl_graph": self.graph_encoder.kl(v.loc, v.std)}
         total = h.lam_graph * len(self.encoders) * (terms["nll_graph"] + h.lam_kl * terms["kl_graph"])

@@ -13,8 +13,7 @@ from lightning_amp.errors import InstallError
 
 
 def put_methods(module: nn.Module, changed: Mapping[str, Any]) -> Callable[[], None]:
-    """Put functions, by name, in the place of a module's methods; returns what undoes it, but for what others have put
-    there since."""
+    """Put functions, by name, in the place of a module's methods; returns what undoes it."""
     # past __setattr__, which a class may have its own of
     own = vars(module)
     before = {name: own[name] for name in changed if name in own}
@@ -22,9 +21,8 @@ def put_methods(module: nn.Module, changed: Mapping[str, Any]) -> Callable[[], N
 
     def undo() -> None:
         for name in changed:
-            if own.get(name) is changed[name]:
-                del own[name]
-                own.update({name: before[name]} if name in before else {})
+            own.pop(name, None)
+        own.update(before)
 
     return undo
 

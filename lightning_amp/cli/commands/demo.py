@@ -65,7 +65,8 @@ def run_demo(out: Path, *, devices: int = 2, epochs: int = 40) -> Iterator[str]:
     """Make data, plan, train, predict; yields what to print between the commands.
 
     Raises DataError where `out` holds something that no demo wrote, and AmpError where a command failed, which has said
-    why. An earlier demo there is replaced."""
+    why. An earlier demo there is replaced.
+    """
     from lightning_amp.data.prepare.synthetic import synthesize
 
     if out.exists() and not (out / MARK).exists() and any(out.iterdir()):

@@ -22,14 +22,14 @@ NOT_TRIED = ("params", "param_names", "lr", "initial_lr", "max_lr", "min_lr")
 def mixes(
     optimizer: Optimizer, known: Sequence[str], tried: Callable[[Optimizer], bool | None], each: str, technique: str
 ) -> bool:
-    """Whether an optimiser mixes what ranks have parts of, with a warning where it cannot be tried.
+    """Whether an optimiser's update of one element (or parameter) depends on others; warns where it cannot be tried.
 
     Args:
         optimizer: Of any class; those of torch are not tried.
-        known: Classes that do.
+        known: Names of classes of torch of which it does.
         tried: `mixes_elements` or `mixes_parameters`.
-        each: "element" or "parameter": what a rank has some of.
-        technique: That splits them over ranks.
+        each: "element" or "parameter", for the warning.
+        technique: The one that splits them over ranks, for the warning.
     """
     kind = type(optimizer)
     # a class of another package may have the name, and be tried
@@ -52,7 +52,8 @@ def mixes_elements(optimizer: Optimizer, *, flat: bool) -> bool | None:
 
     An optimiser of the same kind, with the options of each group in turn, takes three steps on the CPU; the run's is
     left as it is. The learning rate is `LR`, for that of a schedule may begin at zero, where nothing moves. `flat`: a
-    rank has elements in a row, as of a flattened parameter; else it has rows."""
+    rank has elements in a row, as of a flattened parameter; else it has rows.
+    """
     values = _values()
     return _mixes(optimizer, [[value] for value in values], [_halves(value, flat) for value in values])
 

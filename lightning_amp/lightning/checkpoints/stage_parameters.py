@@ -96,7 +96,8 @@ class Held:
 
 class StageParameters(Shards):
     """The parameters of a module whose blocks, each with its rank of the model axis, are stages; frees those that other
-    ranks hold. `mesh`: with the axes "data" and "model"."""
+    ranks hold. `mesh`: with the axes "data" and "model".
+    """
 
     apart = True
 

@@ -75,6 +75,7 @@ def is_out_of_memory(exception: BaseException) -> bool:
     """Whether an error says that memory could not be had, on whichever device."""
     if isinstance(exception, MemoryError | torch.OutOfMemoryError):
         return True
+    # can't, cannot, could not allocate memory; and not torch's "to actually allocate memory", of what has no memory
     words = ("t allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
     return isinstance(exception, RuntimeError) and any(word in str(exception) for word in words)
 

@@ -62,7 +62,8 @@ class DecoderPlan:
 
     def counted(self, rules: Sequence[Rule] = (), *, seconds: float = 0.0) -> Plan:
         """The plan with rules of blocks outside, which take so much longer, and the peak of a counted step. Raises
-        AmpError: the step cannot be counted."""
+        AmpError: the step cannot be counted.
+        """
         more = self.step.count([*self.local, *rules]).peak_bytes - self.alone.predicted_peak_bytes
         plan = with_rules(self.whole, rules, seconds=seconds) if rules else self.whole
         return replace(
@@ -78,7 +79,8 @@ def with_blocks_outside(made: DecoderPlan, named: Collection[str], *, share_stat
 
     `named`: the techniques that were requested; `share_statistics`: whether ranks of a data axis exchange the
     statistics of batches. Raises AmpError where the step cannot be counted, and PlanError where there are no such
-    blocks."""
+    blocks.
+    """
     step, shares = made.step, share_statistics and made.whole.mesh.data > 1
     try:
         seen = step.profiled(made.rates, shared_statistics=shares)
@@ -113,7 +115,8 @@ def step_beside_decoder(trainer: pl.Trainer) -> StepOfModule | None:
 def within_budget(make: Callable[[int], DecoderPlan], budget: int) -> Plan:
     """The policy's plan, if the step fits with it; else one that needs less, with blocks outside that run again.
 
-    `make`: bytes -> the policy's plan of the decoder within these, or the one that needs least."""
+    `make`: bytes -> the policy's plan of the decoder within these, or the one that needs least.
+    """
     made = chosen = make(budget)
     step = made.step
     try:

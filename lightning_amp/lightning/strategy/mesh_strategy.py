@@ -47,9 +47,9 @@ class MeshStrategy(DDPStrategy):
     """
 
     request: Request  # the options, as given
-    plan: Plan | None  # that in force, its step, and what runs that as stages; None without
-    predicted_step: Any
-    pipelined_steps: Any
+    plan: Plan | None  # the one in force
+    predicted_step: Any  # the profile of its step, None where none is known
+    pipelined_steps: Any  # what runs the steps as stages, None without stages
     _meshes: dict[tuple[int, int, int | None], DeviceMesh]
     _shards: Shards
     _failures: FailureWatch

@@ -124,17 +124,17 @@ def linear(
     """What a linear map returns of values.
 
     Args:
-        there: Values -> the result, or a tuple of results; none is a value itself, but it may be a view of one.
+        there: Values -> the result, or a tuple of results. A result may be a view of a value, and is never the value
+            itself, as autograd requires.
         back: The adjoint: gradients of the results -> those of the values.
         values: Tensors.
         behind: The side of the shared region that the values come from, "outside" or "inside" (sharded_region.py).
-        unused: Whether a result that is not used has no gradient, and not one of zeros, which an optimiser would decay
-            by.
+        unused: Pass None to `back`, not zeros, for a result that nothing has used: an optimiser would decay by zeros.
     """
-    return cast(Result, _Linear.apply(there, back, behind, unused, *values))  # type: ignore[no-untyped-call]
+    return cast(Result, _LinearOnce.apply(there, back, behind, unused, *values))  # type: ignore[no-untyped-call]
 
 
-class _Linear(torch.autograd.Function):
+class _LinearOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, there: Any, back: Any, behind: str, unused: bool, *values: Tensor) -> Any:
         ctx.back, ctx.behind = back, behind or None

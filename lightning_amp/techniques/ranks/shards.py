@@ -176,7 +176,10 @@ def take_anchors(
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Channels:
-    """The channels of all ranks of a mesh axis; `bounds`: first pair of every rank, D/2 (of an odd D channel, D)."""
+    """The channels of all ranks of a mesh axis.
+
+    `bounds`: first pair of channels of every rank, then D/2; where D is odd, first channel of every rank, then D.
+    """
 
     mesh: DeviceMesh
     dim: int

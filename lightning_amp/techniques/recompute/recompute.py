@@ -117,7 +117,7 @@ class RecomputedForward:
                     " forward pass; change it after the backward pass, or leave the block, or recompute, out of"
                     " the plan"
                 )
-            with first.again(), second_pass(received), _training(trained):
+            with first.again(), second_pass(received), _requiring_grad_as_before(trained):
                 found = forward(block, *given_args, **given_kwargs)
             if compare and expected:
                 self._compare(name, expected.pop(), digests(found))
@@ -146,8 +146,8 @@ class RecomputedForward:
 
 
 @contextmanager
-def _training(before: Iterable[tuple[nn.Parameter, bool]]) -> Iterator[None]:
-    """Parameters need gradients as they did: one that is frozen after a first pass would keep less in the second."""
+def _requiring_grad_as_before(before: Iterable[tuple[nn.Parameter, bool]]) -> Iterator[None]:
+    """Let parameters require gradients as they did in the first pass, until the end: a frozen one would keep less."""
     changed = [parameter for parameter, needed in before if parameter.requires_grad != needed]
     for parameter in changed:
         parameter.requires_grad_(not parameter.requires_grad)

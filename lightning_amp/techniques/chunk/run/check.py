@@ -60,7 +60,7 @@ class Checked:
         return self._lowered.code
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """What the block returns; as `check` before."""
+        """Return what the block returns; the first call with values is checked first."""
         self.check(block, args, kwargs)
         return self._lowered(block, *args, **kwargs)
 
