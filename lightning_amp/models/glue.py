@@ -311,11 +311,9 @@ class GLUE(pl.LightningModule):
         shown: dict[int, Tensor],
         generator: torch.Generator | None = None,
     ) -> dict[str, Scalar]:
-        """Terms of the loss of everything but the discriminator, and their weighted sum under "loss".
-
-        `shown`: class of a modality -> what the discriminator sees of its cells, empty without an adversary;
-        `generator`: of the vertices' noise and the sampled edges, the default one when None.
-        """
+        """Terms of the loss of everything but the discriminator, and their weighted sum under "loss"."""
+        # `shown`: class of a modality -> what the discriminator sees of its cells, empty without an adversary;
+        # `generator`: of the vertices' noise and the sampled edges, the default one when None
         h, v = self.settings, self.graph_encoder.sample(*self.vertices(), generator)
         terms = {"nll_graph": self.edge_nll(v.sample, generator), "kl_graph": self.graph_encoder.kl(v.loc, v.std)}
         total = h.lam_graph * len(self.encoders) * (terms["nll_graph"] + h.lam_kl * terms["kl_graph"])
