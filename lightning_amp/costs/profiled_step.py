@@ -125,7 +125,8 @@ class ProfiledStep:
 
     def averaging_bytes(self, ranks: int) -> int:
         """What is there when gradients are whole, with a byte for each of them, and the small ones' copies; of one
-        rank, which averages nothing, 0."""
+        rank, which averages nothing, 0.
+        """
         if ranks == 1:
             return 0
         kinds, timeline = (*HELD, ACTIVATIONS), self.profile.timeline

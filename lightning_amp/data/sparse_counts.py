@@ -46,7 +46,8 @@ class SparseCounts:
 
     `row`, `column`: cell and feature of each entry; `value`: the counts; `shape`: numbers of cells and features;
     `host`: row and column in host memory, if they are known to be sorted. Raises DataError: the entries are not three
-    equally long vectors; or, when they are first sliced, they are not sorted, repeated, outside of the matrix, or 0."""
+    equally long vectors; or, when they are first sliced, they are not sorted, repeated, outside of the matrix, or 0.
+    """
 
     def __init__(
         self,
@@ -104,7 +105,8 @@ class SparseCounts:
     def expect(self, runs: ColumnRuns) -> None:
         """Compute for all entries at once what slices `x[:, a:b]` of some runs of columns need; a slice is free then.
 
-        `runs`: first column and one past the last of each, in their order."""
+        `runs`: first column and one past the last of each, in their order.
+        """
         # a slice takes its numbers by the run that an entry lies in, which a search finds only among sorted runs
         if self._is_meta or runs == self._runs or list(runs) != sorted(runs):
             return
@@ -158,7 +160,8 @@ class SparseCounts:
         """Return the counts on a device, or of a type; the host keeps its copy of the places.
 
         `non_blocking`: as for tensors; None means if the counts are in pinned memory, for Lightning passes it for
-        tensors only."""
+        tensors only.
+        """
         if non_blocking is None:
             on_cuda = device is not None and torch.device(device).type == "cuda"
             non_blocking = on_cuda and self.value.device.type == "cpu" and self.value.is_pinned()
@@ -194,7 +197,8 @@ class SparseCounts:
 
     def __getitem__(self, key: Any) -> "SparseCounts":
         """Cells `x[a:b]`, or columns `x[:, a:b]`, `x[..., a:b]` and `x[..., index]`. Raises DataError: another key, or
-        an index with a column that does not exist or is repeated."""
+        an index with a column that does not exist or is repeated.
+        """
         if isinstance(key, slice):
             return self._cells(*self._ends(key, 0))
         rows, columns = key if isinstance(key, tuple) and len(key) == 2 else (None, None)

@@ -41,7 +41,8 @@ def describe(
     """Read a module's shape; the largest detected decoder is described, the others count as parameters.
 
     `batch_size`: cells per rank and modality; `base_activation_bytes`: what the backward pass keeps outside the
-    decoder; `optimizer_slots`: copies of the parameters that the optimiser keeps."""
+    decoder; `optimizer_slots`: copies of the parameters that the optimiser keeps.
+    """
     shapes = [
         _decoder_shape(module, fqn, decoder)
         for fqn, decoder in find_decoders(module).items()

@@ -175,7 +175,8 @@ def change_of(module: nn.Module, spec: Any, mesh: DeviceMesh | None, *, strategy
 
     `spec` is of a type that has a technique; `strategy`, whose rule it is, and the module's name `fqn` are for the
     messages. Raises InstallError: no mesh for what splits, no decoder where one is needed, or a module that the
-    technique refuses."""
+    technique refuses.
+    """
     row, installer = STRATEGIES[strategy], installer_of(type(spec))
     assert installer is not None, f"{type(spec).__name__} has no installer, which install has checked"
     # a registered technique may do without ranks

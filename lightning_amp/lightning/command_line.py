@@ -39,7 +39,8 @@ class CommandLine(LightningCLI):
 
     Classes are found in installed packages and in the current folder. `prog`: the program's name, for its messages;
     None takes the script's. `help_of`: verb -> usage, description and examples of its `--help`. `options` are
-    Lightning's."""
+    Lightning's.
+    """
 
     def __init__(
         self,
@@ -66,7 +67,8 @@ class CommandLine(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Called by Lightning. Raises PlanError: a key, a class or an argument that is not there, or a value that does
-        not fit."""
+        not fit.
+        """
         words = sys.argv[1:] if args is None else list(args)
         try:
             self.config = parser.parse_args(_with_class_of_strategy(parser, words))
@@ -131,7 +133,8 @@ def _with_class_of_strategy(parser: LightningArgumentParser, words: list[str]) -
     """The words, with the class in place of a name such as "amp" where options of the strategy are among them.
 
     A name has no options in jsonargparse. The options move behind a configuration file, which may set the name. Raises
-    PlanError: the name is of another strategy."""
+    PlanError: the name is of another strategy.
+    """
     options, others, rest = [], [], iter(words)
     for word in rest:
         if word.startswith(OPTION) and not word.startswith(f"{OPTION}help"):
@@ -167,7 +170,8 @@ SHOWN = 5
 def find_checkpoint(asked: str, trainer: Trainer, same_configuration: Callable[[Path], bool]) -> str:
     """The path of the checkpoint that is requested; a word that Lightning can resolve, and a path, stay as they are.
     `same_configuration`: whether the run whose logs are in a folder had the model and the data of this one. Raises
-    PlanError: there is none."""
+    PlanError: there is none.
+    """
     known = {
         "last": False,
         # of a Trainer that has trained in this process

@@ -26,7 +26,8 @@ def keyed_uniform(
 ) -> Float[Tensor, "cell width"]:
     """Uniform numbers in the open interval (0, 1).
 
-    `draw`: key of each cell, in [0, 2^31); `stream` separates uses of the same key."""
+    `draw`: key of each cell, in [0, 2^31); `stream` separates uses of the same key.
+    """
     return _uniform(draw, width, 3 * stream).to(dtype)
 
 
@@ -43,7 +44,8 @@ class KeyedDropout(nn.Module):
     """Dropout whose mask is a function of the cells' keys.
 
     `p`: probability of a zero, in [0, 1), else a ModelError; `stream` separates this layer from other users of the same
-    keys."""
+    keys.
+    """
 
     def __init__(self, p: float, *, stream: int):
         super().__init__()

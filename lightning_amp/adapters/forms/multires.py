@@ -171,7 +171,8 @@ class MultiResDecoder(AdaptedDecoder):
 
     def among(self, subset: Any) -> "MultiResDecoder":
         """The decoder of some anchors' features, with what was installed. `subset`: what the foreign decoder has drawn,
-        with `anchors` of every resolution."""
+        with `anchors` of every resolution.
+        """
         shared = self.region.strategies if isinstance(self.region, SharedRegion) else ()
         if not set(WITH_SUBSETS).issuperset(shared):
             raise InstallError(

@@ -78,7 +78,8 @@ class FeatureLayout:
 
 def feature_name(chrom: str, start: int, end: int, stratum: int) -> str:
     """Return the name of the pair of a bin (0-based, half-open) with the one `stratum` bins on; of stratum 0, the
-    bin's."""
+    bin's.
+    """
     return f"{chrom}:{start}-{end}" if stratum == 0 else f"{chrom}:{start}-{end}-{stratum}"
 
 

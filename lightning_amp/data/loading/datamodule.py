@@ -168,7 +168,8 @@ class SingleCellDataModule(pl.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Read everything once; counts stay sparse. Under `strategies="sequence"` a rank keeps its own columns of the
-        modalities whose x is split: `sequence_dim={"rna.x": 1}` with a number as `model_parallel_size`."""
+        modalities whose x is split: `sequence_dim={"rna.x": 1}` with a number as `model_parallel_size`.
+        """
         # called for every stage; files are read again only where this rank has other columns than before
         if self.tables and all(t.columns == self._own(m, t.n_features) for m, t in self.tables.items()):
             return

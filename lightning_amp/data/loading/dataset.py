@@ -40,7 +40,8 @@ COUNT_MODALITIES = ("hic", "rna", "atac")  # methylation may hold rates
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepIndices:
     """Rows of one step of one rank: modality -> rows of its file, and the step's key for `draw_keys`, the same on
-    every rank; and the modalities whose rows are another rank's, which a sum over ranks leaves out."""
+    every rank; and the modalities whose rows are another rank's, which a sum over ranks leaves out.
+    """
 
     rows: Mapping[str, NDArray[np.int64]]
     draw_key: int
@@ -120,7 +121,8 @@ class CellTable:
 
     def rows(self, indices: NDArray[np.int64], *, sparse: bool = False) -> CellRows:
         """Return some rows of the file as tensors, in the given order, repeats allowed; x as `SparseCounts` if
-        `sparse`."""
+        `sparse`.
+        """
         counts = self.counts[indices]
         return CellRows(
             x=SparseCounts.from_csr(counts) if sparse else torch.from_numpy(counts.toarray()),
@@ -132,7 +134,8 @@ class CellTable:
 
 class MultiModalDataset(Dataset[Batch]):
     """Data set of several modalities whose item is the batch of a whole step; x of modalities in `sparse` is
-    `SparseCounts`."""
+    `SparseCounts`.
+    """
 
     def __init__(self, tables: Mapping[str, CellTable], *, sparse: Collection[str] = ()) -> None:
         self.tables = dict(tables)

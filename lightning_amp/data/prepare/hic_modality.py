@@ -37,7 +37,8 @@ class FeatureGrid:
         self, bin1: NDArray[np.int64], bin2: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the anchors of both bins (the lower first) and the column of each pixel, -1 for what is not kept,
-        [pixel]."""
+        [pixel].
+        """
         row1, row2 = self.row_of_bin[bin1], self.row_of_bin[bin2]
         stratum = row2 - row1
         # the bins of a pixel ascend, so that no stratum is negative where both are kept

@@ -132,7 +132,8 @@ MAP_BINS = 300
 
 def project(embedding: NDArray[np.float32], *, method: str) -> tuple[NDArray[np.float64], tuple[str, str]]:
     """Return the cells of an embedding [cell, dim] in the plane, [cell, 2], by "pca" or "umap", and the names of its
-    axes, with the share of the variance where one is a principal component: too few cells for UMAP go by PCA."""
+    axes, with the share of the variance where one is a principal component: too few cells for UMAP go by PCA.
+    """
     if method == "pca" or len(embedding) < MIN_UMAP_CELLS:
         scores, variances = principal_components(embedding.astype(np.float64))
         shares = np.pad(variances, (0, 1)) / max(variances.sum(), np.finfo(np.float64).tiny)
@@ -150,7 +151,8 @@ def draw_cells(
 ) -> None:
     """Draw the cells of all modalities in the plane, once by modality and once for each kind of label.
 
-    `labels`: heading of a panel -> modality -> [cell]."""
+    `labels`: heading of a panel -> modality -> [cell].
+    """
     together = np.concatenate(list(embeddings.values()))
     known = np.isfinite(together).all(axis=1)
     xy, axis_names = project(together[known], method=projection)

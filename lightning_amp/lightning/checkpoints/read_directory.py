@@ -123,7 +123,8 @@ def open_directory(
     """A checkpoint whose tensors are still on the disk; a DataError where it is no such directory, or not complete.
 
     `read_file` reads the file of everything but tensors, by default as torch.load does; `weights_only=False` reads what
-    may run code."""
+    may run code.
+    """
     safe = weights_only is not False
 
     def read_metadata() -> Metadata:
@@ -165,7 +166,8 @@ def load_either(path: str | Path, read_file: ReadFile, *, weights_only: bool | N
     """A checkpoint that is a file or a directory of shards, whichever is there.
 
     Of a directory the module's tensors are read; optimiser states are read when the optimisers load them. Raises
-    DataError: as `open_directory`, the shards cannot be read, or a run ended while it replaced the checkpoint."""
+    DataError: as `open_directory`, the shards cannot be read, or a run ended while it replaced the checkpoint.
+    """
     place = Path(path)
     previous = earlier_name(place)
     if not place.exists() and is_directory(previous):
@@ -182,7 +184,8 @@ def load_either(path: str | Path, read_file: ReadFile, *, weights_only: bool | N
 
 def fill(tree: Any) -> Any:
     """A state with the tensors that it had in `open_directory` as `Stored`; all else as it is. Raises DataError: the
-    shards cannot be read."""
+    shards cannot be read.
+    """
     return replaced(tree, lambda _, value: value.read() if isinstance(value, Stored) else value)
 
 

@@ -107,7 +107,8 @@ def write_state(checkpoint: Any, file: Any) -> None:
     """Write what torch.save writes to an open file, down to the disk.
 
     The file has a buffer: without one a write takes 2 GiB at most, and torch.save does not write the rest. Raises
-    OSError as the file has raised it."""
+    OSError as the file has raised it.
+    """
     try:
         torch.save(checkpoint, file)
     except RuntimeError as error:
@@ -239,7 +240,8 @@ def write_directory(
     collective.
 
     Raises on every rank DataError where it could not be written, and PlanError where there are options, of which a
-    directory has none, or the path is an address."""
+    directory has none, or the path is an address.
+    """
     if storage_options is not None or "://" in str(filepath):
         raise PlanError(
             f"save_distributed_checkpoint=True cannot be used with storage_options={storage_options!r},"
@@ -304,7 +306,8 @@ def convert_checkpoint(directory: Path, out: Path, *, weights_only: bool = True)
 
     Lightning loads it under any strategy, and torch without this package. Takes the host's memory for all of it once.
     `weights_only=False` reads what may run code. Raises DataError: the directory cannot be read, or the file cannot be
-    written."""
+    written.
+    """
     stored = open_directory(directory, weights_only=weights_only)
     whole = {name: fill(tree) if name in BULK else tree for name, tree in stored.items()}
     AtomicCheckpointIO().save_checkpoint(whole, out)

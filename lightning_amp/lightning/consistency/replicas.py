@@ -46,7 +46,8 @@ POLL_S = 0.02
 def wait_for_all(*, rank: int, ranks: int, failed: bool = False) -> None:
     """Return once every rank has come here as often as this one. `failed`: whether this rank's run has failed, and a
     callback saves what there is. Raises AmpError: others have not come within `PATIENCE_S`, or after an error the
-    shorter time; the error is then its context."""
+    shorter time; the error is then its context.
+    """
     if ranks == 1 or not dist.is_initialized():
         return
     store = default_store()
@@ -77,7 +78,8 @@ Broadcast = Callable[[Any], Any]
 
 def decide_on_rank_zero(decide: Callable[[], T], *, rank: int, broadcast: Broadcast) -> T:
     """Let rank 0 decide, and give the decision, or its error, to every rank: an AmpError with the same text, and a
-    PlanError on the other ranks where rank 0 failed in another way."""
+    PlanError on the other ranks where rank 0 failed in another way.
+    """
     decided: T | None = None
     error: Exception | None = None
     if rank == 0:
@@ -112,7 +114,8 @@ def take_buffers_of_first(module: nn.Module, group: ProcessGroup) -> None:
 def check_replicas(module: nn.Module, *, rank: int, broadcast: Broadcast, any_rank: Callable[[bool], bool]) -> None:
     """Make sure that every rank has built the same module, before anything is sent between them. `any_rank`: whether a
     condition holds on at least one rank, known to all. Raises InstallError: uninitialised parameters, or parameters and
-    buffers that differ between ranks in name, order, shape or type."""
+    buffers that differ between ranks in name, order, shape or type.
+    """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     lazy = [name for name, tensor in tensors if is_lazy(tensor)]
     # asked of all ranks: if one of them raised by itself, the others would wait for it in the broadcast
@@ -138,7 +141,8 @@ COMPARED = 4096
 
 def make_sure_of_same_batch(batch: object, mesh: DeviceMesh, *, device: torch.device) -> None:
     """Compare a batch, and the state of the random generators, over the model axis; its ranks all call this. Raises
-    DataError: the ranks of the group hold different batches; on all of them."""
+    DataError: the ranks of the group hold different batches; on all of them.
+    """
     prints = [_print_of(batch), _print_of_generators(device)]
     # the largest of a number and of its negative are each other's negatives where all ranks have the same
     both = torch.tensor([*prints, *(-p for p in prints)], device=device)

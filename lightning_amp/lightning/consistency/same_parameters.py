@@ -119,7 +119,8 @@ def warn_of_differences(
 
 def refuse_own_statistics(module: nn.Module, mesh: DeviceMesh, *, apart: bool = False) -> None:
     """Refuse buffers that a rank has changed from its own cells in the first step; all ranks call it. Raises PlanError
-    on all ranks."""
+    on all ranks.
+    """
     if mesh.size(0) == 1:
         return
     held, parts = common_buffers(module), set[int]()
@@ -168,7 +169,8 @@ def common_buffers(module: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def differing(held: Mapping[str, Tensor], mesh: DeviceMesh, parts: Set[int] = frozenset()) -> list[Difference]:
     """What differs by more than rounding, the largest difference first; a collective of all ranks. `parts`: `id` of
-    what must be equal over the first of its axes only."""
+    what must be equal over the first of its axes only.
+    """
     named = list(held.items())
     if not named:
         return []

@@ -77,7 +77,8 @@ class Link:
 
 def listen(address: str) -> socket.socket:
     """A listening socket on a free port: local where all ranks are on this machine, else on all its addresses.
-    `address`: that of the first rank's machine, as the cluster knows it."""
+    `address`: that of the first rank's machine, as the cluster knows it.
+    """
     if address in LOOPBACK:
         return socket.create_server(("127.0.0.1", 0))
     if socket.has_dualstack_ipv6():

@@ -137,7 +137,8 @@ WAY_OUT = "give the loader a method amp_example_batch that returns a batch of th
 def example_batch(loaders: object, why: str = "") -> Any:
     """The batch that one step reads of these loaders: one loader, or a dictionary, list or CombinedLoader of several.
     `loaders, why`: as `loaders_of` returns them. Raises DataError: it cannot be had without reading what training
-    reads; or making it raised something."""
+    reads; or making it raised something.
+    """
     if loaders is None:
         raise DataError(why or "the loader is made anew every few epochs, or there is none")
     return tree_map(_example_of, loaders.iterables if isinstance(loaders, CombinedLoader) else loaders)

@@ -136,7 +136,8 @@ def plan_of_module(
 
     `request`: `devices`, `device_memory`, `policy`, `strategies` and `model_parallel_size`, as of `plan_step`;
     `options`: of AMPStrategy, for its techniques, None where one was not given. Raises AmpError: the step cannot be
-    counted, or nothing can be planned as asked."""
+    counted, or nothing can be planned as asked.
+    """
     if not isinstance(module, LightningModule):
         raise ModelError(
             f"cannot plan a {type(module).__name__!r} and a batch; give a LightningModule with a batch, or"

@@ -48,7 +48,8 @@ class StepOfModule:
 
     `take_batch` gives one batch, or raises an AmpError; `batch_size`: another length of the batch; `trains`: whether
     the module itself is to train, for one that is only planned may be without values; `steps` take the place of the
-    module's while it is counted; `decoders`: names of its decoders, whose parts are no blocks."""
+    module's while it is counted; `decoders`: names of its decoders, whose parts are no blocks.
+    """
 
     def __init__(
         self,
@@ -112,7 +113,8 @@ class StepOfModule:
 
         `requested`: by technique, the spec that a person has requested; `shared_statistics`: whether ranks exchange the
         statistics of batches. Raises AmpError where there is no batch to be had, or the step cannot be run on a copy of
-        the module, and PlanError where it needs values, and takes more than its limit."""
+        the module, and PlanError where it needs values, and takes more than its limit.
+        """
         self.take(rates)
         self.shared_statistics = shared_statistics
         steps, step = self._steps, None
@@ -248,7 +250,8 @@ class StepOfModule:
 
     def count(self, rules: Sequence[Rule]) -> ModuleProfile:
         """Profile the step with rules installed, once for the same rules, and undo them; for after `take`. Raises
-        AmpError: a technique refuses the module, or the step fails with it."""
+        AmpError: a technique refuses the module, or the step fails with it.
+        """
         key = tuple((rule.fqn, rule.spec) for rule in rules)
         if key not in self._counts:
             self._counts[key] = self.run_with(rules, profile_module)

@@ -88,7 +88,8 @@ class OwnCells(DistributedSampler[Any]):
     ) -> None:
         """Share what `loader` reads; `same`, a collective of all ranks, says whether they all have one value.
 
-        Raises DataError: the loader's order has no length, so that nobody knows which step is the last."""
+        Raises DataError: the loader's order has no length, so that nobody knows which step is the last.
+        """
         self.batched = loader.batch_sampler is not None
         order: Any = loader.batch_sampler if self.batched else loader.sampler
         try:
@@ -211,7 +212,8 @@ def count_cells(batch: object) -> int | None:
 
     The first axis of every tensor is the cell, as Lightning has it for logging; scalars, and anything but tensors,
     sparse counts, mappings, lists, tuples and dataclasses, are passed over. In a batch {modality: mapping} the
-    modalities' counts are the answer when they agree, else their sum."""
+    modalities' counts are the answer when they agree, else their sum.
+    """
     counts = _cells_by_modality(batch)
     return None if counts is None else counts[0] if len(set(counts)) == 1 else sum(counts)
 

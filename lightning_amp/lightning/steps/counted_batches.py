@@ -23,7 +23,8 @@ from lightning_amp.footprint.bounded_step import BoundedStep, StepOverBudget
 class CountedBatches:
     """Counts the batches of a plan whose bytes are not known yet, each while it runs.
 
-    `budget`: the most bytes that may be alive; `why`: added to the error of a batch that needs more."""
+    `budget`: the most bytes that may be alive; `why`: added to the error of a batch that needs more.
+    """
 
     def __init__(self, module: pl.LightningModule, budget: int, *, why: str = "") -> None:
         self._module, self._budget, self._why = module, budget, why
@@ -37,7 +38,8 @@ class CountedBatches:
     @contextmanager
     def counting(self, batch: Any) -> Iterator[None]:
         """Count the bytes of a batch, if they may exceed those of batches before. Raises StepOverBudget: by the
-        operator whose result is too much."""
+        operator whose result is too much.
+        """
         sizes = [part.nbytes for tensor in tensors_in(batch) for part in dense_parts(tensor) or (tensor,)]
         # which parameters need gradients, and how many each group of an optimiser has
         groups = (group for optimizer in self._module.trainer.optimizers for group in optimizer.param_groups)

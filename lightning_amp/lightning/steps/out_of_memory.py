@@ -164,7 +164,8 @@ class Rescue(pl.Callback):
     """Runs batches of a fit, and once more those for which there was no memory.
 
     `leaner` installs a plan that needs less, the same on all ranks, and says what it did, "" where there is none;
-    `budget`: bytes beyond which a counted batch is refused, None counts none."""
+    `budget`: bytes beyond which a counted batch is refused, None counts none.
+    """
 
     def __init__(
         self, module: pl.LightningModule, *, leaner: Callable[[], str], budget: int | None, device: torch.device
@@ -181,7 +182,8 @@ class Rescue(pl.Callback):
 
     def gradients_are_there(self) -> None:
         """Called when a backward pass has ended, before gradients are averaged: a collective. Raises OtherRank: memory
-        has ended on another rank."""
+        has ended on another rank.
+        """
         self._told = True
         if largest(0.0, self._device):
             raise OtherRank("memory has ended on another rank")

@@ -151,7 +151,8 @@ class TrainingStep:
     `model`: the module, or what the Trainer's plugins have made of it, with what was installed; `mesh`: with the axes
     "data" and "model"; `bucket_bytes`, `check_finite`: as for AMPStrategy; `own_statistics`: whether buffers that a
     rank changes from its own cells are accepted; `over_model`: whether a rank of the model axis has gradients of its
-    part of the samples, to be averaged."""
+    part of the samples, to be averaged.
+    """
 
     def __init__(
         self,
@@ -200,7 +201,8 @@ class TrainingStep:
         """Run the module's training step, with its batch noted for weighting.
 
         Raises DataError: a batch of one cell that batch normalisation cannot train on; and PlanError: the first step
-        has shown that a rank changes buffers from its own cells."""
+        has shown that a rank changes buffers from its own cells.
+        """
         self._steps += 1
         if self._steps == 2 and self._refuse is not None:
             # not within the first step, which memory may have ended on one rank only
@@ -227,7 +229,8 @@ class TrainingStep:
         """Backward of the rank's share of the union batch's mean loss, then average the gradients over ranks.
 
         Averaged before `on_after_backward`, so that hooks and clipping see what the optimiser will. Raises ModelError:
-        a loss that a profile has left without values."""
+        a loss that a profile has left without values.
+        """
         # for parameters that were unfrozen since
         self._gradients.watch()
         self._shards.check(loss)

@@ -62,7 +62,8 @@ class PlanningContext:
     """The planner inputs of one run: read when the first one is made, on rank 0, and kept for the others.
 
     `cells`: what `cells_per_step` gave, where it was called already, else all ranks call it here; `trained`: the plan
-    of the run before."""
+    of the run before.
+    """
 
     def __init__(
         self, strategy: MeshStrategy, trainer: pl.Trainer, *, cells: Cells | None = None, trained: Plan | None = None
@@ -249,7 +250,8 @@ class PlanningContext:
 
         Paths, memory and rates are left out, for machines may differ in them, and so is the batch size, for ranks may
         have unequal numbers of cells; rank 0's count. Raises PlanError: another rank's facts differ; on all ranks, with
-        the same text."""
+        the same text.
+        """
         n_ranks = self.strategy.world_size
         if self._compared or n_ranks == 1:
             return

@@ -48,7 +48,8 @@ class InstalledPlan:
 
     The strategy has the plan, and every plan that is made anew, as `plan`, its `predicted_step`, and the steps of a
     pipeline as `pipelined_steps`. `trained`: the plan of the run before, of which an evaluation takes over what runs in
-    chunks."""
+    chunks.
+    """
 
     def __init__(
         self, strategy: MeshStrategy, trainer: pl.Trainer, model: nn.Module, *, trained: Plan | None = None
@@ -108,7 +109,8 @@ class InstalledPlan:
 
     def rescue(self, step: TrainingStep) -> Callable[[], None]:
         """Let batches run again where memory ends, if that was requested, else hold a budget; returns what ends it.
-        Raises PlanError: a batch of this run cannot run again."""
+        Raises PlanError: a batch of this run cannot run again.
+        """
         if not self._request.rescue:
             held = self._holds(self._plan) and self._request.if_unfit == "refuse"
             why = self._plan.uncounted

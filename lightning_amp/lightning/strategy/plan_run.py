@@ -48,7 +48,8 @@ def resolve_plan(
 
     `notes`: on the module, in the plan or in the refusal to make one; `given`: a plan to carry out, and `strategies`,
     `model_ranks`: to make a plan of, instead of what was requested. Raises the AmpError of rank 0 when it made the
-    plan, and PlanError where the plan is for another number of ranks, or ranks differ in its inputs."""
+    plan, and PlanError where the plan is for another number of ranks, or ranks differ in its inputs.
+    """
     request, strategy, _ = facts.request, facts.strategy, facts.speeds
     if request.device_memory is not None and facts.step is not None and given is None:
         # of long loops it takes ten seconds and more
@@ -172,7 +173,8 @@ def _without_step(
 
 def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
     """Of the techniques that were requested, those that are planned all the same where there is no profile. Raises
-    PlanError: one of the others was requested, and the step could not be profiled."""
+    PlanError: one of the others was requested, and the step could not be profiled.
+    """
     if facts.seen[0] is not None:
         return []
     needing = [name for name in named if PREDICTIONS[name].counted]
@@ -190,7 +192,8 @@ def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
 
 def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) -> Plan:
     """The plan of a run that does not train: in chunks by the rules of the fit before it, else by a budget's own.
-    Raises PlanError: chunks were requested by name, and the step cannot be counted."""
+    Raises PlanError: chunks were requested by name, and the step cannot be counted.
+    """
     rules = facts.in_chunks
     if facts.evaluation is not None and (named is None or EVALUATED in named):
         try:
@@ -242,7 +245,8 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
 def in_parts(whole: Plan, facts: PlanningContext) -> Plan:
     """A plan that splits every sample or layer: the fastest that fits where no other plan fits, or where it is faster
     than a slow one; without one the plan as it is. `whole`: the plan without such a technique; where it does not fit
-    that which needs least."""
+    that which needs least.
+    """
     ranks, node_ranks, step = facts.strategy.world_size, facts.strategy.num_processes, facts.step
     assert step is not None, "it was profiled"
     found = list[tuple[str, Plan]]()

@@ -43,7 +43,8 @@ def announce(plan: Plan, request: Request, *, held: bool, report: str = "") -> N
 
     `held`: whether batches are counted while they run, against the budget that was named; `report`: file that holds the
     whole report, "" where none is written. Raises PlanError on all ranks: it does not fit, or that is not known where a
-    budget was named and is not held."""
+    budget was named and is not held.
+    """
     shown = plan_report(plan) if request.verbose else plan_summary(plan, report=report)
     rank_zero_info(f"\n{shown}\n")
     said, budget = shortfall(plan) if plan.fits is False else "", format_bytes(plan.budget_bytes or 0)
@@ -86,7 +87,8 @@ def check_compiled(module: nn.Module, plan: Plan) -> None:
 
 def check_callbacks(installed: Installed, callbacks: Sequence[object], plan: Plan) -> None:
     """Refuse callbacks that hold the module as it was before. Raises PlanError: one averages shards, or buffers that
-    were replaced, or prunes a module that the plan changes."""
+    were replaced, or prunes a module that the plan changes.
+    """
     replaced = [swap.fqn for swap in installed.swaps]
     buffers = [swap.fqn for swap in installed.swaps if _buffers(swap.old) != _buffers(swap.new)]
     who, what = _sharding(installed, plan)
@@ -157,7 +159,8 @@ NORMS = ("clip_grad_norm_", "get_total_norm", "grad_norm")
 def check_run(request: Request, trainer: pl.Trainer, model: nn.Module, rules: Iterable[Rule] = ()) -> None:
     """Refuse what a pipeline would train otherwise than one process, with a PlanError options, callbacks, other
     techniques or a module that do not go together with stages, with an InstallError batch normalisation, or hooks on
-    parameters."""
+    parameters.
+    """
     function_at(stage_search().refuse)(model)
     for what, why in _apart_from_stages(request, trainer, rules):
         raise PlanError(f"{STAGED} cannot be used with {what}; {why}, or leave {STAGED!r} out")

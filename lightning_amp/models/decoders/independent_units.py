@@ -31,7 +31,8 @@ class UnitCells(AllCells):
 class Unit(nn.Module):
     """Abstract: a subclass says in `nll` what its loss is.
 
-    `n_features`: columns that the unit's largest tensor [cell, feature] has, for the plan's prediction."""
+    `n_features`: columns that the unit's largest tensor [cell, feature] has, for the plan's prediction.
+    """
 
     chained = False
 
@@ -67,7 +68,8 @@ class UnitDecoder(nn.Module):
     """A sum over one or more units, as techniques know it; a ModelError where there are none, or something else among
     them.
 
-    `n_anchors`: rows of v; `dim`: channels of u and v."""
+    `n_anchors`: rows of v; `dim`: channels of u and v.
+    """
 
     chained = False
 

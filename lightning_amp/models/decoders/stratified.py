@@ -121,7 +121,8 @@ class StratifiedDecoder(nn.Module):
         self, u: PerCell, v: PerAnchor, *, batch: Experiment, library: Library, x: Counts | SparseCounts
     ) -> Scalar:
         """Minus the mean log-likelihood over all cells and features; library must be positive. Raises ModelError: x has
-        not one column per feature, or v not one row per anchor."""
+        not one column per feature, or v not one row per anchor.
+        """
         self._check_inputs(v, x)
         if isinstance(x, SparseCounts):
             # the slices of all strata are prepared together, in a few operators

@@ -42,7 +42,8 @@ class LocalAttention(nn.Module):
     """Bucketed local attention: `prepare` once, then `attend` to any run of buckets, in any order.
 
     `dim`: channels D, even because rotary mixes channel i with channel i + D/2; `window`: anchors per bucket, w. Raises
-    ModelError: dim is no even number of 2 or more, or window none of 1 or more."""
+    ModelError: dim is no even number of 2 or more, or window none of 1 or more.
+    """
 
     reach = "local"
 
@@ -63,7 +64,8 @@ class LocalAttention(nn.Module):
 
         `pairs`: the channels are i and i + D/2 for these i, in this order: rotary mixes just these two. `total` sums a
         tensor over all holders of channels, forward and backward; called once in `prepare` with [N, 1] (squared norms
-        of keys) and once in `attend` with the scores."""
+        of keys) and once in `attend` with the scores.
+        """
         shard = LocalAttention(self.dim, self.window)
         shard._pairs, shard._total = pairs, total
         return shard
@@ -76,7 +78,8 @@ class LocalAttention(nn.Module):
         """Whole-sequence tensors that `attend` slices: scaled queries, normalised keys, values, each [W w, D]; cosines
         and sines, [2, 3w, D/2]; of a shard the same with its own channels.
 
-        Raises ModelError: not as many keys and values as queries."""
+        Raises ModelError: not as many keys and values as queries.
+        """
         check_rows(q, k, values)
         if self._total is None:
             normalised = F.normalize(k, dim=-1)
@@ -186,7 +189,8 @@ class AttentionKey(nn.Module):
 
     `window`: anchors per bucket of local attention, None for attention to all anchors. `variant`: "higlue" (values are
     the normalised anchors; residual, post-normalised feed-forward) or "paper" (values are the projected anchors; plain
-    feed-forward, so `postnorm` has no parameters), else a ModelError."""
+    feed-forward, so `postnorm` has no parameters), else a ModelError.
+    """
 
     def __init__(self, dim: int, window: int | None, *, variant: Variant = "higlue"):
         super().__init__()
