@@ -44,9 +44,16 @@ ColumnRuns = tuple[tuple[int, int], ...]
 class SparseCounts:
     """Sparse counts in coordinate format; all arguments but the last are attributes too.
 
-    `row`, `column`: cell and feature of each entry; `value`: the counts; `shape`: numbers of cells and features;
-    `host`: row and column in host memory, if they are known to be sorted. Raises DataError: the entries are not three
-    equally long vectors; or, when they are first sliced, they are not sorted, repeated, outside of the matrix, or 0.
+    Args:
+        row: cell of each entry.
+        column: feature of each entry.
+        value: the counts.
+        shape: cells and features.
+        host: row and column in host memory, if they are known to be sorted.
+
+    Raises:
+        DataError: The entries are not three equally long vectors; or, when they are first sliced, they are not sorted,
+            repeated, outside of the matrix, or 0.
     """
 
     def __init__(
@@ -196,8 +203,10 @@ class SparseCounts:
         return [int(place) for place in np.searchsorted(self._host[1], columns)]
 
     def __getitem__(self, key: Any) -> "SparseCounts":
-        """Cells `x[a:b]`, or columns `x[:, a:b]`, `x[..., a:b]` and `x[..., index]`. Raises DataError: another key, or
-        an index with a column that does not exist or is repeated.
+        """Cells `x[a:b]`, or columns `x[:, a:b]`, `x[..., a:b]` and `x[..., index]`.
+
+        Raises:
+            DataError: Another key, or an index with a column that does not exist or is repeated.
         """
         if isinstance(key, slice):
             return self._cells(*self._ends(key, 0))

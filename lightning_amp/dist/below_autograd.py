@@ -21,8 +21,13 @@ from lightning_amp.dist._torch import (
 
 @dataclass(slots=True)
 class OnItsWay:
-    """A call on its way down to `__torch_dispatch__`: keys and, while they are off, modes of the caller; how many
-    operators have arrived; of the last one its tensors, and its plan if it has one.
+    """A call on its way down to `__torch_dispatch__`.
+
+    Attributes:
+        include, exclude: Dispatch keys of the caller.
+        modes: Dispatch modes of the caller while they are off.
+        n_operators: How many operators have arrived.
+        plan, tensors: The plan of the last operator, if it has one, and its tensors.
     """
 
     include: Any

@@ -75,7 +75,11 @@ class ShardedTensor(Tensor):
 
     @property
     def local(self) -> Tensor:
-        """This rank's part, with its gradient graph; a ShardError of a copy of what was written to since."""
+        """This rank's part, with its gradient graph.
+
+        Raises:
+            ShardError: The tensor is a copy, and what it is a view of in torch has been written to since.
+        """
         if self.source is not None and self.source[0]._version != self.source[1]:
             raise ShardError(
                 f"a tensor of shape {describe(self)} is read after a write to the tensor that it is a view of in torch;"
@@ -132,7 +136,8 @@ class ShardedTensor(Tensor):
     def redistribute(self, *, dim: int, sizes: Sequence[int] | None = None) -> "ShardedTensor":
         """The tensor split along a dim, in parts of some sizes, evenly where none are given; a collective.
 
-        A ShardError where it is split over several axes, or the sizes are not those of parts of the dim.
+        Raises:
+            ShardError: The tensor is split over several axes, or the sizes are not those of parts of the dim.
         """
         if len(self.splits) != 1:
             raise ShardError(f"redistribute of a tensor with {self.splits}; allowed is one mesh axis")

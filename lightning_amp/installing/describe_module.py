@@ -40,8 +40,11 @@ def describe(
 ) -> ModelShape:
     """Read a module's shape; the largest detected decoder is described, the others count as parameters.
 
-    `batch_size`: cells per rank and modality; `base_activation_bytes`: what the backward pass keeps outside the
-    decoder; `optimizer_slots`: copies of the parameters that the optimiser keeps.
+    Args:
+        module: The whole LightningModule.
+        batch_size: Cells per rank and modality.
+        base_activation_bytes: What the backward pass keeps outside the decoder.
+        optimizer_slots: Copies of the parameters that the optimiser keeps.
     """
     shapes = [
         _decoder_shape(module, fqn, decoder)

@@ -173,9 +173,14 @@ over the data axis, and steps that take the place of the module's; not a module 
 def change_of(module: nn.Module, spec: Any, mesh: DeviceMesh | None, *, strategy: str, fqn: str = "") -> Change:
     """What one technique makes of one module, once what all techniques need is there; nothing is changed yet.
 
-    `spec` is of a type that has a technique; `strategy`, whose rule it is, and the module's name `fqn` are for the
-    messages. Raises InstallError: no mesh for what splits, no decoder where one is needed, or a module that the
-    technique refuses.
+    Args:
+        module: The module that the rule names.
+        spec: Of a type that has a technique.
+        strategy: Whose rule it is, for the messages.
+        fqn: The module's name, for the messages.
+
+    Raises:
+        InstallError: No mesh for what splits, no decoder where one is needed, or a module that the technique refuses.
     """
     row, installer = STRATEGIES[strategy], installer_of(type(spec))
     assert installer is not None, f"{type(spec).__name__} has no installer, which install has checked"

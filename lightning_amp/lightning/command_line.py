@@ -37,9 +37,12 @@ RAISE = {"exit_on_error": False}
 class CommandLine(LightningCLI):
     """Reads modules and data modules of any class, with strategy "amp" by default; mistakes are PlanErrors.
 
-    Classes are found in installed packages and in the current folder. `prog`: the program's name, for its messages;
-    None takes the script's. `help_of`: verb -> usage, description and examples of its `--help`. `options` are
-    Lightning's.
+    Classes are found in installed packages and in the current folder.
+
+    Args:
+        prog: The program's name, for its messages; None takes the script's.
+        help_of: verb -> usage, description and examples of its `--help`.
+        options: Lightning's.
     """
 
     def __init__(
@@ -66,8 +69,10 @@ class CommandLine(LightningCLI):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Called by Lightning. Raises PlanError: a key, a class or an argument that is not there, or a value that does
-        not fit.
+        """Called by Lightning.
+
+        Raises:
+            PlanError: A key, a class or an argument that is not there, or a value that does not fit.
         """
         words = sys.argv[1:] if args is None else list(args)
         try:
@@ -89,7 +94,11 @@ class CommandLine(LightningCLI):
             )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Called by Lightning. Raises PlanError: a setting of the Trainer means nothing."""
+        """Called by Lightning.
+
+        Raises:
+            PlanError: A setting of the Trainer means nothing.
+        """
         try:
             return super().instantiate_trainer(**kwargs)
         except ValueError as error:
@@ -132,8 +141,10 @@ class CommandLine(LightningCLI):
 def _with_class_of_strategy(parser: LightningArgumentParser, words: list[str]) -> list[str]:
     """The words, with the class in place of a name such as "amp" where options of the strategy are among them.
 
-    A name has no options in jsonargparse. The options move behind a configuration file, which may set the name. Raises
-    PlanError: the name is of another strategy.
+    A name has no options in jsonargparse. The options move behind a configuration file, which may set the name.
+
+    Raises:
+        PlanError: The name is of another strategy.
     """
     options, others, rest = [], [], iter(words)
     for word in rest:
@@ -169,8 +180,12 @@ SHOWN = 5
 
 def find_checkpoint(asked: str, trainer: Trainer, same_configuration: Callable[[Path], bool]) -> str:
     """The path of the checkpoint that is requested; a word that Lightning can resolve, and a path, stay as they are.
-    `same_configuration`: whether the run whose logs are in a folder had the model and the data of this one. Raises
-    PlanError: there is none.
+
+    Args:
+        same_configuration: Whether the run whose logs are in a folder had the model and the data of this one.
+
+    Raises:
+        PlanError: There is none.
     """
     known = {
         "last": False,

@@ -26,7 +26,9 @@ def keyed_uniform(
 ) -> Float[Tensor, "cell width"]:
     """Uniform numbers in the open interval (0, 1).
 
-    `draw`: key of each cell, in [0, 2^31); `stream` separates uses of the same key.
+    Args:
+        draw: key of each cell, in [0, 2^31).
+        stream: separates uses of the same key.
     """
     return _uniform(draw, width, 3 * stream).to(dtype)
 
@@ -43,8 +45,12 @@ def keyed_normal(
 class KeyedDropout(nn.Module):
     """Dropout whose mask is a function of the cells' keys.
 
-    `p`: probability of a zero, in [0, 1), else a ModelError; `stream` separates this layer from other users of the same
-    keys.
+    Args:
+        p: probability of a zero.
+        stream: separates this layer from other users of the same keys.
+
+    Raises:
+        ModelError: p is not in [0, 1).
     """
 
     def __init__(self, p: float, *, stream: int):

@@ -43,9 +43,12 @@ def own_positions(index: Tensor, split: Split) -> tuple[Tensor, Tensor]:
 
 
 class _Indexing:
-    """How a tensor is indexed: by the dims `used`; those of the positions lie in the result from `at` on.
+    """How a tensor is indexed by some dims.
 
-    `indices` are the positions, of one shape, as plain or sharded tensors.
+    Attributes:
+        used: The dims that are looked up along.
+        at: Where the dims of the positions lie in the result.
+        indices: The positions, of one shape, as plain or sharded tensors.
     """
 
     def __init__(self, func: Any, x: Tensor, indices: Sequence[Tensor | None]) -> None:

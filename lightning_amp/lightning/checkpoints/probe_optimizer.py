@@ -51,8 +51,11 @@ def mixes_elements(optimizer: Optimizer, *, flat: bool) -> bool | None:
     """Whether two ranks train two parts of a parameter otherwise than one the whole; None where it cannot be tried.
 
     An optimiser of the same kind, with the options of each group in turn, takes three steps on the CPU; the run's is
-    left as it is. The learning rate is `LR`, for that of a schedule may begin at zero, where nothing moves. `flat`: a
-    rank has elements in a row, as of a flattened parameter; else it has rows.
+    left as it is. The learning rate is `LR`, for that of a schedule may begin at zero, where nothing moves.
+
+    Args:
+        optimizer: Of any class.
+        flat: Whether a rank has elements in a row, as of a flattened parameter; else it has rows.
     """
     values = _values()
     return _mixes(optimizer, [[value] for value in values], [_halves(value, flat) for value in values])

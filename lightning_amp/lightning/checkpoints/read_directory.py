@@ -120,10 +120,14 @@ def earlier_name(path: Path) -> Path:
 def open_directory(
     path: Path, read_file: ReadFile | None = None, *, weights_only: bool | None = None
 ) -> dict[str, Any]:
-    """A checkpoint whose tensors are still on the disk; a DataError where it is no such directory, or not complete.
+    """A checkpoint whose tensors are still on the disk.
 
-    `read_file` reads the file of everything but tensors, by default as torch.load does; `weights_only=False` reads what
-    may run code.
+    Args:
+        read_file: Reads the file of everything but tensors; by default torch.load.
+        weights_only: False reads what may run code; None is True.
+
+    Raises:
+        DataError: It is no such directory, or not complete.
     """
     safe = weights_only is not False
 
@@ -165,8 +169,10 @@ def open_directory(
 def load_either(path: str | Path, read_file: ReadFile, *, weights_only: bool | None) -> dict[str, Any]:
     """A checkpoint that is a file or a directory of shards, whichever is there.
 
-    Of a directory the module's tensors are read; optimiser states are read when the optimisers load them. Raises
-    DataError: as `open_directory`, the shards cannot be read, or a run ended while it replaced the checkpoint.
+    Of a directory the module's tensors are read; optimiser states are read when the optimisers load them.
+
+    Raises:
+        DataError: As `open_directory`, the shards cannot be read, or a run ended while it replaced the checkpoint.
     """
     place = Path(path)
     previous = earlier_name(place)
@@ -183,8 +189,10 @@ def load_either(path: str | Path, read_file: ReadFile, *, weights_only: bool | N
 
 
 def fill(tree: Any) -> Any:
-    """A state with the tensors that it had in `open_directory` as `Stored`; all else as it is. Raises DataError: the
-    shards cannot be read.
+    """A state with the tensors that it had in `open_directory` as `Stored`; all else as it is.
+
+    Raises:
+        DataError: The shards cannot be read.
     """
     return replaced(tree, lambda _, value: value.read() if isinstance(value, Stored) else value)
 

@@ -122,8 +122,10 @@ class Shards:
         return own
 
     def saved_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
-        """An optimiser's state with whole tensors, a collective, or with this rank's parts of them. Raises
-        InstallError: the state of a shard has not its shape.
+        """An optimiser's state with whole tensors, a collective, or with this rank's parts of them.
+
+        Raises:
+            InstallError: The state of a shard has not its shape.
         """
 
         def saved(one: ShardedParameter, value: Any, name: str) -> Any:
@@ -141,8 +143,10 @@ class Shards:
     def own_optimizer_states(
         self, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """The optimisers' states for whole tensors as this rank loads them; what is still in shards is read. Raises
-        DataError: a tensor has neither the shape of the whole parameter nor one element.
+        """The optimisers' states for whole tensors as this rank loads them; what is still in shards is read.
+
+        Raises:
+            DataError: A tensor has neither the shape of the whole parameter nor one element.
         """
         pairs = zip(optimizers, states, strict=False)
         return [fill(self._own_optimizer_state(optimizer, state)) for optimizer, state in pairs]
@@ -332,8 +336,10 @@ def numbered(optimizer: Any, state: Mapping[str, Any]) -> Iterator[tuple[nn.Para
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedParameter]) -> None:
-    """Refuse optimisers that would train a shard otherwise than the whole, or not at all. Raises InstallError: an
-    optimiser of `COUPLED` has a sharded parameter, or one was made before it was sharded.
+    """Refuse optimisers that would train a shard otherwise than the whole, or not at all.
+
+    Raises:
+        InstallError: An optimiser of `COUPLED` has a sharded parameter, or one was made before it was sharded.
     """
     shards = {id(parameter.shard) for parameter in sharded}
     replaced = {id(parameter.whole) for parameter in sharded if not parameter.in_place}

@@ -236,11 +236,16 @@ class _Planner(DefaultSavePlanner):
 def write_directory(
     checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None, *, rank: int, broadcast: Broadcast
 ) -> None:
-    """Write a checkpoint, with a `Part` for each sharded tensor, in the place of what is there at rank 0's path; a
-    collective.
+    """Write a checkpoint, with a `Part` for each sharded tensor, in the place of what is there; a collective.
 
-    Raises on every rank DataError where it could not be written, and PlanError where there are options, of which a
-    directory has none, or the path is an address.
+    Args:
+        filepath: The directory to write, rank 0's counts.
+        storage_options: There are none for a directory.
+        rank, broadcast: The rank, and rank 0's value on every rank.
+
+    Raises:
+        DataError: It could not be written; on every rank.
+        PlanError: There are options, or the path is an address.
     """
     if storage_options is not None or "://" in str(filepath):
         raise PlanError(
@@ -305,8 +310,14 @@ def convert_checkpoint(directory: Path, out: Path, *, weights_only: bool = True)
     """Write the plain file that `save_distributed_checkpoint=False` would have, without starting ranks.
 
     Lightning loads it under any strategy, and torch without this package. Takes the host's memory for all of it once.
-    `weights_only=False` reads what may run code. Raises DataError: the directory cannot be read, or the file cannot be
-    written.
+
+    Args:
+        directory: What a run with `save_distributed_checkpoint=True` has written.
+        out: The file to write; replaced if it is there.
+        weights_only: False reads what may run code.
+
+    Raises:
+        DataError: The directory cannot be read, or the file cannot be written.
     """
     stored = open_directory(directory, weights_only=weights_only)
     whole = {name: fill(tree) if name in BULK else tree for name, tree in stored.items()}

@@ -44,9 +44,14 @@ POLL_S = 0.02
 
 
 def wait_for_all(*, rank: int, ranks: int, failed: bool = False) -> None:
-    """Return once every rank has come here as often as this one. `failed`: whether this rank's run has failed, and a
-    callback saves what there is. Raises AmpError: others have not come within `PATIENCE_S`, or after an error the
-    shorter time; the error is then its context.
+    """Return once every rank has come here as often as this one.
+
+    Args:
+        failed: Whether this rank's run has failed, and a callback saves what there is.
+
+    Raises:
+        AmpError: Others have not come within `PATIENCE_S`, or after an error the shorter time; the error is then its
+            context.
     """
     if ranks == 1 or not dist.is_initialized():
         return
@@ -112,9 +117,14 @@ def take_buffers_of_first(module: nn.Module, group: ProcessGroup) -> None:
 
 
 def check_replicas(module: nn.Module, *, rank: int, broadcast: Broadcast, any_rank: Callable[[bool], bool]) -> None:
-    """Make sure that every rank has built the same module, before anything is sent between them. `any_rank`: whether a
-    condition holds on at least one rank, known to all. Raises InstallError: uninitialised parameters, or parameters and
-    buffers that differ between ranks in name, order, shape or type.
+    """Make sure that every rank has built the same module, before anything is sent between them.
+
+    Args:
+        any_rank: Whether a condition holds on at least one rank, known to all.
+
+    Raises:
+        InstallError: Uninitialised parameters, or parameters and buffers that differ between ranks in name,
+            order, shape or type.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     lazy = [name for name, tensor in tensors if is_lazy(tensor)]
@@ -140,8 +150,10 @@ COMPARED = 4096
 
 
 def make_sure_of_same_batch(batch: object, mesh: DeviceMesh, *, device: torch.device) -> None:
-    """Compare a batch, and the state of the random generators, over the model axis; its ranks all call this. Raises
-    DataError: the ranks of the group hold different batches; on all of them.
+    """Compare a batch, and the state of the random generators, over the model axis; its ranks all call this.
+
+    Raises:
+        DataError: The ranks of the group hold different batches; on all of them.
     """
     prints = [_print_of(batch), _print_of_generators(device)]
     # the largest of a number and of its negative are each other's negatives where all ranks have the same

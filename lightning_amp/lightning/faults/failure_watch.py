@@ -37,8 +37,9 @@ Closure = Callable[[], Any]
 class FailureWatch:
     """Watches the other ranks from the moment that the processes are connected until the run has ended.
 
-    The strategy, of whichever kind, calls the methods below at the moments that they name. `lost_after`, `stuck_after`:
-    seconds after which a rank counts as lost, and as stuck.
+    Args:
+        strategy: Of the run, of whichever kind; it calls the methods below at the moments that they name.
+        lost_after, stuck_after: Seconds after which a rank counts as lost, and as stuck.
     """
 
     def __init__(self, strategy: DDPStrategy, *, lost_after: float, stuck_after: float) -> None:

@@ -73,8 +73,10 @@ class DrySteps:
     def asked(
         cls, strategies: Iterable[str], options: Any, ranks: int, *, run_ranks: int, budget: int | None = None
     ) -> "DrySteps | None":
-        """Of the strategy that has steps, with the options that a person has given; None where there is none. Raises
-        PlanError: an option outside what is allowed, or a grid that does not divide the ranks of the run.
+        """Of the strategy that has steps, with the options that a person has given; None where there is none.
+
+        Raises:
+            PlanError: An option outside what is allowed, or a grid that does not divide the ranks of the run.
         """
         name = with_steps(strategies)
         if not name or (asked := STRATEGIES[name].options) is None:
@@ -113,8 +115,13 @@ class DrySteps:
 
     def choose(self, batch: Any, count: Callable[[], CountedStep], links: Links) -> CountedStep | None:
         """Choose the spec: of a technique with a grid the fastest that fits, of others that of the least peak, of those
-        that it has for a batch; returns the step with it, where it was counted last. `count`: counts the step with the
-        spec of the moment. Raises ShardError: the step can be run with none of them.
+        that it has for a batch; returns the step with it, where it was counted last.
+
+        Args:
+            count: Counts the step with the spec of the moment.
+
+        Raises:
+            ShardError: The step can be run with none of them.
         """
         if self.chosen:
             return None
@@ -190,8 +197,10 @@ def put_steps(module: LightningModule, name: str, spec: Spec, mesh: Any) -> Call
 
 
 def with_spec(plan: Plan, steps: DrySteps | None, why: str) -> Plan:
-    """The plan with what a request, a plan or the first batch says of how the technique is done. Raises PlanError:
-    nobody has said it.
+    """The plan with what a request, a plan or the first batch says of how the technique is done.
+
+    Raises:
+        PlanError: Nobody has said it.
     """
     if steps is None:
         return plan
@@ -236,8 +245,12 @@ def choose_grid(
 ) -> tuple[CountedStep, tuple[str, ...]]:
     """Set the grid and the model axis of `steps`; returns the step with it, and notes on the choice.
 
-    `technique`: the module of one with `layouts` and `on_grid`; `look`, `count`: as of `DrySteps.choose`. Raises
-    AmpError: the step can be run on no grid.
+    Args:
+        technique: The module of a technique with `layouts` and `on_grid`.
+        look, count: As of `DrySteps.choose`.
+
+    Raises:
+        AmpError: The step can be run on no grid.
     """
     spec = steps.spec
     given = spec.sizes if spec.grid else None

@@ -66,8 +66,10 @@ class EvaluationOfModule:
 
     def within(self, budget: int, made: Plan, notes: Sequence[str]) -> tuple[Plan, tuple[Rule, ...]]:
         """The plan with the bytes of this step and these notes, and rules by which the step runs in chunks so that it
-        takes no more than a budget, or the least that it can. Raises AmpError: there is no batch to be had, the step
-        fails without values, or a module cannot run in chunks.
+        takes no more than a budget, or the least that it can.
+
+        Raises:
+            AmpError: There is no batch to be had, the step fails without values, or a module cannot run in chunks.
         """
         batch = self._trainer.precision_plugin.convert_input(self._take_batch())
         calls: dict[str, tuple[int, int]] = {}

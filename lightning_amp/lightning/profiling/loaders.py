@@ -136,8 +136,12 @@ WAY_OUT = "give the loader a method amp_example_batch that returns a batch of th
 
 def example_batch(loaders: object, why: str = "") -> Any:
     """The batch that one step reads of these loaders: one loader, or a dictionary, list or CombinedLoader of several.
-    `loaders, why`: as `loaders_of` returns them. Raises DataError: it cannot be had without reading what training
-    reads; or making it raised something.
+
+    Args:
+        loaders, why: As `loaders_of` returns them.
+
+    Raises:
+        DataError: It cannot be had without reading what training reads; or making it raised something.
     """
     if loaders is None:
         raise DataError(why or "the loader is made anew every few epochs, or there is none")

@@ -134,9 +134,12 @@ def plan_of_module(
 ) -> ModulePlan:
     """Plan the step of a module.
 
-    `request`: `devices`, `device_memory`, `policy`, `strategies` and `model_parallel_size`, as of `plan_step`;
-    `options`: of AMPStrategy, for its techniques, None where one was not given. Raises AmpError: the step cannot be
-    counted, or nothing can be planned as asked.
+    Args:
+        request: `devices`, `device_memory`, `policy`, `strategies` and `model_parallel_size`, as of `plan_step`.
+        options: Of AMPStrategy, for its techniques; what is None was not given.
+
+    Raises:
+        AmpError: The step cannot be counted, or nothing can be planned as asked.
     """
     if not isinstance(module, LightningModule):
         raise ModelError(

@@ -111,9 +111,13 @@ class StepOfModule:
     ) -> ProfiledStep:
         """Take one batch and profile the step as it is.
 
-        `requested`: by technique, the spec that a person has requested; `shared_statistics`: whether ranks exchange the
-        statistics of batches. Raises AmpError where there is no batch to be had, or the step cannot be run on a copy of
-        the module, and PlanError where it needs values, and takes more than its limit.
+        Args:
+            requested: By technique, the spec that a person has requested.
+            shared_statistics: Whether ranks exchange the statistics of batches.
+
+        Raises:
+            AmpError: There is no batch to be had, or the step cannot be run on a copy of the module.
+            PlanError: It needs values, and takes more than its limit.
         """
         self.take(rates)
         self.shared_statistics = shared_statistics
@@ -249,8 +253,10 @@ class StepOfModule:
         self._batch = None
 
     def count(self, rules: Sequence[Rule]) -> ModuleProfile:
-        """Profile the step with rules installed, once for the same rules, and undo them; for after `take`. Raises
-        AmpError: a technique refuses the module, or the step fails with it.
+        """Profile the step with rules installed, once for the same rules, and undo them; for after `take`.
+
+        Raises:
+            AmpError: A technique refuses the module, or the step fails with it.
         """
         key = tuple((rule.fqn, rule.spec) for rule in rules)
         if key not in self._counts:

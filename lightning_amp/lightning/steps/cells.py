@@ -108,7 +108,9 @@ class OwnCells(DistributedSampler[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Tell it to the user's own sampler as well, and draw the epoch's order; Lightning calls it on all ranks.
-        Raises DataError: the ranks have drawn different orders, of which shares would miss samples and repeat others.
+
+        Raises:
+            DataError: The ranks have drawn different orders, of which shares would miss samples and repeat others.
         """
         super().set_epoch(epoch)
         _tell_epoch(self.order, epoch)

@@ -37,8 +37,10 @@ class CountedBatches:
 
     @contextmanager
     def counting(self, batch: Any) -> Iterator[None]:
-        """Count the bytes of a batch, if they may exceed those of batches before. Raises StepOverBudget: by the
-        operator whose result is too much.
+        """Count the bytes of a batch, if they may exceed those of batches before.
+
+        Raises:
+            StepOverBudget: By the operator whose result is too much.
         """
         sizes = [part.nbytes for tensor in tensors_in(batch) for part in dense_parts(tensor) or (tensor,)]
         # which parameters need gradients, and how many each group of an optimiser has

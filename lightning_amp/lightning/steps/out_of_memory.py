@@ -163,8 +163,9 @@ class OtherRank(MemoryError):
 class Rescue(pl.Callback):
     """Runs batches of a fit, and once more those for which there was no memory.
 
-    `leaner` installs a plan that needs less, the same on all ranks, and says what it did, "" where there is none;
-    `budget`: bytes beyond which a counted batch is refused, None counts none.
+    Args:
+        leaner: Installs a plan that needs less, the same on all ranks, and says what it did; "" where there is none.
+        budget: Bytes beyond which a counted batch is refused; None counts none.
     """
 
     def __init__(
@@ -181,8 +182,10 @@ class Rescue(pl.Callback):
             self._counted.unbound()
 
     def gradients_are_there(self) -> None:
-        """Called when a backward pass has ended, before gradients are averaged: a collective. Raises OtherRank: memory
-        has ended on another rank.
+        """Called when a backward pass has ended, before gradients are averaged: a collective.
+
+        Raises:
+            OtherRank: Memory has ended on another rank.
         """
         self._told = True
         if largest(0.0, self._device):

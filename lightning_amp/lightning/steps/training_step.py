@@ -148,10 +148,15 @@ NO_VALUES = (
 class TrainingStep:
     """The steps of one fit, on the mean over the cells of all ranks.
 
-    `model`: the module, or what the Trainer's plugins have made of it, with what was installed; `mesh`: with the axes
-    "data" and "model"; `bucket_bytes`, `check_finite`: as for AMPStrategy; `own_statistics`: whether buffers that a
-    rank changes from its own cells are accepted; `over_model`: whether a rank of the model axis has gradients of its
-    part of the samples, to be averaged.
+    Args:
+        module: The LightningModule.
+        model: It, or what the Trainer's plugins have made of it, with what was installed.
+        mesh: With the axes "data" and "model".
+        device, precision: Of the run.
+        shards: The sharded parameters.
+        bucket_bytes, check_finite: As for AMPStrategy.
+        own_statistics: Whether buffers that a rank changes from its own cells are accepted.
+        over_model: Whether a rank of the model axis has gradients of its part of the samples, to be averaged.
     """
 
     def __init__(
@@ -200,8 +205,9 @@ class TrainingStep:
     def forward(self, step: Callable[[], STEP_OUTPUT], batch: object) -> STEP_OUTPUT:
         """Run the module's training step, with its batch noted for weighting.
 
-        Raises DataError: a batch of one cell that batch normalisation cannot train on; and PlanError: the first step
-        has shown that a rank changes buffers from its own cells.
+        Raises:
+            DataError: A batch of one cell that batch normalisation cannot train on.
+            PlanError: The first step has shown that a rank changes buffers from its own cells.
         """
         self._steps += 1
         if self._steps == 2 and self._refuse is not None:
@@ -228,8 +234,10 @@ class TrainingStep:
     def backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Backward of the rank's share of the union batch's mean loss, then average the gradients over ranks.
 
-        Averaged before `on_after_backward`, so that hooks and clipping see what the optimiser will. Raises ModelError:
-        a loss that a profile has left without values.
+        Averaged before `on_after_backward`, so that hooks and clipping see what the optimiser will.
+
+        Raises:
+            ModelError: A loss that a profile has left without values.
         """
         # for parameters that were unfrozen since
         self._gradients.watch()

@@ -61,8 +61,9 @@ COMPARED = (
 class PlanningContext:
     """The planner inputs of one run: read when the first one is made, on rank 0, and kept for the others.
 
-    `cells`: what `cells_per_step` gave, where it was called already, else all ranks call it here; `trained`: the plan
-    of the run before.
+    Args:
+        cells: What `cells_per_step` gave, where it was called already; else all ranks call it here.
+        trained: The plan of the run before.
     """
 
     def __init__(

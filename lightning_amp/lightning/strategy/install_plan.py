@@ -46,9 +46,10 @@ from lightning_amp.techniques.technique import function_at
 class InstalledPlan:
     """The plan in force of one run, and what it has installed, until `undo`.
 
-    The strategy has the plan, and every plan that is made anew, as `plan`, its `predicted_step`, and the steps of a
-    pipeline as `pipelined_steps`. `trained`: the plan of the run before, of which an evaluation takes over what runs in
-    chunks.
+    Args:
+        strategy: Has the plan, and every plan that is made anew, as `plan`, its `predicted_step`, and the steps of a
+            pipeline as `pipelined_steps`.
+        trained: The plan of the run before, of which an evaluation takes over what runs in chunks.
     """
 
     def __init__(
@@ -109,7 +110,9 @@ class InstalledPlan:
 
     def rescue(self, step: TrainingStep) -> Callable[[], None]:
         """Let batches run again where memory ends, if that was requested, else hold a budget; returns what ends it.
-        Raises PlanError: a batch of this run cannot run again.
+
+        Raises:
+            PlanError: A batch of this run cannot run again.
         """
         if not self._request.rescue:
             held = self._holds(self._plan) and self._request.if_unfit == "refuse"

@@ -46,9 +46,14 @@ def resolve_plan(
 ) -> Plan:
     """The plan of one run, the same on every rank: the one that was requested, or one made on rank 0.
 
-    `notes`: on the module, in the plan or in the refusal to make one; `given`: a plan to carry out, and `strategies`,
-    `model_ranks`: to make a plan of, instead of what was requested. Raises the AmpError of rank 0 when it made the
-    plan, and PlanError where the plan is for another number of ranks, or ranks differ in its inputs.
+    Args:
+        notes: Notes on the module, in the plan or in the refusal to make one.
+        given: A plan to carry out instead of the one that was requested.
+        strategies, model_ranks: To make a plan of, instead of what was requested.
+
+    Raises:
+        AmpError: The error of rank 0 when it made the plan.
+        PlanError: The plan is for another number of ranks, or ranks differ in its inputs.
     """
     request, strategy, _ = facts.request, facts.strategy, facts.speeds
     if request.device_memory is not None and facts.step is not None and given is None:
@@ -172,8 +177,10 @@ def _without_step(
 
 
 def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
-    """Of the techniques that were requested, those that are planned all the same where there is no profile. Raises
-    PlanError: one of the others was requested, and the step could not be profiled.
+    """Of the techniques that were requested, those that are planned all the same where there is no profile.
+
+    Raises:
+        PlanError: One of the others was requested, and the step could not be profiled.
     """
     if facts.seen[0] is not None:
         return []
@@ -192,7 +199,9 @@ def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
 
 def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) -> Plan:
     """The plan of a run that does not train: in chunks by the rules of the fit before it, else by a budget's own.
-    Raises PlanError: chunks were requested by name, and the step cannot be counted.
+
+    Raises:
+        PlanError: Chunks were requested by name, and the step cannot be counted.
     """
     rules = facts.in_chunks
     if facts.evaluation is not None and (named is None or EVALUATED in named):

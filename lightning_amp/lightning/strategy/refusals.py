@@ -41,9 +41,12 @@ ALL = "all parameters"
 def announce(plan: Plan, request: Request, *, held: bool, report: str = "") -> None:
     """Show the plan before training starts, on rank 0; where it is predicted not to fit, refuse it or warn.
 
-    `held`: whether batches are counted while they run, against the budget that was named; `report`: file that holds the
-    whole report, "" where none is written. Raises PlanError on all ranks: it does not fit, or that is not known where a
-    budget was named and is not held.
+    Args:
+        held: Whether batches are counted while they run, against the budget that was named.
+        report: File that holds the whole report; "" where none is written.
+
+    Raises:
+        PlanError: It does not fit, or that is not known where a budget was named and is not held; on all ranks.
     """
     shown = plan_report(plan) if request.verbose else plan_summary(plan, report=report)
     rank_zero_info(f"\n{shown}\n")
@@ -86,8 +89,10 @@ def check_compiled(module: nn.Module, plan: Plan) -> None:
 
 
 def check_callbacks(installed: Installed, callbacks: Sequence[object], plan: Plan) -> None:
-    """Refuse callbacks that hold the module as it was before. Raises PlanError: one averages shards, or buffers that
-    were replaced, or prunes a module that the plan changes.
+    """Refuse callbacks that hold the module as it was before.
+
+    Raises:
+        PlanError: One averages shards, or buffers that were replaced, or prunes a module that the plan changes.
     """
     replaced = [swap.fqn for swap in installed.swaps]
     buffers = [swap.fqn for swap in installed.swaps if _buffers(swap.old) != _buffers(swap.new)]
@@ -157,9 +162,11 @@ NORMS = ("clip_grad_norm_", "get_total_norm", "grad_norm")
 
 
 def check_run(request: Request, trainer: pl.Trainer, model: nn.Module, rules: Iterable[Rule] = ()) -> None:
-    """Refuse what a pipeline would train otherwise than one process, with a PlanError options, callbacks, other
-    techniques or a module that do not go together with stages, with an InstallError batch normalisation, or hooks on
-    parameters.
+    """Refuse what a pipeline would train otherwise than one process.
+
+    Raises:
+        PlanError: Options, callbacks, other techniques or a module that do not go together with stages.
+        InstallError: Batch normalisation, or hooks on parameters.
     """
     function_at(stage_search().refuse)(model)
     for what, why in _apart_from_stages(request, trainer, rules):

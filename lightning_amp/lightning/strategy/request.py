@@ -30,8 +30,10 @@ CHOICES: dict[str, tuple[str | bool | None, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options of AMPStrategy, where they are described. Raises PlanError: a value outside what is allowed, or
-    options that contradict each other.
+    """The options of AMPStrategy, where they are described.
+
+    Raises:
+        PlanError: A value outside what is allowed, or options that contradict each other.
     """
 
     policy: Literal["auto", "paper"] = "auto"

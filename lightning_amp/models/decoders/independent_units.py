@@ -65,10 +65,15 @@ class Unit(nn.Module):
 
 
 class UnitDecoder(nn.Module):
-    """A sum over one or more units, as techniques know it; a ModelError where there are none, or something else among
-    them.
+    """A sum over units, as techniques know it.
 
-    `n_anchors`: rows of v; `dim`: channels of u and v.
+    Args:
+        units: The units.
+        n_anchors: Rows of v.
+        dim: Channels of u and v.
+
+    Raises:
+        ModelError: There are no units, or something else among them.
     """
 
     chained = False

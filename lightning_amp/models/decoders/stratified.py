@@ -120,8 +120,10 @@ class StratifiedDecoder(nn.Module):
     def forward(
         self, u: PerCell, v: PerAnchor, *, batch: Experiment, library: Library, x: Counts | SparseCounts
     ) -> Scalar:
-        """Minus the mean log-likelihood over all cells and features; library must be positive. Raises ModelError: x has
-        not one column per feature, or v not one row per anchor.
+        """Minus the mean log-likelihood over all cells and features; library must be positive.
+
+        Raises:
+            ModelError: x has not one column per feature, or v not one row per anchor.
         """
         self._check_inputs(v, x)
         if isinstance(x, SparseCounts):

@@ -41,8 +41,12 @@ Total = Callable[[Tensor], Tensor]
 class LocalAttention(nn.Module):
     """Bucketed local attention: `prepare` once, then `attend` to any run of buckets, in any order.
 
-    `dim`: channels D, even because rotary mixes channel i with channel i + D/2; `window`: anchors per bucket, w. Raises
-    ModelError: dim is no even number of 2 or more, or window none of 1 or more.
+    Args:
+        dim: channels D, even because rotary mixes channel i with channel i + D/2.
+        window: anchors per bucket, w.
+
+    Raises:
+        ModelError: dim is no even number of 2 or more, or window none of 1 or more.
     """
 
     reach = "local"
@@ -62,9 +66,10 @@ class LocalAttention(nn.Module):
     def shard(self, pairs: slice, total: Total) -> "LocalAttention":
         """The same attention for some of the channels, where others are held elsewhere.
 
-        `pairs`: the channels are i and i + D/2 for these i, in this order: rotary mixes just these two. `total` sums a
-        tensor over all holders of channels, forward and backward; called once in `prepare` with [N, 1] (squared norms
-        of keys) and once in `attend` with the scores.
+        Args:
+            pairs: the channels are i and i + D/2 for these i, in this order: rotary mixes just these two.
+            total: sums a tensor over all holders of channels, forward and backward; called once in `prepare` with
+                [N, 1] (squared norms of keys) and once in `attend` with the scores.
         """
         shard = LocalAttention(self.dim, self.window)
         shard._pairs, shard._total = pairs, total
@@ -75,10 +80,14 @@ class LocalAttention(nn.Module):
         return -(-n // self.window)
 
     def prepare(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> tuple[Tensor, ...]:
-        """Whole-sequence tensors that `attend` slices: scaled queries, normalised keys, values, each [W w, D]; cosines
-        and sines, [2, 3w, D/2]; of a shard the same with its own channels.
+        """Whole-sequence tensors that `attend` slices.
 
-        Raises ModelError: not as many keys and values as queries.
+        Returns:
+            Scaled queries, normalised keys, values, each [W w, D]; cosines and sines, [2, 3w, D/2]; of a shard the
+            same with its own channels.
+
+        Raises:
+            ModelError: Not as many keys and values as queries.
         """
         check_rows(q, k, values)
         if self._total is None:
@@ -187,9 +196,13 @@ def geglu(h: Float[Tensor, "anchor two_dim"]) -> PerAnchor:
 class AttentionKey(nn.Module):
     """Key by attention and a gated feed-forward layer.
 
-    `window`: anchors per bucket of local attention, None for attention to all anchors. `variant`: "higlue" (values are
-    the normalised anchors; residual, post-normalised feed-forward) or "paper" (values are the projected anchors; plain
-    feed-forward, so `postnorm` has no parameters), else a ModelError.
+    Args:
+        window: anchors per bucket of local attention; None for attention to all anchors.
+        variant: "higlue" (values are the normalised anchors; residual, post-normalised feed-forward) or
+            "paper" (values are the projected anchors; plain feed-forward, so `postnorm` has no parameters).
+
+    Raises:
+        ModelError: unknown variant.
     """
 
     def __init__(self, dim: int, window: int | None, *, variant: Variant = "higlue"):

@@ -143,9 +143,13 @@ class GradientSync:
 
     @torch.no_grad()
     def reduce(self, *, force: bool = False) -> None:
-        """Reduce what has changed on any rank, with `force` also while `blocked`; a collective of every rank.
+        """Reduce what has changed on any rank; a collective, every rank must call it.
 
-        An InstallError on every rank where one holds a gradient that is not a dense tensor.
+        Args:
+            force: Also while `blocked`.
+
+        Raises:
+            InstallError: A rank holds a gradient that is not a dense tensor; raised on every rank.
         """
         if self.blocked and not force:
             return

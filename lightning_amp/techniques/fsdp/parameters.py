@@ -46,7 +46,9 @@ def shards_of(places: Iterable[Place], mesh: DeviceMesh) -> Iterator[ShardedPara
 class ReachedParameters:
     """Which of a unit's parameters a backward pass has reached on this rank, and which were written while whole.
 
-    `taken` has the ids of parameters of other units, and then of this one's too.
+    Args:
+        unit: The module.
+        taken: `id` of parameters of other units, and then of this one's too.
     """
 
     def __init__(self, unit: nn.Module, taken: set[int]) -> None:
@@ -116,7 +118,12 @@ class Gather(_Comm):
 
 
 class AddUp(_Comm):
-    """The sum or the mean over the ranks of [R n], the own part [n] of it; `reached` names new parameters."""
+    """The sum or the mean over the ranks of [R n], the own part [n] of it.
+
+    Args:
+        fqn, agreement: As above.
+        reached: Names of the parameters that the backward pass has reached on this rank since the last time.
+    """
 
     def __init__(self, fqn: str, agreement: Agreement, reached: Callable[[], list[str]]) -> None:
         super().__init__(fqn, agreement)

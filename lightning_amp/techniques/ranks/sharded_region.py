@@ -124,7 +124,9 @@ def share_region(decoder: object, new: SharedRegion) -> SharedRegion:
         decoder: Has the region so far as a child.
         new: That of the technique by itself.
 
-    An InstallError where splits do not go together, or the region is missing, has state, or does what would be lost.
+    Raises:
+        InstallError: The decoder is split in a way that goes with no other, or the region is missing, has state, or
+            does something that would be lost.
     """
     region, (strategy,) = getattr(decoder, "region", None), new.strategies
     if isinstance(region, SharedRegion):

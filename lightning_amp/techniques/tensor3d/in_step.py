@@ -127,7 +127,12 @@ class InStep:
     def add_up(self, of: OnGrid, grad: Tensor, *, fresh: bool = False) -> None:
         """Begin to sum a gradient of a gathered parameter over the ranks; the parameter gets its part.
 
-        A `fresh` gradient is nobody else's. A ModelError where the backward pass is not that of the strategy.
+        Args:
+            of, grad: The parameter, and its gradient.
+            fresh: Whether nobody else has the gradient.
+
+        Raises:
+            ModelError: The backward pass is not that of the strategy.
         """
         if not self.begun:
             raise ModelError(STRAY)
