@@ -86,7 +86,7 @@ def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 def datamodule_of(trainer: Any) -> Any:
     """Return the data module of a Trainer's run, or None: `trainer.datamodule` stays that of an earlier one where
-    loaders are given. A Trainer without a run has it set by hand.
+    loaders are given. Before a run, it is what `trainer.datamodule` was set to by hand.
     """
     selector = None if trainer is None else trainer._data_connector._datahook_selector
     return getattr(trainer, "datamodule", None) if selector is None else selector.datamodule
