@@ -1,4 +1,4 @@
-"""Train multi-modal single-cell Hi-C models within the memory you have: `Trainer(strategy="amp")`.
+"""Train a PyTorch Lightning module within a memory budget: `Trainer(strategy="amp")`.
 
 Importing this package registers the strategies "amp", "amp_spawn", "amp_fork" and "amp_notebook" with Lightning,
 whichever of the two is imported first, and does nothing else: every public name is loaded on first use, so the

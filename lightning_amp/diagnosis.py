@@ -4,9 +4,9 @@
     ATTENTION_DECODER           decoder uses attention                            its keys are built with attention
     HEAVY_DECOMPOSITION         decoder has multi-layer decomposed structure      2 strata or more
 
-The three concern the modality with three-dimensional contacts only: without one, data parallelism is enough
-(Section 3.3), and none of them is looked for. A signal of `register_signal` sees the whole profile (AMP's fifth
-principle, Section 3.1).
+The columns are the signal, its definition in Table 3, and the criterion here. The three are checked only for a
+modality with Hi-C contacts: without one, data parallelism is enough (Section 3.3). A signal from `register_signal`
+reads the whole profile (AMP's fifth principle, Section 3.1).
 """
 
 import re
@@ -20,11 +20,11 @@ from lightning_amp.profiling.profile import ModalityProfile, Profile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One signal looked for in one modality, or in the whole profile.
+    """Result of checking one signal in one modality, or in the whole profile.
 
     Attributes:
         signal: Name of the signal, for example "ATTENTION_DECODER".
-        modality: Modality it was looked for in; None for a signal from outside, which sees the whole profile.
+        modality: Modality that was checked; None for a registered signal, which reads the whole profile.
         raised: Whether the criterion holds.
         evidence: The numbers and the criterion, as one sentence.
     """
@@ -48,7 +48,7 @@ class Diagnosis:
         return tuple(dict.fromkeys(f.signal for f in self.findings if f.raised))
 
     def finding(self, signal: str | None) -> Finding | None:
-        """The first raised finding of that signal, None for None."""
+        """Return the first raised finding of the signal; None if there is none or `signal` is None."""
         return next((f for f in self.findings if f.raised and f.signal == signal), None)
 
 
@@ -64,7 +64,7 @@ DECOMPOSED_STRATA = 2
 """Strata from which a decoder counts as a "multi-layer decomposed structure" (Table 3)."""
 
 Detect = Callable[[Profile], tuple[bool, str]]
-"""Whether a signal from outside is raised, and the numbers behind it as one sentence."""
+"""Function of a registered signal: returns whether it is raised, and the evidence as one sentence."""
 _NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
@@ -78,7 +78,7 @@ def high_input_dimensionality(modality: ModalityProfile) -> tuple[bool, str]:
 
 
 def attention_decoder(modality: ModalityProfile) -> tuple[bool, str]:
-    """Raised when the modality's decoder builds its keys with attention; the evidence says how far it reaches."""
+    """Raised when the modality's decoder builds its keys with attention; the evidence states the attention range."""
     parts = modality.decomposition
     if parts is None or not parts.attention:
         return False, "no attention"
@@ -106,14 +106,15 @@ FROM_OUTSIDE: dict[str, Detect] = {}
 
 
 def register_signal(name: str, detect: Detect) -> None:
-    """Let `diagnose` look for one more signal, after AMP's three.
+    """Register a signal that `diagnose` checks after AMP's three.
 
     Args:
         name: Name of the signal, in capitals.
-        detect: Profile -> whether it is raised, and the numbers and the criterion as one sentence, raised or not.
+        detect: Function that takes a Profile and returns a pair of bool and str: whether the signal is raised, and one
+            sentence with the numbers and the criterion.
 
     Raises:
-        PlanError: A name that is taken or no such name, or `detect` is no function.
+        PlanError: The name is invalid or already registered, or `detect` is not callable.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise PlanError(
@@ -130,15 +131,15 @@ def register_signal(name: str, detect: Detect) -> None:
 
 
 def known_signals() -> tuple[str, ...]:
-    """Names of all signals that are looked for."""
+    """Names of all signals that `diagnose` checks."""
     return (*SIGNALS, *FROM_OUTSIDE)
 
 
 def diagnose(profile: Profile) -> Diagnosis:
-    """Look for AMP's signals in every modality whose decoder is decomposed, then for those from outside.
+    """Check AMP's signals in every modality with a decomposed decoder, then registered signals.
 
     Raises:
-        PlanError: The function of a signal from outside returned something else than a pair of bool and text.
+        PlanError: The function of a registered signal did not return a pair of bool and str.
     """
     spatial = [m for m in profile.modalities if m.decomposition is not None]
     answers: list[tuple[str, str | None, Any]] = [(n, m.name, look(m)) for n, look in SIGNALS.items() for m in spatial]

@@ -6,11 +6,11 @@ class AmpError(Exception):
 
 
 class DataError(AmpError):
-    """A data file or directory cannot be used as asked."""
+    """A data file or directory cannot be used."""
 
 
 class PlanError(AmpError):
-    """No legal plan answers the request, or a plan asks for something illegal or not yet built."""
+    """No valid plan exists for the request, or a plan has an invalid or unsupported setting."""
 
 
 class InstallError(AmpError):
@@ -18,7 +18,7 @@ class InstallError(AmpError):
 
 
 class ModelError(AmpError):
-    """The reference model was given settings or a batch that it cannot use."""
+    """A module, its settings, its training step or its batch is not supported."""
 
 
 class ShardError(AmpError):

@@ -55,8 +55,8 @@ def profile(
             "4x3x32x32,4:int64" or "ids=4x128:int64".
         batch_size: For a module: profile a batch of this length instead of the example's.
         setting: For a directory: which files to take where it holds several settings.
-        attention: For a directory: whether the Hi-C decoder builds its keys with attention; "full" for that to all
-            anchors.
+        attention: For a directory: whether the Hi-C decoder builds its keys with attention; "full" means attention
+            to all anchors.
 
     Returns:
         A Profile of the directory, or a ModuleProfile; `print` shows its report, and `lightning_amp.plan` plans by it.
@@ -157,14 +157,14 @@ def plan(
         device_memory: Budget of one device, a number of bytes or a text such as "24GiB"; None means unknown. A list has
             one for each device: each stage is cut for the memory of its device; all other plans use the least.
         policy: "auto" takes the fastest plan that fits, "paper" AMP's fixed mapping.
-        strategies: The user's own choice from the library instead of the policy's; still checked and predicted. "auto"
+        strategies: Techniques to use instead of the policy's choice; they are checked and predicted as well. "auto"
             and None leave it to the policy.
         batch_size: For a directory: cells per rank and modality, by default 64. For a module: plan a batch of this
             length. A module's profile has its own.
         model_parallel_size: Ranks of the model axis, or "auto".
         shape: For a directory: the model; None means the reference model with its default sizes.
-        rates: For a directory or a module: what one device reaches, for the predicted times, or its name, such as
-            "A100"; None is one core of a CPU.
+        rates: For a directory or a module: rates of one device, to predict times, or the name of a device, such as
+            "A100"; None means one CPU core.
         node_devices: For a directory: devices of one node; the model axis stays inside it unless `model_parallel_size`
             is longer. None when all devices are on one node.
         precision: For a module: that of the Trainer, such as "bf16-mixed"; None is "32-true". Operators are cast as

@@ -1,19 +1,18 @@
-"""Detect the form of a decoder by running a small copy of it and comparing it with ours.
+"""Find which of our decoders computes the same as a user's HiGLUE decoder, by running a small float64 copy of both.
 
-    nothing else    its forward changes no attribute, parameter, buffer or child of it, which ours would leave alone
-    least           exp(logits + log theta) for cells without contacts
-    the form        the first whose summed log-probability, and gradients of it by u, v, l and every parameter,
-                    agree to 1e-9 in training and in evaluation; where values are large, those by u, v and l
-    the copy        the same class and settings, all parameters drawn anew in float64, tables and lists of a few
-    anchors, buckets of 3 anchors, the last full or cut short by one, no hooks; every stratum is there
+    side effects    `forward` must not change an attribute, parameter, buffer or child of the decoder
+    least           constant in the means: exp(logits + log theta) for cells without contacts
+    form            the first form whose summed log-probability and gradients by u, v, l and every parameter agree
+                    to 1e-9, in training and evaluation mode; for large values, gradients by u, v and l only
+    copy            same class and settings; parameters drawn anew in float64; tables and lists of a few anchors;
+                    buckets of 3 anchors, the last one full or one short; no hooks; all strata
 
-A form has to be known before there is a plan, and large values come long after the first batch. The real lists,
-buckets, buffers and inputs are compared with the first batch (first_batch.py). A comparison that fails shows nothing:
-it is an error, unless its attention has a setting that ours does not have. Nothing of the instance is changed, and no
-random numbers of the caller are used. Every rank finds the same form, for torch's distributions check their values
-meanwhile, whatever an import has set.
+Planning requires the form, before the first batch. The real lists, buckets, buffers and inputs are compared on the
+first batch (first_batch.py). If the comparison raises, that is an error, unless the attention has a setting that ours
+lacks. The instance and the caller's random state do not change. Distributions validate their values during the
+comparison, so that every rank finds the same form.
 
-Known limits: what a decoder does with values that are still larger, or where its own result is not finite, is not seen.
+Known limits: differences at larger values, or where the decoder's own result is not finite, are not detected.
 Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F), resolution (R).
 """
 
@@ -50,13 +49,13 @@ OURS = {
 
 
 def attention_layers(module: nn.Module) -> list[nn.Module]:
-    """The layers of attention of a decoder, of all resolutions."""
+    """Attention layers of a decoder, of all resolutions."""
     several: Any = getattr(module, "attn_layers_by_res", None) or ()
     return [*getattr(module, "attn_layers", ()), *(layer for layers in several for layer in layers)]
 
 
 def settings_problem(module: nn.Module) -> str:
-    """How the attention of a decoder differs from ours, as the end of a sentence; "" if it has no other settings."""
+    """Describe how a decoder's attention settings differ from ours, as the end of a message; "" if they do not."""
     found: dict[str, None] = {}
     for layer in [] if getattr(module, "use_attn", True) is False else attention_layers(module):
         for name, ours in OURS.items():
@@ -74,17 +73,17 @@ def settings_problem(module: nn.Module) -> str:
 WINDOW = 3
 CELLS = 3
 MORE = 11
-"""Anchors beyond the number of strata, at least."""
+"""Least number of anchors in addition to the number of strata."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scales:
-    """What values are multiplied with, and what is added to two of the tables."""
+    """Factors of the copy's values, and offsets of two of its tables."""
 
     where: str = ""  # in words, for a message
-    # whether values are large, so that gradients of parameters are not compared, nor what is not finite
+    # large values: gradients of parameters and results that are not finite are not compared
     large: bool = False
-    short: int = 1  # anchors that the last bucket lacks
+    short: int = 1  # missing anchors in the last bucket
     u: float = 1.0
     v: float = 1.0
     counts: float = 1.0
@@ -93,7 +92,7 @@ class Scales:
     zi_logits: float = 0.0
 
     def n_anchors(self, at_least: int) -> int:
-        """N with a last bucket that lacks `short` anchors."""
+        """Number of anchors, such that the last bucket lacks `short` of them."""
         return at_least + -(at_least + self.short) % WINDOW
 
 
@@ -107,7 +106,7 @@ LARGE = (
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Small:
-    """A small copy and what it is run on."""
+    """A small copy of a decoder and its inputs."""
 
     module: nn.Module
     layout: Layout
@@ -117,13 +116,13 @@ class Small:
     counts: Tensor
 
     def run(self, *, training: bool = True) -> Any:
-        """What the copy returns."""
+        """Run the copy."""
         u, v, l = self.inputs  # noqa: E741
         return self.module.train(training)(u, v, self.b, l)
 
 
 def small_copy(module: nn.Module, layout: Layout, sizes: Scales) -> Small:
-    """A small copy of a decoder, which is left as it is, with the decoder's layout."""
+    """Make a small copy with the decoder's layout; the decoder does not change."""
     n_strata = len(layout.nodes)
     n_anchors = sizes.n_anchors(n_strata + MORE)
     # three or four of the anchors that have a pair at this distance, up to the last one
@@ -131,7 +130,7 @@ def small_copy(module: nn.Module, layout: Layout, sizes: Scales) -> Small:
     few = layout_of(nodes, layout.listed_in)
     columns = [torch.arange(*run) for run in few.columns]
     memo: dict[int, Any] = {}
-    # of the type that they have: code may index with a list where it would not with a tensor
+    # the type (list, array, tensor) is kept, because indexing depends on it
     for name in LISTS:
         value = getattr(module, name)
         lists = columns if name == few.listed_in else few.nodes
@@ -142,7 +141,7 @@ def small_copy(module: nn.Module, layout: Layout, sizes: Scales) -> Small:
 
 
 def small_multires(module: Any, _: Layout, sizes: Scales) -> Small:
-    """A small copy of a module, which is left as it is."""
+    """Make a small copy of a decoder with several resolutions; the decoder does not change."""
     memo: dict[int, Any] = {}
     specs: list[Any] = []
     anchors, features = 0, 0
@@ -172,7 +171,7 @@ def small_multires(module: Any, _: Layout, sizes: Scales) -> Small:
 def _drawn(
     module: nn.Module, memo: dict[int, Any], sizes: Scales, *, n_anchors: int, n_features: int
 ) -> tuple[Any, ...]:
-    """A copy with parameters drawn anew and `memo` in place of its lists, and what it is run on: u, v, l; b; counts."""
+    """Return a copy with new parameters and the lists of `memo`, and its inputs: (u, v, l), b and counts."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -199,7 +198,7 @@ def _drawn(
 
 
 def _scaled(values: Tensor, name: str, sizes: Scales) -> Tensor:
-    """Values of the size that keeps products near 1, and LayerNorm's weights apart from 0."""
+    """Scale values so that products are near 1, and shift LayerNorm weights away from 0."""
     if name in TABLES:
         return 0.5 * values + {"log_theta": sizes.log_theta, "zi_logits": sizes.zi_logits}.get(name, 0.0)
     if values.dim() < 2:
@@ -208,7 +207,7 @@ def _scaled(values: Tensor, name: str, sizes: Scales) -> Tensor:
 
 
 def _like(rows: Tensor, example: Any) -> Any:
-    """Indices of the type that the decoder has them in."""
+    """Convert indices to the type of `example`."""
     if isinstance(example, Tensor):
         return rows
     return rows.tolist() if isinstance(example, list | tuple) else rows.numpy()
@@ -221,7 +220,7 @@ SHOWN = 3
 
 
 class _Family(NamedTuple):
-    """How decoders of one kind are read, copied small, and made of our parts."""
+    """Functions that read, copy and rebuild one kind of decoder."""
 
     read: Callable[[nn.Module], Layout]
     small: Callable[[nn.Module, Layout, Scales], Small]
@@ -234,14 +233,14 @@ SEVERAL = _Family(read_bands, small_multires, lambda _, seen: iter([seen]), make
 
 
 _Case = tuple[Small, bool, Tensor, dict[str, Tensor]]
-"""A copy, whether it is in training, data, and what a form of ours has to compute of them too."""
+"""Small copy, training mode, counts, and the expected results by name."""
 
 
 @checking_values(True)
 def adapted(module: nn.Module) -> AdaptedDecoder:
-    """Our decoder for a foreign one."""
+    """Return our decoder that computes the same as `module`; raises NotDetected if there is none."""
     try:
-        # a library's warning says nothing of the module, also where warnings are errors
+        # warnings of libraries are ignored, also where the user turns warnings into errors
         with warnings.catch_warnings(action="ignore"):
             family = SEVERAL if resembles_multires(module) else ONE_RESOLUTION
             layout = family.read(module)
@@ -268,7 +267,7 @@ def adapted(module: nn.Module) -> AdaptedDecoder:
 
 
 def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
-    # the copy is on the CPU: no other device draws
+    # the copy is on the CPU: only the CPU generator is used
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         small = family.small(module, layout, NEAR_ONE)
         marks = Marks(small.module)
@@ -288,7 +287,7 @@ def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
         if names:
             raise NotDetected(f"changes its attributes {names[:SHOWN]!r} in forward, which ours would not")
         for sizes in LARGE:
-            # the copy's distribution may refuse what comes of large values
+            # the copy's distribution may raise for large values
             with suppress(ValueError):
                 cases.append(_case(family.small(module, layout, sizes), seen))
         problems = []
@@ -296,33 +295,33 @@ def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
             problems.append(_problem(family, cases, form))
             if not problems[-1]:
                 return form
-    # the form that comes furthest says most
+    # a form whose log-probability agrees gives the more helpful message
     near = [problem for problem in problems if problem != FAR] or problems
-    found = near[0] if near else "has parts of which none of our forms is made"
+    found = near[0] if near else "has parts that match none of our forms"
     raise NotDetected(found + settings_problem(module))
 
 
 def _least(small: Small) -> float:
-    """What is added to means: all that is left of them in cells without contacts."""
+    """Return the constant that is added to the means; read from cells without contacts."""
     u, v, l = small.inputs  # noqa: E741
     with torch.no_grad():
         given = small.module(u, v, small.b, 0 * l)
         means = (given.logits + cast(Any, small.module).log_theta[small.b]).exp()
     if not torch.allclose(means, means[:1, :1], rtol=CLOSE, atol=0):
         raise NotDetected("returns different means for cells without contacts")
-    # the last digits are those of exp and log, not of the number that was added
+    # rounded: exp and log change the last digits
     return float(f"{float(means[0, 0]):.12g}")
 
 
 def _case(small: Small, seen: Form, *, training: bool = True) -> _Case:
-    # data that the copy may have been made for
+    # a Bernoulli decoder requires binary data
     x = (small.counts > 0).double() if seen.binarized else small.counts
     total = small.run(training=training).log_prob(x).sum()
     return small, training, x, dict(_results(small, total))
 
 
 def _problem(family: _Family, cases: Sequence[_Case], form: Form) -> str:
-    """Where a form differs from the copies first; "" if nowhere."""
+    """Describe the first difference between a form and the copies; "" if there is none."""
     try:
         for small, training, x, expected in cases:
             sizes, (u, v, l) = small.sizes, small.inputs  # noqa: E741
@@ -345,7 +344,7 @@ def _results(small: Small, total: Tensor) -> Iterator[tuple[str, Tensor]]:
     named = dict(zip(("u", "v", "l"), small.inputs, strict=True))
     if not small.sizes.large:
         named |= dict(small.module.named_parameters())
-    # what is not read has no gradient, and counts as zero: the other side may read it and get zeros
+    # no gradient counts as zero: the other decoder may return zeros for the same input
     grads = torch.autograd.grad(total, list(named.values()), allow_unused=True)
     for (name, value), grad in zip(named.items(), grads, strict=True):
         yield f"gradient of {name}", torch.zeros_like(value) if grad is None else grad

@@ -1,4 +1,4 @@
-"""Define a sparse matrix [cell, feature] of counts that takes the place of a dense x in a batch.
+"""Define SparseCounts, a sparse [cell, feature] matrix of counts that replaces the dense x of a batch.
 
     x[row[i], column[i]] = value[i], every other count is 0         entries by column, and by row within a column
 
@@ -10,13 +10,13 @@ when counts are moved to a device. So slicing does not synchronize with the devi
 that is on it. Counts that are made on a device are copied to the host once, when they are first sliced.
 On the meta device the entries are assumed to be spread evenly over the matrix.
 
-Of torch's functions only `torch.nn.functional.linear` takes such counts, and thus `nn.Linear`:
+`torch.nn.functional.linear`, and thus `nn.Linear`, is the only torch function that supports such counts:
 
     y = sum over blocks of x[:, block] W[:, block]^T            dW[:, block] = dy^T x[:, block]
 
-One block of the dense [B, F] exists at a time, and only the entries are saved for the backward pass. At 2 % of entries,
-h 128 and F 172,800 the blocks take 8 % more time than the dense whole; MKL's sparse products take 1.1 (B 256) to 1.9
-times (B 64) as long. Computed in the weight's type, also under autocast, and summed in float32 at least.
+One block of the dense [B, F] exists at a time, and only the entries are saved for the backward pass. With 2 % nonzero
+counts, h = 128 and F = 172,800, this takes 8 % more time than the dense product; MKL's sparse products take 1.1 (B 256)
+to 1.9 times (B 64) as long. Products use the weight's dtype, also under autocast; sums use float32 or wider.
 
 Legend: entry (M), cell (B), feature (F), hidden (h).
 Known limits: no gradient of the counts, no second derivative. Cells, and an index of columns, are looked up in host
@@ -42,7 +42,7 @@ ColumnRuns = tuple[tuple[int, int], ...]
 
 
 class SparseCounts:
-    """Sparse counts in coordinate format; all arguments but the last are attributes too.
+    """Sparse counts in coordinate format; all arguments except `host` are also attributes.
 
     Args:
         row: cell of each entry.
@@ -52,8 +52,8 @@ class SparseCounts:
         host: row and column in host memory, if they are known to be sorted.
 
     Raises:
-        DataError: The entries are not three equally long vectors; or, when they are first sliced, they are not sorted,
-            repeated, outside of the matrix, or 0.
+        DataError: row, column and value differ in length; or, at the first slice, entries are unsorted, repeated,
+            out of range or 0.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SparseCounts:
 
     @classmethod
     def from_csr(cls, counts: "sparse.csr_matrix") -> "SparseCounts":
-        """Make sparse counts of a scipy matrix; zeros that it stores are left out."""
+        """Convert a scipy matrix; explicit zeros are dropped."""
         found = counts.tocsc()
         found.sum_duplicates()
         found.eliminate_zeros()
@@ -96,7 +96,7 @@ class SparseCounts:
 
     @classmethod
     def from_dense(cls, counts: Num[Tensor, "cell feature"]) -> "SparseCounts":
-        """Make sparse counts of a dense matrix."""
+        """Convert a dense matrix."""
         column, row = counts.T.nonzero(as_tuple=True)
         return cls(row, column, counts[row, column], counts.shape)
 
@@ -110,11 +110,12 @@ class SparseCounts:
         return self._log_factorial[dtype]
 
     def expect(self, runs: ColumnRuns) -> None:
-        """Compute for all entries at once what slices `x[:, a:b]` of some runs of columns need; a slice is free then.
+        """Precompute positions of the slices `x[:, a:b]` in `runs`, so that these slices cost nothing.
 
-        `runs`: first column and one past the last of each, in their order.
+        Args:
+            runs: Pairs (a, b) in ascending order; others are ignored.
         """
-        # a slice takes its numbers by the run that an entry lies in, which a search finds only among sorted runs
+        # bucketize requires sorted runs
         if self._is_meta or runs == self._runs or list(runs) != sorted(runs):
             return
         starts, widths = _tables(runs, self.device)
@@ -139,7 +140,7 @@ class SparseCounts:
         return self.value.dtype
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the host's copies, which a loader's worker would send twice."""
+        """Leave out the host copies: a loader worker would otherwise send row and column twice."""
         return {name: value for name, value in vars(self).items() if name != "_host"}
 
     def __len__(self) -> int:
@@ -166,8 +167,8 @@ class SparseCounts:
     ) -> "SparseCounts":
         """Return the counts on a device, or of a type; the host keeps its copy of the places.
 
-        `non_blocking`: as for tensors; None means if the counts are in pinned memory, for Lightning passes it for
-        tensors only.
+        `non_blocking`: as for tensors; None means True if pinned counts are moved to CUDA, because Lightning passes
+        this argument for tensors only.
         """
         if non_blocking is None:
             on_cuda = device is not None and torch.device(device).type == "cuda"
@@ -183,7 +184,7 @@ class SparseCounts:
         return SparseCounts(row, column, value, self.shape, host=self._host)
 
     def with_values(self, value: Num[Tensor, " entry"]) -> "SparseCounts":
-        """Return other numbers in the same places."""
+        """Return sparse counts with other values at the same entries."""
         return SparseCounts(self.row, self.column, value, self.shape, host=self.__dict__.get("_host"))
 
     def to_dense(self, dtype: torch.dtype | None = None) -> Num[Tensor, "cell feature"]:
@@ -194,7 +195,7 @@ class SparseCounts:
         return flat.view(self.shape)
 
     def ends(self, columns: Sequence[int]) -> list[int]:
-        """Return the number of entries before each of some columns, up to the number of features."""
+        """Return the number of entries before each column; a column may equal the number of features."""
         if self._is_meta:
             return [len(self.value) * column // max(self.shape[1], 1) for column in columns]
         # known without the copies in host memory, which may have to be made first
@@ -206,7 +207,7 @@ class SparseCounts:
         """Cells `x[a:b]`, or columns `x[:, a:b]`, `x[..., a:b]` and `x[..., index]`.
 
         Raises:
-            DataError: Another key, or an index with a column that does not exist or is repeated.
+            DataError: The key is not supported, or an index has columns that are out of range or repeated.
         """
         if isinstance(key, slice):
             return self._cells(*self._ends(key, 0))
@@ -316,7 +317,7 @@ class SparseCounts:
         return SparseCounts(rows, columns, self.value[which], shape, host=(row, column))
 
     def _share(self, shape: tuple[int, int]) -> "SparseCounts":
-        """Return as many entries without values as a part of the matrix would have."""
+        """Return counts on the meta device for a part of the matrix, with a proportional number of entries."""
         n = len(self.value) * shape[0] * shape[1] // max(self.numel(), 1)
         return SparseCounts(self.row[:n], self.column[:n], self.value[:n], shape)
 
@@ -330,7 +331,7 @@ def _tables(runs: ColumnRuns, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 BLOCK = 2**20
-"""Numbers of a dense block; 4 MiB in float32."""
+"""Elements of a dense block; 4 MiB in float32."""
 
 
 def _linear(

@@ -70,11 +70,11 @@ class OwnParts:
 
 
 def own_part(length: int, trainer: Any) -> slice:
-    """Return the indices of a dim that this rank reads when the dim is split evenly over the model axis.
+    """Return this rank's slice of a dim that is sharded evenly over the model axis.
 
     Args:
         length: Length of the whole dim.
-        trainer: The Trainer; without one, or under another strategy than "amp", a rank reads all indices.
+        trainer: The Trainer; without one, or with a strategy other than "amp", the slice has all indices.
 
     Raises:
         ShardError: The number of ranks of the model axis is not known before the plan, or is larger than the length.

@@ -24,10 +24,10 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
 def register_shard(target: Any) -> Callable[[Handler], Handler]:
-    """Say how something is computed on sharded tensors.
+    """Register how an operator or function is computed on sharded tensors.
 
-    A handler gets what the caller has given, with sharded tensors among it: their `local` parts carry gradients, and
-    `splits` say how they are split. It returns sharded tensors, `ShardedTensor(part, splits)`, or plain ones, which
+    A handler receives the caller's arguments, including sharded tensors: `local` is the shard, with gradients, and
+    `splits` how it is split. It returns sharded tensors, `ShardedTensor(part, splits)`, or plain ones, which
     every rank has whole. `check_shard` compares it with one process.
 
     Args:
@@ -36,7 +36,7 @@ def register_shard(target: Any) -> Callable[[Handler], Handler]:
             for `__torch_function__`, whose handlers are called as `handler(*args, **kwargs)`.
 
     Raises:
-        ShardError: Something else, or something that has a handler.
+        ShardError: `target` is of another kind, or has a handler already.
 
     Example:
         @lightning_amp.register_shard(MyScale)

@@ -31,15 +31,15 @@ COMPUTE: dict[str, Compute] = {}
 
 
 class ShardedTensor(Tensor):
-    """A tensor of which this rank holds a part.
+    """A tensor that is sharded over ranks; this rank holds one shard.
 
     Attributes:
         held: This rank's part, or the tensor from which it is made when it is read.
         splits: How the tensor is split.
         whole_shape: Its global shape.
-        strides: Those that the whole would have in torch, which decide whether an operator copies or returns a view.
+        strides: Strides of the global tensor, which determine whether an operator copies or returns a view.
         copied: Whether the values are a copy where torch would have given a view, so that writes would be lost.
-        source: Of such a copy the memory that it is a copy of, and how often that had been written to before.
+        source: For such a copy, the copied tensor and its version when it was copied.
     """
 
     held: Tensor

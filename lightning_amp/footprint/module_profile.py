@@ -79,13 +79,13 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleProfile:
-    """The second training step of one LightningModule on one device.
+    """Memory profile of a training step of a LightningModule on one device; the second step, with optimizer state.
 
     Attributes:
         peak_bytes: Most bytes alive at once: parameters and buffers, gradients, optimiser state, the batch, activations
             and temporaries.
         largest: The largest of `parts`.
-        parts: The peak in parts by what would make them smaller. `parameters`: with gradients, optimiser state
+        parts: The peak, grouped by what would reduce it. `parameters`: with gradients, optimiser state
             and what the optimiser's step makes.
             `head`: logits, and what the loss makes of their shape. `tensor`: the largest other tensor, with those of
             its shape that the same module has alive. `saved`: all other activations and temporaries.
@@ -102,7 +102,7 @@ class ModuleProfile:
         first_bytes: Most bytes alive at once in the first step.
         left_bytes: Made by that step and kept, without gradients and optimiser state, such as what is logged;
             it is none of the second step's bytes.
-        counted: What `lightning_amp.plan` plans by, None of a profile that it cannot plan by; not stored.
+        counted: Input of `lightning_amp.plan`; None if the profile cannot be planned with; not stored.
     """
 
     peak_bytes: int

@@ -55,13 +55,15 @@ SUM_RULES: dict[str, FlowRule] = {}
 
 
 def register_flow(*ops: str) -> Callable[[FlowRule], FlowRule]:
-    """Add the rule of operators, named as in `torch.ops.aten` or "namespace::name" of another library.
+    """Register how the dims of an operator's result follow those of its arguments, to run it in chunks.
+
+    Operators are named as in `torch.ops.aten`, or "namespace::name" for those of another library.
 
     The rule gets an OperatorCall, and returns for every dim of the result the pairs (tensor argument, dim) that it
     follows. Plans rely on it: a piece of the result has to be what the operator makes of the same pieces of these
     arguments. Where it is not, the block is refused with an InstallError before it computes anything in chunks.
 
-    Example: of an operator that sorts every row, rows follow those of its argument, and columns nothing.
+    Example: an operator sorts every row; result rows follow the argument's rows, columns follow nothing.
 
         @lightning_amp.register_flow("mylib::sorted_rows")
         def sorted_rows(call):

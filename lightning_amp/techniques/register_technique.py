@@ -31,7 +31,7 @@ def register_technique(
     model_axis: bool = False,
     shape_after: Callable[[ModelShape, int], ModelShape] | None = None,
 ) -> None:
-    """Add a strategy to the library.
+    """Register a technique.
 
     From then on `strategies="S1,S6"` names it, the policies choose it whenever its signal is raised, whatever the
     memory, and plans with it are checked, written as JSON and installed like all others, after S1 to S5.
@@ -40,19 +40,19 @@ def register_technique(
         strategy: A free id, "S6" and so on; strategies are installed in the order of their numbers.
         title: What it does, in a few words.
         shrinks: The tensor that it makes smaller, such as "[B, F] to its non-zeros".
-        spec: What its rules ask for: a frozen dataclass whose fields are numbers, texts, booleans or None.
+        spec: Class of its settings: a frozen dataclass whose fields are numbers, strings, booleans or None.
         targets: Shape of the model -> names or patterns of the modules to change, each with a spec; empty when
             there is nothing to change in a model of that shape.
         install: (module, spec, mesh) -> the module's replacement, which owns the same parameters under the same
             names, or a `lightning_amp.Change`; raises InstallError for a module that it cannot
             replace exactly. The mesh has the axes "data" and "model"; it is None where there are no ranks at all.
-        signal: The signal that asks for it, of the paper or of `register_signal`; None when only a person does.
+        signal: Signal for which policies choose it, AMP's or registered; None if only users choose it.
         model_axis: Whether it splits a module over the model axis, so that all ranks there read the same cells.
         shape_after: Shape of the model and ranks of the model axis -> shape that the memory model is to see once it
             is installed; None leaves its savings out of the prediction, and the plan says so.
 
     Raises:
-        PlanError: An id, a spec or a signal that cannot be used; nothing is registered then.
+        PlanError: The id, spec or signal is invalid; nothing is registered.
     """
     if not isinstance(strategy, str) or not _ID.fullmatch(strategy):
         raise PlanError(f"a technique was registered as {strategy!r}; allowed is S and a number, such as 'S6'")

@@ -62,7 +62,7 @@ class Suspect:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """One process against several ranks."""
+    """Result of `verify`: one process compared with several ranks."""
 
     module: str  # its class
     strategies: tuple[str, ...]  # of the plan that the ranks have carried out

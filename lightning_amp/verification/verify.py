@@ -177,7 +177,7 @@ def verify(
     timeout: float = 7200.0,
     **options: Any,
 ) -> Verification:
-    """Train a module on one process and on several ranks, and compare.
+    """Compare training on one process with training on several ranks: losses, gradients, weights and buffers.
 
     Args:
         module: Left as it is: processes train copies of it, on CPU.
@@ -188,6 +188,9 @@ def verify(
         precisions: "float32", "float64" or both.
         timeout: Seconds that all runs together may take; a real model may take long on CPU.
         **options: Of AMPStrategy: `strategies`, `policy`, `plan`, `model_parallel_size`, `share_batch_statistics`, ...
+
+    Returns:
+        A Verification; `ok` is True if all quantities are equal up to rounding, and `print` shows the report.
 
     Raises:
         AmpError: An argument outside what is allowed, the module cannot be sent to a process, the batch cannot be

@@ -153,14 +153,14 @@ class MultiModalDataset(Dataset[Batch]):
 
 
 class OwnColumns(Dataset[Tensor]):
-    """Some columns of the cells of an h5ad; an item is a float32 tensor [own column].
+    """Read this rank's columns from an h5ad; an item is one cell as a float32 tensor [own column].
 
     Each worker reads the rows of a dense matrix when they are needed. The own columns of a sparse matrix are read once
     and stay in memory; from CSR, this reads the whole file, a few rows at a time.
 
     Args:
         path: The h5ad.
-        columns: As `lightning_amp.own_part` gives them; None is all.
+        columns: Slice of columns, from `lightning_amp.own_part`; None reads all.
         source: Path of the matrix in the file: "X" or, for example, "layers/counts".
 
     Raises:
@@ -205,13 +205,13 @@ class OwnColumns(Dataset[Tensor]):
 
 
 class OwnBins(Dataset[Tensor]):
-    """Contacts of own bins with later bins for the cells of a .scool; an item is a float32 tensor [stratum, own bin].
+    """Read the contacts of this rank's bins from a .scool; an item is one cell as float32 [stratum, own bin].
 
     Element (k, i) counts the contacts of the i-th own bin with the k-th bin after it on its chromosome.
 
     Args:
         path: The .scool.
-        bins: As `lightning_amp.own_part` gives them; None is all.
+        bins: Slice of bins, from `lightning_amp.own_part`; None reads all.
         strata: Number of strata.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Sample the cells of each rank and step; the loader resumes in mid-epoch.
+"""Sample the cells of each rank and step; define the loader, which can resume mid-epoch.
 
 Training repeats the shorter modalities, so that every global batch is full and equal on all ranks. The global
 batch of a step is a function of (seed, epoch, step) and its size only: 2 ranks of 8 cells see the 16 cells
@@ -20,17 +20,16 @@ from lightning_amp.errors import DataError
 CellRowsOf = Mapping[str, NDArray[np.int64]]
 
 
-# Lightning leaves a DistributedSampler alone, and with `overfit_batches` a SequentialSampler; it must leave
-# this alone.
+# Lightning does not replace a DistributedSampler, nor, with `overfit_batches`, a SequentialSampler: StepSampler is
+# both.
 class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
     """Yields the steps of one rank in one epoch.
 
-    With `cycle` (training) an epoch is as long as the largest modality needs; each modality is permuted again
-    for every pass over it and repeated until all steps are full. Without (evaluation) every cell comes once,
-    in the order of `cells`, each global batch is cut as evenly as possible, and a modality that has run out
-    is missing from the step. All ranks have the same number of steps and in each the same modalities: a rank
-    that would get no cell of a modality gets the last one of the batch again, as `repeated` says. Draws then depend
-    on the cell alone.
+    With `cycle` (training), the largest modality sets the length of an epoch. Every other modality is repeated until
+    all steps are full, with a new permutation for each pass. Without `cycle` (evaluation), every cell comes once, in
+    the order of `cells`; each global batch is split as evenly as possible; a modality without cells left is missing
+    from the step; random draws depend on the cell only. All ranks have the same number of steps, and the same
+    modalities in each step: a rank that would get no cell gets the last cell of the batch again, listed in `repeated`.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
         contacts: Mapping[str, NDArray[np.float64]],  # modality -> contacts of every cell of its file, [cell]
         batch_size: int,  # cells per modality, rank and step
         *,
-        num_replicas: int = 1,  # with rank: ranks that share a global batch, and which of them this is
+        num_replicas: int = 1,  # ranks that share a global batch
         rank: int = 0,
         seed: int = 0,  # of the permutations; must be the same on every rank
         shuffle: bool = True,  # permute (with `cycle` only)
@@ -67,17 +66,17 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
         self._resume = (0, 0)
 
     def resume(self, *, epoch: int, step: int) -> None:
-        """Let the next iteration continue in front of `step`, provided that it is an iteration of `epoch`."""
+        """Start the next iteration at `step`, if it is an iteration of `epoch`."""
         self.epoch, self._resume = epoch, (epoch, step)
 
     def first_step(self) -> int:
-        """Return the step with which an iteration that begins now begins."""
+        """Return the first step of an iteration that starts now."""
         epoch, step = self._resume
         return step if epoch == self.epoch else 0
 
     def __iter__(self) -> Iterator[StepIndices]:  # type: ignore[override]
         first, self._resume = self.first_step(), (0, 0)
-        # `_resume` is used up by now: another iteration of the same epoch begins at its start
+        # `_resume` has been reset: another iteration of the same epoch starts at step 0
         order = self._order() if self.cycle else self.cells
         for step in range(first, len(self)):
             batch = slice(step * self.global_batch, (step + 1) * self.global_batch)
@@ -107,7 +106,7 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
             return batch
         if not self.cycle:
             mine = np.array_split(batch, self.num_replicas)[self.rank]
-            # a rank without cells would leave out the step, in which the others wait for it
+            # a rank without cells would skip the step, and the others would wait for it
             return mine if len(mine) else batch[-1:]
         if self.balance:
             return batch[balance(self.contacts[modality][batch], self.num_replicas)[self.rank]]
@@ -128,25 +127,25 @@ class StepLoader(DataLoader[Batch]):
         self._position = (0, 0)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        # both are read at the first `next`, before the sampler's own iterator forgets where it was to go on
+        # both are read at the first `next`, before the sampler's iterator resets `_resume`
         epoch, step = self.steps.epoch, self.steps.first_step()
         self._position = (epoch, step)
         for batch in super().__iter__():
-            # before the batch is handed out: a checkpoint that is written while it is trained on counts it as seen
+            # counted before `yield`: a checkpoint that is written during the step has the batch as seen
             step += 1
             self._position = (epoch, step)
             yield batch
 
     def amp_example_batch(self) -> Batch:
-        """Return the batch of the first step; the position stays."""
+        """Return the batch of the first step; the position does not change."""
         first: Batch = self.dataset[next(iter(copy(self.steps)))]
         return first
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch handed out; an epoch's end is the start of the next."""
         epoch, step = self._position
-        # Lightning counts the epoch that it goes on with; one that is cut short by `limit_train_batches` stays a
-        # position in the old epoch, which `first_step` drops because the sampler's epoch is another one by then
+        # Lightning stores the epoch that it resumes with. If `limit_train_batches` has ended an epoch early, the
+        # position is one in the old epoch, and `first_step` ignores it because the sampler's epoch has changed
         if step == len(self.steps):
             epoch, step = epoch + 1, 0
         return {"epoch": epoch, "step": step, "global_batch": self.steps.global_batch}
@@ -159,24 +158,24 @@ class StepLoader(DataLoader[Batch]):
                 f"the checkpoint was written in mid-epoch (epoch {epoch!r}, step {step!r}) with {saved!r} cells in"
                 f" a global batch; this run has {self.steps.global_batch!r} ({self.steps.num_replicas!r} ranks x"
                 f" {self.steps.batch_size!r} cells), so its steps differ; choose batch_size so that the"
-                f" product is {saved!r}, or resume from a checkpoint of an epoch's end"
+                f" product is {saved!r}, or resume from a checkpoint at the end of an epoch"
             )
         self.steps.resume(epoch=epoch, step=step)
         self._position = (epoch, step)
 
 
 def balance(contacts: NDArray[np.float64], n_ranks: int) -> list[NDArray[np.int64]]:
-    """Divide cells with these contacts among ranks: equally many on each and, greedily, equal sums of contacts.
+    """Divide cells among ranks: equally many cells on each and, greedily, equal sums of contacts.
 
-    The deepest cell goes first, each to the rank with the fewest contacts that still has room; then cells are swapped
-    between the richest and the poorest rank while that helps. Deterministic; ties go to the lower rank. Returns for
-    every rank the positions of its cells, ascending.
+    Cells are assigned by descending contacts, each to the rank with the fewest contacts that still has room. Then cells
+    are swapped between the ranks with the most and the fewest contacts while that reduces the difference. The result is
+    deterministic; ties go to the lower rank. Returns the positions of each rank's cells, ascending.
     """
     room = len(contacts) // n_ranks
     assert room * n_ranks == len(contacts), f"{len(contacts)} cells do not divide among {n_ranks} ranks"
     members: list[list[int]] = [[] for _ in range(n_ranks)]
     sums = np.zeros(n_ranks)
-    # the deepest first: the shallow ones that come last even out what these have left
+    # cells with many contacts first: those with few contacts even out the sums
     for cell in np.argsort(-contacts, kind="stable"):
         rank = int(np.argmin([s if len(m) < room else np.inf for s, m in zip(sums, members, strict=True)]))
         members[rank].append(int(cell))

@@ -1,8 +1,8 @@
 """Read raw RNA counts, choose variable genes whose promoter is in a Hi-C bin, and write the RNA modality.
 
-Genes of another assembly or species than the contacts are refused. Lengths are compared: genes are within the
-chromosomes of their assembly, and the last of many is near the end. If the first chromosomes are as long as a human's
-or a mouse's, ids of genes are compared too.
+Genes of another assembly or species than the contacts raise a DataError. The check compares lengths: genes must lie
+within the chromosomes, and the last of many genes must be near the end. If the lengths are those of human or mouse
+chromosomes, the gene ids must be of that species.
 """
 
 import re
@@ -58,15 +58,15 @@ def read_rna(path: str | Path) -> RnaCounts:
 
 def check_raw(
     counts: Any,  # CSR array of shape [cell, feature]
-    cells: pd.Index,  # with features: their names
+    cells: pd.Index,  # names of the cells; `features`: names of the features
     features: pd.Index,
     *,
-    where: str,  # with place: the file or object, and the place of the counts in it, for messages
+    where: str,  # the file or object, for messages; `place`: the place of the counts in it
     place: str,
     feature: str = "gene",  # what a feature is called in messages
     others: Sequence[str] = (),  # other places of the file or object that may hold the counts, for messages
 ) -> None:
-    """Refuse values that are no raw counts, and repeated names."""
+    """Raise a DataError for values that are not raw counts, and for repeated names."""
     fault = fault_of_counts(counts.data)
     if fault:
         raise DataError(
@@ -81,7 +81,7 @@ def check_raw(
 
 
 def write_rna(path: Path, rna: RnaCounts, positions: pd.DataFrame, *, settings: dict[str, Any]) -> None:
-    """Write the RNA modality; cells without a count in the genes kept are dropped and counted.
+    """Write the RNA modality; drop cells without counts in the kept genes, and store their number.
 
     Positions are chrom, start, end, strand of the genes in their order; settings go to `uns["amp"]`.
     """
@@ -100,9 +100,9 @@ def write_rna(path: Path, rna: RnaCounts, positions: pd.DataFrame, *, settings: 
 
 
 FEW, BEYOND = 3, 0.05
-"""Least number and share of genes behind the end of their chromosome that are refused; fewer are left out."""
+"""Number and share of genes beyond the end of their chromosome that raise an error; fewer are dropped."""
 MANY, REACH = 100, 0.95
-"""This many genes of a chromosome reach this share of its length; not on Y, half of which has no genes."""
+"""On a chromosome with this many genes, they must reach this share of its length; Y is not checked."""
 LENGTHS = {"human": {"1": 249e6, "2": 243e6, "3": 199e6}, "mouse": {"1": 195e6, "2": 182e6, "3": 160e6}}
 """Lengths of the first chromosomes; assemblies of one species differ by less than 2 %."""
 IDS = {"human": re.compile(r"ENSG\d"), "mouse": re.compile(r"ENSMUSG\d|[A-Z][a-z]")}
@@ -114,7 +114,7 @@ REMEDY = (
 
 
 def check_same_assembly(genes: pd.DataFrame, bins: pd.DataFrame, *, annotation: str | Path) -> None:
-    """Refuse genes, chromosomes in any spelling, that cannot be of the assembly of the bins that are kept."""
+    """Raise a DataError for genes that cannot be of the bins' assembly; chromosomes may have any spelling."""
     ends = {bare_name(chrom): int(end) for chrom, end in bins.groupby("chrom")["end"].max().items()}
     width = int((bins["end"] - bins["start"]).max())
     chroms = genes["chrom"].map(bare_name)
@@ -172,7 +172,7 @@ def choose_genes(
 ) -> tuple[RnaCounts, pd.DataFrame]:
     """Return the counts and positions of the most variable genes whose promoter touches a kept bin.
 
-    How many genes there were, and are left out for which reason, is in `.attrs["genes"]` of the positions.
+    `.attrs["genes"]` of the positions has the number of genes read, and of genes dropped for each reason.
     """
     # first of all: by chance some genes of another assembly overlap bins as well
     check_same_assembly(genes, bins, annotation=annotation)
@@ -185,7 +185,7 @@ def choose_genes(
         )
     present = bins["chrom"].drop_duplicates().tolist()
     positions = genes.loc[shared]
-    # bins keep the spelling of the contacts' file, which the names of vertices are made of; genes take it over
+    # genes get the chromosome spelling of the contacts' file, which the vertex names use
     spelling = spell_as(present, positions["chrom"].unique())
     chrom = positions["chrom"].map(spelling)
     positions = positions.assign(chrom=chrom)[chrom.notna().to_numpy()]
@@ -214,8 +214,8 @@ def choose_genes(
 def most_variable(counts: Any, *, n_genes: int) -> NDArray[np.bool_]:
     """Mark the most variable genes of counts [cell, gene], CSR; all expressed ones when there are fewer.
 
-    Counts are normalised to 10,000 a cell and log1p is taken; genes are put by their mean into 20 groups of equal size,
-    and a gene's score is the distance of its log variance from the median of its group. Equal scores go by gene order.
+    Counts are normalised to 10,000 per cell, followed by log1p. Genes are sorted by mean into 20 groups of equal size.
+    A gene's score is its log variance minus the median of its group. Ties keep the gene order.
     """
     totals = np.maximum(counts.sum(axis=1), 1)
     logged = sp.csr_array(counts, dtype=np.float64, copy=True)

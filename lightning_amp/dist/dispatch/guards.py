@@ -1,7 +1,8 @@
-"""Catch what would bypass sharded tensors in silence: autograd Functions, gradients inside a step, early stops.
+"""Patch autograd during a step: refuse user Functions on sharded tensors, and return full gradients from autograd.grad.
 
-A `torch.autograd.Function` unpacks its tensors in C++, so autograd would see the wrapper and lose the part's gradient.
-`torch.autograd.grad` of values that every rank has would return one rank's share of a gradient.
+A `torch.autograd.Function` unpacks its tensors in C++, so autograd would record the wrapper and lose the shard's
+gradient. `torch.autograd.grad` of a replicated value would return only one rank's share of the gradient. Activation
+checkpointing must not stop early, because all ranks have to issue the same collectives.
 """
 
 import sys
@@ -23,21 +24,22 @@ from lightning_amp.dist.splits import AXES_OF_STEP, WHOLE, MeshAxis
 autograd: Any = torch.autograd
 OURS = ("torch.", "lightning_amp.")
 PASSED_ON = ("RegisterPostBackwardFunction",)
-"""Functions of torch that return their tensors as they are: FSDP2's, which waits for a block's gradients."""
+"""Functions that return their inputs unchanged, such as the one with which FSDP2 waits for a block's gradients."""
 
 
 @contextmanager
 def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
-    """During a step: Functions of the user are refused, gradients taken by hand are whole, nothing is compiled.
+    """Guard a training step: refuse user Functions on sharded tensors, return full gradients, disable torch.compile.
 
-    Tensors of the step may be split over the axes.
+    Args:
+        axes: Mesh axes over which tensors of the step may be sharded.
     """
     apply, engine = torch.autograd.Function.__dict__["apply"], autograd._engine_run_backward
     register_hook: Any = Tensor.register_hook
     retain_grad: Any = Tensor.retain_grad
     utils: Any = functorch_utils
     unwrap = utils.unwrap_dead_wrappers
-    # Not emptied when the step ends: gradients of its tensors are read after the backward pass, which follows it.
+    # Kept after the step: gradients of its tensors are read after the backward pass.
     AXES_OF_STEP[:] = axes
 
     def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,13 +52,13 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
             tensors = [t for t in args if isinstance(t, Tensor)]
             return tuple(wrap(t, splits_of(a)) for t, a in zip(found, tensors, strict=True))
         found = None if given else apply.__get__(None, cls)(*args, **kwargs)
-        # a Function may use sharded tensors that are no arguments of it, as reentrant checkpoints do
+        # a Function may use sharded tensors that are not its arguments, as reentrant checkpointing does
         if given or any(type(t) is ShardedTensor for t in tensors_in(found)):
             remedy = "register what it does with lightning_amp.register_shard"
             if cls.__name__ == "CheckpointFunction":
                 remedy = "call checkpoint with use_reentrant=False"
             raise shard_error(cls, [args], "autograd Functions do not see parts", remedy=remedy)
-        # hooks of modules on gradients stand for functions of the user
+        # module backward hooks (BackwardHookFunction) run code of the user
         of_user = cls.__name__ == "BackwardHookFunction" or not cls.__module__.startswith(OURS)
         if of_user and not _in_handler(checked.__code__):
             for tensor in tensors_in(found):
@@ -65,14 +67,14 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
         return found
 
     def whole_gradient(grad: Tensor) -> Tensor:
-        """Of a whole tensor, for what is no linear function of it."""
+        """Full gradient of a replicated tensor, for code that is not linear in the gradient."""
         return true_gradient(grad, WHOLE, axes)
 
     def hooked(x: Tensor, hook: Any) -> Any:
-        """Of `Tensor.register_hook`: a hook of the user gets the gradient of a whole tensor, not a share of it."""
+        """Replace `Tensor.register_hook`: a user's hook receives the full gradient, not one rank's share."""
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if type(x) is ShardedTensor:
-            # torch would look for the handler of this function
+            # called directly: torch would dispatch to this replacement, which has no handler
             return FUNCTIONS[register_hook](x, hook)
         if caller.startswith(OURS):
             return register_hook(x, hook)
@@ -85,27 +87,27 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
         return register_hook(x, whole)
 
     def retained(x: Tensor) -> None:
-        """Of `Tensor.retain_grad`: what is kept is the gradient of a whole tensor."""
+        """Replace `Tensor.retain_grad`: `.grad` is the full gradient."""
         if type(x) is ShardedTensor:
             FUNCTIONS[retain_grad](x)
             return
         if x.requires_grad and not x.is_leaf:
-            # torch keeps what the hooks before it return
+            # retain_grad stores the result of hooks that were registered before it
             register_hook(x, whole_gradient)
         retain_grad(x)
 
     def run(outputs: Any, seeds: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Of `torch.autograd.grad`, whatever name it was imported under, and of backward().
+        """Replace the engine call of `torch.autograd.grad` and of `backward()`.
 
-        Every rank differentiates its copy of a whole output, so a copy counts as one of R. The gradient of a whole
-        input is the sum of what the ranks find; that of a split one is its owner's.
+        Each of R ranks differentiates its copy of a replicated output, so each copy is weighted by 1 / R. The gradient
+        of a replicated input is summed over the ranks; the gradient of a sharded input stays on its rank.
         """
         if kwargs.get("accumulate_grad"):
             for leaf in inputs or _leaves(outputs):
-                # the engine adds to `.grad` of such a leaf by itself, and nothing tells a share from a sum afterwards;
+                # the engine accumulates into `.grad` of such a leaf, where a share and a sum cannot be distinguished;
                 # gradients of parameters are averaged after the backward pass
                 if not isinstance(leaf, Parameter) and not hasattr(leaf, "is_part"):
-                    why = "it would leave one rank's share of a gradient on a tensor that is no parameter"
+                    why = "it would leave one rank's share of a gradient on a tensor that is not a parameter"
                     remedy = "take its gradient with torch.autograd.grad"
                     raise shard_error(Tensor.backward, [leaf], why, remedy=remedy)
             return engine(outputs, seeds, retain, create, inputs, *args, **kwargs)
@@ -114,9 +116,9 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
             part = None if seed is None else part_in(seed, splits_of(out))
             for axis in axes:
                 part = part if part is None or splits_of(out).on(axis) else part / axis.size
-            # R copies of a whole output count as one, so each has the seed by R; parts of a split one are counted once.
+            # the seed of a replicated output is divided by R; shards are counted once
             parts.append(part)
-        # parts have the graph, wrappers have none
+        # the local shards have the autograd graph, the wrappers do not
         outs, ins = (tuple(map(local_of, tensors)) for tensors in (outputs, inputs))
         found = list[Any]()
         values = engine(outs, tuple(parts), retain, create, ins, *args, **kwargs)
@@ -127,12 +129,12 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
         return tuple(found)
 
     def unwrapped(given: Any) -> Any:
-        """Of `apply` under a name that was taken before the step, as by `scale = Scale.apply`."""
+        """Check an `apply` that was bound before the step, as by `scale = Scale.apply`."""
         tensors, cls = tensors_in(given), sys._getframe(1).f_locals.get("cls", torch.autograd.Function)
         if any(type(t) is ShardedTensor for t in tensors):
             remedy = f"call {cls.__name__}.apply itself, and register what it does with lightning_amp.register_shard"
             raise shard_error(cls, [given], "autograd Functions do not see parts", remedy=remedy)
-        # what such a call returns is not seen, so that its gradient cannot be made whole
+        # the result of such a call is not intercepted, so its gradient cannot be summed over ranks
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if trains and not (cls.__module__.startswith(OURS) or _in_handler(checked.__code__)):
             why = "its backward pass would get one rank's share of a gradient"
@@ -157,7 +159,7 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
 
 
 def _in_handler(apply: Any) -> bool:
-    """Whether a handler, or what stands for `apply`, calls an autograd Function."""
+    """Whether an autograd Function is called from a handler or from the patched `apply`."""
     codes = {apply, *(getattr(ShardedTensor, f"__torch_{kind}__").__code__ for kind in ("function", "dispatch"))}
     frame = sys._getframe(2)
     while frame is not None and frame.f_code not in codes:
@@ -166,7 +168,7 @@ def _in_handler(apply: Any) -> bool:
 
 
 def _leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The tensors that a backward pass leaves gradients on."""
+    """Leaf tensors that receive a gradient in a backward pass."""
     nodes, seen = [t.grad_fn for t in outputs], set[Any]()
     while nodes:
         node = nodes.pop()

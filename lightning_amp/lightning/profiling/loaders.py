@@ -1,18 +1,18 @@
-"""Make one batch as the training loader would, and determine its cells, without side effects on the run.
+"""Read an example batch and the batch size from the Trainer's loaders, without side effects on the run.
 
-The loader's own iterator is not touched, for it may draw, start workers or read from a stream. Of a data set whose
-items have numbers the first batch is made by hand, in this process, with the loader's `collate_fn`:
+The loader's iterator is not used, because it may draw random numbers, start workers or read from a stream. For a
+map-style data set the first batch is made in this process, with the loader's `collate_fn`:
 
-    no sampler but torch's    the first items, in the order of the data set
-    another one               what a copy of it begins with
+    sampler of torch    the first items of the data set
+    other samplers      the first indices of a copy of the sampler
 
-A loader of another kind may have a method `amp_example_batch`, which gives a batch that nobody misses.
+Any other loader requires a method `amp_example_batch`, which returns a batch that training does not read.
 
-This is done as a guest (guest.py), and data set, sampler and `collate_fn` are copies in what they remember of
-themselves (as_before.py): a count, or a random generator, does not move on.
+The batch is made inside `as_guest` (guest.py), which restores settings and suppresses output. The state of data set,
+sampler and `collate_fn` is copied (as_before.py), so that counters and random generators do not advance.
 
-Known limits: what an item does outside of its process is done once more, such as moving the position in an open file;
-a list or dictionary of a data set's that is longer than `as_before.LONG` is not a copy; `worker_init_fn` is not called.
+Known limits: side effects of an item outside the process, such as moving the position in an open file, happen once
+more; lists and dictionaries longer than `as_before.LONG` are not copied; `worker_init_fn` is not called.
 """
 
 import pickle
@@ -47,15 +47,15 @@ UNKNOWN = (
 )
 
 Cells = tuple[int | None, str]
-"""How many, or None and what to do."""
+"""Samples per rank and step; or None, and what to do."""
 
 
 def cells_per_step(trainer: pl.Trainer) -> Cells:
-    """Cells per rank and step.
+    """Return the samples (cells) per rank and step.
 
-    An attribute `batch_size` of the data module, the module or the loader tells; else the training loaders are asked
-    for. Of several loaders the largest counts. Without a decoder in the module none are: the cells would predict
-    nothing, and the profile of its step counts them itself.
+    The number is the attribute `batch_size` of the data module, the module or the loader, else that of the training
+    loaders; the largest if there are several. The loaders are created only if the module has a decoder: otherwise the
+    profile of its step determines the number.
     """
     source = trainer.fit_loop._data_source
     if (size := _largest(source.instance)) is not None:
@@ -69,13 +69,13 @@ def cells_per_step(trainer: pl.Trainer) -> Cells:
 
 
 def loaders_of(trainer: pl.Trainer, loop: Any = None) -> tuple[object, str]:
-    """What the run will read in a loop, by default in training; None and why, "" where nothing went wrong.
+    """Return the loaders of a loop, by default of training, and ""; or None and the reason.
 
-    The loop's hook, such as `train_dataloader`, is called, and the Trainer takes what it gave. It calls the hook again
-    where that draws random numbers, which must be drawn where a plain run draws them; and where a sampler has been
-    distributed to ranks by now, for how many of them have a batch of their own is up to the plan. Every rank calls
-    this, for the hook may communicate. A hook that is called every few epochs may give other loaders each time: it is
-    not called.
+    The loop's hook, such as `train_dataloader`, is called once, and the Trainer uses the same loaders. There are two
+    exceptions. If the hook draws random numbers, the Trainer calls it again, where a plain run calls it. If a sampler
+    is distributed already, the Trainer calls it again after planning, because the plan sets the number of replicas. All
+    ranks must call this function, because the hook may communicate. With `reload_dataloaders_every_n_epochs` the hook
+    is not called.
     """
     source: Any = (trainer.fit_loop if loop is None else loop)._data_source
     if not source.is_module():
@@ -85,9 +85,9 @@ def loaders_of(trainer: pl.Trainer, loop: Any = None) -> tuple[object, str]:
     try:
         loaders, drew = _loaders(source)
     except Exception as error:
-        # it may read what a hook makes that comes later; what is really wrong with it, the Trainer will say
+        # the hook may depend on a later hook; the Trainer raises errors that remain
         return (None, f"{type(source.instance).__name__}.{source.name}() gave {type(error).__name__}: {error}")
-    # draws must be made where a plain run makes them, and a distributed sampler is of a plan that is not made yet
+    # see the docstring: random draws, and samplers that depend on the plan
     samplers = [getattr(loader, "sampler", None) for loader in each(loaders)]
     if not drew and not any(isinstance(sampler, DistributedSampler) for sampler in samplers):
 
@@ -101,27 +101,27 @@ def loaders_of(trainer: pl.Trainer, loop: Any = None) -> tuple[object, str]:
 
 
 def forget_loaders(trainer: pl.Trainer) -> None:
-    """Drop loaders that the Trainer was to take and has not: the run has ended before, and another may read others."""
+    """Drop loaders that the Trainer has not used, because the run has ended early; another run may use others."""
     loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
     for loop in (*loops, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         vars(loop._data_source).pop("dataloader", None)
 
 
 def _loaders(source: Any) -> tuple[object, bool]:
-    """What the hook gives, and whether it has drawn random numbers, which are as they were before."""
+    """Return the hook's loaders, and whether it drew random numbers; random state is restored."""
     with isolated_random_streams():
         before = _drawn()
         return request_dataloader(source), _drawn() != before
 
 
 def _drawn() -> tuple[bytes, ...]:
-    # not one pickle of all, which differs with the objects that a tensor's storage happens to share
+    # torch's state is not pickled: pickles of equal tensors may differ
     numbers = pickle.dumps((np.random.get_state(), random.getstate()))
     return torch.get_rng_state().numpy().tobytes(), numbers
 
 
 def each(loaders: object) -> list[Any]:
-    """The loaders of any nesting."""
+    """Flatten nested loaders into a list."""
     return loaders.flattened if isinstance(loaders, CombinedLoader) else tree_leaves(loaders)
 
 
@@ -135,16 +135,16 @@ WAY_OUT = "give the loader a method amp_example_batch that returns a batch of th
 
 
 def example_batch(loaders: object, why: str = "") -> Any:
-    """The batch that one step reads of these loaders: one loader, or a dictionary, list or CombinedLoader of several.
+    """Return the batch that one step reads from a loader, or from a dictionary, list or CombinedLoader of several.
 
     Args:
         loaders, why: As `loaders_of` returns them.
 
     Raises:
-        DataError: It cannot be had without reading what training reads; or making it raised something.
+        DataError: A batch cannot be read without consuming training data, or reading it raised an error.
     """
     if loaders is None:
-        raise DataError(why or "the loader is made anew every few epochs, or there is none")
+        raise DataError(why or "the loader is created again every few epochs, or there is none")
     return tree_map(_example_of, loaders.iterables if isinstance(loaders, CombinedLoader) else loaders)
 
 
@@ -174,7 +174,7 @@ def _example_of(loader: Any) -> Any:
 
 
 def _first_batch(loader: DataLoader[Any]) -> Any:
-    # one for all, so that a sampler that holds the data set holds its copy
+    # one memo for all copies: a sampler that holds the data set then holds the copy
     memo: dict[int, Any] = {}
     dataset, collate = apart(loader.dataset, memo), apart(loader.collate_fn, memo)
     batches = None if loader.batch_sampler is None else apart(loader.batch_sampler, memo)

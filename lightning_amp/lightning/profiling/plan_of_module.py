@@ -36,14 +36,14 @@ class ModulePlan:
 
     Attributes:
         plan: As `AMPStrategy(plan=...)` takes it.
-        profile: The step as it is, on one device.
+        profile: Profile of the step without techniques, on one device.
         module: Whose step it is.
-        step: It, to be counted again.
-        seen_at: Counts it with a batch of another length.
-        counting: While it is counted, the module's blocks are those of `blocks`, and tensors count as on the device.
-        named: Whether its techniques were named, rather than chosen by the policy.
-        steps: Of a technique with its own steps, of which the questions cannot be answered.
-        unlike: Whether devices have unlike memory, of which they cannot either.
+        step: The step, to count it again.
+        seen_at: Function that counts the step with another batch size.
+        counting: Context for counting, with the blocks of `blocks` and tensor sizes as on the device.
+        named: Whether the user chose the techniques, not the policy.
+        steps: Steps of a technique that replaces the training step; the questions are then not supported.
+        unlike: Whether the devices differ in memory; the questions are then not supported.
     """
 
     plan: Plan
@@ -69,7 +69,7 @@ class ModulePlan:
     def largest_batch(self) -> int:
         """The largest number of samples of a batch that fits the budget, as `answers` says; 0 where not even one does.
 
-        It is with the techniques that were named, or with any where the policy chooses, as much of each as is needed.
+        It uses the techniques named by the user, or any that the policy may choose, as far as they are needed.
 
         Raises:
             PlanError: There is no budget, or it is not known what another number of samples holds.
@@ -92,7 +92,7 @@ class ModulePlan:
         return None if found is None else found.ranks * found.model
 
     def answers(self) -> list[str]:
-        """Both, as sentences, with and without techniques; none where there is no budget."""
+        """Return largest_batch and fewest_devices as sentences, with and without techniques; empty without a budget."""
         budget = self.plan.budget_bytes
         if budget is None or self.unlike or self.steps is not None:
             return []

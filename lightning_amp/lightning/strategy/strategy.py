@@ -6,8 +6,8 @@ optimisers.
 Known limits: those of steps/training_step.py; buffers that a module changes by itself in training, other than shared
 batch statistics, differ between ranks until the next validation, where rank 0's are taken; `self.all_gather` gathers
 from all ranks, so a model group's values come once per rank of it; under S2, fsdp and pipeline `module.state_dict()`,
-and a norm taken by hand, are those of the rank's part (`gradient_norm` has all). What ranks then train differently is
-told.
+and a norm taken by hand, are those of the rank's part (`gradient_norm` has all). Differences between
+ranks are reported as a warning.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -61,14 +61,14 @@ OF_LIGHTNING = (
 
 
 class AMPStrategy(MeshStrategy):
-    """Automatic modality-aware parallelization.
+    """Train a module within a memory budget: profile its step, choose a plan, and install the plan's techniques.
 
     Attributes:
         request: The options, as given; most are attributes of the strategy too.
-        unfit: "refuse" or "train": what becomes of a plan that is predicted not to fit.
-        plan, predicted_step: The plan in force, and its step where rank 0 has profiled it; None before `setup`.
-        own_statistics: Whether ranks may change buffers from their own cells; not where the policy chooses the plan.
-        pipelined_steps: What runs a pipeline's training steps, with the times of the last one's passes; else None.
+        unfit: What to do with a plan that is predicted not to fit: "refuse" or "train".
+        plan, predicted_step: The installed plan, and its step if rank 0 has profiled it; None before `setup`.
+        own_statistics: Whether ranks may change buffers from their own cells; False if the policy chooses the plan.
+        pipelined_steps: Runner of a pipeline's steps, with the times of the last step; None without a pipeline.
     """
 
     strategy_name = "amp"
@@ -114,7 +114,7 @@ class AMPStrategy(MeshStrategy):
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        """Keep the request; nothing is decided before `setup`.
+        """Store the options; the plan is made in `setup`.
 
         Args:
             accelerator, parallel_devices, cluster_environment, precision_plugin: Set by the Trainer.
@@ -126,22 +126,22 @@ class AMPStrategy(MeshStrategy):
                 work on blocks; None takes the children of lists and sequences.
             device_memory: Budget of one device, as bytes or "24GiB", or of each in a list; None asks the device.
             unfit: "refuse" or "train" a plan that is predicted not to fit; None refuses where `device_memory` is given.
-            rates: File that `lightning-amp calibrate` wrote, to predict times with; None takes the device's kind.
-            rescue: Whether a batch for which memory ends runs again with a leaner plan, up to three times in a fit.
+            rates: File written by `lightning-amp calibrate`, to predict times; None takes the device's kind.
+            rescue: Whether a batch that runs out of memory runs again with a leaner plan, up to three times in a fit.
             model_parallel_size: Ranks of the model axis.
             data_dir: Directory to read the data configuration from; None means that of a SingleCellDataModule.
             balance_cells: Whether the sampler balances contacts over the ranks; "auto" leaves it to the plan.
             share_batch_statistics: Compute BatchNorm over the cells of all ranks.
             save_distributed_checkpoint: Save a directory of the ranks' parts, without `checkpoint_io`; both are loaded.
             bucket_mb: Largest flat gradient buffer in MiB.
-            check_finite: Look at every loss and gradient, and name the module whose output was first not finite.
-            lost_after, stuck_after: Seconds of silence, and without progress, after which a rank is lost, and stuck.
-            micro_batches, schedule: Of a pipeline: into how many parts a batch is cut, and their order.
-            fsdp_ranks: Of `strategies="fsdp"`: ranks of a group that splits parameters, as a node's; None is all.
-            fsdp_offload: Of `strategies="fsdp"`: whether a rank's parts of them lie in the host's memory.
+            check_finite: Check every loss and gradient, and report the module whose output was first not finite.
+            lost_after, stuck_after: Seconds without a message, or without progress, after which a rank has failed.
+            micro_batches, schedule: Of a pipeline: the number of micro-batches of a batch, and their order.
+            fsdp_ranks: Of `strategies="fsdp"`: ranks that shard parameters, such as those of a node; None is all.
+            fsdp_offload: Of `strategies="fsdp"`: whether parameter shards are kept in host memory.
             device_speeds: "measure" assigns stages and strata to ranks by measured speed; None takes ranks as equal.
             tensor_grid: Of `strategies="tensor3d"`: ranks (x, y, z); x and y split features, z rows of the batch.
-            tensor_overlap: Of `strategies="tensor3d"`: collectives that are under way while a rank computes.
+            tensor_overlap: Of `strategies="tensor3d"`: collectives that overlap with compute.
             tensor_cache: Of `strategies="tensor3d"`: bytes of gathered parameters that are kept for the backward pass.
             sequence_dim: Of `strategies="sequence"`, or of "tensor3d" where z splits samples: which dims.
             sequence_sizes, sequence_grid: Of `strategies="sequence"`: how they are split.

@@ -13,18 +13,18 @@ from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Replacements, and what the gradients' reduction and the checkpoint must know of them.
+    """Result of an install function: replacements, and parameters with partial gradients or shards.
 
     Attributes:
         swaps: New modules by their name relative to the rule's module; "" is that module itself.
         partial: Parameters of which every rank of the model axis computes a part of the gradient; the loss reaches them
             through `collectives.leave`, or another node that says on which side it is (ranks/sharded_region.py).
-        sharded: Parameters that the new modules hold a shard of, in place of the whole.
-        forwards: What modules that stay run instead of their class's `forward`, by their name as in `swaps`; called as
+        sharded: Parameters of which the new modules hold only a shard.
+        forwards: Replacements of `forward` of modules that are not swapped, by module name as in `swaps`; called as
             `forward(module, *args, **kwargs)`. One with a `position` runs around what others compute
             (footprint/forward_overrides.py). One with a method `installed_at(fqn, plans)` is given the block's name and
             a dictionary that all blocks of the model share. It can be copied with the module, and pickled.
-        methods: What the rule's module runs instead of other methods of its class, by their name; called as
+        methods: Replacements of other methods of the rule's module, by method name; called as
             `method(module, *args, **kwargs)`.
     """
 

@@ -1,16 +1,15 @@
-"""Issue the collectives of parameters in a step: in one order on all ranks, begun early, waited for late.
+"""Issue all-gathers and reduce-scatters of parameters in one order on all ranks, overlapped with compute.
 
-    first step    ranks compare, before each collective, what it is for; its order is kept
-    later steps   the order is followed. Parameters are gathered ahead of their layers, and ranks compare once, when the
-                  step has ended
+    first step    ranks compare each collective before it starts, and record the order
+    later steps   ranks follow the recorded order, prefetch parameters, and compare once at the end of the step
 
-A rank that leaves the order, as for a branch, takes part in the rest of it first, with zeros: no rank waits for it, and
-nothing is mistaken for something else. Then the ranks compare where they have left it. If they have left it at the same
-place they go on as in a first step; otherwise all of them stop.
+A rank that leaves the order, such as in a branch, first completes the recorded collectives with zeros, so that no rank
+waits for it. Then the ranks compare where they left the order. If they left it at the same place, they continue as in
+a first step; otherwise all of them raise an error.
 
-A rank holds at a time, besides what a layer reads: parameters that are gathered ahead, of at most the bytes of the
-largest one; gradients on their way, of at most `IN_FLIGHT` times these bytes, and on gloo as much again for what
-arrives; the factors of at most `LATEST` gradients of weights that are yet to be computed; and the cache.
+In addition to the parameters of the current layer, a rank holds: prefetched parameters of at most the bytes of the
+largest one; pending gradients of at most `IN_FLIGHT` times these bytes, twice as much on gloo; the factors of at most
+`LATEST` deferred weight gradients; and the cache.
 """
 
 from collections import Counter, deque
@@ -27,24 +26,24 @@ from lightning_amp.errors import ModelError
 from lightning_amp.techniques.tensor3d.row import OVERLAP
 
 IN_FLIGHT = 2
-"""Gradients of the largest parameter's bytes that are summed at a time."""
+"""Bytes of gradients that are reduced at a time, in units of the largest parameter."""
 LATEST = 3
-"""Gradients of weights that are left for later at a time, such as those of queries, keys and values."""
+"""Most weight gradients that are deferred at a time, such as those of queries, keys and values."""
 CHANGES = 2
-"""Steps that may leave the order; afterwards each collective is compared."""
+"""Steps that may leave the order; after these, each collective is compared."""
 GATHERS, ADDS_UP = "gathers", "adds up the gradient of"
 STRAY = (
-    "a backward pass was begun by loss.backward() or torch.autograd.grad, and under tensor3d the Trainer has to begin"
-    " it, to weigh the loss; return the loss from training_step, or train with strategies='S1'"
+    "loss.backward() or torch.autograd.grad started a backward pass; tensor3d requires that the Trainer starts it,"
+    " because the loss is weighted; return the loss from training_step, or train with strategies='S1'"
 )
 
 
 OnGrid = Any
-"""A parameter of which a rank has a part: GridParameter (parameters.py), which imports this module."""
+"""A GridParameter (parameters.py); Any, because parameters.py imports this module."""
 
 
 class InStepCollective(NamedTuple):
-    """One of a parameter, which the order of a step consists of."""
+    """One collective of one parameter in the order of a step."""
 
     kind: str
     of: OnGrid
@@ -52,17 +51,17 @@ class InStepCollective(NamedTuple):
 
 
 class InStep:
-    """What the parameters of a module have in common in a step.
+    """Order, prefetched parameters and pending gradients of a module in one training step.
 
     Attributes:
-        begun: Whether a backward pass is that of the strategy, which weighs the loss.
-        largest_bytes: Of one gathered parameter, on the rank that has most of it.
+        begun: Whether the strategy has started the backward pass, with the weighted loss.
+        largest_bytes: Bytes of the largest gathered parameter, the maximum over the ranks.
 
     Args:
-        agree: Called with what this rank is about to do; a collective that fails where ranks differ.
-        overlap: What is under way while the rank computes (row.py).
-        cache_bytes: Of gathered parameters that are kept until the backward pass has ended.
-        begun: As the attribute.
+        agree: Collective that is called with a description of the next action; raises if ranks differ.
+        overlap: Collectives that overlap with compute, separated by commas (row.py).
+        cache_bytes: Bytes of gathered parameters that are kept until the end of the backward pass.
+        begun: Initial value of the attribute.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class InStep:
         self._agree, self._overlap, self._cache_bytes = agree, overlap.split(","), cache_bytes
         self.begun, self.largest_bytes = begun, 0
         self._reached: dict[int, nn.Parameter] = {}
-        # a step may have several backward passes, each of which ends a part of it
+        # a step may have several backward passes; each one ends a part of the step
         self._part = "", 0
         self._orders, self._changes = (dict[tuple[str, int], list[InStepCollective]](), Counter[tuple[str, int]]())
         self._order: list[InStepCollective] | None = None
@@ -87,18 +86,18 @@ class InStep:
         self._on_their_way = deque[tuple[OnGrid, Callable[[], Tensor]]]()
 
     def begin(self, name: str, part: int = 0) -> None:
-        """A step begins, or another part of it."""
+        """Begin a step, or its next part."""
         self.forget()
         self._part = name, part
         self._order = self._orders.get(self._part) if self._changes[self._part] < CHANGES else None
 
     def end(self, what: str) -> list[nn.Parameter]:
-        """A part of the step has ended; a collective that waits for gradients. Returns parameters that have some."""
+        """End a part of the step, wait for its gradients, and return the parameters that have one; a collective."""
         do_later()
         self._kept.clear()
         self._leave()
-        # After the rest of the order, so that all ranks get here whatever each of them has left out; and before
-        # anything uses the gradients, to which a rank that left the order has added zeros.
+        # after the rest of the order, so that all ranks reach this call; before the gradients are used, because a rank
+        # that left the order has added zeros to them
         self._agree(f"{what} after {len(self._done)} collectives")
         self._orders[self._part] = self._done
         self._arrive()
@@ -107,13 +106,13 @@ class InStep:
         return found
 
     def forget(self) -> None:
-        """The step has failed."""
+        """Discard the state of a failed step."""
         for kept in (self._reached, self._kept, self._ahead, self._on_their_way, LATER):
             kept.clear()
         self._done, self._order, self._at, self._begun_to = [], None, 0, 0
 
     def gather(self, of: OnGrid) -> Tensor:
-        """A gathered parameter, which is kept if there is room."""
+        """Return the gathered parameter, and cache it if there is room."""
         found = self._kept.get(of)
         if found is not None:
             return found
@@ -125,14 +124,14 @@ class InStep:
         return found
 
     def add_up(self, of: OnGrid, grad: Tensor, *, fresh: bool = False) -> None:
-        """Begin to sum a gradient of a gathered parameter over the ranks; the parameter gets its part.
+        """Start the reduce-scatter of a gathered parameter's gradient; `.grad` of the parameter gets this rank's shard.
 
         Args:
             of, grad: The parameter, and its gradient.
-            fresh: Whether nobody else has the gradient.
+            fresh: Whether `grad` may be overwritten, because no other code holds it.
 
         Raises:
-            ModelError: The backward pass is not that of the strategy.
+            ModelError: The backward pass was not started by the strategy.
         """
         if not self.begun:
             raise ModelError(STRAY)
@@ -143,7 +142,7 @@ class InStep:
             self._arrive()
 
     def add_up_later(self, of: OnGrid, compute: Callable[[], Tensor]) -> bool:
-        """Compute and sum a gradient while the next all-reduce is under way; False where that is not allowed."""
+        """Defer computing and reducing a gradient until the next all-reduce runs; return False if not possible."""
         if not self.begun or "all_reduce" not in self._overlap:
             return False
         while len(LATER) >= LATEST:
@@ -152,12 +151,12 @@ class InStep:
         return True
 
     def _compute(self, of: OnGrid, compute: Callable[[], Tensor]) -> None:
-        # a block that runs again may be what issues the all-reduce, with autograd and autocast
+        # the all-reduce may come from a recomputed block, which runs with autograd and autocast
         with torch.no_grad(), torch.autocast(of.parameter.device.type, enabled=False):
             self.add_up(of, compute(), fresh=True)
 
     def _next(self, kind: str, of: OnGrid) -> None:
-        """A collective comes next: by the order, or the ranks compare it."""
+        """Check the next collective against the order, or compare it between the ranks."""
         if self._order is not None:
             if self._at < len(self._order) and self._order[self._at][:2] == (kind, of):
                 self._done.append(self._order[self._at])
@@ -168,8 +167,8 @@ class InStep:
         self._done.append(InStepCollective(kind, of, in_backward()))
 
     def _leave(self) -> None:
-        """Take part in the rest of the order, and follow it no more."""
-        # others follow the order to its end, and would wait for this rank for ever
+        """Complete the rest of the order, then stop following it."""
+        # other ranks follow the order to its end, and would wait for this rank forever
         order, left = self._order or [], self._at
         while self._at < len(order):
             kind, of, _ = order[self._at]
@@ -190,11 +189,11 @@ class InStep:
         return found
 
     def _gather_ahead(self, order: list[InStepCollective]) -> None:
-        """Begin the next gathers, up to a bound. All ranks must decide the same, so it is not that of the own parts."""
-        # `_at` lies behind the collective that is read now, whose pass is the one that goes on.
+        """Start the next gathers, up to a bound that is the same on all ranks."""
+        # `_at - 1` is the current collective; it says whether this is the forward or the backward pass
         backward, held = order[self._at - 1].backward, self._bytes(of for of, _ in self._ahead)
         at = max(self._begun_to, self._at)
-        # between the passes activations are at their most
+        # no prefetch across the passes: activations are largest there
         while at < len(order) and order[at].backward == backward:
             kind, of, _ = order[at]
             if kind == GATHERS:
@@ -206,7 +205,7 @@ class InStep:
         self._begun_to = at
 
     def _arrive(self, left_bytes: int = -1) -> None:
-        """Wait for gradients until those on their way have so many bytes."""
+        """Wait for gradients until the pending ones have at most `left_bytes`."""
         while self._on_their_way and self._bytes(of for of, _ in self._on_their_way) > left_bytes:
             of, arrive = self._on_their_way.popleft()
             found, leaf = arrive(), of.parameter

@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[Callable[[], Trained], Grid, dict[str, Any], str]] = {
         "self.clip_gradients"),
     "an optimiser": (small(configure_optimizers=lambda m: torch.optim.Adafactor(m.parameters())), X, {},
         "'Adafactor'.*tensor3d splits"),
-    "a backward pass": (small(training_step=stray), X, {}, "under tensor3d the Trainer has to begin"),
+    "a backward pass": (small(training_step=stray), X, {}, "tensor3d requires that the Trainer starts it"),
     "a hook": (small(lambda m: m.net.weight.register_hook(lambda grad: 2 * grad)), X, {}, "'net.weight' has hooks"),
     "a reference": (small(hold, loss=lambda m, batch: Small.loss(m, batch) * m.held[0].sum()), X, {},
         "under tensor3d a parameter has this rank's part"),
@@ -213,7 +213,7 @@ ODD_REFUSED = {
     "gradients clipped by hand": "'configure_gradient_clipping' calls",
     "a running mean, assigned": "a file would hold one rank's part",
     "embedding of bounded norm": "it writes into a copy",
-    "a gradient penalty": "a backward pass was begun by",
+    "a gradient penalty": "started a backward pass",
     "a backward hook that clamps": "autograd Functions do not see parts",
 }
 """Part of the message; where features are not split, some of them are exact."""

@@ -35,7 +35,7 @@ def chunk(
     rates: Rates | None = None,
     **example_kwargs: Any,
 ) -> M:
-    """A module that computes the same within a byte budget, with the same parameters and names.
+    """Return a copy of a module whose forward pass runs in chunks, within a memory budget.
 
     Regions of the forward pass run a few rows at a time, so that their inner tensors are never whole. The result shares
     every parameter and buffer with the module, which stays as it is; `state_dict` has the same names and tensors.
@@ -52,9 +52,9 @@ def chunk(
             call.
         budget: Bound of the bytes of all tensors alive in one forward pass without gradients, beyond parameters,
             buffers and arguments: a number, or text such as "2GiB".
-        policy: What a plan makes small: "auto" seconds by rates of the device, "paper" AutoChunk's cost (Equations 8 to
-            10 of Zhao et al. 2024).
-        rates: Of the device, such as `lightning-amp calibrate` writes; None for what is known of the module's.
+        policy: What the plan minimizes: "auto" the time predicted with the device's rates, "paper" AutoChunk's cost
+            (Equations 8 to 10 of Zhao et al. 2024).
+        rates: Rates of the device, as from `lightning-amp calibrate`; None takes those of the module's device.
         example_kwargs: The same by name.
 
     Returns:
@@ -62,9 +62,9 @@ def chunk(
         the generated code.
 
     Raises:
-        PlanError: The budget cannot be met; the message names the least that can. Or another policy.
+        PlanError: The budget cannot be met (the message has the smallest possible one), or the policy is unknown.
         ModelError: The module cannot be captured, neither as one graph nor by its blocks; the message says why.
-        InstallError: The generated forward computes something else, as of a wrong rule of `register_flow`.
+        InstallError: The generated forward gives a different result, such as with a wrong `register_flow` rule.
     """
     taken = "forward" if "forward" in vars(module) else "plan" if hasattr(module, "plan") else ""
     if taken:

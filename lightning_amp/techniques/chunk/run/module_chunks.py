@@ -21,15 +21,15 @@ CHUNKS = ("chunk", "lightning_amp.chunk")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleChunks:
-    """How a module keeps within a budget, for one signature.
+    """Chunk plan of a module for one signature: its regions, peak memory and generated code.
 
     Attributes:
-        budget_bytes: Asked for.
+        budget_bytes: The budget.
         peak_bytes: Most bytes alive in one forward pass without gradients, beyond parameters, buffers and arguments.
         whole_bytes: The same without chunks.
         regions: What runs in chunks, by block; the whole module is the block "".
-        code: The forward that was generated, by block.
-        reasons: Why the module, or a block of it, is no graph.
+        code: The generated forward, by block.
+        reasons: Why the module or a block could not be captured as a graph.
     """
 
     budget_bytes: int

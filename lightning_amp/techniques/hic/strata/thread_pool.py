@@ -1,17 +1,17 @@
-"""Run independent work in threads that each get a share of the process's threads.
+"""Run strata in parallel worker threads that divide torch's CPU threads among them.
 
-A CPU gains less from several threads inside one product of matrices than from several products at a time, and nothing
-in what is not a product. Results are taken in the order of the work, whichever is ready first, so that sums over them
-are the same in every run, and the same as one after the other with as many threads inside each.
+On a CPU, several matrix products at a time are faster than one product with several threads; other operators gain
+nothing from more threads. Results are consumed in the order of the items, so that their sum is the same in every run.
+It equals the sum of a sequential run with the same number of threads per item.
 
-Held at most: as many pieces as there are workers, and the results of one more.
+At most `workers` items and one more result are held at a time.
 
-Threads carry autocast over; what else torch keeps by thread keeps the work on one: modes that see every operator (a
-simulation, a counter of bytes or of operations). So do dropout and parts that the pieces share, because a piece would
-draw another one's random numbers, or read its parameters.
+Autocast is passed on to the workers. The work stays on one thread if a torch mode sees every operator (a simulation, a
+counter of bytes or of operations), if dropout is active, or if items share submodules: items would draw each other's
+random numbers, or read each other's parameters.
 
-Known limits: random numbers that are drawn in another way than by dropout are noticed afterwards, and refused; hooks on
-the parts run in the workers' threads, of which torch's profiler shows nothing by default.
+Known limits: random numbers from other sources than dropout are detected afterwards and raise an error. Module hooks
+run in the workers' threads, which torch's profiler does not record by default.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 def workers_for(modules: Iterable[nn.Module], like: Tensor, *, asked: int) -> int:
-    """How many of the modules may run side by side: at most `asked`, and no more than threads."""
+    """Number of modules that may run concurrently: at most `asked`, and at most the number of threads."""
     parts = [part for module in modules for part in module.modules()]
     alone = (
         like.device.type != "cpu"
@@ -45,9 +45,9 @@ def workers_for(modules: Iterable[nn.Module], like: Tensor, *, asked: int) -> in
 def run_in_order(
     work: Callable[[Item], Result], items: Iterable[Item], take: Callable[[Result], object], *, workers: int
 ) -> None:
-    """Call `take` with what `work` returns for every item, in the order of the items and in this thread.
+    """Call `take(work(item))` for every item; `take` runs in this thread, in the order of the items.
 
-    With several workers (`workers_for`) `work` runs in other threads; an item is drawn when a worker is about to be
+    With several workers (`workers_for`), `work` runs in other threads. An item is read when a worker is about to be
     free.
     """
     if workers == 1:
@@ -58,7 +58,7 @@ def run_in_order(
     enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
     def run(item: Item) -> Result:
-        # its cache is one for all threads, and a thread's end empties it
+        # the autocast cache is shared by all threads, and cleared when one of them leaves autocast
         with torch.autocast("cpu", dtype, enabled, cache_enabled=False):
             return work(item)
 
@@ -68,14 +68,14 @@ def run_in_order(
     try:
         for item in items:
             waiting.append(pool.submit(run, item))
-            # one more than can run: a worker that is done finds work while the oldest result is added up
+            # one more item than workers, so that no worker is idle while `take` runs
             if len(waiting) > workers:
                 take(waiting.popleft().result())
         while waiting:
             take(waiting.popleft().result())
     finally:
         pool.shutdown(cancel_futures=True)
-        # a worker's setting is also that of threads that start later, and of the library of products
+        # set_num_threads in a worker also applies to later threads and to the BLAS library
         torch.set_num_threads(threads)
     if not torch.equal(drawn, torch.get_rng_state()):
         raise InstallError(

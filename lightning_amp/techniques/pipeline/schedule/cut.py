@@ -89,12 +89,12 @@ def rows_of(name: str, given: Any, stages: int, length: int) -> list[list[float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineCut:
-    """Layers of every stage.
+    """Assignment of layers to pipeline stages.
 
     Attributes:
         ends: One past the last layer of every stage, in the order of the devices, the last one K. Where devices
             differ, one that is best left idle ends where the one before it does; idle ones at the end are left out.
-        rho_forward: Time of the slowest stage or sending, forward, of one micro-batch (the paper's rho_2).
+        rho_forward: Forward time of one micro-batch in the slowest stage or transfer (the paper's rho_2).
         rho_backward: Likewise backward (rho_1).
     """
 
@@ -120,16 +120,16 @@ def cut_pipeline(
     speeds: Numbers | None = None,
     micro_batches: int | None = None,
 ) -> PipelineCut:
-    """Cut layers into stages so that the slowest forward and the slowest backward stage are shortest in sum.
+    """Split layers into pipeline stages; minimize the sum of the slowest forward and slowest backward time.
 
-    Where links differ, the time of a whole step (Eq. 8) is shortest instead, and every stage has a layer.
+    If links differ, the time of a whole step (Eq. 8) is minimized instead, and every stage has a layer.
 
     The result is an optimum, exactly: floats count as the rational numbers that they are, and only the times that some
     stages really take are compared, so neither rounding nor a tolerance decides.
 
     Args:
         forward: Time of every layer's forward pass of one micro-batch on a device of speed 1, in any unit; K of them.
-        backward: Of its backward pass, in the same unit.
+        backward: Time of every layer's backward pass, in the same unit.
         n_stages: The most stages; fewer are used where that is better and links do not differ.
         send_forward: Time of sending what a layer returns to the next one; none: no time. Where links differ, a row of
             K for every stage that sends it.
@@ -137,11 +137,11 @@ def cut_pipeline(
         layer_bytes: Bytes of every layer; or, where they depend on the stage, as the micro-batches in flight do, a row
             of K for every stage.
         stage_bytes: Bytes that a stage may have: a number, or one for every stage; none: no cap.
-        speeds: Of every stage's device; a layer takes its time divided by the speed. None: all 1.
-        micro_batches: p, which is needed where links differ.
+        speeds: Speed of every stage's device; a layer's time is divided by it. None means 1.
+        micro_batches: Number of micro-batches (the paper's p); required if links differ.
 
     Raises:
-        PlanError: No cut keeps to the bytes, or lists of other lengths, or a number out of range.
+        PlanError: No cut fits `stage_bytes`, lists differ in length, or a number is out of range.
     """
     check_count("n_stages", n_stages)
     costs = [numbers_of("forward", forward)]

@@ -1,10 +1,10 @@
-"""Restore attributes that a part of a step sets, and make them equal on all ranks after the step.
+"""Restore module attributes after each micro-batch, and copy the step's attribute changes to all ranks.
 
-A step may count its calls, keep outputs for the end of an epoch in a list, or hold something for the next step. A part
-of a step, of some samples or up to some block, leaves no trace of it. What the one run of the whole step leaves, which
-is on one rank, is done again on the others.
+A training step may count its calls, append outputs to a list, or store state for the next step. A run of one
+micro-batch or of one stage must not change such attributes. One rank runs the whole step once; its changes are applied
+on the other ranks.
 
-Known limits: what lies in global variables and closures is not seen.
+Known limits: changes of global variables and closures are not detected.
 """
 
 import copy
@@ -25,12 +25,12 @@ CONTAINERS = (list, dict, set, deque)
 
 @dataclass(frozen=True)
 class AttributeChange:
-    """Of one attribute.
+    """Change of one attribute.
 
     Attributes:
-        module, name: Where it is.
-        is_buffer: Whether it is a buffer.
-        value: What it is now; of a list that has grown, what came to it.
+        module, name: Names of the module and of the attribute.
+        is_buffer: Whether the attribute is a buffer.
+        value: The new value; for a list that has grown, the appended items.
         how: "set", "grown" or "gone".
     """
 
@@ -41,17 +41,17 @@ class AttributeChange:
     how: str = "set"
 
     @property
-    def told(self) -> str:
-        """Its name, for messages."""
+    def full_name(self) -> str:
+        """Qualified name of the attribute, for messages."""
         return f"{self.module}.{self.name}" if self.module else self.name
 
 
 class Attributes:
-    """What the attributes of some modules are when this is made.
+    """Snapshot of the attributes of some modules.
 
     Args:
-        modules: By name.
-        modes: Modules of which the mode is looked at, training or not.
+        modules: Modules by name.
+        modes: Modules whose `training` flag is stored.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], modes: Mapping[str, nn.Module]) -> None:
@@ -62,16 +62,16 @@ class Attributes:
             for is_buffer, table in ((False, vars(part)), (True, part._buffers))
         ]
         changing = (value for value in self._values() if not isinstance(value, PLAIN))
-        # modules by themselves: their own attributes are looked at anyway
+        # modules are compared by identity: their attributes are in `_tables`
         self._known: dict[int, Any] = {id(part): part for part in modes.values()}
-        # a mark shows a change in place, of which the object itself tells nothing
+        # a mark detects in-place changes of an object
         self._marks = {id(value): self._mark(value) for value in changing}
         self._contents: dict[int, tuple[Any, Any]] = {}
         for value in self._values():
             self._keep(value)
 
     def put_back(self) -> None:
-        """Let all be as it was.
+        """Restore all attributes.
 
         Raises:
             ModelError: A tensor or an object of another kind than lists, dictionaries and sets was changed in place.
@@ -82,7 +82,7 @@ class Attributes:
             table.update(values)
         for _, part, training in self._modes:
             part.training = training
-        # The objects themselves are filled anew: a hook or another module may hold the same list.
+        # containers are refilled in place: a hook or another module may hold the same list
         for container, content in self._contents.values():
             _fill(container, content)
         for name, is_buffer, _, values in self._tables:
@@ -91,12 +91,12 @@ class Attributes:
                 if not is_buffer and self._is_changed(value):
                     raise ModelError(
                         f"pipeline: every micro-batch changes the contents of"
-                        f" {AttributeChange(name, key, is_buffer).told!r}, which cannot be undone: keep numbers,"
+                        f" {AttributeChange(name, key, is_buffer).full_name!r}, which cannot be undone: keep numbers,"
                         " tensors, lists and dictionaries, change it in on_train_batch_end, or leave 'pipeline' out"
                     )
 
     def changes(self) -> list[AttributeChange]:
-        """What is another now."""
+        """Return the changes since the snapshot."""
         found = [
             AttributeChange(name, "training", False, part.training)
             for name, part, training in self._modes
@@ -120,7 +120,7 @@ class Attributes:
         return mark_of(value, dict(self._known), DEPTH)
 
     def _changed(self, change: AttributeChange) -> AttributeChange:
-        """A list that has grown, as most do that outputs are kept in, is sent without what the others have."""
+        """For a list that has grown, keep only the appended items; the other ranks have the rest."""
         value = change.value
         if type(value) is list:
             before = self._contents[id(value)][1]
@@ -140,7 +140,7 @@ class Attributes:
 
 
 def apply(changes: Iterable[AttributeChange], modules: Mapping[str, nn.Module]) -> None:
-    """Do what has changed on another rank here too."""
+    """Apply the changes of another rank to the modules of this rank."""
     for change in changes:
         part = modules[change.module]
         table = part._buffers if change.is_buffer else vars(part)
@@ -162,14 +162,14 @@ def _fill(container: Any, content: Any) -> None:
 
 
 def _of_user(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Without what every module has, and without children."""
+    """Yield the user's attributes, without those of every module and without children."""
     for key, value in table.items():
         if key not in NOT_THE_USER_S and not key.startswith("__") and not isinstance(value, nn.Module):
             yield key, value
 
 
 def values_of(blocks: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """Every attribute and buffer of some modules, and copies of tensors."""
+    """Attributes and buffers of some modules by name; tensors are copied."""
     return {
         f"{name}.{key}": value.detach().clone() if isinstance(value, Tensor) else mark_of(value, {}, DEPTH)
         for name, part in blocks.items()
@@ -179,7 +179,7 @@ def values_of(blocks: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first name with another value, "" for none."""
+    """Name of the first value that differs; "" if none does."""
     return next((name for name, value in now.items() if not _same(before.get(name), value)), "")
 
 

@@ -142,7 +142,7 @@ class StageStepRecorder:
         try:
             return self._pack(record)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            names = [change.told for change in record.attributes if not self._can_be_sent(change)]
+            names = [change.full_name for change in record.attributes if not self._can_be_sent(change)]
             raise ModelError(
                 f"pipeline: the step set the attributes {names!r}, or logged or returned a value, that cannot be"
                 f" sent to other ranks ({error}); keep numbers and tensors, or leave 'pipeline' out"
