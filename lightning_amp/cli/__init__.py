@@ -1,1 +1,1 @@
-"""The command line: one file per verb, and main.py, which finds the verb and turns mistakes into one message."""
+"""Command line: one file per command in commands/; main.py runs the command and reports mistakes as one message."""

@@ -1,4 +1,4 @@
-"""`plan --config`, `plan MODULE:CLASS` and `simulate --config`: a plan of any module; loads torch."""
+"""Plan any module for `plan --config`, `plan MODULE:CLASS` and `simulate --config`; imports torch."""
 
 import argparse
 import ast
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 ALONE = OF_DATA | {"DIR": "data_dir", "--shape": "shape"}
-"""Options that a configuration has no use for."""
+"""Options that do not apply to a configuration."""
 
 
 def add_configuration(parser: argparse.ArgumentParser) -> None:
-    """Add the flag."""
+    """Add the flag `--config`."""
     parser.add_argument(
         "--config",
         metavar="FILE.yaml",
@@ -44,11 +44,11 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
 def plan_of_configuration(
     arguments: argparse.Namespace, named: "tuple[LightningModule, Any, Around] | None" = None
 ) -> tuple[Plan, str]:
-    """The plan, with answers to two questions where a memory is named: the largest batch and the fewest devices; and
-    what its blocks in chunks run, as Python, "" where there are none, and where it is not asked for.
+    """Return the plan of a configuration, and the code of its chunked blocks as Python text.
 
-    `named`: the module and the batch that were named instead of a configuration. Raises AmpError: the module has a Hi-C
-    decoder, its step cannot be profiled, or nothing can be planned as asked.
+    If a device memory is given, the plan reports the largest batch and the fewest devices too. The text is "" if no
+    block runs in chunks or the code was not requested. `named` is a module and batch that replace the configuration.
+    Raises AmpError if the module has a Hi-C decoder, its step cannot be profiled, or the request cannot be planned.
     """
     # late: torch takes seconds to load
     from lightning_amp.lightning.profiling.plan_of_module import plan_of_module
@@ -93,24 +93,24 @@ def plan_of_configuration(
 
 
 def _grid(text: str, strategies: Any) -> tuple[int, ...] | None:
-    """The sizes of a grid that were written as "2,1,2"; None for "auto"."""
+    """Parse the sizes of a grid such as "2,1,2"; None for "auto"."""
     from lightning_amp.lightning.strategy.request import Request
 
     if text == "auto" and {*parse_strategies(strategies or "S1")} & {*options_of_techniques()["tensor_grid"]}:
         return None
     sizes = tuple(int(part) if part.strip().isdecimal() else part for part in text.split(","))
-    # checked as AMPStrategy does
+    # the same checks as in AMPStrategy
     return Request(strategies=strategies, tensor_grid=sizes).tensor_grid  # type: ignore[arg-type]
 
 
 def _asked(arguments: argparse.Namespace, options: dict[str, Any]) -> argparse.Namespace:
-    """What is requested on the command line, else by the configuration's AMPStrategy."""
+    """Return the options of the command line, completed with those of the configuration's AMPStrategy."""
     asked = argparse.Namespace(**vars(arguments))
-    # one of the two takes the place of the file's plan as a whole: with its strategies a policy would choose nothing
+    # either option replaces both of the file: with the file's strategies, a new policy would have no effect
     chosen = arguments.policy is not None or arguments.strategies is not None
     others = {"policy", "strategies"} if chosen else set()
     others |= {"rates"} if arguments.device is not None else set()
-    # a grid of the configuration has said the model axis, and another grid says another one
+    # the grid sets the model axis: a new grid replaces the model_parallel_size of the configuration
     others |= {"model_parallel_size"} if getattr(arguments, "tensor_grid", None) is not None else set()
     asked.plan = None if chosen else options.get("plan")
     for name in {"device_memory", "policy", "strategies", "model_parallel_size", "rates"} - others:
@@ -125,7 +125,7 @@ EXAMPLE = "my.model:Net --batch 4x3x32x32 --batch 4:int64"
 
 
 def add_named_class(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that go with MODULE:CLASS in the place of DIR."""
+    """Add the flags for MODULE:CLASS, which replaces DIR."""
     parser.add_argument(
         "--batch",
         action="append",
@@ -144,23 +144,24 @@ def add_named_class(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class NamedStep:
-    """The training step of a class that the command line names, on a batch of zeros."""
+    """Training step of a class named on the command line, on a batch of zeros."""
 
     make: "Callable[[], LightningModule]"
     batch: Any
 
     def apply(self, use: "Callable[[LightningModule, Any, Around], R]") -> R:
-        """Return `use(module, batch, around)` of a module on the device "meta", so that one larger than this machine's
-        memory can be planned; or of one with values, where its constructor or its step needs them.
+        """Return `use(module, batch, around)` for a module on the meta device, which may exceed this machine's memory.
+
+        A module whose constructor or step requires values is made with values instead.
         """
         import torch
 
         try:
-            # what is loaded into parameters without values is not kept, and torch warns of each
+            # torch warns for each value that is loaded into a meta parameter and discarded
             with torch.device("meta"), warnings.catch_warnings(action="ignore"):
                 step = self._prepared()
         except Exception:
-            # it needs values, or a Trainer
+            # the module requires values, or a Trainer
             pass
         else:
             with suppress(ModelError):
@@ -172,12 +173,12 @@ class NamedStep:
         except ModelError:
             raise
         except Exception:
-            # the profile has a Trainer
+            # profiling provides a Trainer
             step = self.make(), self.batch, BY_ITSELF
         return use(*step)
 
     def _prepared(self) -> "tuple[LightningModule, Any, Around]":
-        """The module with all layers, the batch, and whether hooks that make layers have run."""
+        """Return the module with all layers, the batch, and whether the hooks that create layers have run."""
         from lightning.pytorch.utilities.model_helpers import is_overridden
 
         from lightning_amp.footprint.inner_run import BY_ITSELF
@@ -191,8 +192,9 @@ class NamedStep:
 
 
 def named_step(arguments: argparse.Namespace) -> NamedStep | None:
-    """The step that was named, None where none was. Raises AmpError: the class is not named as one, or the batch is
-    none.
+    """Return the step named on the command line, None if there is none.
+
+    Raises AmpError if the class or the batch cannot be parsed.
     """
     name = arguments.data_dir
     if arguments.batch is None:
@@ -208,14 +210,14 @@ def named_step(arguments: argparse.Namespace) -> NamedStep | None:
         )
     from lightning_amp.data.batch import batch_of_shapes
 
-    # the import and what is written wrongly come first: on "meta" is what the class makes, and nothing else
+    # import the class and parse its arguments first: only the constructor runs on the meta device
     kind, values = _class_of(name), dict[str, Any]()
     for text in arguments.init or ():
         argument, equals, value = text.partition("=")
         if not equals or not argument.isidentifier():
             raise PlanError(f"--init {text!r} was given; write --init NAME=VALUE, for example --init width=64")
         values[argument] = value
-        # what is no literal is a text
+        # a value that is not a Python literal is a string
         with suppress(ValueError, SyntaxError):
             values[argument] = ast.literal_eval(value)
     batch = batch_of_shapes(",".join(arguments.batch))
@@ -234,7 +236,7 @@ def named_step(arguments: argparse.Namespace) -> NamedStep | None:
 
 @contextmanager
 def of_shapes(arguments: argparse.Namespace) -> Iterator[None]:
-    """Say of a step that fails which shapes it was given."""
+    """Add the shapes of the batch to the error of a failed step."""
     try:
         yield
     except ModelError as error:
@@ -244,13 +246,13 @@ def of_shapes(arguments: argparse.Namespace) -> Iterator[None]:
 
 
 def _class_of(name: str) -> "type[LightningModule]":
-    """The class that "MODULE:CLASS" names."""
+    """Import the class of "MODULE:CLASS"."""
     from lightning.pytorch import LightningModule
 
     module, _, attribute = name.partition(":")
     if not module or not attribute.isidentifier():
         raise ModelError(f"expected MODULE:CLASS, got {name!r}; write for example my.model:Net")
-    # as `python -m` does: a console script finds its own folder only
+    # as `python -m` does: a console script does not search the current folder
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:

@@ -1,7 +1,7 @@
 """`lightning-amp`: demo, prepare, profile, plan, simulate, calibrate, tune, convert, verify, and Lightning's four.
 
-The first four need no torch and start at once; the last four are Lightning's own command line and take its flags.
-`simulate` and `calibrate` load torch once what was requested is known to make sense.
+The first four do not import torch, so they start fast; the last four are Lightning's command line with its flags.
+`simulate` and `calibrate` import torch after their arguments have been checked.
 """
 
 import argparse
@@ -18,15 +18,16 @@ from lightning_amp.errors import STATUS_OF_INTERRUPT, AmpError
 
 TRAINING = ("fit", "validate", "test", "predict")
 COMMANDS = (demo, prepare, profile, plan, simulate, calibrate, tune, convert, verify)
-"""Each adds its flags to its parser, and says what runs it; all others are Lightning's."""
+"""Modules that define a command: `add_flags` sets its flags and its function. All other commands are Lightning's."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 2 after an error that the user can mend, 3 from `plan` where nothing
-    fits the memory that was named, 130 after Ctrl-C.
+    """Run one command and return the exit status.
+
+    0: success; 2: an error that the user can correct; 3: `plan` found nothing that fits the memory; 130: Ctrl-C.
     """
     words, status = list(sys.argv[1:] if argv is None else argv), 0
-    # torch says it of a package that others have installed, when it is imported
+    # torch warns at import if another package has installed pynvml
     warnings.filterwarnings("ignore", message="The pynvml package is deprecated", category=FutureWarning)
     try:
         if words and words[0] in TRAINING:
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Drop what standard output does not take; python complains of it once more when it ends."""
+    """Discard pending output of a closed pipe: Python would report it again at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -62,8 +63,10 @@ def _drop_output() -> None:
 
 
 def _mistake_in(error: BaseException | None) -> BaseException | str | None:
-    """The user's mistake that an error stands for: an AmpError or a full disk anywhere in its chain, for jsonargparse
-    and torch wrap what was raised, a refusal of Lightning's, or a file that is missing or not to be opened.
+    """Return the user's mistake behind an error, or None.
+
+    A mistake is an AmpError or a full disk anywhere in the chain of errors (jsonargparse and torch wrap them), a
+    MisconfigurationException of Lightning, or a file that is missing or cannot be opened.
     """
     first, seen = error, set()
     while error is not None and id(error) not in seen:
@@ -83,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train multi-modal single-cell Hi-C models within the memory you have.",
         epilog="fit, validate, test and predict take Lightning's flags: lightning-amp fit --help",
     )
-    # by its name, for the package imports what lies above this folder
+    # imported by name: the package imports modules above this folder
     version = import_module("lightning_amp").__version__
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {version}")
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 BATCH_SIZE = 64
 OF_DATA = {"--latent-dim": "latent_dim", "--window": "window", "--setting": "setting", "--keys": "keys"}
-"""Options that a decoder by itself says in its shape."""
+"""Options that `--shape` replaces."""
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name data."""
+    """Add the flags that select the data."""
     parser.add_argument(
         "data_dir", metavar="DIR", nargs="?", help="a folder written by `lightning-amp prepare` or by HiGLUE"
     )
@@ -30,7 +30,7 @@ def add_data(parser: argparse.ArgumentParser) -> None:
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:
-    """Add the flags."""
+    """Add the flags of a planning request."""
     add_data(parser)
     parser.add_argument("--devices", type=int, help="ranks in all (default: 1)")
     parser.add_argument(
@@ -52,7 +52,7 @@ def add_request(parser: argparse.ArgumentParser) -> None:
 
 
 def request_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `plan` and `simulate` ask of the policy."""
+    """Return the arguments of the planner for `plan` and `simulate`."""
     size = arguments.model_parallel_size or "auto"
     return {
         "devices": 1 if arguments.devices is None else arguments.devices,
@@ -65,14 +65,14 @@ def request_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def latent_dim(arguments: argparse.Namespace) -> int:
-    """The latent dimension that was requested, else the reference model's."""
+    """Return the requested latent dimension, else the default of the reference model."""
     from lightning_amp.costs.model_shape import LATENT_DIM
 
     return LATENT_DIM if arguments.latent_dim is None else int(arguments.latent_dim)
 
 
 def rates_asked(arguments: argparse.Namespace, precision: str = "32-true") -> "Rates":
-    """Of the device, under a Trainer's precision, or the file that was requested, else of one CPU core."""
+    """Return the rates of the requested device at a precision, of the requested file, or of one CPU core."""
     from lightning_amp.costs.device_rates import CPU_CORE, Rates, products_under, rates_for
 
     if arguments.rates is not None and arguments.device is not None:
@@ -87,7 +87,7 @@ def rates_asked(arguments: argparse.Namespace, precision: str = "32-true") -> "R
 
 
 def read(arguments: argparse.Namespace) -> "Profile":
-    """The profile of the data directory that was named."""
+    """Profile the data directory of the command line."""
     from lightning_amp.profiling.read_profile import profile
 
     attention: Any = {None: None, "attention": True, "full_attention": "full", "convolution": False}
@@ -95,7 +95,7 @@ def read(arguments: argparse.Namespace) -> "Profile":
 
 
 def decoder_asked(arguments: argparse.Namespace) -> "ShapeRequest | None":
-    """The decoder by itself that was requested instead of a data directory; None where that was named."""
+    """Return the decoder of `--shape`; None if a data directory is given."""
     from lightning_amp.simulation.parse_shape import EXAMPLE, parse_shape
 
     shape, data_dir = arguments.shape, arguments.data_dir
@@ -118,7 +118,7 @@ def decoder_asked(arguments: argparse.Namespace) -> "ShapeRequest | None":
 
 
 def refuse(arguments: argparse.Namespace, asked: str, options: dict[str, str], why: str) -> None:
-    """Refuse options that were given though they do not go with another one."""
+    """Raise if options are given that do not apply together with `asked`."""
     given = [name for name, attribute in options.items() if getattr(arguments, attribute) is not None]
     if given:
         raise PlanError(f"{asked} cannot be used with {', '.join(given)}, {why}; leave them out")

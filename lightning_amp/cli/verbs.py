@@ -86,6 +86,6 @@ VERBS: dict[str, tuple[str, str, str]] = {
 
 
 def described(verb: str) -> dict[str, Any]:
-    """Description and example of a command, as an argument parser takes them."""
+    """Return description and example of a command as arguments of ArgumentParser."""
     _, description, example = VERBS[verb]
     return {"description": fill(description, WIDTH), "epilog": f"example:\n  {PROGRAM} {verb} {example}"}

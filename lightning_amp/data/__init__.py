@@ -1,1 +1,1 @@
-"""Read, check, prepare and synthesise data files, and make batches from them."""
+"""Read, check, prepare and synthesise data files, and load batches from them."""

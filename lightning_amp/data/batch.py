@@ -1,11 +1,11 @@
-"""Define a training batch and the seeds of its cells' random numbers, and make a batch from a text with its shapes.
+"""Define batches of cells and the seeds of their random numbers; make a batch from a text that lists its shapes.
 
-    BATCH    PART, or parts with commas between them; "4x128," is a tuple of one
-    PART     [NAME=]SIZES[:DTYPE]; with names the batch is a dict, else one tensor or a tuple
-    SIZES    4x128; DTYPE is float32 unless it is given
+    BATCH    PART, or parts separated by commas; "4x128," is a tuple of one
+    PART     [NAME=]SIZES[:DTYPE]; with names the batch is a dict, otherwise a tensor or a tuple
+    SIZES    4x128; DTYPE is float32 by default
 
-Tensors have the same values each time: floats between 0 and 1, integers 0, which is a valid index of anything, and
-booleans True. Nested batches cannot be written.
+The values are the same in every run: floats between 0 and 1, integers 0, which is a valid index for any table, and
+booleans True. Nested batches are not supported.
 """
 
 import re
@@ -25,7 +25,7 @@ from lightning_amp.errors import DataError
 
 
 class CellRows(TypedDict):
-    """Cells of one modality as they are in its file."""
+    """Cells of one modality as stored in its file."""
 
     x: Float[Tensor, "cell feature"] | SparseCounts
     library: Float[Tensor, "cell 1"]
@@ -36,7 +36,7 @@ class CellRows(TypedDict):
 class CellBatch(CellRows):
     """Cells of one modality in one step; `draw`, in [0, 2**31), is the seed of a cell's random numbers.
 
-    Only a rank that has no cell of its part of an evaluation has `repeated`: its cell is another rank's too.
+    `repeated` exists only in evaluation, on a rank without cells: it gets a cell of another rank again.
     """
 
     draw: Int64[Tensor, " cell"]
@@ -99,7 +99,7 @@ Shaped = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
 
 def batch_of_shapes(text: str) -> Shaped:
-    """Make the batch."""
+    """Make the batch that a text describes, in the format above."""
     whole = text.strip().removesuffix(",")
     names, tensors = list[str](), list[Tensor]()
     numbers = torch.Generator().manual_seed(0)
@@ -129,7 +129,7 @@ def batch_of_shapes(text: str) -> Shaped:
 
 
 def mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Scramble 64-bit integers one to one, neighbours included (SplitMix64, Steele et al. 2014)."""
+    """Mix the bits of 64-bit integers with a bijection (SplitMix64, Steele et al. 2014)."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -156,5 +156,5 @@ def draw_keys(draw_key: int, modality: str, rows: NDArray[np.int64]) -> NDArray[
     the same numbers. A cell twice in one step draws the same numbers twice.
     """
     step = np.uint64(hash_integers(draw_key, hash_text(modality)))
-    # rows are mixed before they meet the step: as small numbers, different pairs would have the same xor
+    # rows are mixed before the xor with the step: xors of small numbers collide
     return (mix(mix(rows.astype(np.uint64)) ^ step) >> np.uint64(33)).astype(np.int64)

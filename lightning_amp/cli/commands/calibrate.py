@@ -1,4 +1,4 @@
-"""Measure a training step, and with --links the links between ranks, and write a file for --rates."""
+"""`lightning-amp calibrate`: measure a training step, with --links also links between ranks; write a --rates file."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     check_target("--out", arguments.out, "rates.json", overwrite=arguments.overwrite)
 
-    # late: torch takes seconds to load, and mistakes are reported before
+    # imported late: torch takes seconds to import, and mistakes are reported before
     from lightning_amp.simulation.calibrate import calibrate, calibration_report
 
     links = None
@@ -37,7 +37,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
         links = measure_links(known_links(arguments.device), arguments.device)
         if links is None:
-            # only rank 0 writes the file
+            # rank 0 writes the file
             return
     found = calibrate(arguments.device, index=arguments.device_index)
     if links is not None:
@@ -54,7 +54,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def check_target(option: str, name: str, example: str, *, overwrite: bool) -> None:
-    """Refuse a file that cannot be written, before what it is to hold is computed."""
+    """Raise if a file cannot be written, before its contents are computed."""
     path, asked, suffix = Path(name), f"{option} {name!r}", Path(example).suffix
     if path.is_dir() or path.suffix.lower() != suffix:
         kind = suffix[1:].upper()

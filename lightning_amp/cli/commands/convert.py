@@ -1,4 +1,4 @@
-"""`lightning-amp convert DIR --out FILE.ckpt`: a sharded checkpoint as the plain one; torch is loaded late."""
+"""`lightning-amp convert DIR --out FILE.ckpt`: write a sharded checkpoint as a single plain file."""
 
 import argparse
 from pathlib import Path
@@ -31,7 +31,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if out.exists() and not arguments.overwrite:
         raise DataError(f"--out {str(out)!r} exists; choose another name, or add --overwrite")
 
-    # late: torch takes seconds to load, and mistakes are reported before
+    # imported late: torch takes seconds to import, and mistakes are reported before
     from lightning_amp.lightning.checkpoints.write_checkpoint import convert_checkpoint
 
     convert_checkpoint(directory, out, weights_only=not arguments.trust)

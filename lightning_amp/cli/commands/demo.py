@@ -1,4 +1,4 @@
-"""The whole flow on a small synthetic data set, by the same commands that a person would type."""
+"""`lightning-amp demo`: make synthetic data, plan, train and predict, by the commands that a user would type."""
 
 import argparse
 import shlex
@@ -62,10 +62,10 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def run_demo(out: Path, *, devices: int = 2, epochs: int = 40) -> Iterator[str]:
-    """Make data, plan, train, predict; yields what to print between the commands.
+    """Make data, plan, train and predict; yield the text to print between the commands.
 
-    Raises DataError where `out` holds something that no demo wrote, and AmpError where a command failed, which has said
-    why. An earlier demo there is replaced.
+    Replaces an earlier demo in `out`. Raises DataError if `out` has files that are not from a demo, and AmpError if a
+    command failed, after the command has printed the reason.
     """
     from lightning_amp.data.prepare.synthetic import synthesize
 

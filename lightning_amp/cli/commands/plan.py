@@ -1,6 +1,6 @@
-"""`lightning-amp plan`: a plan, or with `--recommend-devices` how many devices are worth having.
+"""`lightning-amp plan`: print a plan, or with `--recommend-devices` the number of devices that pays.
 
-Neither needs torch for a data directory or `--shape`.
+For a data directory or `--shape`, neither imports torch.
 """
 
 import argparse
@@ -33,9 +33,9 @@ DECIDED = {
     "--model-parallel-size": "model_parallel_size",
     "--shape": "shape",
 }
-"""Options that `--recommend-devices` decides by itself, or cannot use."""
+"""Options that `--recommend-devices` sets itself, or does not support."""
 NOTHING_FITS = 3
-"""Exit status where nothing fits the memory that was named, or where that is not known."""
+"""Exit status if no plan fits the device memory, or if that is unknown."""
 NO_CODE = "# no block of this plan runs in chunks; --strategies chunk, or a smaller --device-memory, would ask for them"
 
 

@@ -1,4 +1,4 @@
-"""`lightning-amp prepare`: a data directory, and what is kept and left out of what was read."""
+"""`lightning-amp prepare`: write a data directory, and print the numbers of kept and dropped cells and features."""
 
 import argparse
 from typing import Any
@@ -60,7 +60,7 @@ def _run(arguments: argparse.Namespace) -> None:
     left = list(hic["chromosomes_left_out"])
     more = f" and {len(left) - NAMED:,} more" if len(left) > NAMED else ""
     named = f"{', '.join(left[:NAMED])}{more}; --chromosomes names those to keep" if left else "none"
-    # how many were read, are kept, and are left out for which reason
+    # numbers read, kept, and dropped by reason
     rows = [
         _row("Hi-C cells", n_hic, {few: hic["n_shallow_cells"], "without contacts in the strata": n_far}),
         _row("RNA cells", n_rna, {"without counts in the genes kept": rna["n_dropped_cells"]}),
@@ -69,7 +69,7 @@ def _run(arguments: argparse.Namespace) -> None:
     ]
     text = table(["", "read", "kept", "left out"], rows)
     if celltypes == {"Unknown"}:
-        # a column of another name is copied, and not used as the cell type
+        # columns of other names are copied, but not used as the cell type
         names = f"{', '.join(CELLTYPES[:-1])} or {CELLTYPES[-1]}"
         text += f"\nno cell has a type: --labels has it in a column {names}"
     print(f"{text}\n")

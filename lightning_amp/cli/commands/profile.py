@@ -1,4 +1,4 @@
-"""`lightning-amp profile`: what a data directory holds, or what a training step of a module holds."""
+"""`lightning-amp profile`: print the profile of a data directory, or of a module's training step."""
 
 import argparse
 import json
@@ -12,11 +12,11 @@ from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import PlanError
 
 OF_STEP, OF_FOLDER = {"--batch-size": "batch_size"}, {"--setting": "setting", "--keys": "keys"}
-"""Options of one of both alone."""
+"""Options for a training step only, and for a data directory only."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command; torch is loaded for a configuration only."""
+    """Add the flags of the command; torch is imported for a module only."""
     add_data(parser)
     parser.add_argument(
         "--config", metavar="FILE.yaml", help="of `lightning-amp fit`: profile its model's step instead"

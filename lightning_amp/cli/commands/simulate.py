@@ -1,4 +1,4 @@
-"""`lightning-amp simulate`: a training step of a plan, without values; torch is loaded late."""
+"""`lightning-amp simulate`: run a training step of a plan without values, and print its bytes on each rank."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.config is not None:
         if arguments.plot is not None:
             check_target("--plot", arguments.plot, "schedule.png", overwrite=True)
-        # the step of one rank is counted for the plan, and all ranks do the same or are stages of it
+        # the plan's count of one rank is enough: all ranks run the same step, or are stages of it
         made, _ = plan_of_configuration(arguments)
         if arguments.plot is not None:
             from lightning_amp.planning.reports.stages_report import Panel, schedule_chart, schedule_title, timeline_of
@@ -40,7 +40,7 @@ def _run(arguments: argparse.Namespace) -> None:
                     "which draws the schedule of a pipeline, and the plan has none (--strategies pipeline asks for one)"
                 )
                 refuse(arguments, f"--config {arguments.config!r}", {"--plot": "plot"}, why)
-            # what every rank of a pipeline computes when
+            # time of each pass on each stage of a pipeline
             panel = Panel("predicted", timeline_of(made), made.stages[-1].rest_seconds)
             with written_aside(Path(arguments.plot)) as aside:
                 schedule_chart(aside, panels=[panel], title=schedule_title(made))
@@ -54,7 +54,7 @@ def _run(arguments: argparse.Namespace) -> None:
         check_target("--plot", arguments.plot, "memory.png", overwrite=True)
     source = asked or read(arguments)
 
-    # late: torch takes seconds to load, and mistakes are reported before
+    # imported late: torch takes seconds to import, and mistakes are reported before
     from lightning_amp.simulation.simulate import request_decoder, request_reference, simulate_plan
     from lightning_amp.simulation.simulation_report import draw, simulation_report
 

@@ -1,4 +1,4 @@
-"""fit | validate | test | predict: Lightning's command line, with strategy "amp" by default and results printed."""
+"""`lightning-amp fit | validate | test | predict`: Lightning's command line, with strategy "amp" by default."""
 
 import logging
 import sys
@@ -18,13 +18,13 @@ from lightning_amp.quantities import format_bytes
 
 
 def train(words: Sequence[str]) -> CommandLine:
-    """Run Lightning's command line on these words; what it wrote is printed by rank 0.
+    """Run Lightning's command line with these arguments; rank 0 prints the files that were written.
 
-    Launched ranks start again from `sys.argv`, so the words are put there.
+    The arguments are stored in `sys.argv`, because launched ranks start from it.
     """
     sys.argv[1:] = list(words)
-    # a person at this command line can do nothing about Lightning's advertisements of other packages, and its own use
-    # of what torch has deprecated
+    # a user of the command line cannot act on Lightning's tips about other packages, nor on its calls of deprecated
+    # torch functions
     warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
@@ -35,7 +35,7 @@ def train(words: Sequence[str]) -> CommandLine:
             " last for the checkpoint that fit of this configuration wrote, or name a file"
         )
     verb = words[0]
-    # before Lightning's flags, of which there are a hundred
+    # shown before Lightning's flags, of which there are a hundred
     usage = f"{PROGRAM} {verb} --config FILE.yaml [--ckpt_path FILE.ckpt] [options]"
     cli = CommandLine(prog=PROGRAM, help_of={verb: {"usage": usage, **described(verb)}})
     _print_results(cli)
@@ -59,7 +59,7 @@ def _print_results(cli: CommandLine) -> None:
 
 
 def memory_table(rows: Sequence[dict[str, Any]], *, of: str = "stratum") -> str:
-    """Predicted and measured memory, one row per stratum, or of what else the rows are."""
+    """Format predicted and measured memory as a table, one row per stratum or per `of`."""
     cells = [
         [
             str(row[of]) or "(the module itself)",

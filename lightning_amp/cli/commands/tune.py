@@ -1,6 +1,4 @@
-"""`lightning-amp tune`: train a few steps on each of the grids predicted to be fastest, and write the plan of
-the fastest.
-"""
+"""`lightning-amp tune`: train some steps on each of the grids with the best prediction; write the fastest plan."""
 
 import argparse
 import json
@@ -21,7 +19,7 @@ from lightning_amp.quantities import format_seconds
 
 TIMER = "lightning_amp.lightning.steps.step_time.StepSeconds"
 OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-"""Settings of the Trainer that have no part in a training step."""
+"""Options of the Trainer that are switched off, because they do not affect a training step."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +54,7 @@ def _run(arguments: argparse.Namespace) -> None:
     for grid in grids:
         made = _planned([*words, "--tensor-grid", ",".join(grid)])
         seconds, why = _measured(made, arguments)
-        # ranks of data read a batch each
+        # per batch: each data-parallel rank reads one
         predicted, measured = (made.predicted_step_seconds or inf) / made.mesh.data, seconds / made.mesh.data
         rows.append((", ".join(grid), format_seconds(predicted), why or format_seconds(measured)))
         if measured < least:
@@ -70,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _planned(words: list[str]) -> Plan:
-    # late: torch takes seconds to load
+    # imported late: torch takes seconds to import
     from lightning_amp.cli.configuration import plan_of_configuration
 
     parser = argparse.ArgumentParser()
@@ -79,7 +77,7 @@ def _planned(words: list[str]) -> Plan:
 
 
 def _measured(made: Plan, arguments: argparse.Namespace) -> tuple[float, str]:
-    """Seconds of a step of `lightning-amp fit` under a plan; infinite, with the reason, where it fails."""
+    """Measure the seconds of a step of `lightning-amp fit` under a plan; infinity and the reason if it fails."""
     with TemporaryDirectory() as folder:
         file, seconds = Path(folder, "plan.json"), Path(folder, "seconds")
         file.write_text(made.to_json())
@@ -87,11 +85,11 @@ def _measured(made: Plan, arguments: argparse.Namespace) -> tuple[float, str]:
         settings = {
             "strategy": "amp",
             "strategy.plan": str(file),
-            # where the configuration of the run is written
+            # LightningCLI writes the configuration of the run there
             "default_root_dir": folder,
             "devices": arguments.devices,
             "callbacks": json.dumps(timer),
-            # a loader may have fewer batches
+            # a loader may have fewer batches than the steps to measure
             "max_epochs": -1,
             "max_steps": arguments.steps,
             "limit_val_batches": 0,

@@ -1,4 +1,4 @@
-"""`lightning-amp verify`: the model and the data of a configuration of `fit`, one process against several ranks."""
+"""`lightning-amp verify`: compare one process with several ranks on the model and data of a `fit` configuration."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ OF_THE_PLAN = ("policy", "strategies", "plan", "model_parallel_size")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command; torch is loaded when it runs."""
+    """Add the flags of the command; torch is imported when it runs."""
     parser.add_argument("--config", required=True, metavar="FILE.yaml", help="what `lightning-amp fit` is given")
     parser.add_argument("--devices", type=int, default=2, help="CPU ranks (default: 2)")
     parser.add_argument("--steps", type=int, default=3, help="batches to train on (default: 3)")
@@ -30,7 +30,7 @@ def _verify(arguments: argparse.Namespace) -> None:
     if not Path(arguments.config).is_file():
         raise PlanError(f"verify found no file --config {arguments.config!r}; give the YAML of `lightning-amp fit`")
 
-    # late: torch takes seconds to load, and mistakes are reported before
+    # imported late: torch takes seconds to import, and mistakes are reported before
     from lightning_amp.verification.read_configuration import read_configuration
     from lightning_amp.verification.verify import verify
 
@@ -50,11 +50,11 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 
 def _decided(options: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The configuration's plan, unless one is requested here; the two do not mix, but for the size of a model axis."""
+    """Return the configuration's plan options, or those of the command line; only the model axis may be combined."""
     asked = {name: getattr(arguments, name) for name in OF_THE_PLAN if getattr(arguments, name) is not None}
     dropped = {*OF_THE_PLAN, *options_of_techniques()}
     if not {*asked} - {"model_parallel_size"}:
-        # what has a size already, which would be followed instead
+        # options that fix a size, which would override the requested one
         dropped = {"plan", "tensor_grid"} if asked else set()
     kept = {name: value for name, value in options.items() if name not in dropped}
     return kept | asked
