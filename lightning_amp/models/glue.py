@@ -3,8 +3,8 @@
     loss = lam_data sum_m weight_m (nll_m + lam_kl kl_m / F_m) + lam_graph M (graph nll + lam_kl kl / V)
            - lam_align (discriminator loss)
 
-u of a cell comes from its modality's encoder, v of a feature from the graph encoder; decoders meet them. Every step
-trains the discriminator on the detached u first, the rest second; both use the same pass through the encoders.
+The encoder of a modality computes u of a cell, the graph encoder v of a feature; decoders read both. Every step trains
+the discriminator on the detached u first, then the rest; both use one pass through the encoders.
 
 Legend: cell, feature, dim; M modalities, F_m features of modality m, V vertices of the graph.
 """
@@ -46,8 +46,8 @@ BURN_IN_NOISE = 1.5  # deviation of the first epoch's noise on the discriminator
 class GLUE(pl.LightningModule):
     """Graph-linked autoencoders of Hi-C, RNA, ATAC and methylation cells; independent of devices and ranks.
 
-    Networks are built from the trainer's data module before `fit`, from a checkpoint, or by `build(inputs)`. What is
-    drawn for the graph depends on `seed`, torch's when the model was made, and on the step; of a cell see its `draw`.
+    Networks are built from the trainer's data module before `fit`, from a checkpoint, or by `build(inputs)`. Random
+    draws for the graph depend on the step and on `seed`, torch's when the model was made; those of a cell on its `draw`.
 
     Args:
         latent_dim: channels D of all latents; even for local attention.
@@ -63,8 +63,8 @@ class GLUE(pl.LightningModule):
         lam_graph: weight of the graph's terms.
         lam_align: weight of the adversary.
         lr: learning rate of both RMSprop optimisers.
-        stage: "pretrain" leaves the adversary out.
-        align_burnin: epochs over which noise on the discriminator's inputs fades; 0 for none.
+        stage: "pretrain" trains without the adversary.
+        align_burnin: epochs in which the noise on the discriminator's inputs decreases to 0; 0 for no noise.
         modality_weights: weight of each modality's term; 1 for those not named.
         edges_per_step: positive edges of the graph drawn in a step.
         negatives_per_edge: negative edges drawn for each positive one.
@@ -79,7 +79,7 @@ class GLUE(pl.LightningModule):
     encoders: nn.ModuleDict
     decoders: nn.ModuleDict
     takes_sparse_counts = True
-    """Read by the data module: x of Hi-C may come by its entries."""
+    """Read by the data module: x of Hi-C may be SparseCounts."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class GLUE(pl.LightningModule):
         discriminator_depth: int = 2,
     ):
         super().__init__()
-        self.inputs: ModelInputs | None = None  # what the networks were made from; None before they are
+        self.inputs: ModelInputs | None = None  # inputs of `build`; None until the networks exist
         for name, value, allowed in (("stage", stage, Stage), ("key", key, KeyKind), ("variant", variant, Variant)):
             if value not in get_args(allowed):
                 raise ModelError(f"GLUE({name}={value!r}): choose one of {get_args(allowed)!r}")
@@ -114,17 +114,17 @@ class GLUE(pl.LightningModule):
             raise ModelError(f"GLUE(hidden_depth={hidden_depth!r}): an encoder needs at least one hidden layer")
         self.save_hyperparameters()
         self.automatic_optimization = False
-        # what the buffer below, an int64, can hold
+        # the buffer below is int64
         self._seed = torch.initial_seed() % 2**63
         self.register_buffer("seed", torch.tensor(self._seed))
 
     @property
     def settings(self) -> Any:
-        """The hyper-parameters, as attributes."""
+        """Hyper-parameters as attributes."""
         return self.hparams
 
     def build(self, inputs: ModelInputs) -> Self:
-        """Make the networks for some data, without a trainer."""
+        """Create the networks for some data, without a trainer."""
         if self.inputs is not None:
             raise ModelError(
                 f"{type(self).__name__}.build was called, but its networks exist already; make a new "
@@ -149,7 +149,7 @@ class GLUE(pl.LightningModule):
                 total=TOTALS[name],
                 stream=STREAMS_PER_MODALITY * i,
             )
-        # after all encoders: another order would draw other first weights
+        # created after all encoders: the order determines the initial weights
         for name, modality in inputs.modalities.items():
             if name != HIC:
                 decoders[name] = PlainDecoder(name, modality.n_features, modality.n_batches)
@@ -179,7 +179,7 @@ class GLUE(pl.LightningModule):
 
     def configure_model(self) -> None:
         """Build the networks from the trainer's data module, unless they exist."""
-        # Lightning has no public question for a trainer: the property raises without one
+        # `self.trainer` raises without a Trainer, and Lightning has no public check
         if self.inputs is not None or self._trainer is None:
             return
         datamodule = datamodule_of(self.trainer)
@@ -196,7 +196,7 @@ class GLUE(pl.LightningModule):
             checkpoint[CHECKPOINT_KEY] = self.inputs.to_plain()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Build the networks the checkpoint was written with, or check that these are the same."""
+        """Build the networks from the checkpoint's inputs, or check that the existing inputs are equal."""
         if CHECKPOINT_KEY not in checkpoint:
             raise ModelError(
                 f"the checkpoint has no {CHECKPOINT_KEY!r}, only {sorted(checkpoint)!r}; load one that "
@@ -212,48 +212,48 @@ class GLUE(pl.LightningModule):
             )
 
     def encode(self, modality: str, cells: CellBatch) -> tuple[PerCell, PerCell]:
-        """Mean and deviation of the latents of some cells."""
+        """Return mean and standard deviation of the latents of some cells."""
         self.stream(modality)
         loc, std = self.encoders[modality](cells["x"], library_of(cells), cells.get("draw"))
-        # mixed precision hands out halves, too coarse for divergences and likelihoods
+        # 16-bit results of mixed precision are too coarse for divergences and likelihoods
         return loc.to(self.dtype), std.to(self.dtype)
 
     def vertices(self) -> tuple[PerVertex, PerVertex]:
-        """Mean and deviation of the latents of the graph's vertices, under `nodes` of those that the rank holds."""
+        """Return mean and standard deviation of the vertices' latents; under `nodes`, of this rank's vertices."""
         loc, std = self.graph_encoder()
         return loc.to(self.dtype), std.to(self.dtype)
 
     def nll(self, modality: str, cells: CellBatch, *, u: PerCell, v: PerVertex) -> Scalar:
-        """Negative log-likelihood of some cells' data, a mean over cells and features."""
+        """Return the negative log-likelihood of some cells' data, the mean over cells and features."""
         nll: Tensor = self.decoders[modality](
             u, self.graph_encoder.rows[modality](v), batch=cells["batch"], library=library_of(cells), x=cells["x"]
         )
         return nll
 
     def edge_nll(self, v: PerVertex, generator: torch.Generator | None = None) -> Scalar:
-        """Negative log-likelihood of sampled edges; by the default generator when there is none."""
+        """Return the negative log-likelihood of sampled edges; None is the default generator."""
         h = self.settings
         return self.graph_encoder.nll(
             v, n_positive=h.edges_per_step, negatives=h.negatives_per_edge, generator=generator
         )
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, dict[str, Tensor]]:
-        """Mean latent of every cell of the batch, with the cell's row in its file."""
+        """Return the mean latent of every cell of the batch, and the cell's row in its file."""
         return {
             name: {"index": cells["index"], "embedding": self.encode(name, cells)[0]} for name, cells in batch.items()
         }
 
     @torch.no_grad()
     def impute(self, modality: str, batch: CellBatch) -> Counts:
-        """Expected data of some cells of one modality, at the means of all latents; call in eval mode."""
+        """Return the expected data of some cells of one modality, at the means of all latents; call in eval mode."""
         (u, _), (v, _) = self.encode(modality, batch), self.vertices()
         decoder = cast(StratifiedDecoder | PlainDecoder, self.decoders[modality])
-        # the decoder gets the rows of its features, whichever vertices this rank holds
+        # `rows` returns the rows of all features, even if vertices are sharded
         rows = self.graph_encoder.rows[modality](v)
         return decoder.mean(u, rows, batch=batch["batch"], library=library_of(batch))
 
     def stream(self, modality: str) -> int:
-        """First of the streams of random numbers that a modality may use."""
+        """Return the first random stream of a modality, which has STREAMS_PER_MODALITY of them."""
         if self.inputs is None:
             raise ModelError(
                 f"{type(self).__name__} has no networks yet; call build(inputs), fit it with a data module, or "
@@ -267,27 +267,26 @@ class GLUE(pl.LightningModule):
         return STREAMS_PER_MODALITY * modalities.index(modality)
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """One optimiser for the discriminator, one for all the rest."""
+        """Return one optimizer for the discriminator and one for all other parameters."""
         rest = [p for n, p in self.named_parameters() if not n.startswith("discriminator.")]
         sets = (list(self.discriminator.parameters()), rest)
         return [torch.optim.RMSprop(parameters, lr=self.settings.lr) for parameters in sets]
 
     def on_train_start(self) -> None:
-        """Read the seed, which is rank 0's, or that of the run that is resumed."""
+        """Read the seed, which has been broadcast from rank 0 or loaded from the checkpoint."""
         self._seed = int(self.seed)
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
-        """One step of the discriminator, unless there is none to train, then one of everything else."""
+        """Train the discriminator, unless the batch or the stage has none, then all other parameters."""
         critic, generator = cast(list[LightningOptimizer], self.optimizers())
         latents = self.latents(batch)
         shown = self.shown(batch, latents)
         if shown:
-            # the discriminator's step must not reach the encoders
-            # its parameters are written to before the second backward pass, whose graph may not have saved them:
-            # `terms` reads them afterwards
+            # detached: the discriminator's step must not change the encoders. It runs before `terms`, because it writes
+            # to parameters that the second backward pass would have saved
             detached = {label: u.detach() for label, u in shown.items()}
             self._step(critic, alignment_loss(self.discriminator, detached, frozen=False))
-        # a function of the step, so that a resumed run draws the noise and the edges that it would have drawn
+        # seeded by the step, so that a resumed run draws the same noise and edges
         random = self._generator(self._seed, self.current_epoch, batch_idx)
         terms = self.terms(batch, latents, shown=shown, generator=random)
         self._step(generator, terms["loss"])
@@ -296,7 +295,7 @@ class GLUE(pl.LightningModule):
         self.log_dict(terms, batch_size=n_cells)
 
     def latents(self, batch: Batch) -> dict[str, Latent]:
-        """Sampled latents of all cells of a batch."""
+        """Sample the latents of all cells of a batch."""
         result = {}
         for name, cells in batch.items():
             stream = self.stream(name) + LATENT_STREAM
@@ -311,9 +310,9 @@ class GLUE(pl.LightningModule):
         shown: dict[int, Tensor],
         generator: torch.Generator | None = None,
     ) -> dict[str, Scalar]:
-        """Terms of the loss of everything but the discriminator, and their weighted sum under "loss"."""
-        # `shown`: class of a modality -> what the discriminator sees of its cells, empty without an adversary;
-        # `generator`: of the vertices' noise and the sampled edges, the default one when None
+        """Return the loss terms of all parts except the discriminator, and their weighted sum as "loss"."""
+        # `shown`: the discriminator's inputs by class of a modality, empty without an adversary;
+        # `generator`: for the vertices' noise and the sampled edges, None is the default one
         h, v = self.settings, self.graph_encoder.sample(*self.vertices(), generator)
         terms = {"nll_graph": self.edge_nll(v.sample, generator), "kl_graph": self.graph_encoder.kl(v.loc, v.std)}
         total = h.lam_graph * len(self.encoders) * (terms["nll_graph"] + h.lam_kl * terms["kl_graph"])
@@ -330,39 +329,39 @@ class GLUE(pl.LightningModule):
         return {"loss": total, **terms}
 
     def on_validation_epoch_start(self) -> None:
-        """Forget the sums of the last validation."""
+        """Reset the sums of the previous validation."""
         self._validated = torch.zeros(len(self.encoders), 2, device=self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add up each modality's term over its cells, at the means of all latents."""
+        """Sum each modality's term over its cells, at the means of all latents."""
         v, _ = self.vertices()
         for row, name in enumerate(self.encoders):
             if name in batch:
                 loc, std = self.encode(name, batch[name])
                 kl = normal_kl(loc, std) / batch[name]["x"].shape[1]
                 term = self.nll(name, batch[name], u=loc, v=v) + self.settings.lam_kl * kl
-                # weighted by cells, with their number: batches may differ in size; another rank has a repeated cell too
+                # weighted by cells, because batches differ in size; a repeated cell counts on another rank
                 n_cells = 0 if batch[name].get("repeated") else len(loc)
                 self._validated[row] += torch.stack((term, torch.ones_like(term))) * n_cells
 
     def on_validation_epoch_end(self) -> None:
-        """Log `val_loss`: the loss without the adversary, the mean over all cells of all ranks."""
+        """Log `val_loss`: the loss without the adversary, averaged over the cells of all ranks."""
         self._log_validated("val_loss")
 
     def on_test_epoch_start(self) -> None:
-        """As `on_validation_epoch_start`."""
+        """Do the same as `on_validation_epoch_start`."""
         self.on_validation_epoch_start()
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """As `validation_step`."""
+        """Do the same as `validation_step`."""
         self.validation_step(batch, batch_idx)
 
     def on_test_epoch_end(self) -> None:
-        """Log `test_loss`, which is what `val_loss` is."""
+        """Log `test_loss`, computed like `val_loss`."""
         self._log_validated("test_loss")
 
     def _log_validated(self, name: str) -> None:
-        # sums and numbers of all ranks: a mean of the ranks' means would weigh them equally
+        # sums and cell counts of all ranks: a mean of means would weight ranks equally
         gathered = cast(Tensor, self.all_gather(self._validated))
         totals = gathered.reshape(-1, len(self.encoders), 2).sum(0)
         means = totals[:, 0] / totals[:, 1].clamp_min(1)
@@ -374,7 +373,7 @@ class GLUE(pl.LightningModule):
         self.log(name, loss, prog_bar=True, sync_dist=True)
 
     def shown(self, batch: Batch, latents: dict[str, Latent]) -> dict[int, PerCell]:
-        """What the discriminator sees: class of a modality -> its samples under the fading burn-in noise."""
+        """Return the discriminator's inputs: samples of each modality with burn-in noise, by class of the modality."""
         if self.settings.stage == "pretrain" or len(self.encoders) == 1:
             return {}
         burn_in = self.settings.align_burnin
@@ -392,7 +391,7 @@ class GLUE(pl.LightningModule):
         optimizer.step()
 
     def _generator(self, *key: int) -> torch.Generator:
-        # the meta device has none, and takes any
+        # the meta device has no generator, and accepts any
         device = "cpu" if self.device.type == "meta" else self.device
         return torch.Generator(device).manual_seed(hash_integers(*key))
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 HIC = "hic"
 TOTALS: dict[str, float | None] = {HIC: 5e4, "rna": 1e4, "atac": 1e4, "methyl": None}
-"""Of each modality that the model knows, the counts per cell that an encoder scales to."""
+"""Counts per cell to which the encoder scales, for each supported modality; None: not counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModalityInputs:
-    """One modality."""
+    """Sizes of one modality."""
 
     n_features: int
     n_batches: int
@@ -35,7 +35,7 @@ class StrataInputs:
     """Strata of the Hi-C modality, in the order of its columns."""
 
     n_anchors: int
-    # for each stratum, the anchor of each of its features, int64; checkpoints have it under this name
+    # for each stratum, the anchor of each of its features, int64; the name is part of the checkpoint format
     nodes: list[NDArray[np.int64]]
     distances: list[int]  # for each stratum, its distance k in anchors
 
@@ -53,7 +53,7 @@ class GraphInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModelInputs:
-    """All of it; the order of the modalities is that of the discriminator's classes."""
+    """Inputs of the reference model; the order of the modalities is the order of the discriminator's classes."""
 
     modalities: dict[str, ModalityInputs]
     strata: StrataInputs | None
@@ -73,7 +73,7 @@ class ModelInputs:
             )
 
     def to_plain(self) -> dict[str, Any]:
-        """Nested dicts and lists of tensors and numbers, as checkpoints may hold them."""
+        """Convert to nested dicts and lists of tensors and numbers, for a checkpoint."""
         plain: dict[str, Any] = tree_map(
             lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x, asdict(self)
         )
@@ -81,7 +81,7 @@ class ModelInputs:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "ModelInputs":
-        """Inverse of `to_plain`."""
+        """Invert `to_plain`."""
         state = tree_map(lambda x: x.cpu().numpy() if isinstance(x, torch.Tensor) else x, plain)
         return cls(
             modalities={name: ModalityInputs(**fields) for name, fields in state["modalities"].items()},
@@ -90,14 +90,14 @@ class ModelInputs:
         )
 
     def difference(self, other: "ModelInputs") -> str | None:
-        """Dotted name of the first field in which two inputs differ, None when they are equal."""
+        """Return the dotted name of the first field that differs, None if all are equal."""
         return _difference(asdict(self), asdict(other))
 
 
 def inputs_from(datamodule: "SingleCellDataModule") -> ModelInputs:
-    """Read the inputs off a data module after its setup.
+    """Read the inputs from a data module after its setup.
 
-    A single modality needs no graph: its anchors or features are then joined to themselves only.
+    A single modality does not require a graph: each anchor or feature is then joined to itself only.
     """
     absent = [name for name in ("tables", "layout", "graph", "vertices") if not hasattr(datamodule, name)]
     if absent:

@@ -24,7 +24,7 @@ BITS = 23
 def keyed_uniform(
     draw: Int[Tensor, " cell"], width: int, *, stream: int, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "cell width"]:
-    """Uniform numbers in the open interval (0, 1).
+    """Return uniform numbers in the open interval (0, 1).
 
     Args:
         draw: key of each cell, in [0, 2^31).
@@ -36,8 +36,8 @@ def keyed_uniform(
 def keyed_normal(
     draw: Int[Tensor, " cell"], width: int, *, stream: int, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "cell width"]:
-    """Standard normal numbers, by the Box-Muller transform; arguments as in `keyed_uniform`."""
-    # each stream has three hashes: one for uniform numbers, two for the two that Box-Muller needs
+    """Return standard normal numbers by the Box-Muller transform; arguments as in `keyed_uniform`."""
+    # each stream has three hashes: one for uniform numbers, two for the inputs of Box-Muller
     radius = (-2 * _uniform(draw, width, 3 * stream + 1).log()).sqrt()
     return (radius * (2 * math.pi * _uniform(draw, width, 3 * stream + 2)).cos()).to(dtype)
 
@@ -67,7 +67,7 @@ class KeyedDropout(nn.Module):
     def forward(
         self, x: Float[Tensor, "cell hidden"], draw: Int[Tensor, " cell"] | None
     ) -> Float[Tensor, "cell hidden"]:
-        """Drop; without keys the default generator draws."""
+        """Apply dropout; without keys, with the default generator."""
         if draw is None or not self.training or self.p == 0:
             return F.dropout(x, self.p, self.training)
         kept = keyed_uniform(draw, x.shape[1], stream=self.stream) >= self.p
@@ -75,18 +75,17 @@ class KeyedDropout(nn.Module):
 
 
 def _uniform(draw: Tensor, width: int, stream: int) -> Tensor:
-    # added after the first mix: added to the key, a stream of one cell would be a stream of the cell so many keys
-    # further
+    # added after the first mix: if it were added to the key, a stream of one cell would equal a stream of another cell
     row = (_mix(draw) + STREAM_STEP * stream) & MASK
     column = _mix(torch.arange(1, width + 1, device=draw.device))
     bits = _mix(_mix(row)[:, None] ^ column)
-    # in the middle of its interval, so never 0, whose logarithm is taken
+    # the middle of the interval, never 0: Box-Muller takes the logarithm
     uniform: Tensor = ((bits >> 32 - BITS).to(torch.float64) + 0.5) / 2**BITS
     return uniform
 
 
 def _mix(h: Tensor) -> Tensor:
-    # shifts and odd factors modulo 2^32 can be undone, so different keys stay different
+    # xor-shifts and odd factors modulo 2^32 are invertible, so different keys stay different
     h = ((h ^ (h >> 16)) * FIRST_FACTOR) & MASK
     h = ((h ^ (h >> 15)) * SECOND_FACTOR) & MASK
     return h ^ (h >> 16)

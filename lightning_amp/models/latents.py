@@ -21,11 +21,11 @@ from lightning_amp.shapes import Counts, Library, PerCell, Scalar
 
 Rows = Float[Tensor, "row dim"]
 LEAST_LIBRARY = 1e-8
-"""Stands in for the library of a cell without counts, whose likelihood is then 1 in the limit."""
+"""Least library: replaces 0 for a cell without counts, whose likelihood is then 1 in the limit."""
 
 
 class Latent(NamedTuple):
-    """Normal distribution and a sample of it, each [row, dim]."""
+    """Mean and standard deviation of a normal distribution, and a sample, each [row, dim]."""
 
     loc: Tensor
     std: Tensor
@@ -33,19 +33,19 @@ class Latent(NamedTuple):
 
 
 def sample(loc: Rows, std: Rows, *, draw: Int[Tensor, " row"] | None, stream: int = 0) -> Latent:
-    """Draw from Normal(loc, std), by the rows' keys or, without them, by the default generator."""
+    """Sample Normal(loc, std), with the rows' keys or, without keys, the default generator."""
     return Latent(loc, std, loc + std * noise_for(loc, draw=draw, stream=stream))
 
 
 def noise_for(like: Rows, *, draw: Int[Tensor, " row"] | None, stream: int) -> Rows:
-    """Standard normal noise, by the rows' keys or, without them, by the default generator."""
+    """Return standard normal noise, from the rows' keys or, without keys, the default generator."""
     if draw is None:
         return torch.randn_like(like)
     return keyed_normal(draw, like.shape[1], stream=stream, dtype=like.dtype)
 
 
 def library_of(cells: CellBatch) -> Library:
-    """Library of each cell, positive."""
+    """Return the library (total count) of each cell, positive."""
     return cells["library"].clamp_min(LEAST_LIBRARY)
 
 
@@ -53,17 +53,17 @@ LEAK = 0.2
 
 
 def normal_kl(loc: Rows, std: Rows) -> Scalar:
-    """Divergence of Normal(loc, std) from the standard normal, summed over channels, mean over rows."""
+    """Return the divergence of Normal(loc, std) from the standard normal: sum over channels, mean over rows."""
     return divergence(loc, std).mean()
 
 
 def divergence(loc: Rows, std: Rows) -> Float[Tensor, " row"]:
-    """Divergence of Normal(loc, std) from the standard normal, summed over channels."""
+    """Return the divergence of Normal(loc, std) from the standard normal, summed over channels."""
     return (0.5 * (loc.square() + std.square() - 1) - std.log()).sum(dim=1)
 
 
 class Discriminator(nn.Module):
-    """Guesses from a cell's latent which modality the cell is of."""
+    """Classifier of a cell's modality from its latent."""
 
     def __init__(self, dim: int, n_modalities: int, *, width: int, depth: int):
         super().__init__()
@@ -72,15 +72,15 @@ class Discriminator(nn.Module):
         self.layers = nn.Sequential(*(layer for pair in hidden for layer in pair), nn.Linear(sizes[-1], n_modalities))
 
     def forward(self, u: PerCell) -> Float[Tensor, "cell modality"]:
-        """Logits of the modalities."""
+        """Return the logits of the modalities."""
         logits: Tensor = self.layers(u)
         return logits
 
 
 def alignment_loss(discriminator: Discriminator, latents: dict[int, PerCell], *, frozen: bool) -> Scalar:
-    """Cross-entropy of the discriminator's guesses: mean over the cells of a modality, then over modalities.
+    """Return the discriminator's cross-entropy: mean over the cells of a modality, then over modalities.
 
-    `latents` are by class of a modality; `frozen` detaches the parameters, so that backward reaches the latents only.
+    `latents` maps the class of a modality to its latents; `frozen` detaches the parameters: only latents get gradients.
     """
     parameters = {n: p.detach() if frozen else p for n, p in discriminator.named_parameters()}
     total = torch.zeros((), device=next(iter(latents.values())).device)
@@ -120,12 +120,12 @@ class Encoder(nn.Module):
     def forward(
         self, x: Counts | SparseCounts, library: Library, draw: Int[Tensor, " cell"] | None = None
     ) -> tuple[PerCell, PerCell]:
-        """Mean and standard deviation of u; library must be positive."""
+        """Return mean and standard deviation of u; library must be positive."""
         h = x
         if self.total is not None:
             scale = self.total / library
             if isinstance(x, SparseCounts):
-                # log1p(0) is 0, so that x stays as sparse as it is
+                # log1p(0) is 0, so x stays sparse
                 h = x.with_values((x.value * scale[x.row, 0]).log1p())
             else:
                 h = (x * scale).log1p()

@@ -1,1 +1,1 @@
-"""The stratified decoder: everything that a technique may replace, and its leaves."""
+"""Decoders that are sums over strata or units, and their leaf modules, which techniques may replace."""

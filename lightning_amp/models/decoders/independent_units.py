@@ -1,13 +1,13 @@
-"""Define a decoder whose loss is a sum over independent units; the user writes only the loss of a unit.
+"""Define UnitDecoder, whose loss is a sum over independent units; the user writes the loss of a unit.
 
     loss = sum over units k of nll_k(v, u, cells)
 
-The two classes hold what `techniques/contract/protocol.py` asks for: with them, `stream`, `recompute` and `strata` can
-change how the units are run. Units read v and u and their own parameters, and nothing of one another.
+The classes implement the protocol of `techniques/contract/protocol.py`, so that `stream`, `recompute` and `strata` can
+change how units run. A unit reads v, u and its own parameters, and no results of other units.
 
 Legend: cell (B), anchor (N), dim (D), unit (K).
-Known limits: what a unit keeps is not predicted, only [cell, n_features] of it; a loss that is no sum over cells is
-noticed only by `stream` (techniques/hic/strata/streamed_stratum.py).
+Known limits: of the tensors that a unit saves, the prediction has only [cell, n_features]; a loss that is not a sum
+over cells is detected only by `stream` (techniques/hic/strata/streamed_stratum.py).
 """
 
 from abc import abstractmethod
@@ -23,15 +23,15 @@ from lightning_amp.shapes import PerAnchor, PerCell, Scalar
 
 
 class UnitCells(AllCells):
-    """All cells at once, with a loss that other code provides: who takes some of them at a time looks first."""
+    """All cells at once, for a loss written by the user: `stream` checks it before it splits the cells."""
 
     known = False
 
 
 class Unit(nn.Module):
-    """Abstract: a subclass says in `nll` what its loss is.
+    """Abstract unit; a subclass defines its loss in `nll`.
 
-    `n_features`: columns that the unit's largest tensor [cell, feature] has, for the plan's prediction.
+    `n_features`: columns of the unit's largest tensor [cell, feature], for the plan's prediction.
     """
 
     chained = False
@@ -43,29 +43,29 @@ class Unit(nn.Module):
 
     @abstractmethod
     def nll(self, v: PerAnchor, u: PerCell, **cells: Tensor) -> Scalar:
-        """Negative log-likelihood summed over cells and features.
+        """Return the negative log-likelihood summed over cells and features.
 
         Args:
             v: Latents of the anchors.
             u: Latents of some cells.
-            cells: Of the same cells, one row each, or the same for all: what the decoder was called with.
+            cells: Keyword arguments of the decoder: one row for each of these cells, or one value for all.
         """
 
     def forward(self, v: PerAnchor, u: PerCell, **cells: Tensor) -> tuple[Scalar, PerAnchor]:
-        """The unit's loss, and v unchanged for the next unit."""
+        """Return the unit's loss, and v unchanged for the next unit."""
         return self.sum_over_cells(self.nll, v, u, parameters=self.parameters(), **cells), v
 
     def arguments(self, k: int, log_weights: Tensor, **cells: Tensor) -> dict[str, Tensor]:
-        """Arguments of this unit, the decoder's k-th, in addition to v and u: by default all that the decoder got."""
+        """Return the arguments of unit k in addition to v and u; by default all of the decoder's."""
         return {**cells, "log_weight": log_weights[:, k : k + 1]}
 
     def spine(self, v: PerAnchor) -> PerAnchor:
-        """v for the next unit."""
+        """Return v for the next unit."""
         return v
 
 
 class UnitDecoder(nn.Module):
-    """A sum over units, as techniques know it.
+    """Sum of the losses of units, in the form that techniques support.
 
     Args:
         units: The units.
@@ -73,7 +73,7 @@ class UnitDecoder(nn.Module):
         dim: Channels of u and v.
 
     Raises:
-        ModelError: There are no units, or something else among them.
+        ModelError: `units` is empty, or has an item that is not a Unit.
     """
 
     chained = False
@@ -93,10 +93,10 @@ class UnitDecoder(nn.Module):
         self.walk = EveryStratum()
 
     def forward(self, u: PerCell, v: PerAnchor, **cells: Tensor) -> Scalar:
-        """Sum of the units' losses; `cells` are handed to all units.
+        """Return the sum of the units' losses; every unit receives `cells`.
 
-        They have one row per cell, or are the same for all: one row, no dimension, a number, a name, None. A tensor
-        that needs a gradient is u, v, a parameter of a unit, or `library`.
+        Each of `cells` has one row per cell, or is the same for all cells: one row, no dimension, a number, a string or
+        None. Only u, v, parameters of units and `library` may require a gradient.
         """
         # units have no weights: the logarithm of 1
         none = u.new_zeros(1, len(self.strata))

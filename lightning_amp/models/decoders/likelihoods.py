@@ -1,6 +1,6 @@
-"""Define log-probabilities of observed values, and the decoders of RNA, ATAC and methylation, with one per feature.
+"""Define log-probabilities of observed values, and PlainDecoder for RNA, ATAC and methylation.
 
-Counts are given by log mean and log inverse dispersion, because means are softmax fractions that underflow.
+Count distributions take log mean and log inverse dispersion, because means are softmax fractions that underflow.
 Zero-inflated densities add mass and density at zero, log(pi + (1 - pi) p(0)), as the GLUE family does; the
 log-normal one has no density at zero, so zero has probability pi.
 
@@ -24,60 +24,60 @@ from torch import Tensor, nn
 from lightning_amp.shapes import Counts, Experiment, Library, PerCell, Scalar
 
 FIRST_LOG_THETA, FIRST_ZI_LOGIT = 1.5, -2.0
-"""Where tables start that the data do not determine. A step of RMSprop moves an entry by about the learning rate: from
-0 and 0 (variance mu + mu^2, half of the zeros unexplained) hundreds of steps go by in which a count says little of its
-mean, so that modalities align late and often wrongly."""
+"""Initial values of the tables. RMSprop changes an entry by about the learning rate per step: from 0 and 0 (variance
+mu + mu^2, half of the zeros in excess), counts would say little about their mean for hundreds of steps, so that
+modalities align late and often wrongly."""
 
 Numbers = Float[Tensor, "*#shape"]
-"""Broadcast against each other."""
+"""Tensors that broadcast with each other."""
 
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
 
 def _softplus(x: Tensor) -> Tensor:
-    # torch's softplus is the identity above 20, an error of 2e-9 that float64 comparisons would see
+    # not F.softplus: it is the identity above 20, an error of 2e-9, which float64 comparisons detect
     return -F.logsigmoid(-x)
 
 
 def nb(x: Numbers, log_mu: Numbers, log_theta: Numbers) -> Float[Tensor, "..."]:
-    """Negative binomial with mean exp(log_mu) and variance mu + mu^2 / exp(log_theta)."""
+    """Log-probability of the negative binomial with mean exp(log_mu) and variance mu + mu^2 / exp(log_theta)."""
     theta = log_theta.exp()
     ratio = log_mu - log_theta
     choose = torch.lgamma(x + theta) - torch.lgamma(theta) - torch.lgamma(x + 1)
-    # theta / (theta + mu) is sigmoid(-ratio), mu / (theta + mu) is sigmoid(ratio): no sum of theta and mu is rounded
+    # theta / (theta + mu) = sigmoid(-ratio), mu / (theta + mu) = sigmoid(ratio): the sum theta + mu would be rounded
     return choose - theta * _softplus(ratio) + x * F.logsigmoid(ratio)
 
 
 def zinb(x: Numbers, log_mu: Numbers, log_theta: Numbers, zi_logits: Numbers) -> Float[Tensor, "..."]:
-    """Negative binomial with additional zeros of probability sigmoid(zi_logits)."""
+    """Log-probability of the negative binomial with additional zeros of probability sigmoid(zi_logits)."""
     log_p = nb(x, log_mu, log_theta)
-    # pi and 1 - pi have the same denominator, whose logarithm is the softplus
+    # log pi and log(1 - pi) share the term -softplus(zi_logits)
     return torch.where(x == 0, torch.logaddexp(log_p, zi_logits), log_p) - _softplus(zi_logits)
 
 
 def normal(x: Numbers, loc: Numbers, log_scale: Numbers) -> Float[Tensor, "..."]:
-    """Normal density."""
+    """Log-density of the normal distribution."""
     return -0.5 * ((x - loc) * (-log_scale).exp()).square() - log_scale - LOG_SQRT_2PI
 
 
 def ziln(x: Numbers, loc: Numbers, log_scale: Numbers, zi_logits: Numbers) -> Float[Tensor, "..."]:
-    """Log-normal density of x > 0, and zeros of probability sigmoid(zi_logits)."""
-    # the logarithm of 0 would make the gradient NaN, though `where` below does not take its value
+    """Log-density of the log-normal distribution for x > 0, with zeros of probability sigmoid(zi_logits)."""
+    # log(0) would make the gradient NaN, although `where` below does not select its value
     log_x = torch.where(x > 0, x, 1.0).log()
     positive = normal(log_x, loc, log_scale) - log_x + F.logsigmoid(-zi_logits)
     return torch.where(x > 0, positive, F.logsigmoid(zi_logits))
 
 
 def bernoulli(x: Numbers, logits: Numbers) -> Float[Tensor, "..."]:
-    """Bernoulli of x in {0, 1}."""
-    # log(1 - sigmoid(z)) is logsigmoid(-z), which has all digits where the sigmoid is nearly 1
+    """Log-probability of the Bernoulli distribution, x in {0, 1}."""
+    # log(1 - sigmoid(z)) = logsigmoid(-z), which is exact where the sigmoid is nearly 1
     return x * F.logsigmoid(logits) + (1 - x) * F.logsigmoid(-logits)
 
 
 def table_rows(table: Float[Tensor, "experiment feature"], batch: Experiment) -> Float[Tensor, "#cell feature"]:
-    """Each cell's row of a table with one row per experimental batch.
+    """Return each cell's row of a table with one row per experimental batch.
 
-    A single row is broadcast, because a copy per cell would cost as much as the data.
+    A single row is broadcast, because a copy per cell would be as large as the data.
     """
     return table if len(table) == 1 else table[batch]
 
@@ -90,11 +90,11 @@ LIKELIHOODS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], bool]] = {
     "atac": (zinb, ("log_theta", "zi_logits"), True),
     "methyl": (ziln, ("log_scale", "zi_logits"), False),
 }
-"""Of a modality, a function of (x, location, *tables), the names of its tables, and whether x are counts."""
+"""By modality: log-probability of (x, location, *tables), names of the tables, and whether x are counts."""
 
 
 class PlainDecoder(nn.Module):
-    """Decoder of a modality of `LIKELIHOODS`."""
+    """Decoder of one of the modalities in `LIKELIHOODS`."""
 
     def __init__(self, modality: str, n_features: int, n_batches: int):
         super().__init__()
@@ -106,12 +106,12 @@ class PlainDecoder(nn.Module):
     def forward(
         self, u: PerCell, v: Float[Tensor, "feature dim"], *, batch: Experiment, library: Library, x: Counts
     ) -> Scalar:
-        """Minus the mean log-likelihood over cells and features; library must be positive."""
+        """Return minus the mean log-likelihood over cells and features; library must be positive."""
         tables = (self._rows(name, batch) for name in self.tables)
         return -self.likelihood(x, self._location(u, v, batch, library), *tables).mean()
 
     def mean(self, u: PerCell, v: Float[Tensor, "feature dim"], *, batch: Experiment, library: Library) -> Counts:
-        """Expected counts without zero inflation, or the location of values (of their logarithm for ZILN)."""
+        """Return expected counts without zero inflation, or the location of values (for ZILN, of their logarithm)."""
         location = self._location(u, v, batch, library)
         return location.exp() if self.counts else location
 

@@ -1,4 +1,4 @@
-"""Define the stratified Hi-C decoder: a loss that is a sum over strata which depend on nothing but u and v.
+"""Define the stratified Hi-C decoder: its loss is a sum over strata, each a function of u and v only.
 
     stratum k   key = key_k(v), ZINB with mean softmax(logit) * library * weight[:, k] (stratum.py)
     weight      softmax(strata_weights + head(u)) over strata
@@ -29,25 +29,25 @@ KeyKind = Literal["attention", "full_attention", "convolution"]
 
 
 class StrataRegion(nn.Module):
-    """What enters and leaves the strata; on one device as it is, and a technique can replace it."""
+    """Inputs and result of the strata, unchanged on one device; a leaf module, which a technique can replace."""
 
     def enter(
         self, u: PerCell, v: PerAnchor, log_weights: LogWeights
     ) -> tuple[Float[Tensor, "cell own_dim"], Float[Tensor, "anchor own_dim"], LogWeights]:
-        """What the strata read, from what the decoder was given."""
+        """Return the strata's inputs, from those of the decoder."""
         return u, v, log_weights
 
     def n_rows(self, n_anchors: int) -> int:
-        """Rows of v that the decoder is given."""
+        """Return the number of rows of v that the decoder receives."""
         return n_anchors
 
     def leave(self, total: Scalar) -> Scalar:
-        """Negative log-likelihood of all features, from that of the own ones."""
+        """Return the negative log-likelihood of all features, from that of this rank's features."""
         return total
 
 
 class StratifiedDecoder(nn.Module):
-    """All strata of the Hi-C modality.
+    """Decoder of all strata of the Hi-C modality.
 
     Args:
         dim: channels D of u and v.
@@ -90,7 +90,7 @@ class StratifiedDecoder(nn.Module):
         self.n_strata = len(rows)
         self.chained = chained
         self.variant = variant
-        # full attention has no buckets: anchors can be split anywhere
+        # full attention has no buckets: anchors can be sharded anywhere
         self.window = 1 if key == "full_attention" else 20 * self.n_strata if window is None else window
         self.n_features = sum(len(r) for r in rows)
         keys = [self._key(key, k) for k in stratum_index]
@@ -109,25 +109,25 @@ class StratifiedDecoder(nn.Module):
         )
         self.region = StrataRegion()
         self.walk = EveryStratum()
-        # contacts fall off about as one over the distance
+        # contacts decrease about as 1 / distance
         self.strata_weights = nn.Parameter(-torch.tensor(stratum_index, dtype=torch.get_default_dtype()).log1p())
         self.head = nn.Linear(dim, self.n_strata) if strata_weight_head else None
         if self.head is not None:
-            # at first all cells have the same weights
+            # initially all cells have the same weights
             nn.init.zeros_(self.head.weight)
             nn.init.zeros_(self.head.bias)
 
     def forward(
         self, u: PerCell, v: PerAnchor, *, batch: Experiment, library: Library, x: Counts | SparseCounts
     ) -> Scalar:
-        """Minus the mean log-likelihood over all cells and features; library must be positive.
+        """Return minus the mean log-likelihood over all cells and features; library must be positive.
 
         Raises:
             ModelError: x has not one column per feature, or v not one row per anchor.
         """
         self._check_inputs(v, x)
         if isinstance(x, SparseCounts):
-            # the slices of all strata are prepared together, in a few operators
+            # prepare the slices of all strata in a few operators
             x.expect(tuple(cast(Stratum, stratum).columns for stratum in self.strata))
         u, v, log_weights = self.region.enter(u, v, self.log_weights(u))
         total = self.walk(self.strata, u, v, log_weights, batch=batch, library=library, x=x)
@@ -135,9 +135,9 @@ class StratifiedDecoder(nn.Module):
         return total / x.numel()
 
     def mean(self, u: PerCell, v: PerAnchor, *, batch: Experiment, library: Library) -> Counts:
-        """Expected contacts of every feature, in the order of the data matrix."""
+        """Return the expected contacts of every feature, in the order of the data matrix."""
         u, v, log_weights = self.region.enter(u, v, self.log_weights(u))
-        # strata are computed one by one: a chained one needs v of the one before
+        # one stratum after the other: a chained stratum reads v of the previous one
         means = []
         for i, module in enumerate(self.strata):
             mean, v = cast(Stratum, module).mean(
@@ -147,7 +147,7 @@ class StratifiedDecoder(nn.Module):
         return torch.cat(means, dim=1)
 
     def log_weights(self, u: PerCell) -> LogWeights:
-        """Log of each stratum's share of a cell's contacts; one row for all cells without a head."""
+        """Return the log of each stratum's share of a cell's contacts; without a head, one row for all cells."""
         logits = self.strata_weights[None]
         return (logits if self.head is None else logits + self.head(u)).log_softmax(dim=1)
 

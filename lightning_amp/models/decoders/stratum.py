@@ -32,7 +32,7 @@ from lightning_amp.shapes import (
 
 
 class EveryStratum(nn.Module):
-    """One stratum after the other, all kept for the backward pass; a leaf, so that it can be replaced."""
+    """Run one stratum after the other, saving all for the backward pass; a leaf module, which can be replaced."""
 
     def forward(
         self,
@@ -41,17 +41,17 @@ class EveryStratum(nn.Module):
         v: PerAnchor,
         log_weights: LogWeights,
         *,
-        # strata to run, all of them when None; of those before them the spine is run, of those after nothing
+        # strata to run, None for all; of earlier strata only `spine` runs, later strata do not run
         own: range | None = None,
         **cells: Tensor,  # `batch`, `library` and `x` of the cells
     ) -> Scalar:
-        """Negative log-likelihood summed over cells and features."""
+        """Return the negative log-likelihood summed over cells and features."""
         own = range(len(strata)) if own is None else own
         total = u.new_zeros(())
         for k, module in enumerate(strata[: own.stop] if len(own) else ()):
             stratum = cast(Stratum, module)
             if k < own.start:
-                # the strata of other ranks: only what later strata read of them
+                # strata of other ranks: later strata read only their `spine`
                 v = stratum.spine(v)
                 continue
             nll, v = stratum(v, u, **stratum.arguments(k, log_weights, **cells))
@@ -63,38 +63,38 @@ KeyModule = AttentionKey | ConvolutionKey
 
 
 class Decode(nn.Module):
-    """Inner product of cells with the keys of a stratum's features; a leaf, so that it can be replaced."""
+    """Inner product of cells with the keys of a stratum's features; a leaf module, which can be replaced."""
 
     def forward(
         self, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor
     ) -> Float[Tensor, "cell stratum_feature"]:
-        """(u key^T)[:, feature_anchor]."""
+        """Return (u key^T)[:, feature_anchor]."""
         return (u @ key.T)[:, feature_anchor]
 
 
 class AllFeatures(nn.Module):
-    """What a device does with the features of a stratum: it holds all of them; a leaf, so that it can be replaced."""
+    """All features of a stratum on one device; a leaf module, which a technique replaces to shard features."""
 
     def own(self, values: Shaped[Tensor, "*row stratum_feature"]) -> Shaped[Tensor, "*row own_feature"]:
-        """The columns of the features that this device holds."""
+        """Return the columns of this device's features."""
         return values
 
     def scores(self, decode: nn.Module, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor) -> OwnCounts:
-        """Decoded scores of the own features."""
+        """Return the decoded scores of this device's features."""
         scores: Tensor = decode(u, key, feature_anchor)
         return scores
 
     def log_softmax(self, logits: OwnCounts) -> OwnCounts:
-        """Logarithm of the softmax over all features of the stratum, for the own ones."""
+        """Return the log-softmax over all features of the stratum, for this device's features."""
         return logits.log_softmax(dim=1)
 
     def whole(self, values: OwnCounts) -> Float[Tensor, "cell stratum_feature"]:
-        """All columns again; without gradients."""
+        """Gather the columns of all features; without gradients."""
         return values
 
 
 class ZINB(nn.Module):
-    """Log-probability of a stratum's counts; a leaf, so that it can be replaced."""
+    """Log-probability of a stratum's counts; a leaf module, which can be replaced."""
 
     def forward(
         self, x: OwnCounts | SparseCounts, log_mu: OwnCounts, log_theta: OwnTable, zi_logits: OwnTable
@@ -104,7 +104,7 @@ class ZINB(nn.Module):
 
 
 class Bernoulli(nn.Module):
-    """Log-probability of which of a stratum's counts are positive; a leaf, so that it can be replaced."""
+    """Log-probability of binarized counts of a stratum; a leaf module, which can be replaced."""
 
     def forward(self, x: OwnCounts | SparseCounts, logits: OwnCounts) -> Scalar:
         """Sum over cells and features."""
@@ -112,7 +112,7 @@ class Bernoulli(nn.Module):
 
 
 class AllCells(nn.Module):
-    """What a device does with the cells of a stratum: all of them at once; a leaf, so that it can be replaced."""
+    """All cells of a stratum at once; a leaf module, which a technique replaces to split the cells."""
 
     def forward(
         self,
@@ -123,12 +123,12 @@ class AllCells(nn.Module):
         parameters: Iterable[nn.Parameter],
         **cells: Tensor,
     ) -> Scalar:
-        """Sum over cells of `nll(key, u, **cells)`, which reads no other parameters than these."""
+        """Return `nll(key, u, **cells)`, a sum over cells; `nll` reads no parameters except `parameters`."""
         return nll(key, u, **cells)
 
 
 class Stratum(nn.Module):
-    """One stratum: key, decode and likelihood of its features."""
+    """One stratum: key, decoder and likelihood of its features."""
 
     feature_anchor: Tensor
 
@@ -161,16 +161,16 @@ class Stratum(nn.Module):
         self.zi_logits = nn.Parameter(torch.full(shape, FIRST_ZI_LOGIT))
 
     def forward(self, v: PerAnchor, u: PerCell, **cells: Any) -> tuple[Scalar, PerAnchor]:
-        """Negative log-likelihood summed over cells and features, and v for the next stratum; `cells` as of `nll`."""
+        """Return the negative log-likelihood summed over cells and features, and v for the next stratum."""
         key, v_next = self._keys(v)
         return self.sum_over_cells(self.nll, key, u, parameters=self.parameters(recurse=False), **cells), v_next
 
     def arguments(
         self, k: int, log_weights: LogWeights, *, x: Counts | SparseCounts, **cells: Tensor
     ) -> dict[str, Tensor | SparseCounts]:
-        """Arguments of this stratum, the decoder's k-th, in addition to v and u, from those of the decoder."""
+        """Return the arguments of stratum k in addition to v and u, from those of the decoder."""
         start, stop = self.columns
-        # views: a stratum has no copy of its columns
+        # views, not copies, of the columns
         return {**cells, "x": x[:, start:stop], "log_weight": log_weights[:, k : k + 1]}
 
     def nll(
@@ -183,9 +183,9 @@ class Stratum(nn.Module):
         x: Float[Tensor, "cell stratum_feature"] | SparseCounts,
         log_weight: Float[Tensor, "#cell 1"],
     ) -> Scalar:
-        """Negative log-likelihood of some cells, given the key; reads the stratum's tables and no other parameters."""
+        """Return the negative log-likelihood of some cells for a key; the only parameters it reads are the tables."""
         logits = self._logits(key, u, batch)
-        # a tensor or what can be cut like one
+        # SparseCounts are sliced like a tensor
         own: Tensor | SparseCounts = self.features.own(cast(Tensor, x))
         arguments = [logits]
         if not self.binarized:
@@ -195,20 +195,20 @@ class Stratum(nn.Module):
         return -total
 
     def spine(self, v: PerAnchor) -> PerAnchor:
-        """Only v for the next stratum."""
+        """Return only v for the next stratum."""
         return self.key.spine(v) if self.chained and isinstance(self.key, AttentionKey) else v
 
     def mean(
         self, v: PerAnchor, u: PerCell, **cells: Tensor
     ) -> tuple[Float[Tensor, "cell stratum_feature"], PerAnchor]:
-        """Expected contacts without zero inflation (probabilities if binarized), and the next v; as `location`."""
+        """Return expected contacts without zero inflation (probabilities if binarized), and v for the next stratum."""
         location, v_next = self.location(v, u, **cells)
         return (location.sigmoid() if self.binarized else location.exp()), v_next
 
     def location(
         self, v: PerAnchor, u: PerCell, *, batch: Experiment, library: Library, log_weight: Float[Tensor, "#cell 1"]
     ) -> tuple[Float[Tensor, "cell stratum_feature"], PerAnchor]:
-        """Logarithm of the mean (logits of binary data) of all features, and the next v."""
+        """Return the log mean of all features (logits if binarized), and v for the next stratum."""
         key, v_next = self._keys(v)
         logits = self._logits(key, u, batch)
         own = logits if self.binarized else self._log_mean(logits, library, log_weight)
@@ -230,5 +230,5 @@ class Stratum(nn.Module):
 
 
 def _dense(x: Tensor | SparseCounts, like: Tensor) -> Tensor:
-    """All numbers of a stratum, sparse counts in a type as exact as what they are compared with."""
+    """Return the dense counts of a stratum; sparse counts are converted to at least the precision of `like`."""
     return x.to_dense(torch.promote_types(x.dtype, like.dtype)) if isinstance(x, SparseCounts) else x
