@@ -47,7 +47,7 @@ class GLUE(pl.LightningModule):
     """Graph-linked autoencoders of Hi-C, RNA, ATAC and methylation cells; independent of devices and ranks.
 
     Networks are built from the trainer's data module before `fit`, from a checkpoint, or by `build(inputs)`. Random
-    draws for the graph depend on the step and on `seed`, torch's when the model was made; those of a cell on its `draw`.
+    draws for the graph depend on the step and `seed`, torch's when the model was made; those of a cell on its `draw`.
 
     Args:
         latent_dim: channels D of all latents; even for local attention.

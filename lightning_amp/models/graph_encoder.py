@@ -183,7 +183,7 @@ class GraphEncoder(nn.Module):
         weight = self.weight.cpu() if on_host else self.weight
         cumulative = weight.cumsum(0, dtype=torch.float64).to(v.device)
         uniform = torch.rand(n_positive, dtype=torch.float64, device=v.device, generator=generator)
-        # right=True: an edge owns the numbers from the previous cumulative sum up to its own, exclusive, because uniform
+        # right=True: an edge owns the numbers from the previous cumulative sum up to its own, exclusive: uniform
         # numbers lie in [0, 1). The clamp: rounding may bring a product up to the sum of all weights
         edge = torch.searchsorted(cumulative, uniform * cumulative[-1], right=True).clamp_max(len(cumulative) - 1)
         size = (n_positive, negatives)
