@@ -194,7 +194,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         return self._of_key.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
 
     def _inside(self, node: Any) -> bool:
-        """Whether a module's forward is running that started in this phase; in a backward pass, it is a recomputation."""
+        """Whether a module's forward is running that started in this phase; in a backward pass, a recomputation."""
         return bool(self._running) and self._running[-1][1] == (node is not None)
 
     def _place(self, node: Any) -> tuple[str, int]:
