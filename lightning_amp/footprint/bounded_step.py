@@ -63,7 +63,7 @@ class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
                 return
             # the thread of a finished collective releases its tensors soon
             time.sleep(0.001)
-        # raise once: later operators are cleanup by the caller
+        # raise once: later operators may belong to the caller's handling of the error
         self.unbound()
         new, held = self._of_key[key], dict.fromkeys(KINDS, 0)
         for other, life in self._of_key.items():

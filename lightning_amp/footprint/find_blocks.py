@@ -22,8 +22,8 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
 
     Containers are ModuleList, Sequential and ModuleDict. In a ModuleDict, only children whose class occurs twice are
     blocks: it often holds different parts of a model (embedding, list of layers, head). The module itself is not a
-    block,
-    and neither are submodules of a compiled module, because compiled code would ignore overrides that are set there.
+    block, and neither are submodules of a compiled module, because compiled code would ignore overrides that are set
+    there.
     """
     found = {fqn: child for fqn, child in module.named_modules() if fqn and MARK in vars(child)}
     if found:

@@ -47,10 +47,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that counts the bytes of every storage created while it is active and still alive.
 
     Earlier storages are not counted unless they are passed to `watch`. A counted storage is subtracted when it is
-    released,
-    also while the mode is not active. Operators in other threads are counted only where torch propagates modes to them,
-    as
-    its autograd engine does.
+    released, also while the mode is not active. Operators in other threads are counted only where torch propagates
+    modes to them, as its autograd engine does.
 
     Args:
         device_type: Count only memory of this type of device, such as "cuda"; None counts all.

@@ -101,8 +101,7 @@ class ModuleProfile:
         added_bytes: Gradients that exist when the backward pass starts, to which it adds.
         first_bytes: Most bytes alive at once in the first step.
         left_bytes: Bytes that the first step made and kept, without gradients and optimizer state, such as logged
-            values;
-            they are not counted in the second step.
+            values; they are not counted in the second step.
         counted: Input of `lightning_amp.plan`; None if the profile does not support planning; not stored.
     """
 
@@ -172,8 +171,7 @@ class ModuleProfile:
 @dataclass(slots=True)
 class Life:
     """One storage. `kind` is "" until it is determined; `death` is None while the storage is alive. `order` is the
-    position
-    in the forward pass of the operator that made the storage, or whose backward made it.
+    position in the forward pass of the operator that made the storage, or whose backward made it.
     """
 
     name: str = ""

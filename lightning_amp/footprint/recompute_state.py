@@ -108,7 +108,7 @@ class FirstPass:
         self._arguments, self._versions = _versions(self.arguments), self._versions_now()
         self._random: Any = random_state()
         self._known = changing.get(self._mode)
-        # reading a value of `_parameters` may gather a sharded parameter, so they are compared by id only
+        # a tensor that replaces a parameter may be gathered when it is read, so it is not copied
         read = {id(value) for child in self._modules.values() for value in child._parameters.values()}
         self._before = {
             place: tensor.detach().clone()

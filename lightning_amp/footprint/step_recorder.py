@@ -49,7 +49,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         work: Phase and module of every operator so far.
         head: The last product with a parameter in a forward pass.
         optimising: Whether the optimizer is updating parameters.
-        in_step: Whether `training_step` is running, and not a backward pass that the Trainer started.
+        in_step: Whether `training_step` is running, and no backward pass of the Trainer or of `manual_backward`.
         trained: Parameters by name.
         lengths: Lengths of the first dimensions of the tensors in the last batch.
         returned: Storages of the last result of `training_step`.

@@ -192,7 +192,7 @@ def _chosen(
     taken: dict[int, MeshAxis],
     result: tuple[int, ...],
 ) -> tuple[int, Owners] | None:
-    """Return the label that is sharded over an axis, and its owners; None if all tensors must be gathered on the axis."""
+    """Return the label that is sharded over an axis, and its owners; None if all tensors must be gathered there."""
     split = [(k, s) for k, t in enumerate(tensors) if (s := splits_of(t).on(axis)) is not None]
     mutable = func._schema.is_mutable
     if mutable and split[0][0] != 0:
@@ -248,7 +248,7 @@ def with_whole(func: Any, x: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def splits_with_whole(func: Any, x: Tensor, splits: Splits, dims: Sequence[int], stay: Sequence[int] = ()) -> Splits:
-    """Return splits without some dims: another dim, not one of `stay`, is sharded instead, or the tensor is gathered."""
+    """Return splits without some dims: another dim, not in `stay`, is sharded instead, or the tensor is gathered."""
     shape = shape_of(x)
     for split in [s for s in splits if s.dim in dims]:
         axis = split.axis

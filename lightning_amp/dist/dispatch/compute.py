@@ -62,8 +62,7 @@ def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an operator, with autograd.
 
-    Replicated results are wrapped too: the caller may be a function of several operators, and autograd is disabled
-    there, so
+    Replicated results are wrapped too: the caller may be a function of several operators, and autograd is off there, so
     that operators on a plain tensor would have no gradient.
     """
     with above_autograd() as call:

@@ -19,7 +19,7 @@ TENSOR = object()
 
 
 class PartLayout(NamedTuple):
-    """Layout of torch's result on global tensors: strides of the results, and whether the first views the first tensor."""
+    """Strides of torch's results on global tensors, and whether the first result is a view of the first tensor."""
 
     strides: tuple[tuple[int, ...], ...]
     view: bool
@@ -90,9 +90,7 @@ PLANS: dict[Any, tuple[CallPlan, bool]] = {}
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-    """Return a hashable key of all that a plan depends on, or raise a TypeError; append the call's tensors to
-    `tensors`.
-    """
+    """Return a hashable key of all that a plan depends on, or raise TypeError; append the call's tensors."""
     key = (func, *[_frozen(arg, tensors) for arg in args])
     return (key, tuple((name, _frozen(value, tensors)) for name, value in kwargs.items())) if kwargs else key
 

@@ -56,8 +56,7 @@ class _LaterWeight(torch.autograd.Function):
     """A linear layer whose backward pass defers the gradient of its weight.
 
     The gradient of its input is needed first: the layer before all-reduces it if features are contracted. The gradient
-    of
-    the weight is computed during that all-reduce.
+    of the weight is computed during that all-reduce.
     """
 
     @staticmethod

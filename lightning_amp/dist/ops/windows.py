@@ -293,7 +293,7 @@ def _unfold(func: Any, x: Tensor, dim: int, size: int, step: int) -> Any:
 def _im2col(func: Any, x: Tensor, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Tensor:
     x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     for k, d, s in zip(kernel, dilation, stride, strict=True):
-        # rows first: then columns of a window come before its rows
+        # rows first: their windows become the last dim, so that -2 is then the dim of columns
         x = x.unfold(-2, d * (k - 1) + 1, s)[..., ::d]
     return x.movedim((-2, -1), (-4, -3)).flatten(-5, -3).flatten(-2)
 

@@ -169,7 +169,7 @@ class ChainBuilder:
             # as autocast's copies of weights, exists in any case
             keepers[home] = max(own, keepers.get(home, 0))
             own = outside = span.end
-        # a tensor that other code holds as long as the block would stay alive if the block was recomputed
+        # if other code holds a tensor as long as the block does, recomputing the block does not release it
         beyond = {i: end for i, end in keepers.items() if end > max(outside, self._spans[i].end)}
         if span is not None and not readers and set(beyond) <= {home} and outside <= span.end:
             self._private(life, span, own, max(own, keepers.get(home, own)))

@@ -104,8 +104,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         reads, writes: Operators of forward passes that read, and wrote, each Life not in `of_blocks`, by its id.
         drawn: Ids of the Lives that depend on random numbers.
         decides: Whether random numbers were drawn that may decide which blocks run: numbers of Python or NumPy, or
-            those
-            of torch whose value was read.
+            those of torch whose value was read.
         transformed: Blocks that torch.func has transformed (vmap, grad, jvp or others); their calls are not recorded.
         swapped: Blocks that torch.func.functional_call called with replaced parameters.
 

@@ -294,8 +294,7 @@ class _Cut:
 
     def _held(self, life: Any) -> int:
         """Return the last operator at which something other than autograd holds a storage. Autograd counts too for
-        storages that a
-        backward pass makes, because they may belong to a graph that is created and used there.
+        storages that a backward pass makes, because they may belong to a graph that is created and used there.
         """
         death = self._last if life.death is None else life.death
         if self._phases[life.birth] == BACKWARD:

@@ -237,8 +237,7 @@ def without_values() -> Iterator[None]:
     """Support deepcopy of tensors, torch.tensor of a list of scalars, and `item()`, while a fake mode is active.
 
     torch's own deepcopy of a tensor copies the bytes of its storage. A fake tensor has none, so it would write to
-    memory
-    that was never allocated. Numbers from `item()` are those of `known_values.py`.
+    memory that was never allocated. Numbers from `item()` are those of `known_values.py`.
     """
     before, make = Tensor.__deepcopy__, torch.tensor
 
