@@ -78,6 +78,7 @@ def named_blocks(module: nn.Module, entries: Sequence[type | str] | None) -> Ite
         modules = {fqn: child for fqn, child in module.named_modules() if fqn}
         matches = {entry: _matches(modules, entry) for entry in entries}
         every = {fqn for fqns in matches.values() for fqn in fqns}
+        # of nested matches, only the outermost is a block
         blocks = {fqn: modules[fqn] for fqn in modules if fqn in every and not _outside(fqn, every)}
         for entry, fqns in matches.items():
             if not fqns:

@@ -99,6 +99,7 @@ def counted_step(
             " length is that of most of them; leave batch_size out"
         )
     name, reason, makers = type(module).__name__, "", [make, *([] if plain is None else [plain])]
+    # first on fake tensors, then with values; `plain` replaces `make` if torch.func does not support it
     for with_values in (False, True):
         while True:
             fake = None if with_values else QuickFakes(valid=True)

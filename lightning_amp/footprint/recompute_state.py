@@ -337,9 +337,7 @@ def _no_log(*_: Any, **__: Any) -> None:
 
 
 def digests(result: Any) -> list[tuple[str, float, float]]:
-    """Return device type, sum and norm of each floating-point tensor of a result, or of its local shard, if it has
-    values.
-    """
+    """Return device type, sum and norm of each floating-point tensor (or local shard) of a result that has values."""
     tensors = [
         part for t in tree_leaves(result) if isinstance(t, Tensor) and t.layout is torch.strided for part in parts_of(t)
     ]

@@ -36,6 +36,7 @@ class _SplitColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, axis: MeshAxis) -> Tensor:
         found, own = block_forward(q, k, v, mask, False, scale)
+        # relative to the maximum of all ranks, exponentials do not overflow
         top = reduce_now(own, axis, torch.distributed.ReduceOp.MAX)
         top = torch.where(torch.isfinite(top), top, 0)
         share = (own - top).exp()

@@ -126,6 +126,7 @@ def _roll(func: Any, x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ())
         return x.roll(shifts[0], dims[0]).roll(list(shifts[1:]), list(dims[1:]))
     dim = dim_of(x, dims[0])
     n = shape_of(x)[dim]
+    # the indices from `at` on wrap around to the front
     at = -shifts[0] % max(n, 1)
     return take(func, x, dim, [range(at, n), range(at)])
 

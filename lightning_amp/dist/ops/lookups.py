@@ -204,6 +204,7 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
     for d, n in enumerate(shape_of(index)):
         if d != dim and shape_of(x)[d] != n:
             x = x.narrow(d, 0, n)
+    # the result keeps splits of dims other than `dim`, else that of the index: it has the shape of the index
     splits = WHOLE
     for axis in axes_in(x, index):
         have = splits_of(x).on(axis)

@@ -63,6 +63,7 @@ def _dropout(func: Any, x: Tensor, p: float, train: bool) -> Tensor:
     """Compute dropout; in `feature_dropout`, all positions share the draw of their sample and channel."""
     if not train or p == 0:
         return x
+    # the mask has the first n dims, and is broadcast over the others
     n = 2 if "feature" in name_of(func) else len(shape_of(x))
     splits = Splits.of([split for split in splits_of(x) if split.dim < n])
     keep = kept(shape_of(x)[:n], splits, p, local_of(x).device)

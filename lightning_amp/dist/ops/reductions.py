@@ -158,6 +158,7 @@ def _twice(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
             return t
         return t.logsumexp(gone, True) if name == "logsumexp" else torch.linalg.vector_norm(t, ord, gone, True)
 
+    # after the local reduction, each rank owns one index of a reduced dim
     one_each = [
         split._replace(owners=Owners.even(split.axis.size, split.axis.size)) if split.dim in gone else split
         for split in splits_of(x)

@@ -118,6 +118,7 @@ def _resample(func: Any, x: Tensor, size: Any, *rest: Any) -> Any:
             step = (n_in - 1) / max(n_out - 1, 1)
         part = resampled(part, split, outputs, taps(mode, n_in, n_out, step, any(corners)))
         local[i], scales[i] = outputs.counts[split.axis.rank], None
+    # sharded dims have their final size by now, and no scale: the operator leaves them unchanged
     if local != list(part.shape[2:]):
         part = getattr(aten, name).default(part, local, *corners, *scales)
     others = splits_of(x).without(*[split.dim for split, _ in parts])

@@ -327,6 +327,7 @@ def _padded(func: Any, x: Tensor, split: Split, before: int, after: int, mode: s
         own = before * (axis.rank == first), after * (axis.rank == last)
         part = padded(local_of(x), dim, *own, value or 0)
     else:
+        # rows that each mode copies before and after the dim
         sources = {
             "reflect": ([range(before, 0, -1)], [range(n - 2, n - 2 - after, -1)]),
             "circular": ([range(n - before, n)], [range(after)]),

@@ -181,9 +181,7 @@ class _Files:
         self._open, self._save = builtins.open, torch.save
 
     def open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """Replace `open`: files written to memory are read from there; descriptors and all other files are opened as
-        usual.
-        """
+        """Replace `open`: redirect writes to memory, and read them from there; open all other files as usual."""
         named = not isinstance(file, int) and not kwargs.get("opener")
         name = str(Path(os.fsdecode(file)).resolve()) if named else ""
         writes = bool(set(mode) & set("wax"))
