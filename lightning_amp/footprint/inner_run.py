@@ -160,7 +160,7 @@ def _trainer(device: torch.device, counter: "_Count", fake: FakeTensorMode | Non
     def convert_made(module: torch.nn.Module) -> torch.nn.Module:
         """Convert modules that `setup` created; fake ones cannot be, and have the run's precision already."""
         for child in module.modules():
-            # not the child: `convert` recurses, and the child's children may have fake tensors
+            # a module with the child's tables and no children: `convert` recurses, and children may have fake tensors
             own = torch.nn.Module()
             own._parameters, own._buffers = child._parameters, child._buffers
             if not any(isinstance(tensor, FakeTensor) for tensor in (*own.parameters(), *own.buffers())):

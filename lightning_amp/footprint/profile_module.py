@@ -73,8 +73,7 @@ def counted_step(
     *,
     plain: Callable[[LightningModule], R] | None = None,
 ) -> tuple[R, str]:
-    """Run two steps on a copy of the module; return the recorder from `make`, and why the step needed values ("" if
-    not).
+    """Run two steps on a copy of the module; return its recorder, and why the step needed values ("" if not).
 
     Args:
         module, batch, batch_size, around: As in `profile_module`.

@@ -225,9 +225,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self._mark(self._running[-1][0] if self._running else "")
 
     def _mark(self, fqn: str, order: int = -1, *, made: int = 0) -> None:
-        """Assign new nodes to a module, and the last `made` ones; in a backward pass, `order` is the node that creates
-        them.
-        """
+        """Assign new nodes, and the last `made` ones, to a module; in a backward pass, node `order` creates them."""
         if self._owners[-1] != (fqn, order):
             # `_place` bisects the numbers, which must not decrease: `made` never sets a mark back beyond the one before
             # it

@@ -230,9 +230,9 @@ def _transposed(
             i, rows = split.dim - first, list[WindowRows]()
             s, p = stride[i], padding[i]
             for (out,) in outputs.spans:
-                # an output that no input reaches is zero, computed from the input before it. Input i reaches outputs i
-                # s - p to i s - p + span - 1; rounding down may include one input too many, whose outputs before `own`
-                # are cut off below
+                # an output that no input reaches is zero, computed from the input before it. Input i reaches outputs (i
+                # * s - p) to (i * s - p + span - 1). Rounding down may include one input too many, whose outputs before
+                # `own` are cut off below
                 start = min(max(0, (out.start + p - spans[i] + 1) // s), size[i] - 1)
                 rows.append(WindowRows(range(start, max(start + 1, min(size[i], (out.stop - 1 + p) // s + 1)))))
             part = with_rows(part, split, rows)

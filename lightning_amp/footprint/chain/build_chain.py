@@ -233,8 +233,8 @@ class ChainBuilder:
         """Return all moments that are not dominated by another one."""
         found: dict[Any, dict[frozenset[int], tuple[int, int]]] = defaultdict(dict)
         alive, (after, first) = self._alive(), self._places()
-        # moments of the same block, form and range of blocks differ only in their own bytes and tensors; one with at
-        # least these bytes and tensors dominates another
+        # moments of the same block, form and range of blocks differ only in their own bytes and tensors; one dominates
+        # all others that have no more bytes and no other tensors
         inside = np.zeros(self._length, dtype=bool)
         for i, span in enumerate(self._spans):
             inside[span.start : span.end + 1] = inside[span.back_start : span.back_end + 1] = True

@@ -1,14 +1,14 @@
 """Run a step of a copied module in the user's process without side effects: suppress output, and restore state.
 
     messages    warnings, logs, prints and prompts of this thread are suppressed; one-time messages can appear later
-    files       are written to memory, and read from there; folders do not change
+    files       that the step writes are in memory, and are read from there; folders do not change
     settings    of torch, environment, current folder, signal handlers and random states are restored
     state       of the step's files and classes is restored (as_before.py)
     others      other ranks, global hooks and active dispatch modes do not take part in the step
     compilers   modules wrapped by torch.compile run uncompiled
 
 Known limits: messages to other processes, such as a direct call of `wandb.log`; files that are written other than by
-Python's `open` and `torch.save`; threads that the step starts. Meanwhile, warnings of other threads are lost.
+Python's `open` and `torch.save`, or in mode "r+"; threads that the step starts. Warnings of other threads are lost.
 """
 
 import builtins
@@ -181,7 +181,9 @@ class _Files:
         self._open, self._save = builtins.open, torch.save
 
     def open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """Replace `open`: redirect writes to memory, and read them from there; open all other files as usual."""
+        """Replace `open`: writes go to memory, and are read from there; mode "r+" and descriptors open the file on
+        disk.
+        """
         named = not isinstance(file, int) and not kwargs.get("opener")
         name = str(Path(os.fsdecode(file)).resolve()) if named else ""
         writes = bool(set(mode) & set("wax"))
