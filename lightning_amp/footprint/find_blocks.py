@@ -21,10 +21,8 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
     """Return blocks by name: the named ones if there are any, else the children of the outermost containers.
 
     Containers are ModuleList, Sequential and ModuleDict. A ModuleDict often holds different parts of a model
-    (embedding,
-    list of layers, head): only its children with submodules, whose class occurs twice, are blocks. The module itself is
-    no
-    block, nor are submodules of a compiled module, because compiled code ignores overrides.
+    (embedding, list of layers, head): only its children with submodules, whose class occurs twice, are blocks. The
+    module itself is no block, nor are submodules of a compiled module, because compiled code ignores overrides.
     """
     found = {fqn: child for fqn, child in module.named_modules() if fqn and MARK in vars(child)}
     if found:
