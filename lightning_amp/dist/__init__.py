@@ -1,1 +1,1 @@
-"""Sharded tensors: splits over mesh axes, collectives with gradients, and operators on sharded tensors."""
+"""Define sharded tensors: splits over mesh axes, collectives with gradients, and operators on sharded tensors."""

@@ -1,4 +1,4 @@
-"""Call operators so that a subclass of Tensor sees them before autograd and autocast take them apart."""
+"""Call operators so that a Tensor subclass receives them before autograd and autocast decompose them."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,13 +21,13 @@ from lightning_amp.dist._torch import (
 
 @dataclass(slots=True)
 class OnItsWay:
-    """A call on its way down to `__torch_dispatch__`.
+    """A call that is being dispatched to `__torch_dispatch__`.
 
     Attributes:
         include, exclude: Dispatch keys of the caller.
-        modes: Dispatch modes of the caller while they are off.
-        n_operators: How many operators have arrived.
-        plan, tensors: The plan of the last operator, if it has one, and its tensors.
+        modes: Dispatch modes of the caller while they are disabled.
+        n_operators: Number of operators that have arrived.
+        plan, tensors: Plan of the last operator, if it has one, and its tensors.
     """
 
     include: Any
@@ -39,7 +39,7 @@ class OnItsWay:
 
 
 class _AutogradState(threading.local):
-    """The calls of one thread, innermost last, and whether operators may arrive at `__torch_dispatch__`."""
+    """Calls of one thread, innermost last, and whether operators may arrive at `__torch_dispatch__`."""
 
     def __init__(self) -> None:
         self.calls: list[OnItsWay] = []
@@ -50,7 +50,7 @@ STATE = _AutogradState()
 
 
 def below_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, OnItsWay]:
-    """Call an operator so that it arrives at `__torch_dispatch__` whole and with its schema."""
+    """Call an operator so that it arrives at `__torch_dispatch__` undecomposed and with its schema."""
     call = OnItsWay(included_keys(), excluded_keys())
     STATE.calls.append(call)
     try:
@@ -62,12 +62,12 @@ def below_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tu
 
 @contextmanager
 def taken_apart() -> Iterator[None]:
-    """Autograd and the dispatch modes are off: modes, such as a fake mode, see only what is computed on parts."""
+    """Disable autograd and the dispatch modes, so that modes, such as a fake mode, receive only operators on shards."""
     call = STATE.calls[-1]
-    # inside another call, as of an operator that is decomposed, dispatch is allowed already and stays so
+    # within another call, as for a decomposed operator, dispatch stays allowed
     before, STATE.open = STATE.open, True
-    # A mode, as a fake or a counting one, would get the operator first, with wrappers whose global shapes are no
-    # memory. It sees the operators on parts, in `above_autograd`, where modes are put back.
+    # A fake or counting mode would receive the operator first, with wrappers whose global shapes take no memory. It
+    # receives the operators on shards in `above_autograd`, which restores modes.
     call.modes = [pop_dispatch_mode() for _ in range(n_dispatch_modes())]
     try:
         with disable_torch_function(), force_dispatch_keys(call.include, call.exclude | AUTOGRAD_AND_AUTOCAST):
@@ -81,10 +81,10 @@ def taken_apart() -> Iterator[None]:
 
 @contextmanager
 def above_autograd() -> Iterator[OnItsWay]:
-    """Inside `__torch_dispatch__`: keys and modes as they were when the operator was called."""
+    """Restore keys and modes of the caller inside `__torch_dispatch__`."""
     call = STATE.calls[-1]
-    # Closed while a handler runs: what it calls has to enter by `__torch_function__` again. An operator that reaches
-    # a wrapper without it would have no gradient, and `__torch_dispatch__` refuses it.
+    # Closed while a handler runs: functions that it calls must enter through `__torch_function__` again. An operator
+    # that reaches a wrapper in another way would have no gradient, so `__torch_dispatch__` raises an error.
     modes, call.modes, STATE.open = call.modes, [], False
     for mode in reversed(modes):
         push_dispatch_mode(mode)
@@ -93,6 +93,6 @@ def above_autograd() -> Iterator[OnItsWay]:
             yield call
     finally:
         call.modes, STATE.open = modes, True
-        # the enclosing block expects no modes, and restores them when it ends
+        # the enclosing context expects no modes, and restores them on exit
         for _ in modes:
             pop_dispatch_mode()

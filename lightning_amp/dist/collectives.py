@@ -1,18 +1,18 @@
-"""Collectives over one mesh axis; the backward of each is its adjoint.
+"""Collectives over one mesh axis; the backward pass of each is its adjoint.
 
     all_reduce   sum of all ranks' tensors             backward: all_reduce
-    gather       whole dim from its parts              backward: reduce-scatter, uneven parts too
-    exchange     any ranges of a dim, also halos       backward: exchange in reverse, added up
-    swap         split along another dim               backward: swap back
+    gather       full dim from its shards              backward: reduce-scatter, also of uneven shards
+    exchange     any ranges of a dim, also halos       backward: reverse exchange, with sums
+    swap         reshard along another dim             backward: reverse swap
 
-Every rank differentiates its own copy of the loss. The copies add up to R times the loss, and because every collective
-is differentiated as the linear map that it is, the sum of all ranks' gradients is R times the gradient: averaged over
-the ranks, as data-parallel gradients are, it is right. No operator has to know which values are replicated.
+Every rank differentiates its own copy of the loss. The copies sum to R times the loss. Each collective is
+differentiated as a linear map, so that the gradients of all ranks sum to R times the gradient. Averaging over the
+ranks, as for data-parallel gradients, gives the exact gradient. Operators need not track which values are replicated.
 
-An axis without a process group is that of a dry run: results have the right shapes, and no values. So have those of
-fake tensors, by which a block's operators are written down.
+An axis without a process group belongs to a dry run: results have correct shapes and no values. The same holds for fake
+tensors, on which a block's operators are recorded.
 
-Legend: R ranks of the axis. `rows` is the tensor with the dim that is communicated in the first place.
+Legend: R ranks of the axis. `rows` is the tensor with the communicated dim first.
 """
 
 import math
@@ -30,18 +30,18 @@ from lightning_amp._torch import functional_collectives as functional
 from lightning_amp.dist.owners import OwnerRun, Owners, joined
 from lightning_amp.dist.splits import MeshAxis, record
 
-# torch 2.13 has a new name, and warns of the old one
+# torch 2.13 renamed these, and warns about the old names
 ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Map = Callable[..., Tensor]
 Wanted = tuple[tuple[range, ...], ...]
-"""For every rank the ranges of a dim that it gets, in order."""
+"""Ranges of a dim that each rank receives, in order."""
 LATER: list[Callable[[], None]] = []
-"""Computations that nothing waits for yet; the next all-reduce does them while it is under way."""
+"""Deferred computations; the next all-reduce runs them while it is pending."""
 
 
 class _Linear(Function):
-    """A linear map of parts. Its backward is the adjoint, which is linear too, so that double backward works."""
+    """A linear map of shards. Its backward is the adjoint, which is linear too, so that double backward works."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Map, back: Map, to: tuple[Any, ...]) -> Tensor:
@@ -54,42 +54,42 @@ class _Linear(Function):
 
 
 def all_reduce(x: Tensor, axis: MeshAxis) -> Tensor:
-    """The sum over the ranks."""
+    """Return the sum over the ranks."""
     return x if axis.size == 1 else cast(Tensor, _Linear.apply(x, reduce_now, reduce_now, (axis,)))
 
 
 def gather(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
-    """The whole of a dim of which each rank has its own indices."""
+    """Return the full dim from the indices that each rank owns."""
     return cast(Tensor, _Linear.apply(x, _gather, _reduce_scatter, (axis, dim, owners)))
 
 
 def reduce_scatter(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
-    """Own indices of the sum over the ranks of a whole dim."""
+    """Sum a replicated dim over the ranks, and return the indices that this rank owns."""
     return cast(Tensor, _Linear.apply(x, _reduce_scatter, _gather, (axis, dim, owners)))
 
 
 def exchange(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wanted) -> Tensor:
-    """The ranges `wanted[r]` of a dim on rank r; nothing is sent where every rank has its own already."""
+    """Return the ranges `wanted[r]` of a dim on rank r; nothing is sent if every rank already owns its ranges."""
     if _all_local(owners, wanted):
         return pick(x, dim, _local(owners, axis.rank, wanted[axis.rank]))
     return cast(Tensor, _Linear.apply(x, _exchange, _exchange_back, (axis, dim, owners, wanted)))
 
 
 def swap(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[int, Owners]) -> Tensor:
-    """A tensor split along the dim of `source`, split along the dim of `target` instead; one all-to-all."""
+    """Reshard from the dim of `source` to the dim of `target` by one all-to-all."""
     return cast(Tensor, _Linear.apply(x, _swap, lambda x, axis, a, b: _swap(x, axis, b, a), (axis, source, target)))
 
 
 def _arriving(x: Tensor, shape: Sequence[int], axis: MeshAxis) -> Tensor:
-    """Memory for what other ranks send; zeros in a dry run, so that a second pass gives the same."""
+    """Allocate the receive buffer; zeros in a dry run, so that a second pass gives the same values."""
     return x.new_zeros(list(shape)) if axis.group is None else x.new_empty(list(shape))
 
 
 def ring(tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: MeshAxis) -> Callable[[], list[Tensor]]:
-    """Begin to send tensors to the next rank; the returned function waits for those of the previous rank.
+    """Start sending tensors to the next rank; the returned function waits for the tensors of the previous rank.
 
-    Each is one all-to-all in which a rank has rows for the next one only: as fast as a send and a receive, and it
-    works without values, for a simulation.
+    Each tensor is one all-to-all in which a rank sends to the next rank only. This is as fast as send and receive, and
+    supports tensors without values, for a simulation.
     """
     if axis.size == 1:
         return lambda: list(tensors)
@@ -107,7 +107,7 @@ def ring(tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: MeshA
     def arrive() -> list[Tensor]:
         if axis.group is not None:
             found[:] = [wait_for(t).view(s) for t, s in zip(found, shapes, strict=True)]
-        # kept until here: a tensor that is being sent must not be freed
+        # kept until here: a tensor must not be freed while it is being sent
         sent.clear()
         return found
 
@@ -115,14 +115,14 @@ def ring(tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: MeshA
 
 
 def start_all_to_all(sent: Tensor, n_received: list[int], n_sent: list[int], group: Any) -> Tensor:
-    """Rows from every rank to every other, without gradients; not to be read before `wait_for` has returned."""
+    """Start an all-to-all of rows, without gradients; do not read the result before `wait_for` has returned."""
     found = functional.all_to_all_single(sent.contiguous(), n_received, n_sent, group)
-    # an AsyncCollectiveTensor waits at its first use, and where autograd looks at it: the raw tensor does not
+    # an AsyncCollectiveTensor waits at its first use, and when autograd inspects it; the raw tensor does not
     return cast(Tensor, getattr(found, "elem", found))
 
 
 def wait_for(under_way: Tensor) -> Tensor:
-    """The rows, once they have arrived."""
+    """Return the rows after they have arrived."""
     return cast(Tensor, functional.wait_tensor(under_way))
 
 
@@ -131,7 +131,7 @@ def reduce_now(x: Tensor, axis: MeshAxis, op: Any = dist.ReduceOp.SUM) -> Tensor
     """Reduce over the ranks, without a gradient."""
     if axis.size == 1:
         return x
-    # a copy: the operator works in place; short integers cannot be added up as the type they are sent as
+    # a copy, because the operator works in place; int16 cannot be summed in the dtype in which it is sent
     kind = torch.int32 if x.dtype == torch.int16 else x.dtype
     found = x.to(kind, copy=True, memory_format=torch.contiguous_format)
     record(axis, "all_reduce", found.nbytes)
@@ -145,19 +145,19 @@ def reduce_now(x: Tensor, axis: MeshAxis, op: Any = dist.ReduceOp.SUM) -> Tensor
 
 
 def do_later() -> None:
-    """Do what was left for later."""
+    """Run the deferred computations."""
     while LATER:
         LATER.pop(0)()
 
 
 def stacked(x: Tensor, axis: MeshAxis) -> Tensor:
-    """Tensors of one shape of all ranks, along a new first dim, without a gradient."""
+    """Gather tensors of equal shape from all ranks along a new first dim, without a gradient."""
     return start_stacked(x, axis)()
 
 
 @torch.no_grad()
 def start_stacked(x: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
-    """Begin to send a tensor to all ranks; the returned function waits for what `stacked` returns."""
+    """Start an all-gather of a tensor; the returned function waits, and returns the result of `stacked`."""
     if axis.size == 1:
         return lambda: x[None]
     found, given, work = _arriving(x, (axis.size, *x.shape), axis), [x.contiguous()], None
@@ -169,7 +169,7 @@ def start_stacked(x: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
     def arrive() -> Tensor:
         if work is not None:
             work.wait()
-        # kept until here: a tensor that is being sent must not be freed
+        # kept until here: a tensor must not be freed while it is being sent
         given.clear()
         return found
 
@@ -178,18 +178,18 @@ def start_stacked(x: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
 
 @torch.no_grad()
 def start_adding_rows(rows: Tensor, group: Any, out: Tensor | None = None) -> Callable[[], Tensor]:
-    """Begin to add up rows [R, ...] over a group: rank r receives the sum of row r. The returned function waits for it.
+    """Start a reduce-scatter of rows [R, ...]: rank r receives the sum of row r. The returned function waits for it.
 
-    gloo has no reduce-scatter that sends less than an all-reduce. There every rank sends each other one its row, and
-    adds up what it gets: as many bytes as a ring sends, in one collective that goes on by itself.
+    gloo's reduce-scatter sends as much as its all-reduce. With gloo, each rank sends every other rank its row and sums
+    the rows that it receives: as many bytes as a ring sends, in one asynchronous collective.
 
     Args:
         rows: One row for each rank.
-        group: The ranks; None in a dry run.
-        out: Where the sum is written.
+        group: The process group; None in a dry run.
+        out: Output tensor of the sum.
     """
     by_gloo = rows.device.type == "cpu" if group is None else dist.get_backend(group) == "gloo"
-    # by gloo rows of all ranks arrive, and are added up here; by others the sum itself arrives
+    # with gloo, rows of all ranks arrive and are summed here; with other backends, the sum arrives
     given, work = [rows.contiguous()], None
     found = torch.empty_like(given[0]) if by_gloo else torch.empty_like(given[0][0]) if out is None else out
     sends = group is not None and not isinstance(rows, FakeTensor)
@@ -201,13 +201,13 @@ def start_adding_rows(rows: Tensor, group: Any, out: Tensor | None = None) -> Ca
     def arrive() -> Tensor:
         if work is not None:
             work.wait()
-        # kept until here: a tensor that is being sent must not be freed
+        # kept until here: a tensor must not be freed while it is being sent
         given.clear()
         if not by_gloo:
             return found
         total = torch.sum(found, 0, out=out)
         if work is not None:
-            # gloo's thread may still hold it when the collective has ended
+            # gloo's thread may hold a reference after the collective has ended
             found.untyped_storage().resize_(0)
         return total
 
@@ -219,9 +219,8 @@ def _sends(x: Tensor, axis: MeshAxis) -> bool:
 
 
 def _gather(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
-    # an all-gather moves parts of one size: of uneven ones the shorter are filled up, and cut again by `pick`
-    # Of owners that repeat one period is gathered, with the repeats as another dim: the order within a period is that
-    # of all periods.
+    # an all-gather requires equal sizes: shorter shards are padded, and `pick` removes the padding. Owners that repeat
+    # are gathered as one period with an extra dim for the repeats, because every period has the same order
     most, rows = max(owners.period_counts), periods_first(x, dim, owners)
     if rows.shape[0] < most:
         rows = torch.cat([rows, rows.new_zeros((most - rows.shape[0], *rows.shape[1:]))])
@@ -234,7 +233,7 @@ def _reduce_scatter(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tens
     rows = periods_first(x, dim, owners)
     pieces = [pick(rows, 0, spans) for spans in owners.one_period.spans]
     record(axis, "reduce_scatter", rows.nbytes)
-    # gloo has no reduce-scatter that sends less than an all-reduce: every rank adds up what it gets
+    # gloo's reduce-scatter sends as much as an all-reduce: every rank sums the rows it receives
     got = _all_to_all(pieces, [owners.period_counts[axis.rank]] * axis.size, axis, counted=False)
     return periods_back(sum(got[1:], start=got[0]), dim, owners)
 
@@ -243,31 +242,30 @@ def _exchange(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wante
     send, take, order = _route(owners, wanted, axis.rank)
     rows = x.movedim(dim, 0)
     got = _all_to_all([pick(rows, 0, ranges) for ranges in send], take, axis)
-    # What arrives rank after rank is in the order that is wanted: true of ranges that follow one another, as of a part
-    # with its halo; other wants, as of a reversed dim, are picked from it.
+    # Received rows are ordered by rank. This is the wanted order for consecutive ranges, such as a shard with its halo;
+    # for all others, such as a reversed dim, the rows are reordered.
     if order == [range(sum(take))]:
-        # as of a halo: concatenated along `dim`, for permuting the own rows takes several times as long
+        # for a halo, concatenate along `dim`: moving the own rows to the front takes several times as long
         found = [piece.movedim(0, dim) for piece in got if len(piece)]
         return found[0] if len(found) == 1 else torch.cat(found, dim)
     return pick(torch.cat(got), 0, order).movedim(0, dim)
 
 
 def _exchange_back(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wanted) -> Tensor:
-    """What was exchanged goes back to its owner, who adds it up."""
+    """Send exchanged rows back to their owners, which sum them."""
     send, take, order = _route(owners, wanted, axis.rank)
     rows = x.movedim(dim, 0)
     if order != [range(sum(take))]:
-        # as it had arrived, one rank after the other
+        # restore the order of arrival, by rank
         arrived, given = rows.new_empty((sum(take), *rows.shape[1:])), 0
         for ordered in order:
             arrived[slice(ordered.start, ordered.stop)] = rows[given : given + len(ordered)]
             given += len(ordered)
         rows = arrived
-    # The way back has the roles exchanged: what was taken from a rank is sent to it, and what was sent comes back. An
-    # index that several ranks wanted comes back from each of them, so that its gradients are added.
+    # Send and receive are swapped. An index that several ranks received comes back from each of them, and is summed.
     got = _all_to_all(rows.split(take), [_total(ranges) for ranges in send], axis)
     n, own = owners.counts[axis.rank], got[axis.rank]
-    # own rows come back whole, as of a halo: they are the beginning of the sum, in place of zeros
+    # all own rows come back, as for a halo: they start the sum, in place of zeros
     if send[axis.rank] == [range(n)]:
         total = own.movedim(0, dim).clone(memory_format=torch.contiguous_format)
         send = [[] if rank == axis.rank else ranges for rank, ranges in enumerate(send)]
@@ -286,12 +284,12 @@ def _exchange_back(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: 
 
 def _swap(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[int, Owners]) -> Tensor:
     (a, have), (b, want) = source, target
-    # Rank r gets, of the own indices of the first dim, those of the second that are r's. What arrives is put in the
-    # order of the first dim, which owners that are no ranges have mixed.
+    # Rank r receives its indices of the target dim from each rank's shard. Received rows are then sorted along the
+    # source dim, because owners need not be contiguous.
     rows = x.movedim((a, b), (0, 1))
     pieces = [pick(rows, 1, spans) for spans in want.spans]
     shapes = [torch.Size((n, want.counts[axis.rank], *rows.shape[2:])) for n in have.counts]
-    # pieces differ in both dims, so they are sent as flat runs of numbers
+    # pieces differ in both dims, so they are sent flattened
     flat = _all_to_all([p.reshape(-1) for p in pieces], [shape.numel() for shape in shapes], axis)
     place = [sum(have.counts[:rank]) for rank in range(axis.size)]
     parts = torch.cat([piece.view(shape) for piece, shape in zip(flat, shapes, strict=True)])
@@ -299,7 +297,7 @@ def _swap(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[i
 
 
 def pick(x: Tensor, dim: int, ranges: Sequence[range]) -> Tensor:
-    """The ranges of a dim, one after the other; a view where they are one range with a positive step."""
+    """Concatenate ranges of a dim; a view if it is one range with a positive step."""
     if not ranges:
         return x.narrow(dim, 0, 0)
     if len(ranges) == 1 and ranges[0] == range(x.shape[dim]):
@@ -317,12 +315,12 @@ def pick(x: Tensor, dim: int, ranges: Sequence[range]) -> Tensor:
 
 
 def positions(ranges: Sequence[range], device: torch.device) -> Tensor:
-    """The indices of some ranges."""
+    """Return the indices of some ranges."""
     return torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in ranges])
 
 
 def _in_order(runs: Iterable[OwnerRun], place: list[int]) -> list[range]:
-    """Where the runs of a dim lie if the indices of rank r lie from `place[r]` on."""
+    """Return the positions of a dim's runs, if the indices of rank r start at `place[r]`."""
     found = list[range]()
     for length, rank in runs:
         found.append(range(place[rank], place[rank] + length))
@@ -331,10 +329,10 @@ def _in_order(runs: Iterable[OwnerRun], place: list[int]) -> list[range]:
 
 
 def _all_to_all(pieces: Sequence[Tensor], take: Sequence[int], axis: MeshAxis, *, counted: bool = True) -> list[Tensor]:
-    """Piece r goes to rank r; the pieces of all ranks, of `take[r]` rows each."""
+    """Send piece r to rank r, and return the pieces of all ranks, with `take[r]` rows each."""
     if axis.size == 1:
         return list(pieces)
-    # the own piece stays where it is: of a halo it is nearly all
+    # the own piece is not sent: for a halo it is nearly everything
     sizes = [0 if rank == axis.rank else len(piece) for rank, piece in enumerate(pieces)]
     take = [0 if rank == axis.rank else n for rank, n in enumerate(take)]
     rows = torch.cat([piece.narrow(0, 0, n) for piece, n in zip(pieces, sizes, strict=True)])
@@ -349,23 +347,23 @@ def _all_to_all(pieces: Sequence[Tensor], take: Sequence[int], axis: MeshAxis, *
 
 
 SENT_AS = {torch.bool: torch.uint8, torch.int16: torch.float16}
-"""Types that gloo does not send, and those of as many bytes that it does."""
+"""Dtypes that gloo does not support, and supported ones of equal size."""
 
 
 def _sendable(x: Tensor) -> Tensor:
-    """A view in a type that the backends can send; complex numbers as pairs."""
+    """View a tensor in a dtype that the backends support; complex numbers as pairs."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.view(SENT_AS.get(x.dtype, x.dtype))
 
 
 def periods_first(x: Tensor, dim: int, owners: Owners) -> Tensor:
-    """Move a dim to the front; of owners that repeat, the repeats become a further dim."""
+    """Move a dim to the front; the repeats of periodic owners become an extra dim."""
     if owners.repeat == 1:
         return x.movedim(dim, 0)
     return x.unflatten(dim, (owners.repeat, -1)).movedim(dim + 1, 0)
 
 
 def periods_back(rows: Tensor, dim: int, owners: Owners) -> Tensor:
-    """The reverse of `periods_first`."""
+    """Invert `periods_first`."""
     if owners.repeat == 1:
         return rows.movedim(0, dim)
     return rows.movedim(0, dim + 1).flatten(dim, dim + 1)
@@ -373,7 +371,7 @@ def periods_back(rows: Tensor, dim: int, owners: Owners) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _route(owners: Owners, wanted: Wanted, rank: int) -> tuple[list[list[range]], list[int], list[range]]:
-    """Own positions that go to each rank, the number of rows from each rank, and where they are to lie."""
+    """Return local positions to send to each rank, rows to receive from each, and positions of received rows."""
     send = [_local(owners, rank, ranges) for ranges in wanted]
     take = [_total(_local(owners, other, wanted[rank])) for other in range(owners.size)]
     place = [sum(take[:other]) for other in range(owners.size)]
@@ -383,7 +381,7 @@ def _route(owners: Owners, wanted: Wanted, rank: int) -> tuple[list[list[range]]
 
 @lru_cache(maxsize=4096)
 def _all_local(owners: Owners, wanted: Wanted) -> bool:
-    """Whether every rank has what it wants."""
+    """Whether every rank owns the ranges that it receives."""
     return all(_total(_local(owners, rank, ranges)) == _total(ranges) for rank, ranges in enumerate(wanted))
 
 

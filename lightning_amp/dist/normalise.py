@@ -1,21 +1,21 @@
-"""Normalise by statistics over the values of all ranks of some axes.
+"""Normalise by statistics over the values of all ranks of some axes: layer, RMS, group, instance and batch norm.
 
     mean = sum_r n_r mean_r / n     M2 = sum_r M2_r + n_r (mean_r - mean)^2     n = sum_r n_r
     rstd = (M2 / n + eps)^-1/2
     y = weight x' + bias            dx = rstd (g - sum g / n - x' sum (g x') / n)
     with x' = (x - mean) rstd and g = weight dy
 
-Exact up to rounding for any number of values per rank, zero included: statistics are combined from deviations (Chan,
-Golub and LeVeque 1983), for sums of squares would lose the digits that the mean has in common with every value. dx is
-the gradient of the sum of all ranks' losses. Gradients of weight and bias are the rank's own part, which is averaged
+Exact up to rounding for any number of values per rank, including zero. Statistics are combined from deviations (Chan,
+Golub and LeVeque 1983), because sums of squares lose the digits that the mean shares with every value. dx is the
+gradient of the sum of all ranks' losses. Gradients of weight and bias are those of the local values, and are averaged
 over the ranks like all others: an average of parameter gradients is the gradient of the average of the losses.
 
 Collectives per axis: forward one all-gather of 2 K + 1 numbers, backward one all-reduce of 2 K. As in torch's kernels,
-only the input and two numbers per group are kept. Half precision is summed in single precision.
+only the input and two numbers per group are saved. Half precision is summed in single precision.
 
-A backward pass that is differentiated again goes through operators that autograd follows, with their collectives.
+For double backward, the backward pass is recomputed by operators and collectives that autograd follows.
 
-Legend: K groups of values that have a mean each, such as channels; n_r values of a group on rank r.
+Legend: K groups of values with one mean each, such as channels; n_r values of a group on rank r.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,16 +36,16 @@ from lightning_amp.shapes import Scalar
 
 Axes = Sequence[MeshAxis]
 LARGE = 16
-"""Values of a channel from which on parameters may be written out for every channel of every sample."""
+"""Least values per channel for which parameters may be expanded to every channel of every sample."""
 Statistics = tuple[Float[Tensor, " group"], Float[Tensor, " group"], Scalar]
 """Mean, sum of squared deviations and number of values of each group."""
 
 
 @torch.no_grad()
 def union_statistics(x: Tensor, dims: Sequence[int], axes: Axes, *, centre: bool = True, per: int = 1) -> Statistics:
-    """Mean, sum of squared deviations and number of the values of all ranks over some dims, which have one mean.
+    """Return mean, sum of squared deviations and number of values over `dims` and all ranks of `axes`.
 
-    Without `centre` deviations are those from zero. `per`: channels of a group, where the dims are all but the second.
+    Without `centre`, deviations are from zero. `per`: channels per group, if `dims` are all dims but the second.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     groups, n = prod(size for d, size in enumerate(x.shape) if d not in dims), prod(x.shape[d] for d in dims)
@@ -54,21 +54,21 @@ def union_statistics(x: Tensor, dims: Sequence[int], axes: Axes, *, centre: bool
     elif not centre:
         mean, m2 = x.new_zeros(groups), x.square().sum(list(dims)).flatten()
     elif x.device.type == "cpu" and _by_channel(x, dims):
-        # torch.var over these dims takes five times as long there
+        # torch.var over these dims takes five times as long on a CPU
         mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
         m2 = var * n
     else:
         var, mean = torch.var_mean(x, list(dims), correction=0)
         mean, m2 = mean.flatten(), var.flatten() * n
     if per > 1:
-        # channels of as many values
+        # all channels have the same number of values
         each, groups = mean.view(-1, per), groups // per
         mean = each.mean(1)
         m2 = torch.addcmul(m2.view(-1, per), each - mean[:, None], each - mean[:, None], value=n).sum(1)
     count = x.new_full((), n * per)
     for axis in axes:
         parts = stacked(torch.cat([mean, m2, count[None]]), axis)
-        # of the union; a part may be empty
+        # combine the ranks; a shard may be empty
         means, m2s, counts = torch.split(parts, [groups, groups, 1], dim=1)
         count = counts.sum()
         mean = (counts * means).sum(dim=0) / count
@@ -87,7 +87,7 @@ def normalised(
     eps: float,
     centre: bool = True,
 ) -> Tensor:
-    """This rank's part of a tensor normalised over some dims and axes; `eps` is added to the variance.
+    """Return the local shard of a tensor normalised over some dims and axes; `eps` is added to the variance.
 
     Weight and bias have as many dims as x, of size 1 where they are broadcast.
     """
@@ -95,7 +95,8 @@ def normalised(
     flat = all(p is None or not any(n > 1 for n in p.shape[first + 1 :]) for p in parameters)
     large = x.numel() >= LARGE * prod(shape[: first + 1]) > 0
     if centre and flat and large and list(dims) == list(range(first, x.dim())):
-        # torch's kernels for channels take fewer passes: an entry of the first of the dims is one, of a group of them
+        # torch's batch-norm kernels take fewer passes: each entry of the first of `dims` becomes a channel, and `per`
+        # channels have one mean
         rows, per, dims = shape[: first + 1], shape[first], (0, 2)
         x = x.reshape(1, prod(rows), -1)
         ones = [1] * (len(shape) - first - 1)
@@ -116,14 +117,14 @@ def batch_normalised(
     once: Callable[[Callable[[], Statistics]], Statistics] = lambda receive: receive(),
     track: Callable[[Tensor, Tensor, Tensor], None],
 ) -> Tensor:
-    """A tensor, plain or sharded, normalised by channel.
+    """Normalise a plain or sharded tensor by channel.
 
     Args:
-        x, weight, bias, eps: As of torch's batch_norm.
-        over: Axes whose ranks have other samples, besides those that the tensor is split over.
-        once: Returns what its argument returns, or has returned in a pass before.
-        track: Called with the whole mean, sum of squared deviations and number of values, before anything is saved for
-            the backward pass: a second pass may end there.
+        x, weight, bias, eps: As in torch's batch_norm.
+        over: Axes whose ranks have other samples, in addition to those that shard the tensor.
+        once: Returns the result of its argument, or that of an earlier pass.
+        track: Called with the global mean, sum of squared deviations and number of values, before anything is saved for
+            the backward pass, because a second pass may stop there.
     """
     splits, part = splits_of(x), local_of(x)
     dims = [0, *range(2, part.dim())]
@@ -139,7 +140,7 @@ def batch_normalised(
 
 
 def _by_channel(x: Tensor, dims: Sequence[int]) -> bool:
-    """Whether the dims are all but the second: torch's kernels of batch_norm take fewer passes over the values."""
+    """Whether the dims are all but the second: torch's batch-norm kernels take fewer passes over the values."""
     return x.dim() > 1 and list(dims) == [0, *range(2, x.dim())]
 
 
@@ -186,13 +187,13 @@ class _Normalise(torch.autograd.Function):
         by_channel = _by_channel(x, dims) and bool(x.numel())
         if by_channel:
             factor = None if weight is None else weight.flatten().to(mean.dtype)
-            # as if mean and var did not depend on x
+            # gradient with mean and var as constants
             of_x, tilt, total = torch.ops.aten.native_batch_norm_backward(
                 grad, own, factor, mean, var, None, None, False, eps, [True, True, True]
             )
             of_weight, of_bias = tilt.view(form), total.view(form)
-            # The kernel has added up dy and dy x' by channel already: times the channel's weight these are the sums of
-            # g and of g x' over the own values, which the ranks have yet to add up.
+            # The kernel has summed dy and dy x' by channel: multiplied by the channel's weight, these are the local
+            # sums of g and g x', which are all-reduced below.
             sums = torch.stack([total, tilt])
             sums = sums if factor is None else sums.mul_(factor)
         else:
@@ -206,7 +207,7 @@ class _Normalise(torch.autograd.Function):
         sums = sums.repeat_interleave(per, 1) if per > 1 else sums
         average, slope = (sums / count).mul_(rstd)
         if by_channel:
-            # one more normalisation of x, by other parameters
+            # another normalisation of x, with other parameters
             of_x.sub_(batch_norm(own, mean, var, slope, average, eps=eps))
         else:
             of_x = (inner * rstd.view(form)).sub_(average.view(form)).sub_(normal.mul_(slope.view(form)))
@@ -219,7 +220,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients by operators and collectives that autograd follows."""
+    """Compute the gradients by operators and collectives that autograd follows."""
     x, weight, _, _, count = ctx.saved_tensors
     eps, dims, axes, centre, per, bias_shape = ctx.of
 
@@ -240,7 +241,7 @@ def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _normalised(x: Tensor, dims: Sequence[int], eps: float, *parameters: Tensor | None, centre: bool = True) -> Tensor:
-    """See `normalised`; the statistics are those over some dims of the whole tensor."""
+    """Normalise a sharded tensor by statistics over some dims of the global tensor; see `normalised`."""
     splits = splits_of(x)
     weight, bias = [
         None if p is None else part_in(p, splits.without(*[d for d, n in enumerate(shape_of(p)) if n == 1]))
@@ -259,7 +260,7 @@ def _layer_norm(func: Any, x: Tensor, shape: Sequence[int], weight: Tensor | Non
         return BY_RULE
     bias, eps = (None, *rest[:1]) if rms else rest[:2]
     if eps is None:
-        # that of the type in which torch adds up: of 16 bits it would be 0.8 % of a variance of 1
+        # eps of the dtype in which torch sums: that of a 16-bit dtype would be 0.8 % of a variance of 1
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
     form = [*[1] * (n - len(shape)), *shape]
     parameters = [None if p is None else p.view(form) for p in (weight, bias)]
@@ -291,7 +292,7 @@ def _instance_norm(
 def _batch_norm(
     func: Any, x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *rest: Any
 ) -> Any:
-    """Statistics per channel, over the batch and all positions; running ones are the same on all ranks."""
+    """Compute statistics per channel over the batch and all positions; running statistics are equal on all ranks."""
     if not training:
         return BY_RULE
     momentum, eps = rest[:2]

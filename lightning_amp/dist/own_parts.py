@@ -1,6 +1,6 @@
-"""Read only a rank's part of a batch: `own_part` says which indices to read, `as_sharded` wraps the part.
+"""Read only a rank's shard of a batch: `own_part` returns the indices to read, `as_sharded` wraps the shard.
 
-Nothing is sent. A tensor that was read whole is returned as it is, so that the same data module runs in one process.
+Nothing is sent. A full tensor is returned unchanged, so that the same data module also runs in one process.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,12 +17,12 @@ from lightning_amp.errors import ShardError
 
 @dataclass(frozen=True, kw_only=True)
 class OwnParts:
-    """A rank's place in the model axis, as `trainer.strategy.own_parts`.
+    """A rank's position in the model axis, as `trainer.strategy.own_parts`.
 
     Attributes:
-        rank, size: This rank, and ranks of the model axis; size 0 where a plan is still to find it.
-        axis: Returns the axis; None if no technique splits the batches of the run.
-        dims: By path of a tensor in the batch, the dims that the user has named to be split evenly.
+        rank, size: This rank, and number of ranks of the model axis; size 0 if a plan has yet to determine it.
+        axis: Returns the axis; None if no technique of the run shards batches.
+        dims: By path of a tensor in the batch, the dims that the user wants to be sharded evenly.
     """
 
     rank: int = 0
@@ -60,7 +60,7 @@ class OwnParts:
         return ShardedTensor.from_local(local, self.model_axis(), dim=dim, sizes=sizes)
 
     def model_axis(self) -> MeshAxis:
-        """Return the axis that batches are split over, or raise a ShardError."""
+        """Return the axis over which batches are sharded, or raise a ShardError."""
         if self.axis is None:
             raise ShardError(
                 "the batch has a tensor that is split over the model axis, and no technique of this run splits batches;"
@@ -73,26 +73,26 @@ def own_part(length: int, trainer: Any) -> slice:
     """Return this rank's slice of a dim that is sharded evenly over the model axis.
 
     Args:
-        length: Length of the whole dim.
+        length: Global length of the dim.
         trainer: The Trainer; without one, or with a strategy other than "amp", the slice has all indices.
 
     Raises:
-        ShardError: The number of ranks of the model axis is not known before the plan, or is larger than the length.
+        ShardError: The model axis has more ranks than the length, or a number that a plan has yet to determine.
     """
     return _of(trainer).part(length)
 
 
 def as_sharded(local: Tensor, trainer: Any, *, dim: int, length: int) -> Tensor:
-    """Wrap the part that this rank has read as a sharded tensor; call it in `on_after_batch_transfer`.
+    """Wrap the shard that this rank has read as a sharded tensor; call it in `on_after_batch_transfer`.
 
     Args:
-        local: The part, on the device; a whole tensor is returned as it is.
+        local: The shard, on the device; a full tensor is returned unchanged.
         trainer: The Trainer.
-        dim: The dim that is split.
-        length: Length of the whole dim.
+        dim: The sharded dim.
+        length: Global length of the dim.
 
     Raises:
-        ShardError: The part is not that of `own_part`, or the run does not split batches over the model axis.
+        ShardError: The shard is not that of `own_part`, or the run does not shard batches over the model axis.
     """
     return _of(trainer).sharded(local, dim=dim, length=length)
 

@@ -1,12 +1,12 @@
-"""Map every index along a dim to the rank that owns it, as interned run-length vectors.
+"""Map each index of a sharded dim to the rank that owns it, as interned run-length vectors.
 
-A dim of n indices is split over R ranks by an owner vector: n ranks, one per index. A rank's part holds its indices in
+A dim of n indices is sharded over R ranks by an owner vector: n ranks, one per index. A rank's shard has its indices in
 ascending order. Views, slices, permutations and concatenations of a sharded tensor are then the same operation on the
-rank's part and on the owner vector; uneven parts, attention heads inside a fused projection and flattened batches need
+local shard and on the owner vector. Uneven shards, attention heads inside a fused projection and flattened batches need
 no special case.
 
-The vector is stored as the runs of one period and a repeat count: `[b, n]` with n split over ranks and flattened to
-b * n is the vector of n repeated b times. Equal vectors are one object, so splits are compared by identity.
+The vector is stored as the runs of one period and a repeat count: if n is sharded in `[b, n]`, the owners of the
+flattened dim b * n are those of n, repeated b times. Equal vectors are one object, so splits are compared by identity.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,12 +27,12 @@ class OwnerRun(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Owners:
-    """Owner of each index of a dim; made by `of`, `contiguous`, `even` or `from_vector`.
+    """Owner of each index of a dim; constructed by `of`, `contiguous`, `even` or `from_vector`.
 
     Attributes:
-        runs: Runs of one period; neighbours have different ranks.
+        runs: Runs of one period; adjacent runs have different ranks.
         repeat: Number of periods.
-        size: Ranks of the mesh axis; some may own nothing.
+        size: Number of ranks of the mesh axis; some may own nothing.
     """
 
     runs: tuple[OwnerRun, ...]
@@ -41,46 +41,46 @@ class Owners:
 
     @staticmethod
     def of(runs: Iterable[OwnerRun], size: int, repeat: int = 1) -> "Owners":
-        """The owners of `repeat` times some runs."""
+        """Return the owners of runs that repeat `repeat` times."""
         period = _merged(runs)
         if len(period) <= 1:
-            # one owner of all, or nothing to own
+            # one owner, or no indices
             period, repeat = tuple(OwnerRun(length * repeat, rank) for length, rank in period), 1
-        # a canonical form: the shortest period, whatever way the vector was put together
+        # canonical form: the shortest period, however the vector was built
         times = _times_repeated(period)
         key = (_merged(_cut(period, 0, _length(period) // times)), repeat * times, size)
         return _INTERNED.setdefault(key, Owners(*key))
 
     @staticmethod
     def contiguous(sizes: Sequence[int]) -> "Owners":
-        """Rank r owns the r-th range, of sizes[r] indices."""
+        """Return owners where rank r owns the r-th range, of sizes[r] indices."""
         return Owners.of((OwnerRun(n, rank) for rank, n in enumerate(sizes)), len(sizes))
 
     @staticmethod
     def even(n: int, size: int) -> "Owners":
-        """Contiguous ranges whose sizes differ by at most one."""
+        """Return owners of contiguous ranges whose sizes differ by at most one."""
         return Owners.contiguous([n // size + (rank < n % size) for rank in range(size)])
 
     @staticmethod
     def from_vector(ranks: Iterable[int], size: int) -> "Owners":
-        """The owners given one rank per index."""
+        """Return the owners from one rank per index."""
         return Owners.of((OwnerRun(sum(1 for _ in same), rank) for rank, same in groupby(ranks)), size)
 
     # --- what is where ---
 
     @cached_property
     def period(self) -> int:
-        """Indices of one period."""
+        """Number of indices in one period."""
         return _length(self.runs)
 
     @cached_property
     def n(self) -> int:
-        """All indices."""
+        """Number of all indices."""
         return self.period * self.repeat
 
     @cached_property
     def period_counts(self) -> tuple[int, ...]:
-        """Indices of each rank in one period."""
+        """Number of indices of each rank in one period."""
         found = [0] * self.size
         for length, rank in self.runs:
             found[rank] += length
@@ -88,23 +88,23 @@ class Owners:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Indices of each rank."""
+        """Number of indices of each rank."""
         return tuple(n * self.repeat for n in self.period_counts)
 
     @cached_property
     def one_period(self) -> "Owners":
-        """Of the indices of one period."""
+        """Owners of the indices of one period."""
         return Owners.of(self.runs, self.size)
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
-        """Sizes of the parts where they are ranges in the order of the ranks; None otherwise."""
+        """Sizes of the shards if they are contiguous and in the order of the ranks; None otherwise."""
         ranks = [rank for _, rank in self.runs]
         return self.counts if self.repeat == 1 and ranks == sorted(set(ranks)) else None
 
     @cached_property
     def spans(self) -> tuple[tuple[range, ...], ...]:
-        """The ranges of indices of each rank, in ascending order."""
+        """Ranges of indices of each rank, in ascending order."""
         found: list[list[range]] = [[] for _ in range(self.size)]
         start = 0
         for length, rank in self.expanded():
@@ -113,40 +113,39 @@ class Owners:
         return tuple(map(tuple, found))
 
     def expanded(self) -> Iterator[OwnerRun]:
-        """The runs of all periods."""
+        """Yield the runs of all periods."""
         for _ in range(self.repeat):
             yield from self.runs
 
     # --- what a dim's owners become when the dim changes ---
 
     def repeated(self, times: int) -> "Owners":
-        """Of `[times, n]` merged into one dim."""
+        """Return the owners of `[times, n]` merged into one dim."""
         return Owners.of(self.runs, self.size, self.repeat * times)
 
     def widened(self, width: int) -> "Owners":
-        """Of `[n, width]` merged into one dim."""
+        """Return the owners of `[n, width]` merged into one dim."""
         return Owners.of((OwnerRun(n * width, rank) for n, rank in self.runs), self.size, self.repeat)
 
     def inner(self, times: int) -> "Owners | None":
-        """Of the second dim of `[times, n / times]`; None where owners depend on the first dim too."""
-        # A dim that one rank has is canonical without repeats (`of`), so that its number of periods says nothing here.
+        """Return the owners of the second dim of `[times, n / times]`; None if they also depend on the first dim."""
+        # With one owner, the canonical form has no repeats (`of`), so its number of periods is not meaningful here.
         if len(self.runs) == 1:
             return Owners.of([OwnerRun(self.n // times, self.runs[0].rank)], self.size)
         return Owners.of(self.runs, self.size, self.repeat // times) if self.repeat % times == 0 else None
 
     def outer(self, width: int) -> "Owners | None":
-        """Of the first dim of `[n / width, width]`; None where owners depend on the second dim too."""
+        """Return the owners of the first dim of `[n / width, width]`; None if they also depend on the second dim."""
         runs, repeat = (self.runs, self.repeat)
         if self.period % width:
-            # The first dim of [n / width, width] has one owner for each group of `width` neighbours.
-            # a group may span two periods
+            # The first dim has one owner per group of `width` neighbours; a group may span two periods.
             runs, repeat = _merged(self.expanded()), 1
         if any(n % width for n, _ in runs):
             return None
         return Owners.of((OwnerRun(n // width, rank) for n, rank in runs), self.size, repeat)
 
     def take(self, indices: range) -> "Owners":
-        """Of the indices of a range, whose step may be negative."""
+        """Return the owners of the indices of a range, whose step may be negative."""
         if indices.step < 0:
             forwards = self.take(indices[::-1])
             return Owners.of(forwards.runs[::-1], self.size, forwards.repeat)
@@ -159,7 +158,7 @@ class Owners:
         return Owners.of(found, self.size)
 
     def local(self, rank: int, indices: range) -> list[range]:
-        """Positions, in a rank's part, of the indices of a range that the rank owns, in the order of the range."""
+        """Return a rank's local positions of the indices that it owns in a range, in the order of the range."""
         if indices.step < 0:
             return [own[::-1] for own in reversed(self.local(rank, indices[::-1]))]
         found, before = list[range](), 0
@@ -171,11 +170,11 @@ class Owners:
 
     @staticmethod
     def joined(parts: Iterable["Owners"], size: int) -> "Owners":
-        """Of a concatenation."""
+        """Return the owners of a concatenation."""
         return Owners.of((run for part in parts for run in part.expanded()), size)
 
     def proportional(self, n: int) -> "Owners":
-        """Of n positions in place of these: each goes to the rank that owns the corresponding index here."""
+        """Return owners of n positions: each belongs to the rank that owns the corresponding index here."""
         ends, at, found, done = self.n, 0, list[OwnerRun](), 0
         for length, rank in self.expanded():
             at += length
@@ -185,7 +184,7 @@ class Owners:
         return Owners.of(found, self.size)
 
 
-# weak: shapes that vary from step to step would fill it without end
+# weak references: shapes that vary from step to step would fill it without limit
 _INTERNED = WeakValueDictionary[tuple[tuple[OwnerRun, ...], int, int], Owners]()
 
 
@@ -212,15 +211,15 @@ def _cut(runs: Iterable[OwnerRun], start: int, stop: int) -> Iterator[OwnerRun]:
 
 
 def _times_repeated(runs: tuple[OwnerRun, ...]) -> int:
-    """How often the shortest period of merged runs is repeated."""
+    """Return how often the shortest period of merged runs repeats."""
     n, per_rank = _length(runs), dict[int, int]()
     for length, rank in runs:
         per_rank[rank] = per_rank.get(rank, 0) + length
-    # every period holds the same number of indices of each rank, and at least one border
+    # every period has the same number of indices of each rank, and at least one border
     most = reduce(gcd, per_rank.values(), 0)
-    # the largest count first: the shortest period is the canonical form
-    # A period is at least one run and an equal share of every rank, which bounds how many there are. Only divisors of
-    # the greatest common divisor of the shares leave whole numbers of indices in each period.
+    # Try the largest count first, because the shortest period is canonical. A period has at least one run, which bounds
+    # the count, and the same whole number of indices of each rank, so that the count divides the gcd of the ranks'
+    # counts.
     for times in range(min(most, len(runs)), 1, -1):
         if most % times == 0 and _merged(tuple(_cut(runs, 0, n // times)) * times) == runs:
             return times
@@ -228,15 +227,15 @@ def _times_repeated(runs: tuple[OwnerRun, ...]) -> int:
 
 
 def _inside(indices: range, start: int, stop: int) -> range:
-    """The members of a range with a positive step that lie in [start, stop)."""
-    # rounded up: the first member that is not before the start
+    """Return the members of a range with a positive step that lie in [start, stop)."""
+    # rounded up to the first member that is not before the start
     first = max(0, -(-(start - indices.start) // indices.step))
     last = max(first, -(-(min(stop, indices.stop) - indices.start) // indices.step))
     return indices[first:last]
 
 
 def joined(ranges: Iterable[range]) -> list[range]:
-    """Ranges with neighbours put together, without empty ones."""
+    """Merge adjacent ranges, and drop empty ones."""
     found: list[range] = []
     for one in ranges:
         last = found[-1] if found else None

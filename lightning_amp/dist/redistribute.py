@@ -1,4 +1,4 @@
-"""Change how a tensor is split: cut a whole one, gather, move borders, split along another dim."""
+"""Redistribute a tensor: shard a replicated one, gather, move borders of shards, or shard along another dim."""
 
 from torch import Tensor
 
@@ -9,28 +9,28 @@ from lightning_amp.holding import holding
 
 
 def own_part(whole: Tensor, dim: int, owners: Owners, rank: int) -> Tensor:
-    """A rank's indices of a dim of a whole tensor; the gradient of others' is zero."""
+    """Return a rank's indices of a dim of a replicated tensor; the gradient of all other indices is zero."""
     own = pick(periods_first(whole, dim, owners), 0, owners.one_period.spans[rank])
     return periods_back(own, dim, owners)
 
 
 def resplit(local: Tensor, have: Splits, want: Splits) -> Tensor:
-    """This rank's part under other splits; nothing is sent where a whole tensor is cut."""
+    """Return the local shard under other splits; sharding a replicated tensor sends nothing."""
     if have is want:
         return local
     with holding(MOVING, True):
         for axis in {split.axis: None for split in (*have, *want)}:
             local, have = _on_axis(local, have, axis, want.on(axis))
-    # memory in the order of the dims, as a whole tensor has it: operators that make views ask for it
+    # contiguous as a plain tensor is, because operators that return views require it
     return local.contiguous()
 
 
 def _on_axis(local: Tensor, have: Splits, axis: MeshAxis, want: Split | None) -> tuple[Tensor, Splits]:
-    """The part with another split over one axis, and its splits then."""
+    """Change the split over one axis, and return the local shard and its splits."""
     now = have.on(axis)
     if now == want:
         return local, have
-    # one collective where the axis stays in use; a gather, which needs memory for the whole dim, only where it must
+    # one collective if the axis stays in use; a gather, which needs memory for the full dim, only otherwise
     if now is not None and want is not None:
         if now.dim == want.dim:
             moved = exchange(local, axis, want.dim, now.owners, want.owners.spans)
@@ -43,7 +43,7 @@ def _on_axis(local: Tensor, have: Splits, axis: MeshAxis, want: Split | None) ->
     if want is not None:
         other = have.at(want.dim)
         if other is not None:
-            # another axis, which gets another dim or none, splits this dim
+            # another axis shards this dim: it is gathered first, and gets its new dim later
             local, have = _on_axis(local, have, other.axis, None)
         local, have = own_part(local, want.dim, want.owners, axis.rank), have.replaced(axis, want)
     return local, have

@@ -1,4 +1,4 @@
-"""`register_shard`: a handler from outside for an operator, a function or an autograd Function on sharded tensors."""
+"""Register user handlers of operators, functions or autograd Functions on sharded tensors, and check them."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -27,13 +27,13 @@ def register_shard(target: Any) -> Callable[[Handler], Handler]:
     """Register how an operator or function is computed on sharded tensors.
 
     A handler receives the caller's arguments, including sharded tensors: `local` is the shard, with gradients, and
-    `splits` how it is split. It returns sharded tensors, `ShardedTensor(part, splits)`, or plain ones, which
-    every rank has whole. `check_shard` compares it with one process.
+    `splits` is how the tensor is sharded. It returns sharded tensors, `ShardedTensor(shard, splits)`, or plain ones
+    that are replicated. `check_shard` compares it with one process.
 
     Args:
         target: An operator (`torch.ops.mylib.op` or one of its overloads), whose handler is called as
-            `handler(operator, *args, **kwargs)`; or a subclass of `torch.autograd.Function`, or a function that looks
-            for `__torch_function__`, whose handlers are called as `handler(*args, **kwargs)`.
+            `handler(operator, *args, **kwargs)`; or a subclass of `torch.autograd.Function`, or a function that
+            supports `__torch_function__`, whose handlers are called as `handler(*args, **kwargs)`.
 
     Raises:
         ShardError: `target` is of another kind, or has a handler already.
@@ -70,15 +70,15 @@ def register_shard(target: Any) -> Callable[[Handler], Handler]:
 def check_shard(
     function: Callable[..., Any], *args: Any, mesh: DeviceMesh, dim: int, sizes: Sequence[int] | None = None
 ) -> None:
-    """Compare a function of sharded tensors with the same function of whole ones; all ranks of the mesh call it.
+    """Compare a function on sharded tensors with the same function on full tensors; all ranks of the mesh must call it.
 
-    Floating-point tensors are computed in float64, the first tensor is split, and results and the gradients of all
-    tensors have to agree to 1e-10.
+    Floating-point tensors are computed in float64, and the first tensor is sharded. Results and the gradients of all
+    tensors must agree to 1e-10.
 
     Args:
-        function: Of tensors and anything else; returns tensors.
-        args: What it is called with, the same on every rank.
-        mesh, dim, sizes: How the first tensor is split, as in `ShardedTensor.from_local`.
+        function: Function of tensors and other values that returns tensors.
+        args: Its arguments, the same on every rank.
+        mesh, dim, sizes: How the first tensor is sharded, as in `ShardedTensor.from_local`.
 
     Raises:
         ShardError: Results or gradients differ.
@@ -95,13 +95,14 @@ def check_shard(
         given = [redistribute(a, splits) if sharded and i == first else a for i, a in enumerate(own)]
         with guarded([axis]) if sharded else nullcontext():
             results = [part_in(t, WHOLE) for t in tensors_in(function(*given))]
+        # weights 1, 2, ... give each entry of a result another gradient, so that permuted entries are detected
         total = sum((t.double().square() * torch.arange(1, t.numel() + 1).view(t.shape)).sum() for t in results)
         leaves = [a for a in own if isinstance(a, Tensor) and a.requires_grad]
         if isinstance(total, Tensor) and total.requires_grad:
             total.backward()
         gradients = [torch.zeros_like(a) if a.grad is None else a.grad for a in leaves]
         if sharded:
-            # every rank has differentiated its copy of the result
+            # every rank has differentiated its own copy of the result
             gradients = [reduce_now(grad, axis) / axis.size for grad in gradients]
         found.append([*(t.detach().double() for t in results), *gradients])
     for i, (whole, parts) in enumerate(zip(*found, strict=True)):

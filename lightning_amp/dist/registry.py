@@ -1,4 +1,4 @@
-"""The tables of functions and operators that support sharded tensors, and the error for those that do not."""
+"""Register functions and operators that support sharded tensors, and create the error for those that do not."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -15,17 +15,17 @@ AnyHandler = TypeVar("AnyHandler", bound=Handler)
 
 LOST = "it writes into a copy, which is a view of a tensor in torch; other ranks would not see the write"
 BY_RULE = object()
-"""What a handler returns to have the operator computed by the rules of lightning_amp.graph."""
+"""Value that a handler returns to have the operator computed by the rules of lightning_amp.graph."""
 OPERATORS: dict[str, Handler] = {}
-"""By name, "linear" of aten and "namespace::name" of others: (operator, *args, **kwargs) -> result, plan or BY_RULE."""
+"""Handlers by operator, "linear" (aten) or "space::name": (operator, *args, **kwargs) -> result, plan or BY_RULE."""
 FUNCTIONS: dict[Any, Handler] = {}
-"""By function of Python, such as torch.Tensor.register_hook: (*args, **kwargs) -> result."""
+"""Handlers by Python function, such as torch.Tensor.register_hook: (*args, **kwargs) -> result."""
 AUTOGRAD_FUNCTIONS: dict[type[torch.autograd.Function], Handler] = {}
-"""By Function: (*args) -> result, in place of `apply`."""
+"""Handlers by autograd Function: (*args) -> result, which replaces `apply`."""
 
 
 def operator(*names: str) -> Callable[[AnyHandler], AnyHandler]:
-    """Add the handler of operators of aten, by their names without overload."""
+    """Register a handler of aten operators, by their names without overload."""
 
     def add(handler: AnyHandler) -> AnyHandler:
         OPERATORS.update(dict.fromkeys(names, handler))
@@ -35,7 +35,7 @@ def operator(*names: str) -> Callable[[AnyHandler], AnyHandler]:
 
 
 def composed(**table: Handler) -> None:
-    """Add operators that are compositions of others; each is called without the operator."""
+    """Register operators that are compositions of others; each is called without the operator argument."""
 
     def handler(func: Any, *args: Any, _call: Handler, **kwargs: Any) -> Any:
         return _call(*args, **kwargs)
@@ -44,7 +44,7 @@ def composed(**table: Handler) -> None:
 
 
 def function(*functions: Any) -> Callable[[AnyHandler], AnyHandler]:
-    """Add the handler of functions of Python."""
+    """Register a handler of Python functions."""
 
     def add(handler: AnyHandler) -> AnyHandler:
         FUNCTIONS.update(dict.fromkeys(functions, handler))
@@ -54,13 +54,13 @@ def function(*functions: Any) -> Callable[[AnyHandler], AnyHandler]:
 
 
 def name_of(func: Any) -> str:
-    """The key of an operator in `OPERATORS`."""
+    """Return the key of an operator in `OPERATORS`."""
     space, _, name = func._schema.name.partition("::")
     return str(name if space == "aten" else func._schema.name)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested arguments, in order."""
+    """Return the tensors in nested arguments, in order."""
     if isinstance(value, Tensor):
         return [value]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -68,7 +68,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Any], Any], kind: Any = Tensor) -> Any:
-    """Nested arguments with those of a kind, by default tensors, changed."""
+    """Apply a function to all values of a type in nested arguments, by default to tensors."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, dict):
@@ -77,7 +77,7 @@ def mapped(value: Any, change: Callable[[Any], Any], kind: Any = Tensor) -> Any:
 
 
 def shard_error(func: Any, args: Sequence[Any], why: str, *, remedy: str = "") -> ShardError:
-    """The error of an operator that cannot be computed on parts, with the module that has called it."""
+    """Return the error of an operator that cannot be computed on shards, with the module that called it."""
     name = name_of(func) if hasattr(func, "_schema") else getattr(func, "__name__", repr(func))
     tensors = list(map(describe, tensors_in(args)))
     remedy = remedy or "compute it on `full_tensor()`, or register a handler with lightning_amp.register_shard"
@@ -85,13 +85,13 @@ def shard_error(func: Any, args: Sequence[Any], why: str, *, remedy: str = "") -
 
 
 def describe(x: Tensor) -> str:
-    """Shape and splits of a tensor."""
+    """Return shape and splits of a tensor as text."""
     splits = getattr(x, "splits", None)
     return f"{tuple(x.shape)!r}" + (f" ({splits})" if splits is not None else "")
 
 
 def _caller() -> str:
-    """The innermost module whose method is being called, found on the stack."""
+    """Find the innermost module on the stack that is running a method, for a message."""
     frame = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")

@@ -1,14 +1,14 @@
-"""Attention whose queries, keys and values are split along the sequence: blocks travel a ring of ranks.
+"""Ring attention: attention over sequence-sharded queries, keys and values, whose blocks are passed around the ranks.
 
-A rank keeps its queries. Keys and values of one rank after the other pass by, and results of blocks are merged by the
-logarithms of their sums of exponentials (Liu, Zaharia and Abbeel, Ring Attention, 2023). Backward, a block's kernel is
-given the output and the logarithms of all blocks, and yields that block's share; gradients of keys and values travel
-on with their block and end where they belong.
+Each rank keeps its queries. Keys and values are passed from rank to rank, and the results of blocks are merged by the
+logarithms of their sums of exponentials (Liu, Zaharia and Abbeel, Ring Attention, 2023). In the backward pass, a
+block's kernel receives the output and the logarithms of all blocks, and returns the gradients of that block. Gradients
+of keys and values are passed on with their block, and end at the block's owner.
 
-Collectives: R - 1 steps of the ring forward with keys and values; backward R - 1 with these, and R with their
-gradients. All but the last are under way while a block is computed.
+Collectives: R - 1 ring steps in the forward pass with keys and values; in the backward pass R - 1 with these, and R
+with their gradients. All but the last overlap with the computation of a block.
 
-Legend: `log_sums` are the logarithms of the sums of exponentials, [batch, head, row]; R ranks.
+Legend: `log_sums` are logarithms of sums of exponentials, [batch, head, row]; R ranks.
 """
 
 import math
@@ -38,29 +38,29 @@ def ring_attention(
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """Attention of this rank's queries to the keys and values of all ranks.
+    """Compute attention of this rank's queries to the keys and values of all ranks.
 
     Args:
-        q, k, v: This rank's parts, [batch, head, row, dim]; as many features of values as of keys.
+        q, k, v: Local shards, [batch, head, row, dim]; keys and values have the same dim.
         rows, columns: Positions of every rank's queries, and of its keys and values.
-        mask: For the own queries and all columns; added to the scores, of booleans true where a row sees a column.
-        causal: Whether a row sees no later columns.
+        mask: Mask of the local queries and all columns, added to the scores; a boolean mask is True where attended.
+        causal: Whether a row attends to no later columns.
     """
     return cast(Tensor, _Ring.apply(q, k, v, mask, causal, scale, axis, rows, columns))
 
 
 ON_CPU = ("cpu", "meta")
-"""Devices whose blocks are computed in the kernel for CPUs: values, or without them the bytes that these take."""
+"""Device types that use the CPU kernel; meta tensors take the bytes that it needs."""
 MOST_SCORES = 2**24
-"""Of a block, that are there at a time on other devices."""
+"""Most scores of a block in memory at a time on other devices."""
 
 
 def block_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one block and its `log_sums`; of rows that see nothing 0 and minus infinity.
+    """Compute attention of one block and its `log_sums`; fully masked rows are 0 and minus infinity.
 
-    A mask is added to the scores; of booleans true where a row sees a column.
+    A mask is added to the scores; a boolean mask is True where attended.
     """
     bias = _additive(mask, q.dtype)
     if q.device.type in ON_CPU:
@@ -75,24 +75,24 @@ def block_forward(
     log_sums = log_sums.to(_wide(q))
     if bias is None:
         return out, log_sums
-    # the softmax of nothing is not a number; merged with weight 0 such a row leaves other blocks' results as they are
+    # the softmax of a fully masked row is NaN; as 0 with weight 0, it does not change the merged result
     blind = (bias == -math.inf).all(-1).expand(log_sums.shape)
     return out.masked_fill(blind[..., None], 0), log_sums.masked_fill(blind, -math.inf)
 
 
 def _no_infinity(log_sums: Tensor) -> Tensor:
-    """With zero for rows that see nothing, whose weights are zero then."""
-    # minus infinity less itself is no number; nan_to_num of the weights would hide what is none already in the queries
+    """Replace minus infinity, of fully masked rows, by zero; their weights are zero then."""
+    # -inf - (-inf) is NaN; nan_to_num of the weights would hide NaN of the queries
     return log_sums.masked_fill(log_sums == -math.inf, 0)
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """The type that scores are added up in."""
+    """Return the dtype in which scores are summed."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _runs(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Iterator[tuple[slice, Tensor | None]]:
-    """Rows some at a time, and what is added to their scores; a causal block has no mask."""
+    """Yield slices of rows with the bias of their scores; a causal block has no mask."""
     n, columns = q.shape[-2], k.shape[-2]
     most = max(1, MOST_SCORES // max(1, math.prod(q.shape[:-2]) * columns))
     for first in range(0, max(1, n), most):
@@ -126,7 +126,7 @@ def block_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A block's share of the gradients of its queries, keys and values; `out` and `log_sums` are of all blocks."""
+    """Return a block's gradients of its queries, keys and values; `out` and `log_sums` are those of all blocks."""
     bias = _additive(mask, q.dtype)
     log_sums = _no_infinity(log_sums)
     if q.device.type in ON_CPU:
@@ -134,7 +134,7 @@ def block_backward(
     of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, seen in _runs(q, k, bias, causal):
         own, of_out = q[..., rows, :], grad[..., rows, :]
-        # with the logarithms of all blocks these are the weights of the whole row, of which this block has some
+        # with the logarithms of all blocks, these are weights of the full row
         weights = (_scores(own, k, seen, scale) - log_sums[..., rows, None]).exp()
         along = (of_out * out[..., rows, :]).sum(-1, keepdim=True)
         inner = (weights * (of_out @ v.mT - along).to(_wide(q))).to(q.dtype) * scale
@@ -145,7 +145,7 @@ def block_backward(
 
 
 def _seen(mask: Tensor | None, causal: bool, rows: range, columns: range, device: Any) -> Any:
-    """How rows see a block of columns: (whether the kernel is causal, mask); None where they see nothing of it."""
+    """Return (whether the kernel is causal, mask) for a block of columns; None if all of it is masked."""
     if not causal:
         return False, mask if mask is None or mask.shape[-1] == 1 else mask[..., columns.start : columns.stop]
     if columns.start >= rows.stop:
@@ -170,7 +170,7 @@ class _Ring(torch.autograd.Function):
             arrive = None
             if step + 1 < axis.size:
                 n = len(columns[(at - 1) % axis.size])
-                # sent while this block is computed
+                # overlaps with the computation of this block
                 arrive = ring(held, [_with_rows(t, n) for t in (k, v)], axis)
             how = _seen(mask, causal, rows[axis.rank], columns[at], q.device)
             if how is not None:
@@ -179,7 +179,7 @@ class _Ring(torch.autograd.Function):
             if arrive is not None:
                 held = arrive()
         if out is None:
-            # no row sees a column
+            # all columns are masked
             out, log_sums = torch.zeros_like(q[..., : v.shape[-1]]), q.new_full(q.shape[:3], -math.inf)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, mask, out, log_sums)
@@ -196,7 +196,7 @@ class _Ring(torch.autograd.Function):
         for step in range(axis.size):
             at = (axis.rank - step) % axis.size
             shapes = [_with_rows(t, len(columns[(at - 1) % axis.size])) for t in (k, v)]
-            # keys and values are sent on while this block is computed, and so are the gradients of the block before
+            # sends keys, values, and gradients of the previous block while this block is computed
             arrive = ring(held, shapes, axis) if step + 1 < axis.size else None
             how, found = _seen(mask, causal, rows[axis.rank], columns[at], q.device), list[Tensor]()
             if how is not None:
@@ -209,7 +209,7 @@ class _Ring(torch.autograd.Function):
                 found.clear()
             elif not sums:
                 sums = [torch.zeros_like(t) for t in held]
-            # the last step brings them home
+            # the last step returns gradients to the owners
             arrive_sums = ring(sums, shapes, axis)
             sums = []
             held = held if arrive is None else arrive()
@@ -224,8 +224,8 @@ def _with_rows(x: Tensor, n: int) -> list[int]:
 
 
 def _merged(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Two blocks' results as one."""
-    # no weight exceeds 1, so that nothing overflows however large the scores are
+    """Merge the results of two blocks."""
+    # no weight exceeds 1, so that large scores do not overflow
     both = torch.logaddexp(of_a, of_b)
     share_a, share_b = ((own - _no_infinity(both)).exp()[..., None] for own in (of_a, of_b))
     return a * share_a + b * share_b, both

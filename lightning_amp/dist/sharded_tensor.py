@@ -1,9 +1,9 @@
-"""Define a tensor whose parts lie on several ranks and that behaves like the whole: global shapes and positions.
+"""Define ShardedTensor: each rank holds one shard, and shapes and indices are those of the global tensor.
 
-The part carries autograd, the wrapper does not. A call enters at `__torch_function__`, and goes down to
-`__torch_dispatch__` with the keys of autograd and autocast excluded, so that an operator arrives whole and with its
-schema (`aten.linear`, `aten.layer_norm`), however it was spelled. There the keys are restored, and a handler or a rule
-computes on the parts. So only forward operators have handlers; backward follows from autograd of what they call.
+Autograd follows the local shard, not the wrapper. A call enters `__torch_function__`, which excludes the dispatch keys
+of autograd and autocast. The operator therefore reaches `__torch_dispatch__` undecomposed and with its schema
+(`aten.linear`, `aten.layer_norm`), whichever Python function was called. There the keys are restored, and a handler or
+a rule computes on the shards. Only forward operators need handlers, because autograd differentiates what they call.
 """
 
 import types
@@ -27,18 +27,18 @@ from lightning_amp.errors import ShardError
 
 Compute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 COMPUTE: dict[str, Compute] = {}
-"""What computes a "function" or an "operator" on parts; dispatch/ fills this in, for it imports this module."""
+"""Functions that compute a "function" or an "operator" on shards; set by dispatch/, which imports this module."""
 
 
 class ShardedTensor(Tensor):
     """A tensor that is sharded over ranks; this rank holds one shard.
 
     Attributes:
-        held: This rank's part, or the tensor from which it is made when it is read.
-        splits: How the tensor is split.
-        whole_shape: Its global shape.
+        held: Local shard, or the tensor from which it is made at each access.
+        splits: Sharded dims with their mesh axes and owners.
+        whole_shape: Global shape.
         strides: Strides of the global tensor, which determine whether an operator copies or returns a view.
-        copied: Whether the values are a copy where torch would have given a view, so that writes would be lost.
+        copied: Whether the tensor is a copy where torch returns a view, so that writes would be lost.
         source: For such a copy, the copied tensor and its version when it was copied.
     """
 
@@ -54,7 +54,7 @@ class ShardedTensor(Tensor):
     def __new__(
         cls, local: Tensor, splits: Splits, copied: bool = False, strides: tuple[int, ...] | None = None
     ) -> "ShardedTensor":
-        """Wrap a part, contiguous without strides; nothing is sent, nor are shapes of ranks compared."""
+        """Wrap a local shard, contiguous without `strides`; no communication, and no check of shapes across ranks."""
         shape = torch.Size(splits.global_shape(local.shape))
         if strides is None:
             strides = _contiguous(shape) if splits else local.stride()
@@ -64,21 +64,21 @@ class ShardedTensor(Tensor):
     def made_when_read(
         make: Callable[[], Tensor], held: Tensor, shape: Sequence[int], splits: Splits
     ) -> "ShardedTensor":
-        """A tensor whose part is made anew each time it is read, such as a parameter that is gathered for its layer.
+        """Return a tensor whose shard is made at each access, such as a parameter that is gathered for its layer.
 
         Args:
-            make: Returns the part, of the type and on the device of `held`, with a gradient if `held` has one.
-            held: What it is made from.
-            shape, splits: The global shape, and how it is split.
+            make: Returns the shard, with the dtype and device of `held`, and with a gradient if `held` requires one.
+            held: Tensor from which the shard is made.
+            shape, splits: Global shape, and splits.
         """
         return _wrapper(held, splits, torch.Size(shape), _contiguous(shape), True, make)
 
     @property
     def local(self) -> Tensor:
-        """This rank's part, with its gradient graph.
+        """Local shard, with its autograd graph.
 
         Raises:
-            ShardError: The tensor is a copy, and what it is a view of in torch has been written to since.
+            ShardError: The tensor is a copy (a view in torch) of a tensor that was written to afterwards.
         """
         if self.source is not None and self.source[0]._version != self.source[1]:
             raise ShardError(
@@ -91,16 +91,16 @@ class ShardedTensor(Tensor):
     def from_local(
         local: Tensor, mesh: DeviceMesh | MeshAxis, *, dim: int, sizes: Sequence[int] | None = None
     ) -> "ShardedTensor":
-        """A tensor of the parts that the ranks hold, end to end along a dim.
+        """Return the tensor that concatenates the local shards of all ranks along a dim.
 
         Args:
-            local: This rank's part.
-            mesh: The ranks, as a mesh of one axis, such as `trainer.strategy.mesh["model"]`.
-            dim: The dim along which the parts follow one another.
-            sizes: Sizes of all ranks' parts there; None asks the ranks, a collective of a few bytes.
+            local: Local shard.
+            mesh: One-dimensional mesh, such as `trainer.strategy.mesh["model"]`.
+            dim: Sharded dim.
+            sizes: Sizes of all ranks' shards along the dim; None exchanges them, a collective of a few bytes.
 
         Raises:
-            ShardError: A part is empty, or of another size than `sizes` says; or `sizes` is None in a dry run.
+            ShardError: A shard is empty, or its size is not that in `sizes`; or `sizes` is None in a dry run.
         """
         axis = axis_of(mesh)
         dim = range(local.dim())[dim]
@@ -122,22 +122,22 @@ class ShardedTensor(Tensor):
         return ShardedTensor(local, Splits.of([Split(axis, dim, Owners.contiguous(sizes))]))
 
     def to_local(self) -> Tensor:
-        """This rank's part."""
+        """Return the local shard."""
         return self.local
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Names of the tensors that it holds, for what counts bytes."""
+        """Return the names of inner tensors, for code that counts bytes."""
         return ["local"], None
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor on every rank; a collective, with gradients."""
+        """Return the full tensor on every rank; a collective, with gradients."""
         return part_in(self, WHOLE)
 
     def redistribute(self, *, dim: int, sizes: Sequence[int] | None = None) -> "ShardedTensor":
-        """The tensor split along a dim, in parts of some sizes, evenly where none are given; a collective.
+        """Return the tensor sharded along another dim, in shards of `sizes` or evenly; a collective.
 
         Raises:
-            ShardError: The tensor is split over several axes, or the sizes are not those of parts of the dim.
+            ShardError: The tensor is sharded over several axes, or `sizes` do not fit the dim.
         """
         if len(self.splits) != 1:
             raise ShardError(f"redistribute of a tensor with {self.splits}; allowed is one mesh axis")
@@ -153,29 +153,29 @@ class ShardedTensor(Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """Of the part."""
+        """Whether the local shard requires a gradient."""
         return self.held.requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         # The wrapper never requires a gradient: autograd would then record each operator twice.
         self.held.requires_grad = value
-        # its gradient is read as that of the whole, unlike one of a plain tensor
+        # marks the shard, because its gradient is read as that of a sharded tensor
         self.held.is_part = True  # type: ignore[attr-defined]
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
-        """Of the part."""
+        """Autograd node of the local shard."""
         return self.held.grad_fn
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """Of the part."""
+        """Whether the local shard is a leaf."""
         return self.held.is_leaf
 
     @property
     def grad(self) -> Tensor | None:
-        """A copy of the gradient, split as the tensor is."""
+        """Copy of the gradient, sharded as the tensor is."""
         if self._make is not None:
             raise ShardError(
                 "the gradient of a parameter was read in a step, and this rank has a part of it; call"
@@ -191,7 +191,7 @@ class ShardedTensor(Tensor):
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
             raise ShardError(f"grad of a sharded tensor was set to {value!r}; allowed is None")
-        # of a parameter the part that is read is another tensor each time
+        # on `held`: a parameter's local shard is another tensor at each access
         self.held.grad = None
 
     def __copy__(self) -> "ShardedTensor":
@@ -199,11 +199,11 @@ class ShardedTensor(Tensor):
 
     @property
     def is_made_when_read(self) -> bool:
-        """Whether it stands for a parameter, which it holds."""
+        """Whether this tensor replaces a parameter, which is `held`."""
         return self._make is not None
 
     def __hash__(self) -> int:
-        """That of a parameter, in its place."""
+        """Return the hash of the parameter that this tensor replaces, else its own."""
         return id(self.held if self.is_made_when_read else self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -213,12 +213,12 @@ class ShardedTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Send a call to its handler, or down to `__torch_dispatch__`."""
+        """Call the handler of a function, or continue to `__torch_dispatch__`."""
         handler = FUNCTIONS.get(func)
         if handler is not None:
             return handler(*args, **(kwargs or {}))
         if isinstance(func, types.FunctionType):
-            # written in Python: the operators that it calls arrive here one by one
+            # a Python function: the operators that it calls arrive here one by one
             if skip_one_torch_function is None:
                 raise ShardError(f"sharded tensors require torch 2.13 or newer, found {torch.__version__}")
             return skip_one_torch_function(func, types_, args, kwargs or {})
@@ -228,7 +228,7 @@ class ShardedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute an operator on the parts, with autograd."""
+        """Compute an operator on the shards, with autograd."""
         if not STATE.open:
             why = "it reached a sharded tensor below autograd, as inside a torch.func transform such as vmap"
             raise shard_error(func, args, why)
@@ -245,45 +245,45 @@ def _wrapper(
 
 
 def splits_of(x: Any) -> Splits:
-    """How a tensor is split; a plain one is whole."""
+    """Return the splits of a tensor; a plain tensor is replicated."""
     return x.splits if type(x) is ShardedTensor else WHOLE
 
 
 def local_of(x: Any) -> Any:
-    """The part of a sharded tensor; anything else is returned as it is."""
+    """Return the local shard of a sharded tensor, and any other value unchanged."""
     return x.local if type(x) is ShardedTensor else x
 
 
 def held_by(x: Tensor) -> Tensor:
-    """A tensor of the type of a part, and with its memory where it is kept; nothing is gathered for it."""
+    """Return a tensor with the dtype and device of the local shard, and its memory if it is stored; gathers nothing."""
     return x.held if type(x) is ShardedTensor else x
 
 
 def shape_of(x: Tensor) -> torch.Size:
-    """The global shape, without a call to torch's functions of sharded tensors."""
+    """Return the global shape, without a call of torch functions."""
     return x.whole_shape if type(x) is ShardedTensor else x.shape
 
 
 def copy_of(x: Tensor, copy: Tensor) -> Tensor:
-    """A copy of a tensor that is a view of it in torch, or a view of such a copy; it is not read after a write."""
+    """Mark a copy of a tensor that is a view in torch: reading it after a write to the tensor raises an error."""
     if type(copy) is ShardedTensor and copy.copied:
         held = held_by(x)
         if type(x) is ShardedTensor and x.copied:
             copy.source = x.source
         elif not held.is_inference():
-            # memory of inference mode counts no writes
+            # inference tensors have no version counter
             copy.source = held, held._version
     return copy
 
 
 def meta_of(x: Tensor) -> Tensor:
-    """The whole without values, with its strides."""
+    """Return the global tensor on the meta device, with its strides."""
     strides = x.strides if type(x) is ShardedTensor else x.stride()
     return torch.empty_strided(shape_of(x), strides, dtype=held_by(x).dtype, device="meta")
 
 
 def dense_like(x: Tensor) -> tuple[int, ...]:
-    """Strides of the whole without gaps, with its dims in the order in memory of the part."""
+    """Return dense strides of the global tensor, with its dims in the memory order of the local shard."""
     shape, own = shape_of(x), held_by(x).stride()
     order = sorted(range(len(shape)), key=lambda d: -own[d])
     found = dict(zip(order, _contiguous([shape[d] for d in order]), strict=True))
@@ -299,44 +299,44 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def dim_of(x: Tensor, dim: int) -> int:
-    """A dim as a number from 0 on, or an IndexError."""
+    """Return a dim as a non-negative number, or raise an IndexError."""
     return range(len(shape_of(x)))[dim]
 
 
 def wrap(local: Tensor, splits: Splits, copied: bool = False, strides: tuple[int, ...] | None = None) -> Tensor:
-    """A tensor of a part; a plain one where it is whole, unless writes to it have to be refused."""
+    """Wrap a local shard; return a replicated one as a plain tensor, unless writes to it must raise an error."""
     return ShardedTensor(local, splits, copied, strides) if splits or copied else local
 
 
 def axes_in(*tensors: Tensor) -> list[MeshAxis]:
-    """The axes that some tensors are split over, in the order of their names."""
+    """Return the axes over which some tensors are sharded, sorted by name."""
     return sorted({s.axis for t in tensors for s in splits_of(t)}, key=lambda axis: axis.name)
 
 
 def true_gradient(found: Tensor, splits: Splits, axes: Iterable[MeshAxis]) -> Tensor:
-    """The gradient of a tensor with some splits, of which autograd has found `found`; a collective.
+    """Return the gradient of a tensor from the gradient `found` of autograd; a collective.
 
-    Every rank differentiates its copy of the loss: a part has R times its gradient, and what the ranks find of a tensor
-    that all of them have adds up to R times the gradient.
+    Every rank differentiates its copy of the loss. Gradients of a shard are therefore R times too large, and the ranks'
+    gradients of a replicated tensor sum to R times its gradient.
     """
-    # Ranks of one axis have one place on all others, and so the same entries of what is split over these.
+    # Ranks of one axis have the same coordinates on all other axes, and therefore the same shards over these.
     for axis in axes:
         found = (found if splits.on(axis) else reduce_now(found, axis)) / axis.size
     return found
 
 
 def part_in(x: Tensor, splits: Splits) -> Tensor:
-    """This rank's part of a sharded or plain tensor under some splits."""
+    """Return the local shard of a sharded or plain tensor under other splits."""
     return resplit(local_of(x), splits_of(x), splits)
 
 
 def redistribute(x: Tensor, splits: Splits) -> Tensor:
-    """A tensor with other splits."""
+    """Return the tensor with other splits."""
     return wrap(part_in(x, splits), splits)
 
 
 def in_order(x: Tensor, dim: int) -> Tensor:
-    """A tensor whose parts of a dim are ranges in the order of the ranks, if the dim is split."""
+    """Return the tensor with shards of a dim that are contiguous and in the order of the ranks."""
     split = splits_of(x).at(dim)
     if split is None or split.owners.sizes is not None:
         return x
@@ -345,7 +345,7 @@ def in_order(x: Tensor, dim: int) -> Tensor:
 
 
 def computed_in(x: Tensor) -> Tensor:
-    """A part in the type in which autocast computes products, for operators that autocast does not see."""
+    """Cast a shard to the autocast dtype, for operators to which autocast does not apply."""
     kind = x.device.type
     known = torch.amp.is_autocast_available(kind)
     casts = known and torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
@@ -353,5 +353,5 @@ def computed_in(x: Tensor) -> Tensor:
 
 
 def is_view(part: Tensor, of: Tensor) -> bool:
-    """Whether a part shares its memory with another tensor, so that writes to it are writes to the other."""
+    """Whether a shard shares memory with another tensor, so that writes to one change the other."""
     return part is of or part.untyped_storage()._cdata == of.untyped_storage()._cdata

@@ -1,4 +1,4 @@
-"""Describe how a tensor is split over the axes of a mesh: at most one dim per axis, and one axis per dim."""
+"""Describe how a tensor is sharded over the axes of a mesh: at most one dim per axis, and one axis per dim."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -13,13 +13,13 @@ from lightning_amp.errors import ShardError
 
 @dataclass(eq=False, slots=True)
 class MeshAxis:
-    """One axis of a device mesh, over whose ranks tensors are split.
+    """One axis of a device mesh, over whose ranks tensors are sharded.
 
     Attributes:
-        name: For messages and plans.
-        size, rank: Ranks of the axis, and this process's place among them.
-        group: Its process group; None in a dry run, in which nothing is sent.
-        unknown: What an operator does that cannot be computed on parts: raise an error, or gather its tensors.
+        name: Name in messages and plans.
+        size, rank: Number of ranks of the axis, and this process's rank among them.
+        group: Process group; None in a dry run, in which nothing is sent.
+        unknown: Action for an operator that cannot be computed on shards: raise an error, or gather its tensors.
         sent: Collectives that this rank has issued over the axis; None if they are not counted.
     """
 
@@ -32,12 +32,12 @@ class MeshAxis:
 
 
 AXES_OF_STEP: list[MeshAxis] = []
-"""All axes that tensors of the current or last step may be split over."""
+"""All axes over which tensors of the current or last step may be sharded."""
 _AXES: dict[Any, MeshAxis] = {}
 
 
 def axis_of(mesh: Any) -> MeshAxis:
-    """The axis of a mesh of one dimension, else a ShardError; the same object for the same process group."""
+    """Return the axis of a one-dimensional mesh, else raise a ShardError; one object per process group."""
     if isinstance(mesh, MeshAxis):
         return mesh
     if mesh.ndim != 1:
@@ -59,9 +59,9 @@ class Sent(NamedTuple):
         n_bytes: Bytes that the rank passes in; for an all-to-all and a ring, only those for other ranks.
         backward: Whether it belongs to the backward pass.
         why: The operator that needs it; "" in the backward pass.
-        ranks: Of the axis.
-        axis: Its name.
-        moves: Whether a tensor is gathered, or split in another way, because the operator needs it so.
+        ranks: Number of ranks of the axis.
+        axis: Name of the axis.
+        moves: Whether it redistributes a tensor because the operator requires other splits.
     """
 
     kind: str
@@ -74,7 +74,7 @@ class Sent(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A dim that is split over an axis."""
+    """A dim that is sharded over an axis."""
 
     axis: MeshAxis
     dim: int
@@ -82,9 +82,9 @@ class Split(NamedTuple):
 
 
 class Splits:
-    """The splits of a tensor, in the order of their axes' names; equal splits are one object.
+    """The splits of a tensor, sorted by axis name; equal splits are one object.
 
-    The empty splits is that of a tensor that every rank has whole.
+    A replicated tensor has empty splits.
     """
 
     __slots__ = ("__weakref__", "_splits")
@@ -100,48 +100,48 @@ class Splits:
 
     @staticmethod
     def of(splits: Sequence[Split]) -> "Splits":
-        """The splits of some splits: no two of one axis or of one dim."""
+        """Return interned splits; at most one per axis and one per dim."""
         found = tuple(sorted(splits, key=lambda split: split.axis.name))
         assert len({id(split.axis) for split in found}) == len(found), "an axis splits one dim of a tensor"
         assert len({split.dim for split in found}) == len(found), "a dim is split over one axis"
         return _INTERNED.setdefault(found, Splits(found))
 
     def on(self, axis: MeshAxis) -> Split | None:
-        """What is split over an axis."""
+        """Return the split over an axis."""
         return next((split for split in self if split.axis is axis), None)
 
     def at(self, dim: int) -> Split | None:
-        """What splits a dim."""
+        """Return the split of a dim."""
         return next((split for split in self if split.dim == dim), None)
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The dims that are split."""
+        """Sharded dims."""
         return tuple(split.dim for split in self)
 
     def mapped(self, place: "Callable[[int], int | None]") -> "Splits":
-        """With every dim d at `place(d)`; without those that go to None."""
+        """Return splits with every dim d replaced by `place(d)`; splits with None are dropped."""
         moved = [(split, place(split.dim)) for split in self]
         return Splits.of([Split(s.axis, dim, s.owners) for s, dim in moved if dim is not None])
 
     def replaced(self, axis: MeshAxis, split: Split | None) -> "Splits":
-        """With another split over an axis, or none."""
+        """Return splits with another split over an axis, or none."""
         rest = [other for other in self if other.axis is not axis]
         return Splits.of([*rest, split] if split is not None else rest)
 
     def without(self, *dims: int) -> "Splits":
-        """Without the splits of some dims."""
+        """Return splits without those of some dims."""
         return Splits.of([split for split in self if split.dim not in dims])
 
     def local_shape(self, shape: Sequence[int]) -> list[int]:
-        """Shape of this rank's part of a tensor of a shape."""
+        """Return the shape of the local shard of a tensor with a global shape."""
         found = list(shape)
         for axis, dim, owners in self:
             found[dim] = owners.counts[axis.rank]
         return found
 
     def global_shape(self, local: Sequence[int]) -> list[int]:
-        """Shape of the tensor of which this rank's part has a shape."""
+        """Return the global shape of a tensor from the shape of the local shard."""
         found = list(local)
         for _, dim, owners in self._splits:
             found[dim] = owners.n
@@ -152,18 +152,18 @@ class Splits:
         return "; ".join(parts) or "whole on every rank"
 
 
-# weak: shapes that vary from step to step would fill it without end
+# weak references: shapes that vary from step to step would fill it without limit
 _INTERNED = WeakValueDictionary[tuple[Split, ...], Splits]()
 WHOLE = Splits.of(())
 
 REASON: ContextVar[str] = ContextVar("REASON", default="")
-"""The operator that collectives are issued for."""
+"""Operator for which collectives are issued."""
 MOVING: ContextVar[bool] = ContextVar("MOVING", default=False)
-"""Whether they are those of a tensor that gets other splits."""
+"""Whether these collectives redistribute a tensor to other splits."""
 
 
 def record(axis: MeshAxis, kind: str, n_bytes: int) -> None:
-    """Count a collective, if the axis counts them."""
+    """Record a collective, if the axis counts them."""
     if axis.sent is not None:
         sent = Sent(kind, n_bytes, in_backward(), REASON.get(), axis.size, axis.name, MOVING.get())
         axis.sent.append(sent)

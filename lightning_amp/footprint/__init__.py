@@ -1,1 +1,1 @@
-"""Count the bytes of a training step of any LightningModule, by kind, module and tensor, before it runs."""
+"""Profile the memory of any LightningModule's training step, by kind, module and tensor, before it runs."""

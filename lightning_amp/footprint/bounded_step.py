@@ -1,4 +1,4 @@
-"""Count the bytes of a training step while it runs, and say why and at which line one could not be counted."""
+"""Count a training step's bytes while it runs, stop it above a budget, and describe why and where a step failed."""
 
 import linecache
 import time
@@ -17,22 +17,22 @@ from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.quantities import format_bytes
 
 PATIENCE = 50
-"""Milliseconds in which another thread lets go of a tensor that it is done with."""
+"""Milliseconds to wait for another thread to release tensors."""
 
 
 class StepOverBudget(MemoryError):
-    """A step needs more bytes than it may."""
+    """A step exceeds its memory budget."""
 
 
 class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
-    """Counts a step with values from its beginning to its end, and stops it where it exceeds a budget.
+    """Recorder of a step with values that stops the step when it exceeds a budget.
 
     Args:
-        module: Whose step it is.
-        budget_bytes: The most that may be alive: parameters, gradients, optimiser state, batch and what is made.
+        module: Module that runs the step.
+        budget_bytes: Most bytes alive: parameters, gradients, optimizer state, batch, activations and temporaries.
 
     Raises:
-        StepOverBudget: By the operator whose result is too much; names it, its module, and what is held by kind.
+        StepOverBudget: Raised in the operator whose result exceeds the budget; names it, its module, and bytes by kind.
     """
 
     def __init__(self, module: nn.Module, budget_bytes: int) -> None:
@@ -40,17 +40,17 @@ class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
         self._budget, self._bounded = budget_bytes, False
 
     def start(self, batch: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Begin a step, with what is there already, which is not refused."""
+        """Start recording; storages that exist already never raise."""
         super().start(batch, optimizers)
         self._bounded = True
 
     def unbound(self) -> None:
-        """Refuse nothing from here on."""
+        """Stop enforcing the budget."""
         self._bounded = False
 
     def _count(self, tensors: Iterable[Tensor], given: Collection[int] = ()) -> None:
-        # DTensor asks fake ones for the shape of a result when it meets an operator first; of a stage's
-        # placeholders there are only shapes too
+        # DTensor computes the shape of an operator's result on fake tensors, and placeholders of a pipeline stage have
+        # shapes only
         super()._count((tensor for tensor in tensors if not has_no_values(tensor)), given)
 
     def _born(self, key: int, n_bytes: int, tensor: Tensor | None) -> None:
@@ -58,12 +58,12 @@ class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
         if not self._bounded:
             return
         for _ in range(PATIENCE):
-            # `_count` adds the bytes of a storage after `_born`: they are not in `current` yet
+            # `_count` adds the bytes of a storage after `_born`, so they are not in `current` yet
             if self.current + n_bytes <= self._budget:
                 return
-            # what the thread of a collective that has ended holds goes soon
+            # the thread of a finished collective releases its tensors soon
             time.sleep(0.001)
-        # one refusal: what follows it is the caller's
+        # raise once: later operators may belong to the caller's handling of the error
         self.unbound()
         new, held = self._of_key[key], dict.fromkeys(KINDS, 0)
         for other, life in self._of_key.items():
@@ -83,12 +83,12 @@ READS = ("DataDependent", "_local_scalar_dense", ".item()", ".numpy()", "data-de
 SHAPES = ("DynamicOutputShape",)
 DISTRIBUTIONS = "/torch/distributions/"
 CHECKS = (":__init__", ":_validate_sample", ":check")
-"""Functions of `torch.distributions` that look at values; most of its checks pass without (QuickFakes)."""
+"""Functions of `torch.distributions` that read values; QuickFakes lets most of its checks pass."""
 TRANSFORM = "/torch/_functorch/"
 
 
 def why_values(error: Exception) -> str:
-    """Why a step cannot run on tensors that have a shape and no values."""
+    """Describe why a step cannot run on tensors that have a shape and no values."""
     said, at = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.120}", users_line(error)
     place = f" ({at:.80})" if at else ""
     if any(DISTRIBUTIONS in place and place.endswith(CHECKS) for place in _functions(error)):
@@ -104,18 +104,18 @@ def why_values(error: Exception) -> str:
 
 
 def of_transform(error: Exception) -> bool:
-    """Whether it arose in a function that torch.func has transformed."""
+    """Whether an error was raised in a function that torch.func has transformed."""
     return any(TRANSFORM in place for place in _functions(error))
 
 
 def _functions(error: Exception) -> list[str]:
-    """As "torch/nn/functional.py:relu"."""
+    """Return the functions of an error's traceback, as "torch/nn/functional.py:relu"."""
     codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
     return [f"{code.co_filename}:{code.co_name}".replace("\\", "/") for code in codes]
 
 
 def users_line(error: BaseException) -> str:
-    """As "model.py:41: scores = q @ k"; "" where no line is the user's."""
+    """Return the user's last line in a traceback, as "model.py:41: scores = q @ k"; "" if there is none."""
     lines = [(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
     own = [(file, number) for file, number in lines if not file.startswith((*LIBRARIES, OWN, "<"))]
     if not own:

@@ -1,4 +1,4 @@
-"""Find the blocks of a module: those that the user names, else the children of its containers."""
+"""Find the blocks of a module: the submodules that the user names, or else the children of its containers."""
 
 import pkgutil
 import re
@@ -14,15 +14,15 @@ from lightning_amp._torch import is_compiled
 from lightning_amp.errors import PlanError
 
 MARK = "_lightning_amp_block"
-"""Attribute of a named block: so copies of a module, and modules inside of it, have the same blocks."""
+"""Attribute that marks a named block, so that copies of a module and its submodules have the same blocks."""
 
 
 def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
-    """Blocks by name: the named ones where there are any, else the children of the outermost containers.
+    """Return blocks by name: the named ones if there are any, else the children of the outermost containers.
 
-    Containers are ModuleList, Sequential, and of a ModuleDict the children whose class occurs twice: it often holds a
-    model's different parts (embedding, list of layers, head), which are no blocks. A module is no block of itself, and
-    what lies in a compiled module is none: compiled code would not follow what is installed there.
+    Containers are ModuleList, Sequential and ModuleDict. A ModuleDict often holds different parts of a model
+    (embedding, list of layers, head): only its children with submodules, whose class occurs twice, are blocks. The
+    module itself is no block, nor are submodules of a compiled module, because compiled code ignores overrides.
     """
     found = {fqn: child for fqn, child in module.named_modules() if fqn and MARK in vars(child)}
     if found:
@@ -33,7 +33,7 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
             return
         kinds: Counter[type[nn.Module]] = Counter()
         if isinstance(parent, nn.ModuleDict):
-            # a dictionary is never called, so that one in a list is no block, and its children are
+            # a ModuleDict is never called, so one in a list is not a block, but its children may be
             kinds.update(type(child) for child in parent.children() if any(True for _ in child.children()))
         else:
             listed = isinstance(parent, nn.ModuleList | nn.Sequential)
@@ -50,7 +50,7 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def owners(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules inside of a module that have blocks and are none, by name, the outer ones first."""
+    """Return the submodules that contain blocks and are not blocks, by name, outer modules first."""
     blocks = find_blocks(module)
     return {
         fqn: child
@@ -63,13 +63,13 @@ def owners(module: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def named_blocks(module: nn.Module, entries: Sequence[type | str] | None) -> Iterator[None]:
-    """Let the blocks of a module be those that match some entries, for as long as this lasts; None changes nothing.
+    """Set the blocks of a module to those that match `entries` while the context is entered; None changes nothing.
 
-    An entry is a class, its path as text, or a name or pattern in the sense of fnmatch. Of modules that contain each
-    other the outer one is the block.
+    An entry is a class, its path as a string, or a name or fnmatch pattern. If matches are nested, the outer one is the
+    block.
 
     Raises:
-        PlanError: An entry matches nothing, or only what lies in blocks of other entries.
+        PlanError: An entry matches nothing, or only submodules of other blocks.
     """
     blocks: dict[str, nn.Module] = {}
     if entries is not None:
@@ -77,6 +77,7 @@ def named_blocks(module: nn.Module, entries: Sequence[type | str] | None) -> Ite
         modules = {fqn: child for fqn, child in module.named_modules() if fqn}
         matches = {entry: _matches(modules, entry) for entry in entries}
         every = {fqn for fqns in matches.values() for fqn in fqns}
+        # of nested matches, only the outermost is a block
         blocks = {fqn: modules[fqn] for fqn in modules if fqn in every and not _outside(fqn, every)}
         for entry, fqns in matches.items():
             if not fqns:
@@ -102,7 +103,7 @@ def named_blocks(module: nn.Module, entries: Sequence[type | str] | None) -> Ite
 
 
 def check_entries(entries: Any) -> None:
-    """Refuse, with a PlanError, what is no list of classes and names."""
+    """Raise a PlanError unless `entries` is a list of classes and names."""
     listed = isinstance(entries, list | tuple) and len(entries) > 0
     if not listed or not all(isinstance(entry, type) or (isinstance(entry, str) and entry) for entry in entries):
         raise PlanError(
@@ -112,7 +113,7 @@ def check_entries(entries: Any) -> None:
 
 
 def refuse_uncalled(module: nn.Module, called: set[str]) -> None:
-    """Refuse, with a PlanError, named blocks that a step does not call."""
+    """Raise a PlanError for named blocks that a step does not call."""
     for fqn, block in find_blocks(module).items():
         if MARK in vars(block) and fqn not in called:
             raise PlanError(
@@ -135,13 +136,13 @@ def _matches(modules: dict[str, nn.Module], entry: type | str) -> list[str]:
 
 
 def _outside(fqn: str, names: set[str]) -> str:
-    """The outermost of some names that a name lies in; "" where there is none."""
+    """Return the outermost of `names` that contains `fqn`; "" if there is none."""
     parts = fqn.split(".")
     return next((outer for n in range(1, len(parts)) if (outer := ".".join(parts[:n])) in names), "")
 
 
 def blocks_with_own_parameters(module: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of a module whose parameters nothing else uses, by name, in the order of the module."""
+    """Return the blocks whose parameters are used nowhere else, by name, in module order."""
 
     def uses(within: nn.Module) -> Counter[int]:
         return Counter(id(p) for child in within.modules() for p in child._parameters.values() if p is not None)
@@ -150,17 +151,15 @@ def blocks_with_own_parameters(module: nn.Module) -> dict[str, nn.Module]:
     return {
         fqn: block
         for fqn, block in find_blocks(module).items()
-        # a number cannot be split
-        # as many uses within the block as in the whole module: nothing else has the parameter
+        # 0-dim parameters cannot be sharded; equal numbers of uses in block and module: nothing else uses the parameter
         if any(p.dim() for p in block.parameters()) and uses(block).items() <= every.items()
     }
 
 
 def longest_list(module: nn.Module) -> tuple[str, int] | None:
-    """Name and length of the longest ModuleList or Sequential of two modules and more; None where there is none.
+    """Return name and length of the longest ModuleList or Sequential with at least two modules; None if there is none.
 
-    Lists that are there several times under names that differ in numbers only are parts of blocks, and are no blocks.
-    Those of a compiled module do not count.
+    Lists whose names differ only in numbers are parts of blocks, and are ignored, as are lists in a compiled module.
     """
     compiled = {id(part) for child in module.modules() if is_compiled(child) for part in child.modules()}
     lists = {

@@ -1,15 +1,15 @@
-"""Manage overrides of a module's `forward`, set on the instance by techniques, and run in one order.
+"""Replace a module's `forward` on the instance by overrides of several techniques, which are called in a fixed order.
 
-    INSTEAD      computes in place of the class's forward, as `run(module, *args, **kwargs)`: chunk, compile, stream, a
+    INSTEAD      replaces the class's forward, called as `run(module, *args, **kwargs)`: chunk, compile, stream, a
                  registered technique
-    STATISTICS   runs what is inside, unless a BatchNorm normalises by its batch: shared batch statistics
-    TWICE        runs what is inside, and again in the backward pass: recompute
-    STAGE        runs what is inside, or not on this rank: pipeline
-    WITHIN       runs what is inside, or a plan of the module that holds it: chunk of a module block by block
+    STATISTICS   calls the inner forward, unless a BatchNorm uses batch statistics: shared batch statistics
+    TWICE        calls the inner forward, and again in the backward pass: recompute
+    STAGE        calls the inner forward, or skips it on this rank: pipeline
+    WITHIN       calls the inner forward, or runs a schedule of the parent module: chunk of a module block by block
 
-All but the first are called as `run(inside, module, *args, **kwargs)`, where `inside` is called as the first is. A
-module has one override at most in each position: two techniques that would compute the same module are refused. A deep
-copy of a module runs the copy's own parameters; a shallow copy is given its overrides by `set_overrides`.
+All but the first are called as `run(inside, module, *args, **kwargs)`, where `inside` has the signature of the first. A
+module has at most one override in each position: a second technique in the same position raises an error. A deep copy
+of a module runs the copy's parameters; a shallow copy needs a call of `set_overrides`.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ from lightning_amp.errors import InstallError
 
 
 class Position(IntEnum):
-    """From the inside to the outside."""
+    """Positions of overrides, from the innermost to the outermost."""
 
     INSTEAD = 0
     STATISTICS = 1
@@ -35,12 +35,12 @@ class Position(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """What one technique makes of a module's forward.
+    """Override of a module's forward by one technique.
 
     Attributes:
-        strategy: The technique's name, for messages.
-        run: What is called.
-        position: Where.
+        strategy: Name of the technique, for messages.
+        run: Function that is called.
+        position: Place in the order of overrides.
     """
 
     strategy: str
@@ -50,12 +50,12 @@ class Override:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """All overrides of a module, the innermost first; called as `forward(module, *args, **kwargs)`."""
+    """All overrides of a module, innermost first; called as `forward(module, *args, **kwargs)`."""
 
     overrides: tuple[Override, ...]
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
+        """Run the overrides, and return the module's result."""
         run: Callable[..., Any] = type(module).forward
         for override in self.overrides:
             run = override.run if override.position is Position.INSTEAD else partial(override.run, run)
@@ -63,7 +63,7 @@ class Forward:
 
 
 def overrides_of(module: nn.Module) -> tuple[Override, ...] | None:
-    """The overrides of a module, the innermost first; None where something else has set its `forward`."""
+    """Return a module's overrides, innermost first; None if other code has set its `forward`."""
     own = vars(module).get("forward")
     forward = getattr(own, "func", None)
     if isinstance(forward, Forward):
@@ -72,21 +72,21 @@ def overrides_of(module: nn.Module) -> tuple[Override, ...] | None:
 
 
 def set_overrides(module: nn.Module, overrides: Iterable[Override]) -> None:
-    """Let a module have these overrides and no others."""
+    """Set a module's overrides, replacing all others."""
     found = tuple(sorted(overrides, key=lambda one: one.position))
-    # past __setattr__, which a class may have its own of
+    # not by setattr: the class may override __setattr__
     if found:
-        # not a closure: a deep copy of the module would run the original's parameters
+        # not a closure: after a deep copy, it would run the original module's parameters
         vars(module)["forward"] = partial(Forward(found), module)
     else:
         vars(module).pop("forward", None)
 
 
 def add_override(fqn: str, module: nn.Module, new: Override) -> None:
-    """Let a module have one more.
+    """Add an override to a module.
 
     Raises:
-        InstallError: There is one in the same position, or something else has set the module's `forward`.
+        InstallError: The position is taken, or other code has set the module's `forward`.
     """
     before = overrides_of(module)
     if before is None:
@@ -104,17 +104,17 @@ def add_override(fqn: str, module: nn.Module, new: Override) -> None:
 
 
 def remove_override(module: nn.Module, old: Override) -> None:
-    """Let a module have its other overrides alone."""
+    """Remove an override from a module."""
     set_overrides(module, [one for one in overrides_of(module) or () if one is not old])
 
 
 OF_PROFILER = "PyTorchProfiler's hooks (PyTorchProfiler(record_module_names=False) has none)"
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Names of the tables that a module has of its hooks."""
+"""Attributes of a module that hold its hooks."""
 
 
 def hooked(parts: Iterable[nn.Module], kinds: Iterable[str] = HOOKS) -> list[str]:
-    """Kinds of hooks that some modules have; of Lightning's PyTorchProfiler, which hangs them on all, its name."""
+    """Return the kinds of hooks on some modules; for Lightning's PyTorchProfiler, which hooks them all, its name."""
     found = {kind.strip("_"): hook for part in parts for kind in kinds for hook in getattr(part, kind).values()}
     kinds_of_owners = {type(getattr(getattr(hook, "func", None), "__self__", None)).__name__ for hook in found.values()}
     return [OF_PROFILER] if "RegisterRecordFunction" in kinds_of_owners else list(found)

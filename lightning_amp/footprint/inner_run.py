@@ -1,7 +1,7 @@
-"""Run two training steps of a copy in a Trainer without callbacks or loggers; the second one is counted.
+"""Run two training steps of a copied module in a Trainer without callbacks or loggers, and record the second step.
 
-Lightning's own loop runs both, so hooks, logging, schedulers, automatic and manual optimisation do what they do in
-training. It handles neither signals nor errors: Ctrl-C, SIGTERM and whatever the step raises are for the caller.
+Lightning's own loop runs both, so that hooks, logging, schedulers, automatic and manual optimization behave as in
+training. Signals and errors are not handled here: Ctrl-C, SIGTERM and errors of the step reach the caller.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,25 +31,24 @@ from lightning_amp.footprint.step_recorder import StepRecorder
 
 R = TypeVar("R", bound=StepRecorder)
 STEPS = 1000
-"""Length of an epoch as a scheduler sees it; two steps of it are run."""
+"""Number of batches in an epoch, for schedulers; two steps of it are run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Around:
-    """What is known of the run that a step belongs to; by default nothing, and the Trainer is one by itself.
+    """Settings of the training run that a profiled step belongs to; the defaults are those of a Trainer.
 
     Attributes:
-        prepared: Whether the module's `setup` and `configure_model` have run, and are not to run again.
-        precision, gradient_clip_val, gradient_clip_algorithm: As the Trainer's; parameters have the precision already.
-        accumulate_grad_batches: As the Trainer's, or the most that a callback will set; bytes are those of 2 for all
-            that are more.
-        datamodule: Whose hooks may change a batch, and which the module may ask for.
-        values: Whether a step that cannot run without values runs with them, which takes its memory and its time.
-        limit_bytes: Most bytes that it may take then, together with the module that it is a copy of.
-        own_parts: What hooks that hand over a part of a batch find as `trainer.strategy.own_parts`; None where nothing
-            is known of ranks.
-        unfreezes: Whether a callback will unfreeze parameters later: the step trains them already, and some optimiser
-            has them.
+        prepared: Whether the module's `setup` and `configure_model` have run already, and must not run again.
+        precision, gradient_clip_val, gradient_clip_algorithm: As in the Trainer; parameters have the precision already.
+        accumulate_grad_batches: As in the Trainer, or the largest value that a callback will set. Values above
+            2 have the bytes of 2.
+        datamodule: Data module, whose hooks may change a batch, and which the module may read.
+        values: Whether a step that cannot run on fake tensors runs on real ones, which takes its memory and time.
+        limit_bytes: Most bytes of such a real step, including the module that was copied.
+        own_parts: Value of `trainer.strategy.own_parts` for hooks that shard the batch; None if ranks are not known.
+        unfreezes: Whether a callback will unfreeze parameters later. They are trained in the profiled step already, and
+            are added to the first optimizer if none has them.
     """
 
     prepared: bool = False
@@ -65,7 +64,7 @@ class Around:
 
     @classmethod
     def of(cls, trainer: Trainer, *, prepared: bool, datamodule: LightningDataModule | None) -> "Around":
-        """What a Trainer's settings and callbacks say."""
+        """Read the settings from a Trainer and its callbacks."""
         clip = trainer.gradient_clip_algorithm
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         schedules = [c.scheduling for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
@@ -83,8 +82,8 @@ class Around:
 
     @property
     def batches(self) -> int:
-        """Of a step that is run."""
-        # the first batch makes gradients and the second adds to them; any further one holds what the second does
+        """Number of batches of a profiled step."""
+        # the first batch creates gradients and the second adds to them; further batches have the bytes of the second
         return min(self.accumulate_grad_batches, 2)
 
 
@@ -98,14 +97,14 @@ def run_two_steps(
     make: Callable[[LightningModule], R],
     around: Around,
 ) -> R:
-    """What `make` returns for the module, a copy that is changed, after its second step; the data module is one too.
+    """Run two steps of a module and return its recorder from `make`; the module and the data module must be copies.
 
     Raises:
-        ModelError: The module leaves its step out.
+        ModelError: `training_step` was not called.
     """
     recorder = make(module)
     counter = _Count(recorder, fake, around)
-    # what the module would download is not part of a step, and neither are checkpoints that its callbacks would write
+    # downloads and checkpoints of the module's callbacks are not part of a step
     for hook in ("prepare_data", "configure_callbacks", *(("setup", "configure_model") if around.prepared else ())):
         setattr(module, hook, MethodType(getattr(LightningModule, hook), module))
     for child in module.modules():
@@ -118,7 +117,7 @@ def run_two_steps(
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
     with closing(counter):
         trainer = _trainer(device, counter, fake, around)
-        # what `fit` does before it takes over errors and interrupts
+        # the part of `fit` that precedes its handling of errors and interrupts
         trainer.strategy._lightning_module = module
         trainer.state.fn, trainer.state.status, trainer.training = (TrainerFn.FITTING, TrainerStatus.RUNNING, True)
         with suppress(EnoughSeen):
@@ -134,7 +133,7 @@ def _trainer(device: torch.device, counter: "_Count", fake: FakeTensorMode | Non
     plugins: list[Any] = [LightningEnvironment()]
     precision: Any = around.precision
     if "mixed" in around.precision:
-        # half the bytes in either format; 16-mixed would look at gradients' values
+        # both formats have two bytes; 16-mixed would read the values of gradients
         plugins, precision = [*plugins, MixedPrecision("bf16-mixed", device.type)], None
     trainer = Trainer(
         accelerator="cpu",
@@ -152,16 +151,16 @@ def _trainer(device: torch.device, counter: "_Count", fake: FakeTensorMode | Non
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    # not those that packages add to every Trainer
+    # drop callbacks that packages add to every Trainer
     trainer.callbacks = [counter]  # type: ignore[attr-defined]
-    # whoever handles signals goes on to
+    # signal handlers of the process stay in place
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     convert = trainer.precision_plugin.convert_module
 
     def convert_made(module: torch.nn.Module) -> torch.nn.Module:
-        """Convert what `setup` has made; fake parameters cannot be, and have the run's precision already."""
+        """Convert modules that `setup` created; fake ones cannot be, and have the run's precision already."""
         for child in module.modules():
-            # with the child's tables and without its children, to which `convert` would go on although they may be fake
+            # a module with the child's tables and no children: `convert` recurses, and children may have fake tensors
             own = torch.nn.Module()
             own._parameters, own._buffers = child._parameters, child._buffers
             if not any(isinstance(tensor, FakeTensor) for tensor in (*own.parameters(), *own.buffers())):
@@ -173,16 +172,16 @@ def _trainer(device: torch.device, counter: "_Count", fake: FakeTensorMode | Non
 
 
 def _log_without_bar(log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-    """`self.log` without a progress bar, which would ask for the value."""
+    """Call `self.log` without a progress bar, which would read the value."""
     log(name, value, False, *args[1:], **{k: v for k, v in kwargs.items() if k != "prog_bar"})
 
 
 class EnoughSeen(Exception):
-    """Raised in a step when nothing more of it has to run; `run_two_steps` then returns as after two steps."""
+    """Raised to stop a step early; `run_two_steps` then returns as after two steps."""
 
 
 class _Repeated:
-    """A loader that gives one batch again and again."""
+    """A loader that returns the same batch repeatedly."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
@@ -195,7 +194,7 @@ class _Repeated:
 
 
 class _Here(SingleDeviceStrategy):
-    """One device, on which the module stays as it is: fake parameters cannot be moved."""
+    """Single-device strategy that does not move the module: fake parameters cannot be moved."""
 
     def __init__(self, device: torch.device, counter: "_Count", fake: FakeTensorMode | None, own_parts: Any) -> None:
         super().__init__(device=device)
@@ -203,26 +202,26 @@ class _Here(SingleDeviceStrategy):
 
     @property
     def mesh(self) -> dict[str, Any]:
-        """For hooks that hand over a part of a batch; the axis sends nothing."""
+        """Mesh for hooks that give each rank a shard of the batch; its axis does no communication."""
         return {"model": self.own_parts.model_axis()}
 
     def setup_environment(self) -> None:
-        """Nothing: the device is in use already."""
+        """Do nothing: the device is set up already."""
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Let `configure_model` make parameters without memory."""
+        """Create the parameters of `configure_model` on the meta device if the step runs on fake tensors."""
         with nullcontext() if self._fake is None else torch.device("meta"):
             yield
 
     def model_to_device(self) -> None:
-        """Only take the values away of what the module has made in `setup` and `configure_model`."""
+        """Convert tensors that `setup` and `configure_model` created to fake tensors; move nothing."""
         if self._fake is not None:
             assert self.lightning_module is not None, "the Trainer sets the module before its device"
             make_fake(self.lightning_module, self._fake)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """With the parameters that will be unfrozen, where the module has made them for others."""
+        """Set up the optimizers, and add parameters that will be unfrozen to the first one if none has them."""
         super().setup_optimizers(trainer)
         taken = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
         late = [p for p in self._counter.unfrozen if id(p) not in taken]
@@ -230,7 +229,7 @@ class _Here(SingleDeviceStrategy):
             self.optimizers[0].add_param_group({"params": late})
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """A forward pass begins."""
+        """Run the training step, and report its start and end to the recorder."""
         recorder = self._counter.recorder
         recorder.begin_step(args[0] if args else None)
         returned = super().training_step(*args, **kwargs)
@@ -238,7 +237,7 @@ class _Here(SingleDeviceStrategy):
         return returned
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's backward pass, or the module's by `manual_backward`."""
+        """Run the backward pass of the Trainer, or of the module's `manual_backward`."""
         recorder = self._counter.recorder
         before, recorder.in_step = recorder.in_step, False
         with types_of_the_step(self.precision_plugin):
@@ -247,16 +246,16 @@ class _Here(SingleDeviceStrategy):
         return found
 
     def gradient_norm(self) -> torch.Tensor:
-        """As AMPStrategy has it, of the gradients that are here."""
+        """Return the norm of the local gradients; AMPStrategy has the same method."""
         assert self.lightning_module is not None, "a hook of the module asks"
         return torch.nn.utils.get_total_norm([p.grad for p in self.lightning_module.parameters() if p.grad is not None])
 
     def teardown(self) -> None:
-        """Leave the module where it is."""
+        """Do nothing: the module stays on its device."""
 
 
 class _Count(Callback):
-    """Enters the fake mode for both steps, and counts the last batch of the second."""
+    """Callback that enters the fake mode for both steps, and records the last batch of the second."""
 
     def __init__(self, recorder: StepRecorder, fake: FakeTensorMode | None, around: Around) -> None:
         self.recorder, self.unfrozen = recorder, list[torch.nn.Parameter]()
@@ -267,12 +266,12 @@ class _Count(Callback):
         self._limit = around.limit_bytes if fake is None else None
 
     def close(self) -> None:
-        """End whatever has begun."""
+        """Stop recording, and leave the fake mode."""
         self._counting_first.close()
         self._entered.close()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let the data module be found; its own setup is not called again, and its loaders are not."""
+        """Attach the data module to the Trainer without calling its `setup` or creating its loaders."""
         if self._datamodule is not None:
             trainer.datamodule = self._datamodule  # type: ignore[attr-defined]
             selector = trainer._data_connector._datahook_selector
@@ -280,7 +279,7 @@ class _Count(Callback):
             selector.datamodule, self._datamodule.trainer = self._datamodule, trainer
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Enter the mode, and begin to count."""
+        """Enter the fake mode on the first batch, and start to record on the counted batches."""
         if batch_idx == 0 and self._fake is not None:
             self._entered.enter_context(self._fake)
             self._entered.enter_context(without_values())
@@ -297,18 +296,18 @@ class _Count(Callback):
             self._counting = True
             self.recorder.start(batch, trainer.optimizers)
             self._entered.callback(self.recorder.stop)
-            # alive now and no part of the second step's beginning, so the first step has left it
+            # bytes alive now that the second step does not start with were left by the first step
             self.recorder.left_bytes = max(0, self._first.current - self.recorder.current)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Gradients are whole."""
+        """Report the start of the optimizer step to the recorder; all gradients are complete here."""
         if self._counting:
             self.recorder.begin_optimiser()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Go on to the second step, or stop."""
+        """Stop after the second step."""
         if batch_idx == self._counted_first:
             self._counting_first.close()
             self.recorder.first_bytes = self._first.peak

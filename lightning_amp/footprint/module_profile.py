@@ -1,17 +1,17 @@
-"""Define `ModuleProfile`: what a training step of a module needs, printable and stored as JSON.
+"""Define `ModuleProfile`: peak memory of a training step by kind, module and tensor, printable and stored as JSON.
 
-Legend: sizes end in `_bytes`; a module is named as `named_modules` names it, the LightningModule itself is "".
+Legend: sizes end in `_bytes`. Modules have the names of `named_modules`; the LightningModule itself is "".
 
-It summarises creations and releases of storages. The clock counts operators. A storage is alive at t if it was born at
-or before the t-th operator and had not died before that operator's results were counted; bytes over time are a running
-sum of births and deaths.
+A profile summarises when storages are created and released. Time is counted in operators. A storage is alive at t if
+it was created at or before the t-th operator, and was not released before the results of that operator were counted.
+Bytes over time are a running sum of creations and releases.
 
-    kind               counts
+    kind               contains
     parameters         parameters and buffers
-    gradients          of parameters
-    optimiser state    what the optimiser keeps between steps
-    activations        the batch, and what a forward pass made that is alive when the next backward pass begins
-    temporaries        all else
+    gradients          gradients of parameters
+    optimiser state    tensors that the optimizer keeps between steps
+    activations        the batch, and tensors of a forward pass that are alive when the next backward pass starts
+    temporaries        everything else
 """
 
 from collections import defaultdict
@@ -28,7 +28,7 @@ SCHEMA = 1
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimiser state"
 ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
 HELD = (PARAMETERS, GRADIENTS, STATE)
-"""What a step keeps for the next one."""
+"""Kinds that a step keeps for the next one."""
 KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES)
 FORWARD, BACKWARD, OPTIMISER = "forward", "backward", "optimiser"
 PHASES = {FORWARD: "forward pass", BACKWARD: "backward pass", OPTIMISER: "optimiser's step"}
@@ -38,7 +38,7 @@ PARTS: tuple[Part, ...] = ("parameters", "tensor", "saved", "head")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleBytes:
-    """What one module holds at the peak, its children not counted, by kind."""
+    """Bytes that one module holds at the peak by kind, without its children."""
 
     fqn: str
     n_bytes: int
@@ -47,12 +47,12 @@ class ModuleBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorBytes:
-    """One tensor that is alive at the peak.
+    """A tensor that is alive at the peak.
 
     Attributes:
-        name: Of a parameter; "NAME.grad" of its gradient; "NAME.KEY" of what the optimiser keeps for it; "batch"; else
-            the operator that made the tensor, with "backward of" before it where the backward pass did.
-        fqn: Module that holds it or made it.
+        name: Name of a parameter; "NAME.grad" for its gradient; "NAME.KEY" for its optimizer state; "batch"; or the
+            operator that made the tensor, with the prefix "backward of" in the backward pass.
+        fqn: Module that holds or made the tensor.
     """
 
     name: str
@@ -65,10 +65,10 @@ class TensorBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """A stretch of the step in which one module worked: the bytes alive by kind when there were most.
+    """Consecutive operators of one module in one phase, with the bytes by kind at their peak.
 
     Attributes:
-        n_operators: Length of the stretch.
+        n_operators: Number of operators.
     """
 
     phase: str
@@ -79,30 +79,30 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleProfile:
-    """Memory profile of a training step of a LightningModule on one device; the second step, with optimizer state.
+    """Memory profile of a LightningModule's second training step (with optimizer state) on one device.
 
     Attributes:
-        peak_bytes: Most bytes alive at once: parameters and buffers, gradients, optimiser state, the batch, activations
+        peak_bytes: Most bytes alive at once: parameters and buffers, gradients, optimizer state, the batch, activations
             and temporaries.
         largest: The largest of `parts`.
-        parts: The peak, grouped by what would reduce it. `parameters`: with gradients, optimiser state
-            and what the optimiser's step makes.
-            `head`: logits, and what the loss makes of their shape. `tensor`: the largest other tensor, with those of
-            its shape that the same module has alive. `saved`: all other activations and temporaries.
+        parts: The peak, grouped by what would reduce it. `parameters`: also gradients, optimizer state, and tensors of
+            the optimizer step. `head`: logits, and tensors of their shape that the loss makes. `tensor`: the largest
+                other
+            tensor, and those of its shape in the same module. `saved`: all other activations and temporaries.
         by_kind: The peak by kind.
         peak_phase: "forward", "backward" or "optimiser".
-        peak_module: Module that was at work at the peak.
-        modules: Modules by what they hold at the peak, largest first.
+        peak_module: Module that was running at the peak.
+        modules: Bytes of each module at the peak, largest first.
         tensors: Tensors alive at the peak, largest first.
         timeline: The step from its first operator to its last.
-        measured: "fake tensors", or "a real step" where the step needs values.
-        reason: Why the step could not run on fake tensors, "" where it could.
-        batch_size: Length of the batch's first dimension, None where its tensors have none in common.
-        added_bytes: Gradients that are there when the backward pass begins, to which it adds its own.
+        measured: "fake tensors", or "a real step" if the step needs values.
+        reason: Why the step could not run on fake tensors; "" if it could.
+        batch_size: Length of the batch's first dimension; None if its tensors do not share one.
+        added_bytes: Gradients that exist when the backward pass starts, to which it adds.
         first_bytes: Most bytes alive at once in the first step.
-        left_bytes: Made by that step and kept, without gradients and optimiser state, such as what is logged;
-            it is none of the second step's bytes.
-        counted: Input of `lightning_amp.plan`; None if the profile cannot be planned with; not stored.
+        left_bytes: Bytes that the first step made and kept, without gradients and optimizer state, such as logged
+            values; they are not counted in the second step.
+        counted: Input of `lightning_amp.plan`; None if the profile does not support planning; not stored.
     """
 
     peak_bytes: int
@@ -124,7 +124,7 @@ class ModuleProfile:
     counted: Any = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         plain = asdict(replace(self, counted=None))
         del plain["counted"]
         return plain
@@ -137,15 +137,15 @@ class ModuleProfile:
         budget_bytes: int | None = None,
         title: str = "memory of a training step",
     ) -> Path:
-        """Draw the step as an area by kind over its operators, with the modules that hold most at the peak.
+        """Plot the step's bytes by kind over its operators, and the modules that hold most at the peak.
 
         Args:
             path: PNG to write; returned.
-            predicted: The same step as it was predicted, drawn as a line, next to the modules of this one.
-            budget_bytes: Memory that may be used.
-            title: What was run.
+            predicted: Predicted profile of the same step, drawn as a line, with its modules next to those of this one.
+            budget_bytes: Available memory.
+            title: Title of the plot.
         """
-        # matplotlib is slow to load, and only needed where a picture is drawn
+        # matplotlib is slow to import, and only needed for plots
         from lightning_amp.figures import StepCurve, step_memory
 
         def curve(profile: ModuleProfile) -> StepCurve:
@@ -170,8 +170,8 @@ class ModuleProfile:
 
 @dataclass(slots=True)
 class Life:
-    """One storage. `kind` is "" until it is known; `order` is the place in the forward pass of the operator that made
-    the storage, or of which the backward pass made it; `death` is None while the storage is alive.
+    """One storage. `kind` is "" until it is determined; `death` is None while the storage is alive. `order` is the
+    position in the forward pass of the operator that made the storage, or whose backward made it.
     """
 
     name: str = ""
@@ -186,20 +186,20 @@ class Life:
 
 
 class Head(NamedTuple):
-    """The last product with a parameter in a forward pass: where it stands, and the shape of what it returns."""
+    """The last product with a parameter in a forward pass: its position, and the shape of its result."""
 
     order: int
     shape: tuple[int, ...]
 
 
 def summarize(lives: Sequence[Life], work: Sequence[tuple[str, str]], head: Head | None, **about: Any) -> ModuleProfile:
-    """The profile of a step.
+    """Return the profile of a step.
 
     Args:
         lives: Every storage that was alive in the step.
         work: Phase and module of every operator.
-        head: Of the last forward pass; None where it had no product with a parameter.
-        about: Fields of ModuleProfile that are taken as they are.
+        head: Head of the last forward pass; None if it had no product with a parameter.
+        about: Further fields of ModuleProfile.
     """
     assert work, "a step has operators"
     _name_kinds(lives, work)
@@ -212,7 +212,7 @@ def summarize(lives: Sequence[Life], work: Sequence[tuple[str, str]], head: Head
     by_kind = change.cumsum(1)[:, : len(work)]
     total = by_kind.sum(0)
     at = int(np.argmax(total))
-    # gradients that are there before the backward pass adds its own
+    # gradients that exist before the backward pass adds to them
     begins = next((t for t, (phase, _) in enumerate(work) if phase == BACKWARD), None)
     added = 0 if begins is None else int(by_kind[KINDS.index(GRADIENTS), begins])
     alive = (v for v in lives if v.n_bytes and v.birth <= at and (v.death is None or v.death >= at))
@@ -246,7 +246,7 @@ def summarize(lives: Sequence[Life], work: Sequence[tuple[str, str]], head: Head
 
 
 def _name_kinds(lives: Iterable[Life], work: Sequence[tuple[str, str]]) -> None:
-    """What the forward pass leaves to the backward pass are activations, of the rest nothing is kept."""
+    """Set missing kinds: activations are kept from the forward to the backward pass, all others are temporaries."""
     next_backward, found = [len(work)] * len(work), len(work)
     for t in range(len(work) - 1, -1, -1):
         found = t if work[t][0] == BACKWARD else found
@@ -263,13 +263,13 @@ def _row(by_kind: Any, at: int) -> dict[str, int]:
 
 
 def _parts(peak: Iterable[Life], work: Sequence[tuple[str, str]], head: Head | None) -> dict[str, int]:
-    """The peak by what would make it smaller; see ModuleProfile."""
+    """Return the peak, grouped by what would reduce it; see ModuleProfile."""
     parts: dict[str, int] = dict.fromkeys(PARTS, 0)
     groups: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
     for life in peak:
         if life.kind in HELD or work[life.birth][0] == OPTIMISER:
             parts["parameters"] += life.n_bytes
-        # the head's result, or what was made after it with as many columns or as many values
+        # the head's result, or later tensors with as many columns or as many elements
         elif (
             head is not None
             and life.order >= head.order

@@ -1,4 +1,4 @@
-"""Predict the seconds of an operator from its floating point operations and the bytes that it moves."""
+"""Predict an operator's time in seconds from its FLOPs and the bytes that it reads and writes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +15,13 @@ aten = torch.ops.aten
 
 
 def _of_product(*given: Any, out_val: Tensor, **_: Any) -> int:
-    """Of matrices, the last two tensors; torch's own formulas look for tensors in all arguments, at any depth."""
+    """Return the FLOPs of a product of the last two tensors; torch's formulas search all nested arguments."""
     rows = [value for value in given if isinstance(value, Tensor)][-2]
     return 2 * out_val.numel() * rows.shape[-1]
 
 
 FLOPS = {
-    # torch counts these of GPUs only
+    # torch has formulas for the CUDA variants only
     **{on_cpu: flop_registry[on_cuda] for on_cpu, on_cuda in FLASH_ATTENTION.items()},
     **flop_registry,
     **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _of_product),
@@ -30,14 +30,14 @@ FLOPS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorRates:
-    """What an operator takes: as long as its products or the bytes that it reads and writes, and its overhead."""
+    """Throughput of a device; an operator takes the longer of its compute and memory times, plus an overhead."""
 
     matmul_flops: float
     memory_bytes: float
     overhead_seconds: float
 
     def seconds(self, func: Any, args: Any, kwargs: Any, result: Any, moved: int) -> float:
-        """Of an operator that reads and writes so many bytes; a view takes none."""
+        """Return the time of an operator that reads and writes `moved` bytes; a view takes none."""
         if getattr(func, "is_view", False):
             return 0.0
         flops = FLOPS.get(getattr(func, "overloadpacket", None))
@@ -51,7 +51,7 @@ _times = [1]
 
 @contextmanager
 def standing_for(times: int) -> Iterator[None]:
-    """What runs until the block ends would run so many times; within another such block, so many times each time."""
+    """Count each operator in this context `times` times; nested contexts multiply."""
     _times.append(times * _times[-1])
     try:
         yield
@@ -60,5 +60,5 @@ def standing_for(times: int) -> Iterator[None]:
 
 
 def times_now() -> int:
-    """How many operators the one that runs now stands for, itself included."""
+    """Return how many times the current operator counts."""
     return _times[-1]

@@ -1,13 +1,13 @@
-"""Profile a LightningModule and a batch: two steps of Lightning's loop on a copy with fake tensors.
+"""Profile a LightningModule and a batch: run two steps of Lightning's loop on a copy with fake tensors.
 
-The second step is counted, because the optimiser's state and the last step's gradients exist then; where batches add up
-their gradients, its last batch, which has those of the others besides its own (inner_run.py). Where the step needs
-values, the same two steps run with values, on a copy with the module's weights. Both are run as a guest (guest.py): the
-hooks of the module and of the data module are called on copies, and nothing of the user's notices it.
+The second step is recorded, because optimizer state and gradients exist then. With gradient accumulation, its last
+batch is recorded, which also holds the accumulated gradients (inner_run.py). If the step needs values, the same two
+steps run on real tensors, on a copy with the module's weights. Both run as a guest (guest.py): hooks of the module and
+the data module are called on copies, and nothing of the user's changes.
 
-Known limits: `prepare_data` is not called, `setup` and `configure_model` are unless the run has done so; callbacks are
-not part of the step; loss scaling is left out, and what torch.compile has wrapped runs as it was before; kernels on the
-CPU and on a GPU keep other temporaries, and what cuDNN's RNNs leave to their backward pass is not counted.
+Known limits: `prepare_data` is not called; `setup` and `configure_model` are called unless the run has done so.
+Callbacks and loss scaling are not included, and modules wrapped by torch.compile run uncompiled. Temporaries differ
+between CPU and GPU kernels, and the reserve space that cuDNN's RNNs keep for the backward pass is not counted.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,24 +34,24 @@ FAKE, REAL = "fake tensors", "a real step"
 def profile_module(
     module: LightningModule, batch: Any, *, batch_size: int | None = None, around: Around = BY_ITSELF
 ) -> ModuleProfile:
-    """Say what a training step holds, without its memory and without a GPU; the module stays as it is.
+    """Profile a training step without using its memory or a GPU; the module does not change.
 
     Args:
-        module: Any LightningModule; its parameters may be on the device "meta".
-        batch: An example of what its `training_step` gets.
-        batch_size: Profile a batch of this length instead: tensors whose first dimension has the batch's length get
-            this one.
-        around: What is known of the run that the step belongs to.
+        module: Any LightningModule; its parameters may be on the meta device.
+        batch: An example batch of `training_step`.
+        batch_size: Profile a batch of this length instead: tensors whose first dimension has the batch's length are
+            resized.
+        around: Settings of the run that the step belongs to.
 
     Raises:
-        ModelError: The step fails, with its error as the cause; or it needs values, and the module has none.
+        ModelError: The step raises an error, which is the cause; or it needs values, and the module has none.
     """
     found, reason = counted_step(module, batch, batch_size, StepRecorder, around)
     return profile_of(found, found.lives, reason, length_of(batch) if batch_size is None else batch_size)
 
 
 def profile_of(found: StepRecorder, lives: Sequence[Life], reason: str, rows: int | None) -> ModuleProfile:
-    """The profile of a step that `counted_step` has counted, with a batch of so many rows."""
+    """Return the profile of a step recorded by `counted_step`, with a batch of `rows` rows."""
     return summarize(
         lives,
         found.work,
@@ -73,16 +73,16 @@ def counted_step(
     *,
     plain: Callable[[LightningModule], R] | None = None,
 ) -> tuple[R, str]:
-    """What `make` returns for a copy of the module, after the second step; and why it is a step with values, if it is.
+    """Run two steps on a copy of the module; return its recorder, and why the step needed values ("" if not).
 
     Args:
-        module, batch, batch_size, around: As of `profile_module`.
-        make: Makes the recorder that counts the step.
-        plain: Makes another one, for a step in which torch.func has no place for the first.
+        module, batch, batch_size, around: As in `profile_module`.
+        make: Makes the recorder of the step.
+        plain: Makes another recorder, for a step in which torch.func does not support the first.
 
     Raises:
-        ModelError: As `profile_module`.
-        PlanError: The step needs values, and takes more bytes than it may.
+        ModelError: As in `profile_module`.
+        PlanError: The step needs values, and exceeds `around.limit_bytes`.
     """
     if not isinstance(module, LightningModule):
         raise ModelError(
@@ -98,6 +98,7 @@ def counted_step(
             " length is that of most of them; leave batch_size out"
         )
     name, reason, makers = type(module).__name__, "", [make, *([] if plain is None else [plain])]
+    # first on fake tensors, then with values; `plain` replaces `make` if torch.func does not support it
     for with_values in (False, True):
         while True:
             fake = None if with_values else QuickFakes(valid=True)

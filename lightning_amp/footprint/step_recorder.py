@@ -1,10 +1,10 @@
-"""Record every storage of a training step: its creator, creation and release.
+"""Record every storage of a training step: its module and operator, and when it is created and released.
 
-A storage that an operator makes belongs to the module whose forward is running. In the backward pass, autograd numbers
-its nodes in the order of the forward pass: the number of the node that runs tells the module in which it was made. A
-node that was made in a backward pass, as by blocks that run in chunks, belongs where the node lies that made it.
+A storage that an operator makes belongs to the module whose forward is running. In the backward pass, the sequence
+number of the running autograd node gives that module, because autograd numbers nodes in the order of the forward pass.
+A node that a backward pass creates, as in blocks that run in chunks, belongs to the module of the node that creates it.
 
-Exact up to the limits of LiveBytes. An operator of a module that is not a submodule of the profiled one belongs to the
+The limits of LiveBytes apply. An operator of a module that is not a submodule of the profiled one belongs to the
 submodule that called it.
 """
 
@@ -33,38 +33,38 @@ from lightning_amp.footprint.module_profile import (
 )
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
-"""Operators that a head ends in."""
+"""Operators that a head may end with."""
 ACCUMULATE = "torch::autograd::AccumulateGrad"
-"""The node that adds to a parameter's gradient; it has no place in the forward pass."""
+"""Name of the autograd node that accumulates a parameter's gradient; it has no position in the forward pass."""
 COPIES = ("_to_copy",)
-"""Operators whose result stands for a parameter where a parameter goes in: autocast works with copies."""
+"""Operators whose result counts as a parameter if their input does: autocast multiplies with copies of weights."""
 _NOTED = {*PRODUCTS, *COPIES}
 
 
 class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts live bytes, and remembers of every storage what it was.
+    """Count live bytes, and record the origin of every storage.
 
     Attributes:
         lives: All storages so far.
         work: Phase and module of every operator so far.
         head: The last product with a parameter in a forward pass.
-        optimising: Whether the optimiser changes parameters now.
-        in_step: Whether the module's training step runs now, and no backward pass that it has left to the Trainer.
+        optimising: Whether the optimizer is updating parameters.
+        in_step: Whether `training_step` is running, and no backward pass of the Trainer or of `manual_backward`.
         trained: Parameters by name.
-        lengths: Of the first dimensions of the tensors that the training step has got last.
-        returned: Storages of what it has returned last.
-        went_back: Modules whose nodes a backward pass has gone through that the training step began by itself.
-        first_bytes, left_bytes: As of ModuleProfile, of the step before.
+        lengths: Lengths of the first dimensions of the tensors in the last batch.
+        returned: Storages of the last result of `training_step`.
+        went_back: Modules that a backward pass started by `training_step` itself has passed through.
+        first_bytes, left_bytes: As in ModuleProfile; bytes of the step before.
 
     Args:
-        module: Whose submodules own what is made.
-        device_type: As of LiveBytes.
+        module: Module whose submodules own the storages.
+        device_type: As in LiveBytes.
     """
 
     def __init__(self, module: nn.Module, *, device_type: str | None = None) -> None:
         super().__init__(device_type=device_type)
         self.lives: list[Life] = []
-        # operator 0 stands for what is there before the step
+        # operator 0 stands for all storages from before the step
         self.work: list[tuple[str, str]] = [(FORWARD, "")]
         self.head: Head | None = None
         self.optimising = self.in_step = False
@@ -84,9 +84,9 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self._node: Any = None
 
     def start(self, batch: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Begin a step, with what is there already."""
+        """Start recording a step, including the storages that exist already."""
         optimizers = list(optimizers)
-        # not before: hooks of the module may make parts of it
+        # only now: hooks of the module may create submodules
         self._names = {id(child): fqn for fqn, child in self._module.named_modules()}
         self.trained = dict(self._module.named_parameters())
         self._parameters = {id(parameter): name for name, parameter in self.trained.items()}
@@ -107,30 +107,30 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.__enter__()
 
     def stop(self) -> None:
-        """End the step."""
+        """Stop recording."""
         self.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
 
     def begin_step(self, batch: Any) -> None:
-        """The module's training step begins, be it inside the optimiser's step."""
+        """Note that `training_step` starts; it may run inside the optimizer's step."""
         self.optimising, self.in_step = False, True
         tensors = (part for part in parts_in(batch) if isinstance(part, Tensor) and part.dim())
         self.lengths = frozenset(tensor.shape[0] for tensor in tensors)
 
     def end_step(self, returned: Any) -> None:
-        """The module's training step has returned, or raised."""
+        """Note that `training_step` has returned or raised."""
         self.in_step = False
         keys = {id(storage) for _, storage in storages_of(tensors_in(returned))}
         self.returned = [self._of_key[key] for key in keys if key in self._of_key]
 
     def begin_optimiser(self) -> None:
-        """Gradients are whole, and what follows is of the optimiser, until its step has ended."""
+        """Note that gradients are complete, and that the optimizer runs until its step ends."""
         self.hold_gradients()
         self.optimising = True
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        # a closure runs forward and backward first; the optimiser itself is the first argument
+        # a closure runs forward and backward first; args[0] is the optimizer, args[1] the closure
         if len(args) < 2 and kwargs.get("closure") is None:
             self.begin_optimiser()
 
@@ -138,8 +138,8 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.optimising = False
 
     def hold_gradients(self) -> None:
-        """Count the gradients that parameters have now as such, from their birth on."""
-        # in a step tensors without a gradient may stand in the places of parameters
+        """Record the current gradients of parameters as gradients, from their creation on."""
+        # during a step, parameters may be replaced by tensors that have no gradient
         now = {
             name: self.trained.get(name, p) if hasattr(p, "__tensor_flatten__") else p
             for name, p in self._module.named_parameters()
@@ -158,11 +158,11 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
                     life.name, life.fqn, life.kind = name, fqn, kind
 
     def _owner_of(self, name: str) -> str:
-        """Module of "encoder.weight.grad" and "encoder.weight.exp_avg"."""
+        """Return the module of a name such as "encoder.weight.grad" or "encoder.weight.exp_avg"."""
         return name.rpartition(".")[0].rpartition(".")[0]
 
     def begins(self, func: Any, args: Any, read: Read) -> None:
-        """Note which module's operator runs now."""
+        """Record the module and phase of the operator that runs now."""
         self._node = node = autograd_node()
         phase = OPTIMISER if self.optimising and node is None else FORWARD if node is None else BACKWARD
         fqn, order = self._place(node)
@@ -172,14 +172,14 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         name = f"backward of {node.name()}" if node is not None and not self._inside(node) else func._opname
         self._now = Life(name, fqn, birth=len(self.work) - 1, order=order)
         if node is not None and node.name() == ACCUMULATE and node.variable.grad is not None:
-            # what is added to a gradient that is there already is one too
+            # a tensor that is added to an existing gradient is a gradient too
             for tensor in tensors_of(args):
                 life = self._life_of(tensor)
                 if life is not None and not life.kind:
                     life.name, life.kind = f"{self._parameters.get(id(node.variable), '')}.grad", GRADIENTS
 
     def ends(self, func: Any, args: Any, kwargs: Any, read: Read, result: Any) -> None:
-        """Note whether it was a product with a parameter."""
+        """Record a product with a parameter as the head, and a copy of a parameter as a weight."""
         if func._opname not in _NOTED or self.work[self._now.birth][0] != FORWARD:
             return
         given = (self._of_key.get(id(storage)) for _, storage in read)
@@ -194,22 +194,22 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         return self._of_key.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
 
     def _inside(self, node: Any) -> bool:
-        """Whether a module's forward runs that began in this direction: in a backward pass, a recomputation."""
+        """Whether a module's forward is running that started in this phase; in a backward pass, a recomputation."""
         return bool(self._running) and self._running[-1][1] == (node is not None)
 
     def _place(self, node: Any) -> tuple[str, int]:
-        """The module that works now, and the place of its operator in the forward pass."""
+        """Return the module that is running, and the position of its operator in the forward pass."""
         if node is None or self._inside(node):
             fqn = self._running[-1][0] if self._running else ""
             if self._owners[-1][1] >= 0:
-                # a backward pass is over; this operator's node has its number already
+                # the backward pass has ended; this operator's node has its number already
                 self._mark(fqn, made=1)
             return fqn, autograd_order()
         if node.name() == ACCUMULATE:
             name = self._parameters.get(id(node.variable))
             return self._owners[-1][0] if name is None else self._owner_of(f"{name}.grad"), -1
         order = node._sequence_nr()
-        # marks stand in the order of autograd's numbers: the last one at or before the node's says who made the node
+        # marks are sorted by autograd's numbers: the last mark at or before the node's number gives its module
         fqn, made_by = self._owners[bisect_right(self._orders, order) - 1]
         order = made_by if made_by >= 0 else order
         self._mark(fqn, order)
@@ -225,11 +225,9 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self._mark(self._running[-1][0] if self._running else "")
 
     def _mark(self, fqn: str, order: int = -1, *, made: int = 0) -> None:
-        """From now on, and of those that were `made` last, nodes are of this module; in a backward pass, made by the
-        node of this order.
-        """
+        """Assign new nodes, and the last `made` ones, to a module; in a backward pass, node `order` creates them."""
         if self._owners[-1] != (fqn, order):
-            # `_place` searches the numbers, which must not fall: a mark that `made` sets back stops at the one before
+            # `_place` bisects the numbers, which must not decrease: `made` never sets a mark back beyond the one before
             # it
             self._orders.append(max(self._orders[-1], autograd_order() - made))
             self._owners.append((fqn, order))
@@ -245,7 +243,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
 
     def _resized(self, key: int, n_bytes: int) -> None:
         was = self._of_key[key]
-        # bytes over time follow from births and deaths alone, so with another size it is another Life
+        # a Life has one size, so that bytes over time follow from births and deaths alone
         self._died(key)
         self._born(key, n_bytes, None)
         life = self._of_key[key]

@@ -1,1 +1,1 @@
-"""Compute one call on sharded tensors: by its handler, by rule, or by the operators it consists of."""
+"""Compute a call on sharded tensors: by its handler, by a rule, or by the operators it consists of."""

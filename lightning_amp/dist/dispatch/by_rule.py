@@ -1,8 +1,8 @@
-"""Plan an operator by the rules that say which dims of its result follow which dims of its arguments.
+"""Plan an operator on sharded tensors by rules that map dims of its arguments to dims of its result.
 
-The rules are those of `lightning_amp.graph`: a dim of a result that follows a dim of an argument is split as this one
-is, and a dim that is summed over leaves a sum to be added up. A dim that neither follows has to be whole: the tensor is
-split along another dim instead, by one all-to-all, or gathered where its axis allows that.
+The rules are those of `lightning_amp.graph`. A result dim is sharded like the argument dim that it follows; a sharded
+dim that is summed over leaves partial sums, which are all-reduced. A dim that no rule maps must be replicated: another
+dim is sharded instead, by one all-to-all, or the tensor is gathered if its axis allows it.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ from lightning_amp.dist.splits import MeshAxis, Split, Splits
 from lightning_amp.graph.flow import RULES, OperatorCall, Ref, dims_of, sums_of
 
 Place = tuple[int, int]
-"""A dim of a tensor argument: number of the tensor, dim."""
+"""A dim of a tensor argument: index of the tensor, dim."""
 IN_PLACE = ("copy_", "fill_", "zero_")
-"""Operators that have no form that returns a new tensor."""
+"""Operators without an out-of-place form."""
 
 
 def by_rule(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,21 +50,21 @@ def by_rule(func: Any, *args: Any, **kwargs: Any) -> Any:
 def rule_plan(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], but: Sequence[int] = ()
 ) -> CallPlan | None:
-    """The plan of an operator; None where no rule says what it does.
+    """Return the plan of an operator; None if it has no rule.
 
-    The dims `but` of the first tensor are split by the caller, not by the plan. `tensors` are among the arguments.
+    The caller shards the dims `but` of the first tensor, not the plan. `tensors` are the tensors among the arguments.
     """
     call, results = call_of(func, args, kwargs, tensors)
     if call is None:
         return None
-    # labels[tensor, dim] is the dim of the result that follows it, or -1 - i if it is in the i-th group that is summed
-    # over; dims with one label are split together, and a dim without a label has to be whole
+    # labels[tensor, dim] is the result dim that follows it, or -1 - i in the i-th group of summed dims; dims with one
+    # label are sharded together, and a dim without a label must be replicated
     labels: dict[Place, int] = {}
     for j, places in [*enumerate(dims_of(call) or ()), *((-1 - i, group) for i, group in enumerate(sums_of(call)))]:
-        # two dims of one tensor, as of a diagonal, cannot be split in the same way
+        # two dims of one tensor, as in a diagonal, cannot be sharded in the same way
         if len({k for k, _ in places}) == len(places):
             labels |= {place: j for place in places if not (place[0] == 0 and place[1] in but)}
-    # label -> the axis over which its dims are split
+    # label -> axis over which its dims are sharded
     taken: dict[int, MeshAxis] = {}
     targets: list[list[Split]] = [[] for _ in tensors]
     result, sums = list[Split](), list[MeshAxis]()
@@ -81,14 +81,14 @@ def rule_plan(
             result.append(Split(axis, label, owners))
         else:
             sums.append(axis)
-    # A summed label leaves no dim in the result: the axis is free there, and the sum makes it whole on every rank.
+    # A summed label has no dim in the result: the all-reduce over its axis makes the result replicated there.
     splits = Splits.of(result)
     return CallPlan(
         name=name_of(func),
         arguments=tuple(map(Splits.of, targets)),
         result=splits,
-        # All results have the splits of the first: a rule speaks of dims that are common to them, and `_finished`
-        # asserts that each part has the shape that follows.
+        # All results have the splits of the first: rules map only dims that all results share. `_finished` asserts the
+        # resulting shapes.
         shapes=tuple(tuple(splits.local_shape(shape)) for shape in results),
         sums=tuple(sums),
         view=view_of(func),
@@ -99,20 +99,19 @@ def rule_plan(
 def call_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
 ) -> tuple[OperatorCall | None, list[tuple[int, ...]]]:
-    """An operator's call as rules see it, and the shapes of its results; None where no rule says what it does."""
+    """Return an operator's call in the form that rules read, and its result shapes; None if it has no rule."""
     name, mutable = name_of(func), func._schema.is_mutable
     op = name.removesuffix("_") if mutable and name.removesuffix("_") in RULES else name
     if op not in RULES:
         if torch.Tag.pointwise not in func.tags and name not in IN_PLACE:
             return None, []
-        # a result that is computed value by value needs no separate rule
+        # an elementwise operator follows the rule of add
         op = "add"
-    # An operator in place computes what the one without underscore does, and its result has the shape of the first
-    # tensor, which a broadcast of the others cannot change.
+    # An in-place operator follows the rule of its out-of-place form; its result has the shape of the first tensor,
+    # which broadcasting cannot change.
     shapes = tuple(tuple(shape_of(t)) for t in tensors)
     results = [shapes[0]] if mutable else result_shapes(func, args, kwargs)
-    # Tensors are numbered in the order in which `tensors_in` finds them, so that a Ref of a rule and a place in
-    # `tensors` are the same number.
+    # Tensors are numbered in the order of `tensors_in`, so that a rule's Ref is an index into `tensors`.
     schema, numbers = func._schema.arguments, iter(map(Ref, range(len(tensors))))
     arguments = {a.name: a.default_value for a in schema}
     arguments |= dict(zip([a.name for a in schema], mapped(args, lambda _: next(numbers)), strict=False))
@@ -127,7 +126,7 @@ def view_of(func: Any) -> bool:
 
 
 def result_shapes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
-    """Shapes of an operator's results, found without values."""
+    """Return the shapes of an operator's results, computed on meta tensors."""
     try:
         return [tuple(t.shape) for t in _without_values(func, args, kwargs)[0]]
     except NotImplementedError:
@@ -136,7 +135,7 @@ def result_shapes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
         kinds = {t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()}
         if len(kinds) < 2:
             raise
-        # autocast gives factors one type, but not those without values; the shape is that of any type
+        # autocast casts factors to one dtype, but not meta tensors; the shape does not depend on the dtype
         return [tuple(t.shape) for t in _without_values(func, args, kwargs, torch.float32)[0]]
 
 
@@ -144,7 +143,7 @@ _LAYOUTS: dict[Any, PartLayout | None] = {}
 
 
 def layout_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartLayout | None:
-    """What an operator returns on whole tensors; None if meta tensors cannot say, which means new and contiguous."""
+    """Return the layout of an operator's global result; None if meta tensors do not give it: new memory, contiguous."""
     try:
         key = key_of(func, args, kwargs, [])
         if key in _LAYOUTS:
@@ -153,7 +152,7 @@ def layout_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartL
         key = None
     try:
         results, given = _without_values(func, args, kwargs)
-        # some return their tensor as it is, and do not say so in their schema, such as type_as
+        # some operators, such as type_as, return their argument although their schema does not say so
         view = bool(results and given) and is_view(results[0], given[0])
         found = PartLayout(tuple(t.stride() for t in results), view)
     except (NotImplementedError, RuntimeError):
@@ -169,7 +168,7 @@ def layout_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartL
 def _without_values(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that an operator returns, and those that it is given, without values; floating ones in a type."""
+    """Run an operator on meta tensors; return results and tensor arguments, with floating-point ones in `dtype`."""
     given = list[Tensor]()
 
     def meta(x: Any) -> Any:
@@ -193,23 +192,23 @@ def _chosen(
     taken: dict[int, MeshAxis],
     result: tuple[int, ...],
 ) -> tuple[int, Owners] | None:
-    """The label that is split over an axis, and its owners; None if all tensors must be whole on the axis."""
+    """Return the label that is sharded over an axis, and its owners; None if all tensors must be gathered there."""
     split = [(k, s) for k, t in enumerate(tensors) if (s := splits_of(t).on(axis)) is not None]
     mutable = func._schema.is_mutable
     if mutable and split[0][0] != 0:
         why = "it writes sharded values into a tensor that is not split in this way"
         raise shard_error(func, tensors, why, remedy="use the operator that returns a new tensor")
-    # the largest tensor stays where it is; the first one where torch writes into it
+    # the largest tensor is not moved, or the first one if it is written to
     k, lead = split[0] if mutable else max(split, key=lambda s: (prod(shape_of(tensors[s[0]])), -s[0]))
     label = labels.get((k, lead.dim))
-    # A tensor that is written to keeps its splits, for other names of it, such as views, have the same memory.
+    # A tensor that is written to keeps its splits, because its views share the memory.
     if mutable:
         if label is None or label in taken:
             why = f"it needs dim {lead.dim} whole, in place"
             raise shard_error(func, tensors, why, remedy="use it out of place")
         return label, lead.owners
-    # an all-to-all moves 1 / R of what a gather moves, so another dim is looked for before the tensor is made whole;
-    # dims of the result first, then those that are summed over
+    # an all-to-all sends 1 / R of what a gather sends, so another dim is preferred to gathering: dims of the result
+    # first, then summed dims
     free = [
         (other >= 0, shape_of(tensors[k])[d], -other)
         for (j, d), other in labels.items()
@@ -218,12 +217,12 @@ def _chosen(
         and splits_of(tensors[k]).at(d) is None
         and shape_of(tensors[k])[d] >= axis.size
     ]
-    # The order decides on all ranks alike: it depends on shapes and labels, never on values or on a part's size.
+    # All ranks choose the same dim, because it depends on shapes and labels, not on values or shard sizes.
     follows, size, other = max(free, default=(False, 0, 0))
     even = -other, Owners.even(size, axis.size)
     if label is not None and label not in taken:
-        # operands with this label are split in the same way, so that only the sum of a summed dim is sent. That sum
-        # leaves the result whole on every rank: if it is large, another dim is split instead
+        # operands with this label are sharded in the same way, so that only sums of a summed dim are sent. The
+        # all-reduced result is replicated: if it is large, another dim is sharded instead
         large = prod(result) * axis.size > prod(shape_of(tensors[k]))
         return even if label < 0 and large and follows and axis.unknown == "error" else (label, lead.owners)
     if free:
@@ -234,7 +233,7 @@ def _chosen(
 
 
 def needs_whole(func: Any, args: Any, x: Tensor, split: Split) -> Exception:
-    """The error of an operator that needs a dim whole of a tensor of which no other dim can be split."""
+    """Return the error of an operator that needs a replicated dim of a tensor without another dim to shard."""
     dims = [d for d in range(len(shape_of(x))) if d != split.dim]
     return shard_error(
         func,
@@ -244,12 +243,12 @@ def needs_whole(func: Any, args: Any, x: Tensor, split: Split) -> Exception:
 
 
 def with_whole(func: Any, x: Tensor, dims: Sequence[int]) -> Tensor:
-    """A tensor with the dims whole that an operator needs."""
+    """Return the tensor replicated along `dims`, for an operator that requires it."""
     return redistribute(x, splits_with_whole(func, x, splits_of(x), dims))
 
 
 def splits_with_whole(func: Any, x: Tensor, splits: Splits, dims: Sequence[int], stay: Sequence[int] = ()) -> Splits:
-    """Splits with some dims whole: another dim, not one of `stay`, is split instead, or the tensor is gathered."""
+    """Return splits without some dims: another dim, not in `stay`, is sharded instead, or the tensor is gathered."""
     shape = shape_of(x)
     for split in [s for s in splits if s.dim in dims]:
         axis = split.axis
@@ -263,7 +262,7 @@ def splits_with_whole(func: Any, x: Tensor, splits: Splits, dims: Sequence[int],
 
 
 def plan_without(func: Any, x: Tensor, dims: Sequence[int], *args: Any) -> CallPlan:
-    """The plan of an operator on a tensor as if some of its dims, which the caller splits, were whole."""
+    """Return the plan of an operator as if some dims of a tensor, which the caller shards, were replicated."""
     rest = splits_of(x).without(*dims)
     with no_modes():
         part = torch.empty(rest.local_shape(shape_of(x)), dtype=held_by(x).dtype, device="meta")

@@ -1,4 +1,4 @@
-"""Compute one operator on the parts of sharded tensors: by its handler, by rule, or by the operators it consists of."""
+"""Compute an operator on sharded tensors: by its handler, by a rule, or by the operators it consists of."""
 
 from dataclasses import replace
 from operator import is_
@@ -31,7 +31,7 @@ from lightning_amp.holding import holding
 
 
 def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute a function of torch: by its plan, if it was called in this way before."""
+    """Compute a torch function, by its cached plan if there is one."""
     tensors = list[Tensor]()
     try:
         key = key_of(func, args, kwargs, tensors)
@@ -49,21 +49,21 @@ def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if getattr(func, "__name__", "") == "__set__":
         raise shard_error(func, args, "it would set an attribute of the wrapper alone", remedy="use copy_")
     found, call = below_autograd(func, args, kwargs)
-    # Of several operators each has a plan, and `call.plan` is that of the last one.
-    # a function that permutes or drops its tensors before the operator cannot run by the operator's plan
+    # `call.plan` is that of the last operator, and is only valid for the function if it runs one operator on the same
+    # tensors: a function may permute or drop tensors before its operator
     same = len(tensors) == len(call.tensors) and all(map(is_, tensors, call.tensors))
     if key is not None and call.n_operators == 1 and call.plan is not None and same:
         keep(key, call.plan, tensors)
     found = mapped(found, _plain)
-    # set above the operators
+    # requires_grad is set above autograd
     return mapped(found, Tensor.requires_grad_) if kwargs.get("requires_grad") else found
 
 
 def operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an operator, with autograd.
 
-    Whole results are wrapped too: the caller may be a function of several operators, and autograd is off there, so
-    operators on a plain tensor would have no gradient.
+    Replicated results are wrapped too: the caller may be a function of several operators, and autograd is off there, so
+    that operators on a plain tensor would have no gradient.
     """
     with above_autograd() as call:
         call.n_operators += 1
@@ -77,7 +77,7 @@ def operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             found = args[0] if func._schema.is_mutable else found
             copy = next((t for t in call.tensors if getattr(t, "copied", False)), None)
             if copy is not None and not func._schema.is_mutable:
-                # of a whole copy a view is a copy too: a write to it would be lost as one to the copy itself
+                # a view of a replicated copy is a copy too: a write to it would also be lost
                 lost = lambda t: view_of(func) or is_view(t, held_by(copy))  # noqa: E731
                 found = mapped(found, lambda t: copy_of(copy, wrap(t, WHOLE, copied=True)) if lost(t) else t)
         return mapped(found, _wrapped)
@@ -93,7 +93,7 @@ def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: On
                 return _by_copy(func, args, kwargs)
         found: Any = BY_RULE
         if handler is not None:
-            # a handler gets all arguments, with their defaults
+            # handlers receive all arguments, including defaults
             rest = func._schema.arguments[len(args) :]
             by_place = [kwargs.get(a.name, a.default_value) for a in rest if not a.kwarg_only]
             by_name = {a.name: kwargs.get(a.name, a.default_value) for a in rest if a.kwarg_only}
@@ -107,7 +107,7 @@ def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: On
         if found is BY_RULE and not is_composite(func):
             return _gathered(func, args, kwargs)
         if found is BY_RULE:
-            # the operators that it consists of; whole tensors are wrapped, because autograd is off there
+            # decompose; replicated tensors are wrapped, because autograd is disabled there
             try:
                 with taken_apart():
                     return func.decompose(*mapped(args, _wrapped), **mapped(kwargs, _wrapped))
@@ -116,7 +116,7 @@ def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: On
         if mutable:
             return found
         if name == "scaled_dot_product_attention":
-            # the order in memory of its result depends on its kernel
+            # the memory format of its result depends on the kernel
             strides = iter([dense_like(found)])
         else:
             layout = layout_of(func, args, kwargs)
@@ -126,11 +126,11 @@ def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: On
 
 
 def _as_in_torch(x: Tensor, strides: tuple[int, ...] | None, tensors: list[Tensor], view: bool) -> Tensor:
-    """A result of a handler with the strides that torch gives it; unless it is a view, it shares no memory."""
-    # dropout in evaluation returns its argument
+    """Give a handler's result the strides that it has in torch; if it is not a view, it gets its own memory."""
+    # dropout in evaluation mode returns its argument
     if any(t is x for t in tensors):
         return x
-    # as of a handler that returns its part unchanged where this rank has nothing to do: others have made new memory
+    # a handler may return its shard unchanged if this rank has nothing to do, while other ranks allocate
     if not view and any(is_view(local_of(x), held_by(t)) for t in tensors):
         x = wrap(local_of(x).clone(), splits_of(x))
     if type(x) is not ShardedTensor:
@@ -152,9 +152,9 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> N
 
 
 def _by_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute an operator in place by the one that returns a new tensor."""
+    """Compute an in-place operator by its out-of-place form and a copy."""
     space, _, name = func._schema.name.partition("::")
-    # "add_", and "__iand__" of "&="
+    # for example "add_", or "__iand__" for "&="
     name = name.replace("__i", "__") if name.startswith("__i") else name[:-1]
     new = getattr(getattr(getattr(torch.ops, space), name, None), func._overloadname, None)
     if new is None:
@@ -163,7 +163,7 @@ def _by_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute an operator on gathered tensors, if all of their axes allow that."""
+    """Compute an operator on gathered tensors, if all of their axes allow it."""
     tensors = tensors_in((args, kwargs))
     if any(s.axis.unknown == "error" for t in tensors for s in splits_of(t)) or func._schema.is_mutable:
         values = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)

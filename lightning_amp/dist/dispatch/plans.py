@@ -1,4 +1,4 @@
-"""Plans: how an operator is computed on parts. A call with the same shapes and splits reuses its plan."""
+"""Define and run plans: how an operator is computed on shards. Calls with equal shapes and splits reuse a plan."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from lightning_amp.dist.splits import REASON, MeshAxis, Splits
 from lightning_amp.holding import holding
 
 TENSOR = object()
-"""Stands for the next of the tensors in the arguments of a plan."""
+"""Placeholder of the next tensor in the arguments of a plan."""
 
 
 class PartLayout(NamedTuple):
-    """What torch would return on whole tensors: the results' strides, and whether the first views the first tensor."""
+    """Strides of torch's results on global tensors, and whether the first result is a view of the first tensor."""
 
     strides: tuple[tuple[int, ...], ...]
     view: bool
@@ -27,18 +27,19 @@ class PartLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallPlan:
-    """How one call is computed on parts.
+    """How one call is computed on shards.
 
     Attributes:
-        name: Of the operator, for which collectives are counted.
-        arguments: The splits that its tensors are brought to, in the order of the arguments.
-        result: The splits of its results.
-        shapes: Of the results' parts.
-        sums: Axes over which the results are added up.
-        call, args: What is called in place of the operator; None where this is called as the caller did.
-        settled: The splits that the results get in the end, if some ranks have nothing of them; else None.
-        view: Whether torch's schema says that it returns a view of the first tensor.
-        layout: Strides of the whole results, and whether the first one is a view; filled in where a plan is run.
+        name: Name of the operator, for which collectives are counted.
+        arguments: Splits to which its tensors are redistributed, in the order of the arguments.
+        result: Splits of its results.
+        shapes: Shapes of the results' local shards.
+        sums: Axes over which the results are all-reduced.
+        call, args: Function and arguments that replace the operator; None calls the operator with the caller's
+            arguments.
+        settled: Final splits of the results, if some ranks would own nothing of them; else None.
+        view: Whether torch's schema declares a view of the first tensor.
+        layout: Layout of the global results; set when a plan is run.
         mutable: Whether the first tensor is written to and returned.
     """
 
@@ -58,14 +59,14 @@ class CallPlan:
 def plan_of_call(
     func: Any, given: Sequence[Splits], splits: Splits, shape: Sequence[int], *call: Any, view: bool = False
 ) -> CallPlan:
-    """The plan that calls a function in place of an operator.
+    """Return a plan that calls a function in place of an operator.
 
     Args:
-        func, given, view: As `name`, `arguments` and `view` of the plan.
+        func, given, view: Operator, and `arguments` and `view` of the plan.
         splits, shape: Splits and global shape of the result.
         call: The function and its arguments, in which TENSOR stands for the next tensor.
     """
-    # every rank gets an index: a dim with enough of them is split evenly, another is whole
+    # every rank must own an index: a long enough dim is sharded evenly, and a shorter one is gathered
     settled = splits
     for split in splits:
         axis, _, owners = split
@@ -85,11 +86,11 @@ def plan_of_call(
 
 
 PLANS: dict[Any, tuple[CallPlan, bool]] = {}
-"""By call: its plan, and whether nothing is sent."""
+"""Cached plans by call, and whether a plan sends nothing."""
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-    """What a plan depends on, hashable, else a TypeError; the call's tensors are added to a list."""
+    """Return a hashable key of all that a plan depends on, or raise TypeError; append the call's tensors."""
     key = (func, *[_frozen(arg, tensors) for arg in args])
     return (key, tuple((name, _frozen(value, tensors)) for name, value in kwargs.items())) if kwargs else key
 
@@ -103,10 +104,10 @@ def _frozen(value: Any, tensors: list[Tensor]) -> Any:
         tensors.append(value)
         return value.shape, value.stride(), value.dtype
     if kind is list or kind is tuple:
-        # factors of sizes come as lists
+        # scale factors come in lists
         return tuple([item if type(item) is float else _frozen(item, tensors) for item in value])
     if kind is float or kind is complex:
-        # no layout depends on it, and it may differ from step to step
+        # no layout depends on its value, which may differ from step to step
         return kind
     if kind is slice:
         return slice, _frozen((value.start, value.stop, value.step), tensors)
@@ -115,12 +116,11 @@ def _frozen(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def keep(key: Any, plan: CallPlan, tensors: Sequence[Tensor]) -> None:
-    """Keep a plan for the next call on tensors that are split as these are."""
+    """Cache a plan for calls with the same shapes and splits."""
     if len(PLANS) > 10_000:
-        # shapes that vary from step to step would fill it without end
+        # shapes that vary from step to step would fill the cache without limit
         PLANS.clear()
-    # the common case in a step, of which a lookup and the operator itself are all that is left
-    # Splits are interned, so identity is equality: a hit costs no comparison of owners.
+    # fast path: the call needs only a lookup and the operator. Splits are interned, so that `is` compares them
     stays = all(splits_of(t) is splits for t, splits in zip(tensors, plan.arguments, strict=True))
     PLANS[key] = plan, stays and not plan.sums and plan.settled is None
 
@@ -140,7 +140,7 @@ def run_on(
     kwargs: dict[str, Any],
     tensors: Sequence[Tensor],
 ) -> Any:
-    """Compute a call by its plan, given the parts of its tensors."""
+    """Compute a call by its plan, given the local shards of its tensors."""
     rest = iter(parts)
     if plan.call is not None:
         found = plan.call(*_filled(plan.args, rest))
@@ -156,7 +156,7 @@ def run_on(
 
 
 def _filled(values: Iterable[Any], parts: Iterator[Tensor]) -> list[Any]:
-    """Arguments with parts in place of their tensors."""
+    """Replace tensors in the arguments by local shards."""
     return [
         next(parts)
         if value is TENSOR or isinstance(value, Tensor)
@@ -168,23 +168,22 @@ def _filled(values: Iterable[Any], parts: Iterator[Tensor]) -> list[Any]:
 
 
 def _finished(part: Tensor, plan: CallPlan, i: int, parts: list[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    # a rule that is wrong must not train
+    # a wrong rule must raise an error, not train
     assert part.shape == plan.shapes[i], f"a part of shape {tuple(part.shape)} for {plan.shapes[i]}"
     strides, view = (None, plan.view) if plan.layout is None else (plan.layout.strides[i], plan.layout.view)
-    # Before anything else: until then a part is one rank's summand, and its memory is new, no view.
+    # First of all: until then the shard is a partial sum in new memory.
     for axis in plan.sums:
         part = all_reduce(part, axis)
     splits = plan.result
     if (plan.call is not None or plan.view) and not view and is_view(part, parts[0]):
-        # torch copies where this rank has a view, as of all indices of a dim
+        # torch copies, although this rank has a view, such as of all indices of a dim
         part = part.clone()
     if plan.settled is not None:
         part, splits = resplit(part, splits, plan.settled), plan.settled
     copied = False
     if view:
-        # a view of what was sent, or of another memory, is a copy: whoever writes to it is refused
-        # Memory that is not the first tensor's, though torch has a view: on the same device it was sent or copied here,
-        # so that a write would be lost; on another device torch copies as well.
+        # A view in torch that does not share memory with the first tensor here is a copy: on the same device it was
+        # sent or copied here, so that writes would be lost, and raise an error. Across devices, torch copies too.
         moved = plan.settled is not None or plan.arguments[0] is not splits_of(tensors[0])
         shares = is_view(part, parts[0])
         copied = moved or (getattr(tensors[0], "copied", False) if shares else part.device == parts[0].device)
@@ -194,7 +193,7 @@ def _finished(part: Tensor, plan: CallPlan, i: int, parts: list[Tensor], tensors
 
 
 def laid_out(whole: Tensor, strides: tuple[int, ...] | None, view: bool) -> Tensor:
-    """A new whole tensor in the order in memory that torch gives it; a view is left as it is."""
+    """Give a new replicated tensor the strides that it has in torch; a view is returned unchanged."""
     if view or strides is None or whole.numel() < 2:
         return whole
     same = all(n == 1 or a == b for n, a, b in zip(whole.shape, whole.stride(), strides, strict=True))

@@ -1,4 +1,4 @@
-"""Handlers of operators on sharded tensors, by kind; importing this package registers them."""
+"""Handlers of operators on sharded tensors, by kind of operator; importing this package registers them."""
 
 from lightning_amp.dist import normalise  # noqa: F401
 from lightning_amp.dist.dispatch import compute  # noqa: F401

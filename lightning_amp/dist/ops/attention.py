@@ -1,6 +1,6 @@
-"""Attention of sharded tensors: around a ring where queries and keys are split along the sequence (ring_attention.py).
+"""Compute attention of sharded tensors; sequence-sharded queries and keys use ring attention (ring_attention.py).
 
-Legend: `log_sums` are the logarithms of the sums of exponentials, [batch, head, row].
+Legend: `log_sums` are logarithms of sums of exponentials, [batch, head, row].
 """
 
 import math
@@ -31,11 +31,12 @@ from lightning_amp.dist.splits import MeshAxis, Splits
 
 
 class _SplitColumns(torch.autograd.Function):
-    """Whole queries, split keys and values: the results of all ranks are merged."""
+    """Attention with replicated queries and sharded keys and values: results of all ranks are merged."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, axis: MeshAxis) -> Tensor:
         found, own = block_forward(q, k, v, mask, False, scale)
+        # relative to the maximum of all ranks, exponentials do not overflow
         top = reduce_now(own, axis, torch.distributed.ReduceOp.MAX)
         top = torch.where(torch.isfinite(top), top, 0)
         share = (own - top).exp()
@@ -61,7 +62,7 @@ def _attention(
     scale = shape_of(q)[-1] ** -0.5 if scale is None else scale
     if causal and mask is not None:
         raise shard_error(func, [q, k, v, mask], "it has a mask and is causal", remedy="put both into the mask")
-    # samples, and heads, of which keys may have one for all: parts of it would not be those of the queries
+    # broadcast samples and heads: a shard of keys of size 1 would not match the shard of the queries
     own = -3 if enable_gqa else -2
     whole = torch.broadcast_shapes(*(shape_of(t)[:own] for t in (q, k, v)))
     q, k, v = (t if shape_of(t)[:own] == whole else t.expand(*whole, *shape_of(t)[own:]) for t in (q, k, v))
@@ -82,7 +83,7 @@ def _attention(
     q, k = in_order(q, 2), in_order(k, 2)
     of_q, of_k, rest = splits_of(q).at(2), splits_of(k).at(2), splits_of(q).without(2)
     if of_k is not None and (rest.on(of_k.axis) or (of_q and of_q.axis is not of_k.axis)):
-        # the axis splits samples or heads of the queries, or they have another one for rows
+        # the axis shards samples or heads of the queries, or another axis shards their rows
         of_k = None
     k, v = (redistribute(t, Splits.of([*rest, of_k] if of_k else list(rest))) for t in (k, v))
     if p or (mask is not None and mask.requires_grad):
@@ -90,15 +91,15 @@ def _attention(
     if of_q is None and of_k is None:
         return by_rule(func, q, k, v, mask, 0.0, causal, scale=scale)
     if shape_of(q)[3] != shape_of(v)[3]:
-        # the kernel wants as many features of values as of keys: zeros change neither
+        # the kernel requires equally many features of keys and values; padding by zeros changes neither
         most = max(shape_of(q)[3], shape_of(v)[3])
         q, k, w = (F.pad(t, (0, most - shape_of(t)[3])) for t in (q, k, v))
         return F.scaled_dot_product_attention(q, k, w, mask, 0.0, causal, scale=scale)[..., : shape_of(v)[3]]
     if mask is not None:
-        # own rows, heads and samples, and all columns
+        # local rows, heads and samples, and all columns
         mask = mask.view([*[1] * (4 - len(shape_of(mask))), *shape_of(mask)])
         mask = part_in(mask, splits_of(q).without(*[d for d, m in enumerate(shape_of(mask)) if m == 1]))
-    # the kernel reads the features of a head as they lie in memory
+    # the kernel requires contiguous features of a head
     parts = [computed_in(local_of(t)) for t in (q, k, v)]
     a, b, c = (part if part.stride(3) == 1 else part.contiguous() for part in parts)
     mask = mask if mask is None or mask.dtype == torch.bool else mask.to(a.dtype)
@@ -123,7 +124,7 @@ def _attention(
 
 
 def _with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float) -> Tensor:
-    """Attention that computes all scores of the own rows, for dropout and for masks that are trained."""
+    """Attention that computes all scores of the local rows, for dropout and for trained masks."""
     scores = torch.matmul(q, k.mT) * scale
     if causal:
         mask = torch.ones(shape_of(scores)[-2:], dtype=torch.bool, device=q.device).tril()
@@ -132,7 +133,7 @@ def _with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float
     if mask is None:
         weights = torch.softmax(scores, -1)
     else:
-        # as of torch, rows that see nothing have weights of zero, and gradients
+        # as in torch, fully masked rows have weights and gradients of zero
         blind = (scores == -math.inf).all(-1, keepdim=True)
         weights = torch.softmax(scores.masked_fill(blind, 0), -1).masked_fill(blind, 0)
     if p:

@@ -1,4 +1,4 @@
-"""Functions of Python that never reach the dispatcher, or reach it too late: properties, hooks, conversions, values."""
+"""Handle Python functions of sharded tensors that need no operator or bypass dispatch: properties, hooks, values."""
 
 import copy
 from collections.abc import Callable
@@ -27,13 +27,13 @@ METADATA = (
     *("size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "is_signed"),
     *("ndimension", "nelement", "get_device", "__len__", "storage_offset", "is_contiguous"),
 )
-"""Methods that read what the wrapper says of itself."""
+"""Methods that read metadata of the wrapper."""
 PROPERTIES = ("dtype", "device", "ndim", "is_cuda", "is_cpu", "is_sparse", "is_meta", "itemsize", "nbytes")
 VALUES = (
     *("tolist", "numpy", "__array__", "item", "__bool__", "__int__", "__float__", "__index__", "__complex__"),
     *("data_ptr", "const_data_ptr", "untyped_storage", "apply_", "map_", "map2_", "__dlpack__"),
 )
-"""Methods that read numbers, or memory."""
+"""Methods that read values or memory."""
 
 
 def _of_wrapper(method: Any) -> Any:
@@ -59,7 +59,7 @@ def _on_whole(method: Any) -> Any:
     return read
 
 
-# some versions of torch lack one
+# some methods are missing in some versions of torch
 FUNCTIONS.update({m: _on_whole(m) for name in VALUES if (m := getattr(Tensor, name, None)) is not None})
 
 
@@ -84,7 +84,7 @@ for _name in ("retain_grad", "is_pinned", *NEW):
 
 @function(Tensor.register_hook)
 def _register_hook(x: ShardedTensor, hook: Any) -> Any:
-    # not the tensor itself: a hook lives as long as the graph, and would keep it
+    # capture splits and not the tensor: a hook lives as long as the graph, and would keep the tensor alive
     splits, axes = x.splits, tuple(AXES_OF_STEP or [split.axis for split in x.splits])
 
     def whole(grad: Tensor) -> Tensor | None:
@@ -101,20 +101,20 @@ def _backward(x: Any, *args: Any, **kwargs: Any) -> None:
         raise shard_error(Tensor.backward, [x], why, remedy="sum or average it")
     for t in tensors_in((args, kwargs)):
         if type(t) is ShardedTensor:
-            # one of `inputs`, whose gradient is read as that of the whole
+            # one of `inputs`, whose gradient is read as that of a sharded tensor
             t.held.is_part = True  # type: ignore[attr-defined]
     torch.autograd.backward(*mapped((x, *args), local_of), **mapped(kwargs, local_of))
 
 
 @function(Tensor.unflatten)
 def _unflatten(x: Tensor, dim: int, sizes: Any) -> Tensor:
-    # torch's own method calls itself without end on a subclass
+    # torch's own method recurses endlessly for a subclass
     with no_modes():
         shape = torch.empty(shape_of(x), device="meta").unflatten(dim, sizes).shape
     return torch.reshape(x, shape)
 
 
-# torch's own are two operators, of which a call has no plan: they take fifteen times as long
+# torch's own properties run two operators, whose call has no cached plan: they take fifteen times as long
 TRANSPOSED: dict[Any, Callable[[Tensor], Tensor]] = {
     Tensor.T: lambda x: x.permute(*reversed(range(x.dim()))),
     Tensor.mT: lambda x: x.transpose(-1, -2),
@@ -133,7 +133,7 @@ def _data(x: ShardedTensor) -> Tensor:
 def _deepcopy(x: ShardedTensor, memo: dict[int, Any]) -> Tensor:
     if not x.is_made_when_read:
         return wrap(copy.deepcopy(x.local, memo), x.splits, strides=x.strides)
-    # of a parameter, a leaf
+    # a copy of a parameter is a leaf
     made = ShardedTensor(x.local.detach().clone(), x.splits)
     made.requires_grad = x.requires_grad
     return made
@@ -141,7 +141,7 @@ def _deepcopy(x: ShardedTensor, memo: dict[int, Any]) -> Tensor:
 
 @function(Tensor.__eq__, Tensor.eq)
 def _equal(x: Any, other: Any) -> Any:
-    # keys of dictionaries: a parameter, and what stands in its place
+    # as keys of dictionaries, a parameter and the wrapper that replaces it are equal
     for one, key in ((x, other), (other, x)):
         if type(one) is ShardedTensor and one.is_made_when_read and one.held is key:
             return True

@@ -1,4 +1,4 @@
-"""Operators that cut, turn and join dims: plans in which each rank keeps the indices that it owns."""
+"""Slice, split, flip, roll, concatenate and write sharded tensors, so that each rank keeps the indices it owns."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -29,7 +29,7 @@ from lightning_amp.graph.flow import RULES
 
 
 def take(func: Any, x: Tensor, dim: int, ranges: Sequence[range], view: bool = False) -> CallPlan:
-    """The indices in some ranges of a dim, one range after the other, on the ranks that own them."""
+    """Return a plan that takes some ranges of a dim, one after the other, on the ranks that own them."""
     shape = list(shape_of(x))
     shape[dim] = sum(map(len, ranges))
     splits, local = taken(splits_of(x), dim, ranges)
@@ -37,7 +37,7 @@ def take(func: Any, x: Tensor, dim: int, ranges: Sequence[range], view: bool = F
 
 
 def taken(splits: Splits, dim: int, ranges: Sequence[range]) -> tuple[Splits, list[range]]:
-    """Splits with some ranges of a dim in place of the dim, and where they lie in this rank's part."""
+    """Return the splits after a dim is replaced by some ranges of it, and these ranges in the local shard."""
     split = splits.at(dim)
     if split is None:
         return splits, list(ranges)
@@ -63,7 +63,7 @@ def _narrow(func: Any, x: Tensor, dim: int, start: int, length: int) -> CallPlan
 
 
 def _at_numbers(func: Any) -> Any:
-    """A call whose places are numbers, where a tensor has them: a plan does not depend on values."""
+    """Wrap a function so that indices given as plain tensors become numbers: a plan must not depend on values."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = mapped((args, kwargs), lambda t: t if type(t) is ShardedTensor else t.tolist())
@@ -79,7 +79,7 @@ FUNCTIONS.update(
 
 @operator("select")
 def _select(func: Any, x: Tensor, dim: int, index: int) -> Any:
-    """One index of a dim; of a split dim its owner sends it to every rank."""
+    """Select one index of a dim; the owner of a sharded dim sends it to every rank."""
     dim = dim_of(x, dim)
     index = range(shape_of(x)[dim])[index]
     split, splits = splits_of(x).at(dim), splits_of(x).without(dim).mapped(lambda d: d - (d > dim))
@@ -92,7 +92,7 @@ def _select(func: Any, x: Tensor, dim: int, index: int) -> Any:
 
 @operator("unbind")
 def _unbind(func: Any, x: Tensor, dim: int = 0) -> Any:
-    """All indices of a split dim are wanted on every rank: it is gathered once."""
+    """Unbind a dim; a sharded dim is gathered once, because every rank needs all indices."""
     dim = dim_of(x, dim)
     if splits_of(x).at(dim) is None:
         return BY_RULE
@@ -126,14 +126,15 @@ def _roll(func: Any, x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ())
         return x.roll(shifts[0], dims[0]).roll(list(shifts[1:]), list(dims[1:]))
     dim = dim_of(x, dims[0])
     n = shape_of(x)[dim]
+    # the indices from `at` on wrap around to the front
     at = -shifts[0] % max(n, 1)
     return take(func, x, dim, [range(at, n), range(at)])
 
 
 @operator("cat", "concat", "concatenate")
 def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    """Tensors end to end; parts of a split dim stay where they are, and nothing is sent."""
-    # torch skips what is empty and has one dim only
+    """Concatenate tensors; shards stay on their ranks, and nothing is sent."""
+    # torch ignores empty tensors with one dim
     kept = [t for t in tensors if shape_of(t) != (0,)]
     if len(kept) < len(tensors):
         return torch.cat(kept, dim)
@@ -148,7 +149,7 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
     for i, t in enumerate(tensors):
         have, n = splits_of(t).on(axis), shape_of(t)[dim]
         owners.append(have.owners if have and have.dim == dim else _owners_between(tensors, i, dim, split))
-        # of a whole tensor ranks that own nothing of it take an empty part: its gradient is zero there, not missing
+        # ranks that own nothing of a replicated tensor take an empty shard: its gradient is then zero, not missing
         arguments.append(rest.replaced(axis, Split(axis, dim, owners[-1])) if n else rest)
     splits = rest.replaced(axis, Split(axis, dim, Owners.joined(owners, axis.size)))
     shape = list(shape_of(lead))
@@ -157,7 +158,7 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
 
 
 def _owners_between(tensors: Sequence[Tensor], i: int, dim: int, split: Split) -> Owners:
-    """Owners of a whole tensor in a concatenation: all ranks, or the neighbour's where it has few indices."""
+    """Return owners of a replicated tensor in a concatenation: all ranks, or a neighbour's if it has few indices."""
     n, axis = shape_of(tensors[i])[dim], split.axis
     if n >= axis.size:
         return Owners.even(n, axis.size)
@@ -169,7 +170,7 @@ def _owners_between(tensors: Sequence[Tensor], i: int, dim: int, split: Split) -
 
 @function(Tensor.__getitem__)
 def _getitem(x: Tensor, index: Any) -> Any:
-    """Lists of positions as tensors, into which torch turns them where no subclass can."""
+    """Convert lists of positions in an index to tensors; for plain tensors, torch does this in C++."""
     given = index if isinstance(index, tuple) else (index,)
     if any(isinstance(i, list | tuple) for i in given):
         device = held_by(x).device
@@ -179,13 +180,13 @@ def _getitem(x: Tensor, index: Any) -> Any:
 
 @function(Tensor.__setitem__)
 def _setitem(x: Tensor, index: Any, value: Any) -> None:
-    """Write into a part of a tensor; every rank writes what it owns."""
+    """Write into some indices of a tensor; each rank writes the indices that it owns."""
     if not splits_of(x):
         raise shard_error(Tensor.__setitem__, [x], "it writes sharded values into a tensor that every rank has whole")
     if x.copied:  # type: ignore[attr-defined]
         raise shard_error(Tensor.__setitem__, [x], LOST, remedy="write into the tensor itself, or use where")
     index = list(index) if isinstance(index, tuple) else [index]
-    # a boolean is a mask without dims
+    # a bool is a mask without dims
     looked_up = [i for i in index if isinstance(i, bool) or not isinstance(i, int | slice | EllipsisType | None)]
     if looked_up:
         _put(x, index, looked_up, value)
@@ -194,7 +195,7 @@ def _setitem(x: Tensor, index: Any, value: Any) -> None:
     place = next((k for k, i in enumerate(index) if i is Ellipsis), len(index))
     index[place : place + 1] = [slice(None)] * (x.dim() - n_indexed)
     if isinstance(value, Tensor):
-        # torch skips leading dims of size 1
+        # torch ignores leading dims of size 1
         while len(shape_of(value)) > sum(not isinstance(i, int) for i in index) and shape_of(value)[0] == 1:
             value = value.squeeze(0)
     part, splits = local_of(x), splits_of(x)
@@ -204,7 +205,7 @@ def _setitem(x: Tensor, index: Any, value: Any) -> None:
             splits = Splits.of([split._replace(dim=split.dim + (split.dim >= dim)) for split in splits])
             continue
         if isinstance(i, slice) and (i.step or 1) < 1:
-            # what is picked in reverse is a copy, and a write to it would be lost
+            # indexing in reverse makes a copy, so that a write to it would be lost
             raise ValueError("step must be greater than zero")
         n = splits.global_shape(part.shape)[dim]
         indices = range(n)[i] if isinstance(i, slice) else range(n)[range(n)[i] :][:1]
@@ -214,7 +215,7 @@ def _setitem(x: Tensor, index: Any, value: Any) -> None:
         part = pick(part, dim, local)
         after = sum(not isinstance(other, int) for other in index[dim + 1 :])
         if isinstance(i, int) and isinstance(value, Tensor) and len(shape_of(value)) > after:
-            # the dim stays, with nothing in it on ranks that do not own the index
+            # the dim is kept, and is empty on ranks that do not own the index
             value = value.unsqueeze(-1 - after)
     written = wrap(part, splits)
     if isinstance(value, Tensor):
@@ -224,7 +225,7 @@ def _setitem(x: Tensor, index: Any, value: Any) -> None:
 
 
 def _put(x: Tensor, index: Sequence[Any], looked_up: Sequence[Any], value: Any) -> None:
-    """Write to positions that depend on values: a whole mask, or positions of leading dims."""
+    """Write to positions that depend on values: a mask of leading dims, or positions along leading dims."""
     if len(index) == 1 and isinstance(index[0], Tensor) and index[0].dtype == torch.bool:
         if isinstance(value, Tensor) and value.dim():
             raise shard_error(Tensor.__setitem__, [x], "how many values a mask selects differs between ranks")

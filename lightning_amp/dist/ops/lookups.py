@@ -1,8 +1,8 @@
-"""Values read from and written to positions that are values themselves: index, gather, scatter and their kin.
+"""Compute operators whose indices are tensors: index, gather, scatter, embedding and similar ones.
 
-Of a split dim that is looked up along, each rank reads what it owns, and the results are added up; positions that are
-split over the same axis keep their split, and the values are gathered. What is added to positions is the adjoint: every
-rank adds its own values to zeros, and the sum over the ranks goes to the owners.
+Along an indexed, sharded dim, each rank reads the values that it owns, and the results are all-reduced. If the index is
+sharded over the same axis, it keeps its split, and the values are gathered. Accumulating writes are the adjoint: every
+rank adds its values to zeros, and the sum over the ranks goes to the owners.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ aten = torch.ops.aten
 
 
 def own_positions(index: Tensor, split: Split) -> tuple[Tensor, Tensor]:
-    """Where global positions along a dim lie in this rank's part, 0 for those of others; which are its own."""
+    """Map global positions along a dim to the local shard, 0 if not owned; and return which are owned."""
     axis, _, owners = split
-    # a table of the whole dim, of integers: owners may be in any order, and a comparison with borders would not do
+    # an integer table over all indices: owners may be in any order, so comparing with borders is not enough
     place = torch.full((owners.n,), -1, dtype=torch.int64, device=index.device)
     own = positions(owners.spans[axis.rank], index.device)
     place[own] = torch.arange(len(own), device=index.device)
@@ -43,12 +43,12 @@ def own_positions(index: Tensor, split: Split) -> tuple[Tensor, Tensor]:
 
 
 class _Indexing:
-    """How a tensor is indexed by some dims.
+    """How a tensor is indexed along some dims.
 
     Attributes:
-        used: The dims that are looked up along.
-        at: Where the dims of the positions lie in the result.
-        indices: The positions, of one shape, as plain or sharded tensors.
+        used: The indexed dims.
+        at: First dim of the index in the result.
+        indices: The index tensors, plain or sharded, broadcast to one shape.
     """
 
     def __init__(self, func: Any, x: Tensor, indices: Sequence[Tensor | None]) -> None:
@@ -58,19 +58,18 @@ class _Indexing:
             raise shard_error(func, [x, *given], "how many values a mask selects differs between ranks")
         shape = torch.broadcast_shapes(*map(shape_of, given))
         self.indices = [index if shape_of(index) == shape else index.expand(shape) for index in given]
-        # torch puts the dims of positions in the place of the dims that are looked up along if these are neighbours,
-        # and first otherwise.
+        # torch puts the dims of the index in place of the indexed dims if these are adjacent, and first otherwise.
         adjacent = self.used == list(range(self.used[0], self.used[0] + len(self.used)))
         self.at, self.rank = self.used[0] if adjacent else 0, len(shape)
         self.splits = WHOLE
         for axis in axes_in(*given):
-            # the positions are few: they follow the largest of them that is split
+            # the indices are small: they follow the largest sharded one
             split = max((s for t in self.indices if (s := splits_of(t).on(axis))), key=lambda s: s.owners.n)
             if self.splits.at(split.dim) is None:
                 self.splits = self.splits.replaced(axis, split)
 
     def own(self, splits: Splits, along: Sequence[Split]) -> tuple[list[Tensor], Tensor | None]:
-        """Positions in this rank's part, and which are its own; None where no dim that is looked up along is split."""
+        """Return local positions, and which this rank owns; None if no indexed dim is sharded."""
         own, inside = [part_in(index, splits) for index in self.indices], None
         for split in along:
             i = self.used.index(split.dim)
@@ -79,14 +78,14 @@ class _Indexing:
         return own, inside
 
     def of_result(self, d: int) -> int | None:
-        """The dim of the result that follows a dim of the tensor."""
+        """Return the dim of the result that follows a dim of the tensor."""
         if d in self.used:
             return None
         before = sum(other not in self.used for other in range(d))
         return before if before < self.at else before + self.rank
 
     def of_values(self, splits: Splits) -> Splits:
-        """Splits of the tensor and of the positions, as those of the result."""
+        """Return splits of the result, from those of the tensor and the index."""
         moved = self.splits.mapped(lambda d: d + self.at)
         return Splits.of([*splits.mapped(self.of_result), *moved])
 
@@ -97,7 +96,7 @@ def _index(func: Any, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     for axis in axes_in(x):
         have = splits_of(x).on(axis)
         if have is not None and how.splits.on(axis) is not None:
-            # positions and what is looked up are split over one axis: each rank needs rows of all others
+            # index and indexed dim are sharded over one axis: each rank needs rows of all others
             if have.dim in how.used:
                 x = redistribute(x, splits_of(x).replaced(axis, None))
             else:
@@ -107,7 +106,7 @@ def _index(func: Any, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     found = local_of(x)[tuple(_places(x, how.used, own, slice(None)))]
     if inside is not None:
         inside = inside.view([*inside.shape, *[1] * (found.dim() - how.at - how.rank)])
-        # not torch.where, which would make booleans numbers
+        # not torch.where, which would convert booleans to numbers
         found = found.masked_fill(~inside, 0)
         for split in along:
             found = all_reduce(found, split.axis)
@@ -139,13 +138,13 @@ def _index_put(
         own = [part_in(index, how.splits) for index in how.indices]
         added = aten.index_put.default(local_of(zeros), _places(x, how.used, own, None), part, True)
         return _added(x, wrap(added, splits_of(zeros)), [s.axis for s in how.splits])
-    # Of positions that are named twice torch keeps the last value: each owner has to see all of them, in their order.
+    # torch keeps the last value for a repeated position, so each owner needs all values in order
     how.splits = WHOLE
     rest = splits_of(x).without(*how.used)
     own, inside = how.own(WHOLE, [s for s in splits_of(x) if s.dim in how.used])
     part = part_in(values, how.of_values(rest))
     if inside is not None:
-        # only what this rank owns
+        # only values that this rank owns
         own = [index[inside] for index in own]
         part = part.movedim(tuple(range(how.at, how.at + how.rank)), tuple(range(how.rank)))[inside]
         part = part if how.at == 0 else part.movedim(0, how.at)
@@ -154,7 +153,7 @@ def _index_put(
 
 
 def _added(x: Tensor, added: Tensor, axes: Sequence[MeshAxis]) -> Tensor:
-    """A tensor plus the sum over some axes of what each rank has to add, whole or split as the tensor is."""
+    """Add the sum over some axes of each rank's contribution; the result is replicated or sharded as the tensor is."""
     part, splits = local_of(added), splits_of(added)
     for axis in axes:
         split = splits_of(x).on(axis)
@@ -184,7 +183,7 @@ composed(
 def _embedding(
     func: Any, weight: Tensor, index: Tensor, padding_idx: int = -1, scale: bool = False, sparse: bool = False
 ) -> Any:
-    """By rule, but for a table whose rows are split."""
+    """Compute by rule, except for a table with sharded rows."""
     rows = splits_of(weight).at(0)
     if (scale and (rows or splits_of(index))) or (sparse and rows):
         raise shard_error(func, [weight, index], "its gradient is scaled by counts of positions, or sparse")
@@ -205,6 +204,7 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
     for d, n in enumerate(shape_of(index)):
         if d != dim and shape_of(x)[d] != n:
             x = x.narrow(d, 0, n)
+    # the result keeps splits of dims other than `dim`, else that of the index: it has the shape of the index
     splits = WHOLE
     for axis in axes_in(x, index):
         have = splits_of(x).on(axis)
@@ -229,13 +229,13 @@ def _scatter(func: Any, x: Tensor, dim: int, index: Tensor, source: Any, *args: 
         for d, n in enumerate(shape):
             source = source if shape_of(source)[d] == n else source.narrow(d, 0, n)
     given = [x, index, source] if isinstance(source, Tensor) else [x, index]
-    # splits of dims that all have in full
+    # splits of dims with the same size in all tensors
     splits = WHOLE
     for axis in axes_in(*given):
         split = next((s for t in given if (s := splits_of(t).on(axis)) and s.dim != dim), None)
         if split is not None and shape[split.dim] == shape_of(x)[split.dim] and splits.at(split.dim) is None:
             splits = splits.replaced(axis, split)
-    # values to add that lie on several ranks: each adds its own to zeros, and the sums are added
+    # sharded values to add: each rank adds its own to zeros, and the sums are all-reduced
     over = next((s for t in given[1:] for s in splits_of(t) if s.dim == dim and splits.on(s.axis) is None), None)
     if name_of(func) == "scatter_add" and over is not None:
         own = splits.replaced(over.axis, over)
@@ -248,7 +248,7 @@ def _scatter(func: Any, x: Tensor, dim: int, index: Tensor, source: Any, *args: 
     own_source = part_in(source, splits) if isinstance(source, Tensor) else source
     if along is None:
         return wrap(func(local, dim, own_index, own_source, *args, **kwargs), splits_of(x))
-    # others' positions go to one more row, which is cut off
+    # positions that this rank does not own go to an extra row, which is cut off
     n = local.shape[dim]
     own_index, inside = own_positions(own_index, along)
     own_index = torch.where(inside, own_index, n)
@@ -265,7 +265,7 @@ def _bincount(func: Any, x: Tensor, weights: Tensor | None = None, minlength: in
 
 @operator("diagonal", "diagonal_copy")
 def _diagonal(func: Any, x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
-    """By rule, but for rows or columns that are split: of each row its value in one column."""
+    """Compute by rule, unless rows or columns are sharded: then gather one column of each row."""
     n = len(shape_of(x))
     dim1, dim2 = range(n)[dim1], range(n)[dim2]
     if splits_of(x).at(dim1) is None and splits_of(x).at(dim2) is None:

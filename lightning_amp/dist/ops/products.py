@@ -1,7 +1,7 @@
-"""Matrix products and Fourier transforms.
+"""Compute matrix products, recurrent layers, small linear algebra and Fourier transforms of sharded tensors.
 
-Contractions of a split dim are added up; for rows by columns the right operand is gathered. Of a Fourier transform one
-dim comes after the other, so that of two transformed dims either may be split.
+A contraction of a sharded dim is all-reduced; for a product of sharded rows and sharded columns, the right operand is
+gathered. Fourier transforms are computed dim by dim, so that one of two transformed dims may be sharded.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from lightning_amp.dist.splits import WHOLE, MeshAxis
 
 @operator("linear")
 def _linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """Without the bias where sums are added up: it would be added by every rank."""
+    """Leave the bias out of a product that is all-reduced: otherwise every rank would add it."""
     if bias is not None and any(splits_of(t).at(len(shape_of(t)) - 1) for t in (x, weight)):
         found = F.linear(x, weight)
         return found + bias.to(found.dtype)
@@ -53,10 +53,10 @@ def _linear_of_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 class _LaterWeight(torch.autograd.Function):
-    """A linear layer whose backward pass leaves the gradient of its weight for later.
+    """A linear layer whose backward pass defers the gradient of its weight.
 
-    The gradient of its input is needed at once, and is added up over ranks by the layer before, where features are
-    contracted. While that is under way, the gradient of the weight is computed.
+    The gradient of its input is needed first: the layer before all-reduces it if features are contracted. The gradient
+    of the weight is computed during that all-reduce.
     """
 
     @staticmethod
@@ -79,7 +79,7 @@ class _LaterWeight(torch.autograd.Function):
             def compute() -> Tensor:
                 return (rows.T @ x.reshape(-1, x.shape[-1])).to(kind)
 
-            # a graph of the backward pass has to have it
+            # with create_graph, the gradient must be in the graph now
             if torch.is_grad_enabled() or not ctx.later(compute):
                 of_weight = compute()
         return of_x, of_weight, of_bias, None
@@ -91,7 +91,7 @@ def _added(func: Any, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha
     product = torch.outer(a, b) if name == "addr" else torch.matmul(a, b)
     product = product.sum(0) if name == "addbmm" else product
     if not beta:
-        # what it has may be no number, such as memory without values
+        # c may contain NaN, such as uninitialised memory
         return product * alpha
     c = c.to(product.dtype)
     return product * alpha + c * beta if (alpha, beta) != (1, 1) else product + c
@@ -99,7 +99,7 @@ def _added(func: Any, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha
 
 @operator("matmul", "mm", "bmm")
 def _matmul(func: Any, a: Tensor, b: Tensor) -> Any:
-    """By rule, but for `[.., row, k] @ [.., k, column]` with rows of a and rows or columns of b on all ranks."""
+    """Compute by rule, except `[.., row, k] @ [.., k, column]` with rows of a and rows or columns of b sharded."""
     row, k = len(shape_of(a)) - 2, len(shape_of(b)) - 2
     if min(row, k) < 0 or shape_of(a)[:-2] != shape_of(b)[:-2]:
         return BY_RULE
@@ -112,11 +112,11 @@ def _matmul(func: Any, a: Tensor, b: Tensor) -> Any:
 
 
 class _GatheredProduct(torch.autograd.Function):
-    """left @ right with right gathered for the product, not kept, and gathered again in the backward pass."""
+    """Compute left @ right with right gathered for the product, released, and gathered again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
-        # a view would keep the memory of a larger tensor, such as queries, keys and values in one
+        # a view would keep a larger tensor alive, such as queries, keys and values in one
         ctx.part = right.untyped_storage().nbytes() != right.nbytes
         ctx.save_for_backward(left, right.contiguous().clone() if ctx.part else right)
         ctx.to = axis, dim, owners
@@ -125,7 +125,7 @@ class _GatheredProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.part:
-            # the copy has no graph
+            # the copy is not in the autograd graph
             refuse_second("a product with a view of a larger tensor, split over ranks; copy the view before (.clone())")
         left, right = ctx.saved_tensors
         of_left = of_right = None
@@ -138,7 +138,7 @@ class _GatheredProduct(torch.autograd.Function):
 
 @operator("einsum")
 def _einsum(func: Any, equation: str, operands: Any, *, path: Any) -> Any:
-    """By rule, with every letter named."""
+    """Compute by rule, after the ellipsis is replaced by letters."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     if arrow and "." not in left:
         return BY_RULE
@@ -157,8 +157,8 @@ def _einsum(func: Any, equation: str, operands: Any, *, path: Any) -> Any:
 
 @operator("lstm", "gru", "rnn_tanh", "rnn_relu")
 def _recurrent(func: Any, x: Tensor, *args: Any) -> Any:
-    """Samples may be split, steps not."""
-    # the last argument says where steps are; that of packed sequences says where samples begin
+    """Compute by rule; sharded steps and packed sequences raise a ShardError."""
+    # the last argument is batch_first, which as a number is the dim of steps; packed sequences have the overload "data"
     if splits_of(x).at(int(args[-1])) or func._overloadname == "data":
         raise shard_error(func, [x], f"step after step depends on the one before, along dim {int(args[-1])}")
     return BY_RULE
@@ -204,14 +204,14 @@ aten = torch.ops.aten
 
 @operator("_fft_c2c", "_fft_r2c", "_fft_c2r")
 def _fourier(func: Any, x: Tensor, dim: Sequence[int], norm: int, last: Any) -> Any:
-    """By rule for what is whole, or a single dim, which is moved to another one by an all-to-all."""
+    """Compute by rule, which reshards by all-to-all; or dim by dim, if one of several transformed dims is sharded."""
     dims, name = [dim_of(x, d) for d in dim], name_of(func)
     if len(dims) == 1 or not any(d in dims for d in splits_of(x).dims):
         return BY_RULE
     if name == "_fft_c2c":
         *rest, one = sorted(dims, key=lambda d: splits_of(x).at(d) is not None)
         return func(func(x, rest, norm, last), [one], norm, last)
-    # real numbers are those of the last dim: before the others in one direction, after them in the other
+    # the last dim is the real one: it is transformed first by r2c and last by c2r
     *rest, one = dims
     if name == "_fft_r2c":
         return aten._fft_c2c.default(func(x, [one], norm, last), rest, norm, True)
@@ -220,7 +220,7 @@ def _fourier(func: Any, x: Tensor, dim: Sequence[int], norm: int, last: Any) -> 
 
 @operator("view_as_real")
 def _as_real(func: Any, x: Tensor) -> Any:
-    """A part may be a conjugate yet to be computed, of which the wrapper does not know."""
+    """Resolve a lazy conjugate of the local shard, which the wrapper does not record."""
     if not (isinstance(x, ShardedTensor) and x.held.is_conj()):
         return BY_RULE
     return by_rule(func, wrap(x.held.resolve_conj(), x.splits, True, x.strides))

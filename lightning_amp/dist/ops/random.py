@@ -1,7 +1,7 @@
-"""Random numbers of sharded tensors: hashes of a key and of the global position, the same for any number of ranks.
+"""Draw random numbers of sharded tensors as hashes of a key and the global position, equal for any number of ranks.
 
-The key is drawn from torch's generator, which all ranks of an axis have in one state, so that activation checkpointing
-draws the same numbers again. Numbers differ from those that torch draws for the whole tensor in one process.
+The key is drawn from torch's generator, whose state is the same on all ranks of an axis; activation checkpointing
+therefore draws the same numbers again. They differ from torch's numbers for the tensor in one process.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _RANGE = 2**53
 
 
 def drawn(shape: Sequence[int], splits: Splits, device: torch.device, n: int = 1) -> Tensor:
-    """This rank's part of integers in [0, 2 ** 53) of a global shape; `n` independent ones along a new first dim."""
+    """Return the local shard of integers in [0, 2 ** 53) of a global shape; `n` independent ones in a new first dim."""
     position = torch.zeros([1] * max(len(shape), 1), dtype=torch.int64, device=device)
     stride = 1
     for d in reversed(range(len(shape))):
@@ -32,10 +32,10 @@ def drawn(shape: Sequence[int], splits: Splits, device: torch.device, n: int = 1
             index = own_part(index, 0, split.owners, split.axis.rank)
         position = position + index.view([-1 if k == d else 1 for k in range(len(shape))]) * stride
         stride *= shape[d]
-    # one draw whatever the shape: the generators of all ranks stay in one state
+    # one draw for every shape: the generators of all ranks keep the same state
     key = torch.randint(2**62, (n, *[1] * position.dim()), device=device)
     bits = position * _STEP + key
-    # of signed integers >> copies the sign, and the mask takes these copies away
+    # `>>` of signed integers copies the sign bit; the mask clears the copies
     bits = bits.bitwise_xor_((bits >> 30).bitwise_and_(2**34 - 1)).mul_(_FIRST)
     bits = bits.bitwise_xor_((bits >> 27).bitwise_and_(2**37 - 1)).mul_(_SECOND)
     bits = bits.bitwise_xor_((bits >> 31).bitwise_and_(2**33 - 1))
@@ -43,26 +43,27 @@ def drawn(shape: Sequence[int], splits: Splits, device: torch.device, n: int = 1
 
 
 def kept(shape: Sequence[int], splits: Splits, p: float, device: torch.device) -> Tensor:
-    """This rank's part of a mask that is false with probability `p`."""
+    """Return the local shard of a mask that is False with probability `p`."""
     return drawn(shape, splits, device)[0] >= int(p * _RANGE)
 
 
 def _uniform(x: Tensor, n: int = 1) -> Tensor:
-    """Uniform numbers in [0, 1) for a tensor, in float64."""
+    """Draw uniform numbers in [0, 1) for a tensor, in float64."""
     return drawn(shape_of(x), splits_of(x), local_of(x).device, n).double() / _RANGE
 
 
 def _normal(x: Tensor) -> Tensor:
-    """Standard normal numbers, by the method of Box and Muller."""
+    """Draw standard normal numbers by the Box-Muller method."""
     radius, angle = _uniform(x, 2)
     return (-2 * torch.log1p(-radius)).sqrt() * torch.cos(2 * pi * angle)
 
 
 @operator("dropout", "feature_dropout")
 def _dropout(func: Any, x: Tensor, p: float, train: bool) -> Tensor:
-    """Of `feature_dropout`, positions share the draw of their sample and channel."""
+    """Compute dropout; in `feature_dropout`, all positions share the draw of their sample and channel."""
     if not train or p == 0:
         return x
+    # the mask has the first n dims, and is broadcast over the others
     n = 2 if "feature" in name_of(func) else len(shape_of(x))
     splits = Splits.of([split for split in splits_of(x) if split.dim < n])
     keep = kept(shape_of(x)[:n], splits, p, local_of(x).device)
@@ -83,7 +84,7 @@ def _refuse_generator(func: Any, x: Tensor, generator: Any) -> None:
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers in a shorter type; those below 1 stay so."""
+    """Round numbers to a shorter dtype; numbers below 1 stay below 1."""
     found = x.to(dtype)
     return torch.where((x < 1) & (found == 1), 1 - torch.finfo(dtype).eps / 2, found).to(dtype)
 
@@ -105,7 +106,7 @@ def _filled(func: Any, x: Tensor, *args: Any, generator: Any = None) -> Tensor:
         found = _uniform(x)[0] < p
     else:
         found = -torch.log1p(-_uniform(x)[0]) / args[0]
-    # with a gradient of zero for what was there before
+    # the previous values get a gradient of zero
     local.copy_(found)
     return x
 

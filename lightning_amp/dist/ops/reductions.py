@@ -1,7 +1,7 @@
-"""Reductions and losses over dims that are split: parts are reduced, then what is left of them over the ranks.
+"""Compute reductions and losses over sharded dims: reduce the shards, then the results over the ranks.
 
-Sums need no handler: a rule says that they add up. The others are compositions of sums, or reduce twice: every rank its
-part, and all ranks the gathered results, one index of each.
+Sums need no handler, because a rule declares that they are all-reduced. All others are compositions of sums, or are
+reduced twice: each rank reduces its shard, and all ranks reduce the gathered results, one index per rank.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ Dims = int | Sequence[int] | None
 
 
 def dims_of(dim: Dims, n: int) -> list[int]:
-    """The dims that are reduced, in ascending order; all of them where none is named."""
+    """Return the reduced dims in ascending order; all dims if `dim` is None or empty."""
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return list(range(n))
     return sorted({range(n)[d] for d in ([dim] if isinstance(dim, int) else dim)}) if n else []
 
 
 def after(splits: Splits, gone: Sequence[int], keep: bool) -> Splits:
-    """The splits of a result without the dims that are reduced, or with size 1 there."""
+    """Return the splits of a result, in which reduced dims are removed or have size 1."""
     rest = splits.without(*gone)
     return rest if keep else rest.mapped(lambda d: d - sum(other < d for other in gone))
 
@@ -44,7 +44,7 @@ def _mean(func: Any, x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtyp
     gone, kind = dims_of(dim, len(shape_of(x))), dtype or x.dtype
     if not _crosses(x, gone) or not (kind.is_floating_point or kind.is_complex):
         return BY_RULE
-    # a sum may have no room in 16 bits where its mean has
+    # a sum may overflow in 16 bits although the mean does not
     total = torch.sum(x, gone, keepdim, dtype=torch.promote_types(kind, torch.float32))
     return (total / prod(shape_of(x)[d] for d in gone)).to(kind)
 
@@ -60,14 +60,14 @@ def _variance(
     if not (x.is_floating_point() or x.is_complex()) or (not _crosses(x, gone) and "mean" not in name):
         return BY_RULE
     less, kind = int(unbiased) if correction is None else correction, x.dtype
-    # squares may have no room in 16 bits
+    # squares may overflow in 16 bits
     x = x.to(torch.promote_types(kind, torch.float32))
     mean = torch.mean(x, gone, True)
-    # real, for complex values too
+    # real-valued for complex values too
     apart = (x - mean).abs() if x.is_complex() else x - mean
     found = torch.sum(apart.square(), gone, keepdim) / max(prod(shape[d] for d in gone) - less, 0)
     if name.startswith("std"):
-        # the root has no slope at zero, where torch's gradient is zero
+        # sqrt has no gradient at zero; torch's gradient is zero there
         found = found.masked_fill(found == 0, 0).sqrt()
     mean, found = mean.to(kind), found.to(kind.to_real())
     return (found, mean if keepdim else mean.squeeze(gone)) if name.endswith("mean") else found
@@ -92,7 +92,7 @@ def _extreme(func: Any, x: Tensor, dim: Any = None, keepdim: bool = False) -> An
     reduce = torch.amax if largest else torch.amin
     best = reduce(local_of(x).detach(), gone, True)
     for split in splits_of(x):
-        # gathered: an all-reduce of maxima drops what is not a number
+        # gathered: an all-reduce of maxima would drop NaN
         best = reduce(stacked(best, split.axis), 0) if split.dim in gone else best
     best = wrap(best, splits_of(x).without(*gone))
     if not x.requires_grad:
@@ -100,14 +100,14 @@ def _extreme(func: Any, x: Tensor, dim: Any = None, keepdim: bool = False) -> An
     # as in torch, equal values share the gradient
     hit = (x.detach() == best) | (x.detach().isnan() & best.isnan())
     found = torch.where(hit, x / hit.sum(gone, True), 0).sum(gone, keepdim)
-    # that sum has the gradient, but rounds: its value may be no value of the tensor
+    # that sum has the gradient but rounds: its value may differ from all values of the tensor
     best = best if keepdim else best.squeeze(gone)
     return torch.where(best.isfinite(), best + (found - found.detach()), found)
 
 
 @operator("argmax", "argmin")
 def _place_of_extreme(func: Any, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    """Over a split dim the first index whose value is the best of all."""
+    """Return the first index of the extreme value; over a sharded dim, among all ranks."""
     if dim is None:
         place = getattr(torch, name_of(func))(x.flatten(), 0)
         return place.view([1] * len(shape_of(x))) if keepdim else place
@@ -128,7 +128,7 @@ def _count(func: Any, x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
     gone = dims_of(dim, len(shape_of(x)))
     if not _crosses(x, gone):
         return BY_RULE
-    # a dry run counts those of its rank alone
+    # a dry run counts the values of its own rank only
     found = torch.sum((x == 0) if name_of(func) == "all" else (x != 0), gone, keepdim)
     if name_of(func) == "count_nonzero":
         return found
@@ -138,7 +138,7 @@ def _count(func: Any, x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
 
 @operator("prod", "logsumexp", "linalg_vector_norm")
 def _twice(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Over split dims the same reduction of the parts' results."""
+    """Reduce the shards, and then their results, by the same reduction."""
     given = dict(zip([a.name for a in func._schema.arguments[1:]], args, strict=False)) | kwargs
     gone, keep = dims_of(given.get("dim"), len(shape_of(x))), given.get("keepdim", False)
     if not _crosses(x, gone):
@@ -158,6 +158,7 @@ def _twice(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
             return t
         return t.logsumexp(gone, True) if name == "logsumexp" else torch.linalg.vector_norm(t, ord, gone, True)
 
+    # after the local reduction, each rank owns one index of a reduced dim
     one_each = [
         split._replace(owners=Owners.even(split.axis.size, split.axis.size)) if split.dim in gone else split
         for split in splits_of(x)
@@ -189,7 +190,7 @@ def _quantile(func: Any, x: Tensor, q: Any, dim: int | None = None, keepdim: boo
     dims = dims_of(dim, len(shape_of(x)))
     x = with_whole(func, x, dims)
     found = func(local_of(x), q, dim, keepdim, **kwargs)
-    # several quantiles are a first dim
+    # several quantiles add a first dim
     more = len(shape_of(q)) if isinstance(q, Tensor) else 0
     return wrap(found, after(splits_of(x), dims, keepdim).mapped(lambda d: d + more))
 
@@ -199,7 +200,7 @@ NONE, MEAN, SUM = 0, 1, 2
 
 @operator(*BY_VALUE, *BY_CLASS, *BY_ROW)
 def _loss(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """The mean is the sum by what it counts: values, rows, or rows of kept classes by their weights."""
+    """Compute a mean as the sum divided by its count: of values, of rows, or of weights of rows of kept classes."""
     name = name_of(func)
     schema = func._schema.arguments
     given = kwargs | dict(zip([a.name for a in schema], args, strict=False))
@@ -208,7 +209,7 @@ def _loss(func: Any, *args: Any, **kwargs: Any) -> Any:
     x, target, weight = tensors[0], tensors[1], given.get("weight")
     n_dims = len(shape_of(x))
     if given["reduction"] == MEAN and x.dtype == torch.float16 and not torch.is_autocast_enabled(x.device.type):
-        # a sum may have no room where its mean has
+        # a sum may overflow although the mean does not
         wide = mapped(given, lambda t: t.float() if t.is_floating_point() else t)
         return func(**wide).to(x.dtype)
     if name in BY_CLASS and splits_of(x).at(min(1, n_dims - 1)) and not target.is_floating_point():
@@ -223,23 +224,23 @@ def _loss(func: Any, *args: Any, **kwargs: Any) -> Any:
     if target.is_floating_point():
         return total / (prod(shape_of(x)) // shape_of(x)[min(1, n_dims - 1)])
     kept = target != given["ignore_index"]
-    # the class that is ignored may be no class
+    # ignore_index may be outside the classes
     count = kept if weight is None else weight[torch.where(kept, target, 0)] * kept
     return total / count.sum()
 
 
 def _over_classes(given: dict[str, Any]) -> Tensor:
-    """The loss of logits whose classes are split: a few numbers per row are sent, never the logits."""
+    """Compute the loss of logits with sharded classes: a few numbers per row are communicated, never the logits."""
     x, target, weight, ignored = given["self"], given["target"], given["weight"], given["ignore_index"]
     if torch.is_autocast_enabled(x.device.type):
-        # autocast does not see the parts of this
+        # autocast does not apply to the operators below
         x = x.to(torch.promote_types(x.dtype, torch.float32))
     n_dims = len(shape_of(x))
     dim = min(1, n_dims - 1)
     kept, n = target != ignored, shape_of(x)[dim]
     place = torch.where(kept, target, 0)
     own = torch.gather(x, dim, place.unsqueeze(dim)).squeeze(dim)
-    # only cross-entropy has smoothing as an argument
+    # only cross_entropy has label_smoothing
     total = x.logsumexp(dim) if "label_smoothing" in given else 0.0
     each = 1 if weight is None else weight[place]
     found, smooth = (total - own) * each, given.get("label_smoothing") or 0.0
@@ -247,7 +248,7 @@ def _over_classes(given: dict[str, Any]) -> Tensor:
         weights = 1 if weight is None else weight.view([-1, *[1] * (n_dims - 1 - dim)])
         of_all = total * (n if weight is None else weight.sum()) - (x * weights).sum(dim)
         found = found * (1 - smooth) + of_all * (smooth / n)
-    # zero gradients where nothing is kept, as of torch
+    # as in torch, gradients of ignored rows are zero
     found = torch.where(kept, found, 0)
     if given["reduction"] == NONE:
         return found

@@ -1,4 +1,4 @@
-"""Interpolation: along a split dim every output is a weighted sum of a few inputs. Adaptive pooling to one value."""
+"""Compute interpolation (each output along a sharded dim is a weighted sum of a few inputs) and global mean pooling."""
 
 from collections.abc import Sequence
 from functools import lru_cache, reduce
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 class Taps(NamedTuple):
-    """For every output the inputs that it is a weighted sum of, as many for each."""
+    """Indices and weights of the inputs of every output; the number of inputs is the same for all."""
 
     places: tuple[tuple[int, ...], ...]
     weights: tuple[tuple[float, ...], ...]
@@ -27,19 +27,19 @@ class Taps(NamedTuple):
 
 @lru_cache(maxsize=256)
 def taps(mode: str, n_in: int, n_out: int, step: float, corners: bool) -> Taps:
-    """The inputs and weights of torch's resampling of one dim.
+    """Return the inputs and weights of torch's resampling of one dim.
 
     Args:
         mode: "nearest", "nearest-exact", "linear" or "cubic".
-        n_in, n_out: Inputs and outputs.
+        n_in, n_out: Numbers of inputs and outputs.
         step: Inputs per output.
-        corners: Whether the first and the last values of both lie on each other.
+        corners: torch's `align_corners`.
     """
     places, weights = list[list[int]](), list[list[float]]()
     for o in range(n_out):
         at = o * step if corners else (o + 0.5) * step - 0.5
         if mode.startswith("nearest"):
-            # torch computes it in float32
+            # in float32, as in torch
             exact = 0.5 if mode == "nearest-exact" else 0.0
             places.append([floor(np.float32(o + exact) * np.float32(step))])
             weights.append([1.0])
@@ -57,7 +57,7 @@ def taps(mode: str, n_in: int, n_out: int, step: float, corners: bool) -> Taps:
 
 
 def _near(x: float, a: float = -0.75) -> float:
-    """The cubic weight of an input at most one step away."""
+    """Return the cubic weight of an input that is at most one step away."""
     return ((a + 2) * x - (a + 3)) * x * x + 1
 
 
@@ -66,7 +66,7 @@ def _far(x: float, a: float = -0.75) -> float:
 
 
 def resampled(part: Tensor, split: Split, outputs: Owners, found: Taps) -> Tensor:
-    """A part with a split dim resampled, in own outputs."""
+    """Resample a sharded dim of a local shard, and return the local outputs."""
     spans, rank = [own for (own,) in outputs.spans], split.axis.rank
     places = [found.places[own.start : own.stop] for own in spans]
     rows = [WindowRows(range(min(map(min, own)), max(map(max, own)) + 1)) for own in places]
@@ -88,25 +88,25 @@ MODES = {
     "upsample_trilinear": "linear",
     "upsample_bicubic": "cubic",
 }
-"""Operators by the start of their names, and how they resample one dim."""
+"""Prefixes of operator names, and how they resample one dim."""
 
 
 @operator(*(f"{start}{n}d" for start in MODES for n in (1, 2, 3)))
 def _resample(func: Any, x: Tensor, size: Any, *rest: Any) -> Any:
-    """One dim after the other: a split dim by its taps, the others by the operator itself."""
+    """Resample sharded dims by taps, and then all other dims by the operator itself."""
     name, shape = name_of(func), shape_of(x)
     if not any(d >= 2 for d in splits_of(x).dims):
         return BY_RULE
     mode = MODES[name[:-2]]
     corners = [bool(rest[0])] if mode in ("linear", "cubic") else []
     given = rest[len(corners) :]
-    # one overload has a scale for all dims, the other one for each
+    # one overload has one list of scales, the other one argument per dim
     scales = list(given[0]) if given and isinstance(given[0], list | tuple) else list(given)
     scales = scales if any(scales) else [None] * (len(shape) - 2)
     if size is None:
         size = [floor(m * f) for m, f in zip(shape[2:], scales, strict=True)]
     if any(f not in (None, 1.0) and n == m for f, n, m in zip(scales, size, shape[2:], strict=True)):
-        # some kernels of torch copy such a dim, others take values between its own
+        # some torch kernels copy such a dim, others interpolate
         why = f"scale_factor={scales!r} leaves a dim of {tuple(shape[2:])!r} as long as it is"
         raise shard_error(func, [x], why, remedy="give the size, or recompute_scale_factor=True")
     x, parts = in_parts(x, range(2, len(shape)), size)
@@ -118,6 +118,7 @@ def _resample(func: Any, x: Tensor, size: Any, *rest: Any) -> Any:
             step = (n_in - 1) / max(n_out - 1, 1)
         part = resampled(part, split, outputs, taps(mode, n_in, n_out, step, any(corners)))
         local[i], scales[i] = outputs.counts[split.axis.rank], None
+    # sharded dims have their final size by now, and no scale: the operator leaves them unchanged
     if local != list(part.shape[2:]):
         part = getattr(aten, name).default(part, local, *corners, *scales)
     others = splits_of(x).without(*[split.dim for split, _ in parts])

@@ -1,4 +1,4 @@
-"""Operators that merge, split, add or drop dims. Nothing is sent, unless parts end inside of a new dim."""
+"""Reshape, expand and repeat sharded tensors; ranks only communicate if shards end inside a new dim."""
 
 from collections.abc import Sequence
 from math import prod
@@ -19,26 +19,25 @@ Groups = list[tuple[list[int], list[int]]]
 
 @operator(*["view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze"])
 def _view(func: Any, x: Tensor, *args: Any) -> CallPlan:
-    """A view in another shape, with the owners of the merged and split dims."""
+    """Plan a view in another shape, with the owners of merged and split dims."""
     (new,), old = result_shapes(func, (x, *args), {}), shape_of(x)
     if func._overloadname == "dtype":
-        # bytes of another type; where it has another size, values of the last dim are put together or taken apart
+        # view(dtype): if the item size changes, values of the last dim are merged or split
         whole = [] if new == old else [len(old) - 1]
         splits = splits_with_whole(func, x, splits_of(x), whole)
         return plan_of_call(func, [splits], splits, new, Tensor.view, TENSOR, *args, view=True)
     pairs = groups(old, new)
-    # an empty tensor is not split
+    # an empty tensor is not sharded
     splits = splits_of(x) if prod(old) else WHOLE
     for before, _ in pairs:
-        # of dims that are merged, only the first one that is split stays split
-        # Two dims of a group that are split over two axes would be a grid of the merged dim, which one vector of owners
-        # over one axis does not describe.
+        # among merged dims, only the first sharded one stays sharded: two axes would form a grid over the merged dim,
+        # which one vector of owners cannot describe
         others = [d for d in before if splits.at(d)][1:]
         splits = splits_with_whole(func, x, splits, others, stay=before)
     changed = [d for before, after in pairs if len(before) > 1 or len(after) != 1 for d in before]
     for split in splits:
         if _reshaped(split, old, new, pairs) is None:
-            # parts end inside of a new dim: where possible, a few rows are moved, so that parts end at its borders
+            # shards end inside a new dim: if possible, move a few rows so that they end at its borders
             other = _other_borders(split, old, new, pairs)
             splits = splits.replaced(split.axis, other or split)
             splits = splits if other else splits_with_whole(func, x, splits, [split.dim], stay=changed)
@@ -54,18 +53,17 @@ def _group_of(dim: int, pairs: Groups) -> tuple[list[int], list[int]]:
 
 
 def _through(owners: Owners, sizes: Sequence[int], i: int, others: Sequence[int], j: int) -> Owners | None:
-    """Owners of dim j after dims of some sizes, of which dim i has owners, are reshaped to other sizes."""
-    # through the one dim that all dims of a group merge into
-    # Row-major order: an index of dim i stands for a run of what lies behind it, once for each index of what lies
-    # before. The new dims are read off in the same way: one of them has owners of its own only where its index alone
-    # decides.
+    """Return the owners of dim j of `others`, given those of dim i of `sizes` before a reshape; None if undefined."""
+    # Through the dim that all dims of the group merge into, in row-major order: an index of dim i is a run of the dims
+    # after it, repeated for each index of the dims before it. A new dim has owners only if its index alone determines
+    # them.
     merged = owners.widened(prod(sizes[i + 1 :])).repeated(prod(sizes[:i]))
     found = merged.inner(prod(others[:j]))
     return found and found.outer(prod(others[j + 1 :]))
 
 
 def _reshaped(split: Split, old: Sequence[int], new: Sequence[int], pairs: Groups) -> Split | None:
-    """A split of the new shape; None where no new dim has it."""
+    """Return the split of the new shape; None if no new dim has it."""
     before, after = _group_of(split.dim, pairs)
     sizes, others = [old[d] for d in before], [new[d] for d in after]
     for i, dim in enumerate(after):
@@ -76,7 +74,7 @@ def _reshaped(split: Split, old: Sequence[int], new: Sequence[int], pairs: Group
 
 
 def _other_borders(split: Split, old: Sequence[int], new: Sequence[int], pairs: Groups) -> Split | None:
-    """The split of the same dim whose borders are those of an even split of a new dim; None if there is none."""
+    """Return a split of the same dim that corresponds to an even split of a new dim; None if there is none."""
     before, after = _group_of(split.dim, pairs)
     sizes, others = [old[d] for d in before], [new[d] for d in after]
     for i, n in enumerate(others):
@@ -88,7 +86,7 @@ def _other_borders(split: Split, old: Sequence[int], new: Sequence[int], pairs: 
 
 @operator("expand", "broadcast_to", "expand_as")
 def _expand(func: Any, x: Tensor, size: Any, *, implicit: bool = False) -> CallPlan | Tensor:
-    """Dims of size 1 repeated without memory."""
+    """Plan an expand: dims of size 1 are repeated without memory."""
     if isinstance(size, Tensor):
         return x.expand(shape_of(size))
     shape = shape_of(x)

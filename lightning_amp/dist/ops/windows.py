@@ -1,4 +1,4 @@
-"""Convolution, pooling, unfolding and padding along dims that are split: ranks exchange the rows at their borders."""
+"""Compute convolution, pooling, unfold and padding along sharded dims: ranks exchange the rows at their borders."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 class WindowRows(NamedTuple):
-    """Rows that a rank's outputs read: those of the input, and how many lie before its first and after its last."""
+    """Rows that a rank's outputs read: rows of the input, and numbers of padding rows before and after them."""
 
     inside: range
     before: int = 0
@@ -36,24 +36,24 @@ class WindowRows(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Windows along one dim: the rows from the first to the last of one, the steps between, rows of padding."""
+    """Windows along one dim: the rows that one window spans, the stride between windows, and the padding rows."""
 
     span: int
     stride: int
     padding: int
 
     def outputs(self, n: int, ceil: bool = False) -> int:
-        """The number of windows over n rows."""
+        """Return the number of windows over n rows."""
         left = n + 2 * self.padding - self.span
         found = -(-left // self.stride) + 1 if ceil else left // self.stride + 1
-        # the last window begins inside of the input or its left padding
+        # the last window must start inside the input or its left padding
         return found - 1 if ceil and (found - 1) * self.stride >= n + self.padding else found
 
 
 def in_parts(x: Tensor, dims: Sequence[int], n_out: Sequence[int]) -> tuple[Tensor, list[tuple[Split, Owners]]]:
-    """A tensor with contiguous parts along some dims, the splits of these, and the owners of the outputs.
+    """Return the tensor with contiguous shards along `dims`, and the splits of these dims with the outputs' owners.
 
-    Outputs belong to ranks in proportion to the inputs. A dim with less outputs than ranks is gathered.
+    Outputs are owned in proportion to the inputs. A dim with fewer outputs than ranks is gathered.
     """
     found = list[tuple[Split, Owners]]()
     for split in splits_of(x):
@@ -69,15 +69,15 @@ def in_parts(x: Tensor, dims: Sequence[int], n_out: Sequence[int]) -> tuple[Tens
 
 
 def with_rows(part: Tensor, split: Split, rows: Sequence[WindowRows], fill: float = 0.0) -> Tensor:
-    """The part with, along a dim, the rows that this rank reads."""
+    """Return the shard with all rows along a dim that this rank reads."""
     part = exchange(part, split.axis, split.dim, split.owners, tuple((r.inside,) for r in rows))
     _, before, after = rows[split.axis.rank]
     return padded(part, split.dim, before, after, fill)
 
 
 def padded(part: Tensor, dim: int, before: int, after: int, fill: float | None = 0.0) -> Tensor:
-    """A part with rows of one value before and after a dim."""
-    # F.pad would fill all rows first, and copy the gradient
+    """Pad a shard with rows of one value before and after, along a dim."""
+    # F.pad would first fill all rows, and its backward pass copies the gradient
     sizes = [[n if d == dim else size for d, size in enumerate(part.shape)] for n in (before, after)]
     first, last = (part.new_full(size, fill or 0.0) if size[dim] else None for size in sizes)
     found = [rows for rows in (first, part, last) if rows is not None]
@@ -85,10 +85,10 @@ def padded(part: Tensor, dim: int, before: int, after: int, fill: float | None =
 
 
 def _read(outputs: Owners, window: Window, n: int) -> list[WindowRows]:
-    """The rows, of n, that windows read at each rank's outputs."""
+    """Return the rows of n input rows that windows read for each rank's outputs."""
     found = list[WindowRows]()
     for (out,) in outputs.spans:
-        # rows are numbered as in the input, those before it below 0; outside is padding, which the rank adds itself
+        # negative rows are before the input; rows outside are padding, which each rank adds itself
         low = out.start * window.stride - window.padding
         high = (out.stop - 1) * window.stride - window.padding + window.span
         inside = range(min(max(low, 0), n), max(min(high, n), 0))
@@ -100,7 +100,7 @@ def _read(outputs: Owners, window: Window, n: int) -> list[WindowRows]:
 def _with_windows(
     x: Tensor, parts: Sequence[tuple[Split, Owners]], first: int, windows: Sequence[Window], fill: float = 0.0
 ) -> tuple[Tensor, list[int], list[Split]]:
-    """The rows that the own outputs read, the padding that is left along each dim, and the splits of the outputs."""
+    """Return the rows that the local outputs read, the remaining padding of each dim, and the splits of the outputs."""
     part, size, padding, done = local_of(x), shape_of(x), [w.padding for w in windows], list[Split]()
     for split, outputs in parts:
         rows = _read(outputs, windows[split.dim - first], size[split.dim])
@@ -111,7 +111,7 @@ def _with_windows(
 
 
 def each(value: Any, n: int) -> list[int]:
-    """An argument of one number for all dims, or of one for each."""
+    """Expand an argument of one number for all dims to one number per dim."""
     return [int(value)] * n if isinstance(value, int) else list(value) * (n if len(value) == 1 else 1)
 
 
@@ -128,10 +128,10 @@ def _convolution(
     stride, dilation = each(stride, n), each(dilation, n)
     spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
     if padding == "same" and not all(span % 2 for span in spans):
-        # torch pads one row more at the end where the span is even
+        # torch pads one more row at the end if the span is even
         x, padding = F.pad(x, [m for s in reversed(spans) for m in ((s - 1) // 2, s // 2)]), 0
     padding = [s // 2 for s in spans] if padding == "same" else each(0 if padding == "valid" else padding, n)
-    # channels that are added up leave the bias to the end: it would be added by every rank
+    # the bias is added after a sum over sharded channels: otherwise every rank would add it
     summed = splits_of(x).at(first - 1) or splits_of(weight).at(1)
     given = weight, None if summed else bias, stride, padding, dilation, groups
     dims, conv = range(first, first + n), getattr(aten, name_of(func)).default
@@ -142,9 +142,9 @@ def _convolution(
         windows = [Window(*w) for w in zip(spans, stride, padding, strict=True)]
         n_out = [w.outputs(m) for w, m in zip(windows, shape_of(x)[first:], strict=True)]
         x, parts = in_parts(x, dims, n_out)
-        # over an axis that splits positions weights are whole: it cannot split the result's channels too
-        # Its ranks compute other positions with the same weight: autograd leaves each its share of the weight's
-        # gradient, and the average over the ranks adds them up.
+        # weights are replicated over an axis that shards positions, which therefore cannot shard the output channels.
+        # Its ranks compute different positions with the same weight: each gets its share of the weight's gradient, and
+        # averaging over the ranks adds the shares.
         spatial = [split.axis for split, _ in parts]
         given = (*(_whole_over(spatial, t) for t in given[:2]), *given[2:])
         plan = plan_without(conv, x, dims, *given)
@@ -156,7 +156,7 @@ def _convolution(
 
 
 def _whole_over(axes: Iterable[MeshAxis], x: Tensor | None) -> Tensor | None:
-    """A tensor that is whole over some axes."""
+    """Return the tensor replicated over some axes."""
     if x is None or not any(splits_of(x).on(axis) for axis in axes):
         return x
     splits = splits_of(x)
@@ -168,8 +168,8 @@ def _whole_over(axes: Iterable[MeshAxis], x: Tensor | None) -> Tensor | None:
 def _own_groups(
     x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, at: int, transposed: bool = False
 ) -> tuple[Any, ...] | None:
-    """Of channels split by whole groups: this rank's channels, weight and bias, the number of its groups, and the split
-    of the result; None where groups are not apart.
+    """Return this rank's channels, weight, bias and number of groups, and the split of the result; None if the channels
+    cannot be sharded by groups.
     """
     split = splits_of(x).at(at) or splits_of(weight).at(0)
     if groups == 1 or split is None or groups < split.axis.size or splits_of(x).on(split.axis) not in (None, split):
@@ -189,12 +189,12 @@ def _own_groups(
 
 
 def _with(split: Split, x: Tensor) -> Tensor:
-    """A tensor whose parts are those of one that is split once more."""
+    """Mark a tensor's local shards as sharded by one more split."""
     return wrap(local_of(x), splits_of(x).replaced(split.axis, split))
 
 
 def _computed(plan: CallPlan, call: Any, *parameters: Tensor | None) -> Tensor:
-    """The part of a result by a plan, given parameters in its splits."""
+    """Return the local shard of a result by a plan, from parameters in any splits."""
     splits = iter(plan.arguments[1:])
     part = call(*[None if p is None else part_in(p, next(splits)) for p in parameters])
     for axis in plan.sums:
@@ -206,7 +206,7 @@ def _computed(plan: CallPlan, call: Any, *parameters: Tensor | None) -> Tensor:
 def _transposed(
     func: Any, x: Any, w: Any, bias: Any, stride: Any, padding: Any, more: Any, groups: int, dilation: Any
 ) -> Any:
-    """Every rank computes from all inputs that reach its outputs, and keeps these."""
+    """Compute the transposed convolution of all inputs that reach this rank's outputs, and keep these outputs."""
     kernel = shape_of(w)[2:]
     n, first = len(kernel), len(shape_of(x)) - len(kernel)
     apart = _own_groups(x, w, bias, groups, first - 1, transposed=True)
@@ -230,9 +230,9 @@ def _transposed(
             i, rows = split.dim - first, list[WindowRows]()
             s, p = stride[i], padding[i]
             for (out,) in outputs.spans:
-                # an output between the reach of two inputs is zero; the one before keeps the count
-                # Input i reaches outputs i s - p to i s - p + span - 1: the first that matters is rounded down, which
-                # may take one input too many, whose outputs before `own` are cut off below.
+                # an output that no input reaches is zero, computed from the input before it. Input i reaches outputs (i
+                # * s - p) to (i * s - p + span - 1). Rounding down may include one input too many, whose outputs before
+                # `own` are cut off below
                 start = min(max(0, (out.start + p - spans[i] + 1) // s), size[i] - 1)
                 rows.append(WindowRows(range(start, max(start + 1, min(size[i], (out.stop - 1 + p) // s + 1)))))
             part = with_rows(part, split, rows)
@@ -263,11 +263,11 @@ def _pool(func: Any, x: Tensor, kernel: Any, stride: Any = (), padding: Any = 0,
     windows = [Window(*w) for w in zip(spans, strides, each(padding, n), strict=True)]
     sizes = shape_of(x)[first:]
     n_out = [w.outputs(m, ceil) for w, m in zip(windows, sizes, strict=True)]
-    # With ceil_mode the last window may hang over the padding, and then its mean is that of fewer values.
+    # With ceil_mode the last window may extend beyond the padding; its mean is then over fewer values.
     over = any((k - 1) * w.stride + w.span > m + 2 * w.padding for k, w, m in zip(n_out, windows, sizes, strict=True))
     pads = any(w.padding for w in windows) and not more.get("count_include_pad", True)
     if not is_max and more.get("divisor") is None and (over or pads):
-        # windows at the border count fewer values
+        # windows at the border average fewer values
         return BY_RULE
     x, parts = in_parts(x, range(first, first + n), n_out)
     part, left, done = _with_windows(x, parts, first, windows, -torch.inf if is_max else 0.0)
@@ -277,7 +277,7 @@ def _pool(func: Any, x: Tensor, kernel: Any, stride: Any = (), padding: Any = 0,
 
 @operator("unfold")
 def _unfold(func: Any, x: Tensor, dim: int, size: int, step: int) -> Any:
-    """Windows along a dim, as a new last dim."""
+    """Return windows along a dim as a new last dim."""
     dim = dim_of(x, dim)
     shape = [*shape_of(x), size]
     shape[dim] = (shape[dim] - size) // step + 1
@@ -293,14 +293,14 @@ def _unfold(func: Any, x: Tensor, dim: int, size: int, step: int) -> Any:
 def _im2col(func: Any, x: Tensor, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Tensor:
     x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     for k, d, s in zip(kernel, dilation, stride, strict=True):
-        # rows first; then columns lie before the windows of rows
+        # rows first: their windows become the last dim, so that -2 is then the dim of columns
         x = x.unfold(-2, d * (k - 1) + 1, s)[..., ::d]
     return x.movedim((-2, -1), (-4, -3)).flatten(-5, -3).flatten(-2)
 
 
 @operator("pad", "constant_pad_nd")
 def _pad(func: Any, x: Tensor, pad: Sequence[int], mode: Any = "constant", value: float | None = None) -> Any:
-    """Rows before a split dim go to the owner of its first index, rows after it to the owner of its last."""
+    """Pad a sharded dim: the owner of its first index gets the rows before it, the owner of its last those after it."""
     if name_of(func) == "constant_pad_nd":
         mode, value = "constant", 0 if mode == "constant" else mode
     rest, n_dims = list(pad), len(shape_of(x))
@@ -327,6 +327,7 @@ def _padded(func: Any, x: Tensor, split: Split, before: int, after: int, mode: s
         own = before * (axis.rank == first), after * (axis.rank == last)
         part = padded(local_of(x), dim, *own, value or 0)
     else:
+        # rows that each mode copies before and after the dim
         sources = {
             "reflect": ([range(before, 0, -1)], [range(n - 2, n - 2 - after, -1)]),
             "circular": ([range(n - before, n)], [range(after)]),

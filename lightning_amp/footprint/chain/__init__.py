@@ -1,1 +1,1 @@
-"""Model a step as a chain of blocks: bytes and time of each, recomputed or in chunks."""
+"""Model a step as a chain of blocks: bytes and time of each block, recomputed or in chunks."""

@@ -1,4 +1,4 @@
-"""Describe how a step called a block, without its tensors: shapes, types, and which of them are the same tensor."""
+"""Describe a block's call in a step without its tensors: shapes, dtypes, and which arguments are the same tensor."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -11,12 +11,12 @@ from torch import Tensor
 from lightning_amp._torch import FakeTensorMode, tree_leaves, tree_map
 
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
-"""Kinds of devices, whether autocast is on for them, and its type."""
+"""Device types, whether autocast is enabled for each, and its dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """A tensor without its memory; `same` is equal for one and the same tensor of a call."""
+    """Metadata of a tensor; `same` is equal for all uses of one tensor in a call."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -26,13 +26,13 @@ class Like:
     same: int
 
     def make(self) -> Tensor:
-        """A tensor of this kind, of whatever mode is active."""
+        """Return an empty tensor with this metadata; it is fake if a fake mode is active."""
         learns = self.requires_grad
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device, requires_grad=learns)
 
 
 def likeness(values: Any) -> Any:
-    """Any nesting of values with a `Like` in the place of every tensor, None in that of one that is not dense."""
+    """Replace every tensor in nested values by a `Like`, or by None if it is not dense."""
     first: dict[int, int] = {}
 
     def like(value: Any) -> Any:
@@ -47,14 +47,14 @@ def likeness(values: Any) -> Any:
 
 
 def autocast_now(kinds: Iterable[str] = ("cpu", "cuda")) -> Autocast:
-    """The autocast of some kinds of devices."""
+    """Return the autocast state of some device types."""
     known = filter(torch.amp.is_autocast_available, kinds)
     return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in known)
 
 
 @contextmanager
 def autocast_again(found: Autocast, *, cache_enabled: bool | None = None) -> Iterator[None]:
-    """Enter an autocast that was on, or off, before."""
+    """Restore an earlier autocast state."""
     with ExitStack() as stack:
         for kind, enabled, dtype in found:
             stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache_enabled))
@@ -67,12 +67,12 @@ class BlockCall:
 
     Attributes:
         fqn: Name of the block.
-        args: What it was called with, with a `Like` in the place of every tensor.
-        kwargs: The same by name.
-        autocast: As `autocast_now` said.
-        sparse: Whether an argument is a tensor that is not dense, and cannot be described by its shape.
-        before: None for a block; for what a module computes after its last block the calls before that one, by name
-            with their results, and `args` are the module's, its keywords, and what the last block returned.
+        args: Positional arguments, with a `Like` in place of every tensor.
+        kwargs: Keyword arguments, likewise.
+        autocast: Result of `autocast_now`.
+        sparse: Whether an argument is a tensor that is not dense, which a `Like` cannot describe.
+        before: None for a block. For the code that a module runs after its last block, (name, result) of each earlier
+            block call. `args` are then the module's args and kwargs, and the result of the last block.
     """
 
     fqn: str
@@ -84,7 +84,7 @@ class BlockCall:
 
     @classmethod
     def of(cls, fqn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "BlockCall":
-        """Of a call that is about to be made."""
+        """Describe a call that is about to be made."""
         found = likeness((tuple(args), dict(kwargs)))
         return cls(
             fqn=fqn,
@@ -95,7 +95,7 @@ class BlockCall:
         )
 
     def arguments(self, fake: FakeTensorMode) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Fake tensors in the place of the tensors."""
+        """Return args and kwargs with fake tensors in place of every `Like`."""
         made: dict[int, Tensor] = {}
 
         def tensor(value: Any) -> Any:
@@ -111,6 +111,6 @@ class BlockCall:
 
     @contextmanager
     def precision(self) -> Iterator[None]:
-        """Gradients and autocast as they were at the call."""
+        """Enable gradients, and restore the autocast state of the call."""
         with torch.enable_grad(), autocast_again(self.autocast):
             yield

@@ -1,20 +1,20 @@
-"""Build a Chain from a recorded step: the live bytes of each block over time, in each of its two forms.
+"""Build a Chain from a recorded step: the live bytes of each block over time, kept and recomputed.
 
-A storage is alive from its birth for as long as Python or an operator outside of blocks holds it, and beyond that while
-a block holds it. It is one of three:
+A storage is alive from its creation for as long as Python or an operator outside of blocks holds it, and after that
+while a block holds it. Each storage is one of three:
 
-    private    made by a block, and held beyond its forward pass by that block alone, for its backward pass
-    shared     held by blocks otherwise: an entry of `Chain.tensors`
-    plain      all else, alive in every choice
+    private    made by a block, and held after its forward pass by that block alone, for its backward pass
+    shared     held by blocks in any other way: an entry of `Chain.tensors`
+    plain      all others; they are alive in every choice of forms
 
-    form             forward pass of the block     its backward pass
-    not recomputed   private ones stay             each goes when it has been read for the last time
-    recomputed       private ones go as Python     once it asks for the first of them, the forward pass runs again up to
-                     lets go of them               the last one; from then on as above, and the inputs are alive
+    form         forward pass of the block                backward pass of the block
+    kept         private storages stay                    each is released after its last read
+    recomputed   private storages are released when       at the first read of one of them, the forward pass runs again
+                 Python releases them                     up to the last; then as above, with the inputs alive
 
-What its own recomputation makes of a tensor that other code still holds is there twice.
+If other code still holds a tensor that the recomputation makes again, both copies are counted.
 
-Known limit: where backward passes do not run in the reverse order of forward passes, more is counted than there is.
+Known limit: if backward passes do not run in the reverse order of forward passes, the bytes are overestimated.
 """
 
 from collections import defaultdict
@@ -30,20 +30,20 @@ from lightning_amp.footprint.module_profile import BACKWARD
 
 @dataclass(kw_only=True, slots=True)
 class _Span:
-    """A call of a block in time, and what is its own.
+    """Operators of a call of a block, and the bytes of its private storages.
 
     Attributes:
         start: First operator of its forward pass; `end`, `back_start` and `back_end` likewise.
         asks: Operator of its backward pass before which it is recomputed.
-        last_kept: Operator of its forward pass after which no more is kept.
-        kept: Bytes of private storages at every operator of the forward pass, not recomputed. While storages are
-            placed, this and the following are changes, which are added up afterwards.
+        last_kept: Operator of its forward pass after which autograd saves nothing more.
+        kept: Bytes of private storages at each operator of the forward pass, not recomputed. While storages are placed,
+            this array and the next four contain changes, which are summed afterwards.
         dropped: The same, recomputed.
-        again: Bytes of all that the forward pass makes, when it is recomputed.
-        back: Bytes of private storages at every operator of the backward pass.
-        twice: Bytes of what is there twice after a recomputation.
-        saved_bytes: Of private storages between the passes.
-        keeps: Shared storages that it keeps, and until when.
+        again: Bytes of all storages of the forward pass, when it is recomputed.
+        back: Bytes of private storages at each operator of the backward pass.
+        twice: Bytes of storages that exist twice after a recomputation.
+        saved_bytes: Bytes of private storages between the passes.
+        keeps: Shared storages that it keeps, and the last operator at which it does.
         inputs: Shared storages that it holds when recomputed.
     """
 
@@ -64,11 +64,11 @@ class _Span:
 
 
 class ChainBuilder:
-    """Builds the chain of one step.
+    """Builder of the chain of one step.
 
     Args:
-        step: A recorded one, as in chain_recorder.ChainRecorder.
-        values: Whether autograd kept what it saved, because the step had values.
+        step: A chain_recorder.ChainRecorder after the step.
+        values: Whether the step had values, so that autograd kept its saved tensors.
     """
 
     def __init__(self, step: Any, *, values: bool) -> None:
@@ -93,10 +93,10 @@ class ChainBuilder:
                 self._made_by[id(life)] = i
 
     def chain(self) -> Chain:
-        """All blocks and moments."""
+        """Return the chain with all blocks and moments."""
         starts = np.array([span.start for span in self._spans])
         for life in self._step.lives:
-            # calls do not nest and follow each other in time, so only the last one that began by then can have made it
+            # calls are disjoint and sorted, so only the last call that started before the birth can be the maker
             home = int(np.searchsorted(starts, life.birth, side="right")) - 1
             if home >= 0 and life.birth > self._spans[home].end:
                 home = -1
@@ -122,17 +122,17 @@ class ChainBuilder:
 
     def _span(self, i: int, call: Any) -> _Span:
         own = self._is_backward & (self._orders >= call.first_order) & (self._orders < call.last_order)
-        # what is differentiated within the forward pass is part of it
+        # gradients that are computed within the forward pass belong to it
         times = np.flatnonzero(own[call.end + 1 :]) + call.end + 1
         back_start, back_end = (int(times[0]), int(times[-1])) if len(times) else (call.end + 1, call.end)
-        # what adds to parameters has no place in the forward pass, and follows the block's own operators
+        # gradient accumulation has no position in the forward pass, and follows the block's own operators
         adds = self._is_backward & (self._orders == -1)
         while 0 <= back_end < self._length - 1 and len(times) and adds[back_end + 1]:
             back_end += 1
         uses = [use for use in self._step.uses if use.call == i]
         reads = [use.read for use in uses if use.read is not None and use.read > call.end]
         asks = min(reads, default=back_start)
-        # one place more than there are operators: what lives to the last one is taken off one past it
+        # one extra entry: a storage that lives to the last operator is subtracted one past it
         kept, dropped, again = np.zeros((3, call.end - call.start + 2), dtype=np.int64)
         back, twice = np.zeros((2, max(back_end - back_start + 2, 1)), dtype=np.int64)
         return _Span(
@@ -140,7 +140,7 @@ class ChainBuilder:
             end=call.end,
             back_start=back_start,
             back_end=back_end,
-            # a node that reads and runs no operator leaves the number of the next one, which may be another block's
+            # a node may read without running an operator; the next operator may then belong to another block
             asks=min(max(asks, back_start), max(back_start, back_end)),
             last_kept=max((use.start for use in uses), default=call.start - 1),
             kept=kept,
@@ -151,25 +151,25 @@ class ChainBuilder:
         )
 
     def _place(self, life: Any, home: int) -> None:
-        """Count one storage where it belongs; `home` is the call that made it, -1 for none."""
+        """Add one storage to the counts; `home` is the call that made it, -1 for none."""
         own, outside, keepers = self._holders(life)
         span = self._spans[home] if home >= 0 else None
         if span is not None:
-            # in a recomputation: as long as Python holds it, or to the end if the backward pass needs it
+            # in a recomputation, it lives while Python holds it, or to the end if the backward pass needs it
             end = span.last_kept if home in keepers else min(own, span.last_kept)
             if end >= life.birth:
                 span.again[life.birth - span.start] += life.n_bytes
                 span.again[end + 1 - span.start] -= life.n_bytes
-        # a recomputed block holds its inputs until its backward pass ends, which is no cost where other code does too
+        # a recomputed block holds its inputs until its backward pass ends; this is free if other code holds them too
         readers = {i for i in self._read_by.get(id(life), ()) if self._spans[i].back_end > outside}
         named = id(life) in self._made_by or id(life) in self._read_by
         held = span is not None and max(span.end + 1, span.back_start - 1) <= own <= span.back_end
         if span is not None and held and not named and outside == own:
-            # something that the backward pass reads holds it, and not by way of autograd; what goes before that pass,
-            # as autocast's copies of weights do, is there in any case
+            # the backward pass holds it other than through autograd; a storage that is released before that pass, such
+            # as autocast's copies of weights, exists in any case
             keepers[home] = max(own, keepers.get(home, 0))
             own = outside = span.end
-        # what a block keeps no longer than other code does would not go if the block was recomputed
+        # if other code holds a tensor as long as the block does, recomputing the block does not release it
         beyond = {i: end for i, end in keepers.items() if end > max(outside, self._spans[i].end)}
         if span is not None and not readers and set(beyond) <= {home} and outside <= span.end:
             self._private(life, span, own, max(own, keepers.get(home, own)))
@@ -188,14 +188,14 @@ class ChainBuilder:
             self._plain[min(until, self._length - 1) + 1] -= life.n_bytes
             self._born[life.birth] += life.n_bytes
         if span is not None and home in keepers:
-            # a second copy from the recomputation on
+            # a second copy exists from the recomputation on
             begin, end = span.asks, min(keepers[home], span.back_end)
             if begin <= end and span.back_start <= begin:
                 span.twice[begin - span.back_start] += life.n_bytes
                 span.twice[end + 1 - span.back_start] -= life.n_bytes
 
     def _holders(self, life: Any) -> tuple[int, int, dict[int, int]]:
-        """The last operators at which a storage is held: by Python, by all outside of blocks, and by each call."""
+        """Return the last operators at which a storage is held: by Python, by all code outside blocks, by each call."""
         uses, last = self._uses.get(id(life), []), self._length - 1
         keepers: dict[int, int] = defaultdict(int)
         own = last if life.death is None else int(life.death)
@@ -212,7 +212,7 @@ class ChainBuilder:
             elif end > self._spans[use.call].end:
                 keepers[use.call] = max(keepers[use.call], end)
             else:
-                # of a graph that was gone through within the forward pass
+                # saved in a graph whose backward ran within the forward pass
                 own, outside = max(own, end), max(outside, end)
         return own, outside, keepers
 
@@ -225,22 +225,22 @@ class ChainBuilder:
             span.saved_bytes += n
             if span.back_end >= span.back_start:
                 span.back[0] += n
-                # between the passes `saved_bytes` counts it at every moment, so it ends in the backward pass at the
+                # `saved_bytes` counts it at every moment between the passes, so it ends in the backward pass at the
                 # earliest
                 span.back[min(max(kept_until, span.back_start), span.back_end) + 1 - span.back_start] -= n
 
     def _moments(self) -> list[ChainMoment]:
-        """All moments that no other one is always above."""
+        """Return all moments that are not dominated by another one."""
         found: dict[Any, dict[frozenset[int], tuple[int, int]]] = defaultdict(dict)
         alive, (after, first) = self._alive(), self._places()
-        # moments of the same block, form and range of blocks differ by their own bytes and tensors only, so that of
-        # those with the same tensors, or fewer, the one with most bytes stands for all
+        # moments of the same block, form and range of blocks differ only in their own bytes and tensors; one dominates
+        # all others that have no more bytes and no other tensors
         inside = np.zeros(self._length, dtype=bool)
         for i, span in enumerate(self._spans):
             inside[span.start : span.end + 1] = inside[span.back_start : span.back_end + 1] = True
             for t, recomputed, held, n_bytes in self._at_work(span, alive):
-                # a moment of a block covers the blocks before it alone: what later ones hold then, where passes cross,
-                # is a constant, as if all were kept
+                # a moment covers only earlier blocks; if passes cross, bytes of later blocks are added as a constant,
+                # as if all were kept
                 later = [other for other in self._spans[i + 1 : after[t]] if other.end < t < other.back_start]
                 above = sum(other.saved_bytes + sum(self._tensors[k] for k in other.keeps) for other in later)
                 _raise(found[first[i], i, i, recomputed], held, t, n_bytes + above)
@@ -262,27 +262,27 @@ class ChainBuilder:
         ]
 
     def _at_work(self, span: _Span, alive: Sequence[frozenset[int]]) -> Iterator[tuple[int, bool, Any, int]]:
-        """All moments of a block's own passes in both forms: (operator, recomputed, shared tensors alive, bytes)."""
+        """Yield moments of a block's own passes in both forms: (operator, recomputed, shared tensors alive, bytes)."""
         for t in range(span.start, span.end + 1):
             for again, own in ((False, span.kept), (True, span.dropped)):
                 yield t, again, alive[t], int(self._plain[t] + own[t - span.start])
         if span.back_end < span.back_start:
             return
         t = span.asks
-        # most at once of what the second forward pass makes while all is kept that the backward pass needs
-        # a block that saves nothing has last_kept = start - 1, and a maximum needs one entry
+        # peak of the second forward pass, while everything that the backward pass needs is kept; a block that saves
+        # nothing has last_kept = start - 1, and a maximum needs one entry
         work = int(span.again[: max(span.last_kept - span.start + 1, 1)].max())
-        # the second forward pass runs before operator t, whose own results (`_born`) are not there yet
+        # the second forward pass runs before operator t, whose own results (`_born`) do not exist yet
         yield t, True, alive[t] | span.inputs, int(self._plain[t] - self._born[t]) + work
         for t in range(span.back_start, span.back_end + 1):
             plain, own = int(self._plain[t]), int(span.back[t - span.back_start])
             yield t, False, alive[t] | {k for k, end in span.keeps.items() if end >= t}, plain + own
             own += int(span.twice[t - span.back_start])
-            # before it asks for the first tensor nothing of its forward pass is there again
+            # before its first read of a saved tensor, its forward pass has not been recomputed
             yield t, True, alive[t] | span.inputs, plain + (own if t >= span.asks else 0)
 
     def _alive(self) -> list[frozenset[int]]:
-        """Shared tensors that are alive whatever blocks hold, at every operator."""
+        """Return the shared tensors that are alive in every choice of forms, at every operator."""
         changes: dict[int, list[int]] = defaultdict(list)
         for k, (birth, end) in enumerate(self._covers):
             changes[birth].append(k)
@@ -294,13 +294,13 @@ class ChainBuilder:
         return found
 
     def _places(self) -> tuple[Any, list[int]]:
-        """One past the last block that is between its passes at every operator; for a block, the first to count with.
+        """Return, per operator, one past the last block between its passes; per block, the first block to sum from.
 
-        Where a backward pass has ended before a forward pass begins, blocks before it hold nothing any more.
+        If a backward pass has ended before a forward pass begins, the blocks before it hold nothing any more.
         """
         n = len(self._spans)
         after, low = np.zeros(self._length, dtype=np.int64), np.full(self._length, n)
-        # the last write wins: in this order the highest block stands in `after`, in the reverse one the lowest in `low`
+        # the last write wins: this order leaves the highest block in `after`, the reverse order the lowest in `low`
         for i, span in enumerate(self._spans):
             after[span.end + 1 : span.back_start] = i + 1
         for i, span in reversed(list(enumerate(self._spans))):
@@ -309,7 +309,7 @@ class ChainBuilder:
         for i, span in enumerate(self._spans):
             for part in (slice(span.start, span.end + 1), slice(span.back_start, span.back_end + 1)):
                 low[part], high[part] = np.minimum(low[part], i), np.maximum(high[part], i + 1)
-        # a cut between two blocks is possible where no moment has blocks on both sides between their passes
+        # blocks can be separated where no moment has blocks on both sides between their passes
         crossed = np.zeros(n + 2, dtype=bool)
         for begin, end in {(int(a), int(b)) for a, b in zip(low, high, strict=True)}:
             crossed[begin + 1 : end] = True
@@ -318,15 +318,15 @@ class ChainBuilder:
 
 
 def _raise(rows: dict[frozenset[int], tuple[int, int]], held: frozenset[int], t: int, n_bytes: Any) -> None:
-    """Keep the most bytes for every set of tensors."""
+    """Update the most bytes for a set of tensors."""
     if held not in rows or int(n_bytes) > rows[held][0]:
         rows[held] = int(n_bytes), t
 
 
 def _highest(rows: dict[frozenset[int], tuple[int, int]]) -> Iterator[tuple[frozenset[int], tuple[int, int]]]:
-    """Leave out what is below another one with the same tensors and more."""
+    """Yield the rows that are not dominated by a row with at least the same tensors and bytes."""
     kept: list[frozenset[int]] = []
-    # with most bytes first, a row can only be below one that is kept already
+    # in descending order of bytes, only earlier rows can dominate a row
     for held, row in sorted(rows.items(), key=lambda item: -item[1][0]):
         if not any(held <= other for other in kept):
             kept.append(held)

@@ -1,17 +1,17 @@
-"""Define `Chain`, from which the bytes and the time of a step follow for every choice of forms of its blocks.
+"""Define `Chain`: it gives the peak bytes and the time of a step for every choice of forms of its blocks.
 
-A block is recomputed if nothing of its forward pass is kept but its inputs, and its forward pass runs again in the
-backward pass. Blocks stand in the order of their forward passes; backward passes run in reverse order, so that what is
-held between the two by the blocks before some place is a sum over these blocks.
+A recomputed block keeps only the inputs of its forward pass, which runs again in the backward pass. Blocks are sorted
+by their forward passes, and backward passes run in reverse order. Between the two, the bytes that blocks hold are
+therefore a sum over a range of blocks.
 
     held by a block     KEPT             saved_bytes, and the tensors `keeps`
                         RECOMPUTED       the tensors `inputs`
                         CHUNKED + n      saved_bytes and `keeps` of its n-th form in chunks
     bytes at a moment   n_bytes + saved_bytes of the blocks first <= i < after, each in its form
-                        + every tensor of `alive`, or held by one of these blocks, once
+                        + each tensor of `alive`, or held by one of these blocks, once
 
-Here `keeps` and `inputs` are of tensors that more than one block holds, or that are alive for other reasons for a
-while: the residual stream, a mask, an activation that its own block and the next one save. They are counted once.
+`keeps` and `inputs` list tensors that several blocks hold, or that other code holds for a while: the residual stream, a
+mask, an activation that two blocks save. Each is counted once.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -20,19 +20,19 @@ from dataclasses import dataclass
 from lightning_amp.errors import PlanError
 
 KEPT, RECOMPUTED, CHUNKED = 0, 1, 2
-"""Forms of a block: as it is, computed again, the first of those in chunks."""
+"""Forms of a block: unchanged, recomputed, and the first of its forms in chunks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkForm:
-    """A block of which some operators run in chunks.
+    """A form of a block in which some operators run in chunks.
 
     Attributes:
-        budget_bytes: That the block was given, in its two passes, besides its arguments and parameters.
-        saved_bytes: What it alone keeps from its forward to its backward pass.
-        keeps: Tensors (places in `Chain.tensors`) that it holds too.
-        extra_seconds: What it takes more than the block as it is.
-        again: Whether it is recomputed besides: its forward pass runs in chunks once more before its backward pass.
+        budget_bytes: Bytes that its two passes may take, without its arguments and parameters.
+        saved_bytes: Bytes that it alone keeps from its forward to its backward pass.
+        keeps: Tensors (indices into `Chain.tensors`) that it also holds.
+        extra_seconds: Time in addition to that of the unchanged block.
+        again: Whether it is also recomputed: its forward pass runs in chunks again before its backward pass.
     """
 
     budget_bytes: int
@@ -47,15 +47,15 @@ class BlockCost:
     """One call of a block in a training step.
 
     Attributes:
-        fqn: Name of the block; a block that is called twice has two calls, and one decision.
-        forward_seconds: Of its forward pass, which is what recomputing it costs.
-        saved_bytes: What it alone keeps from its forward to its backward pass if it is not recomputed.
-        keeps: Tensors (places in `Chain.tensors`) that it holds too if it is not recomputed.
-        inputs: Tensors that it holds if it is.
-        fixed: Why it cannot be recomputed, "" where it can.
-        chunks: Its forms in chunks; none where none were looked for.
-        after: Of what a module computes after its last block, which stands here as a block by the module's name, how
-            many calls of blocks there were before it; 0 for a block.
+        fqn: Name of the block; a block that is called twice has two calls, which have the same form.
+        forward_seconds: Time of its forward pass, which is the cost of recomputing it.
+        saved_bytes: Bytes that it alone keeps from its forward to its backward pass if it is not recomputed.
+        keeps: Tensors (indices into `Chain.tensors`) that it also holds if it is not recomputed.
+        inputs: Tensors that it holds if it is recomputed.
+        fixed: Why it cannot be recomputed; "" if it can.
+        chunks: Its forms in chunks; empty if none were computed.
+        after: 0 for a block. The code that a module runs after its last block is an entry with the module's name, and
+            `after` is the number of block calls before it.
     """
 
     fqn: str
@@ -68,14 +68,14 @@ class BlockCost:
     after: int = 0
 
     def held(self, form: int) -> tuple[int, tuple[int, ...]]:
-        """Bytes that it alone holds between its passes in a form, and the tensors that it holds too."""
+        """Return the bytes that it alone holds between its passes in a form, and the shared tensors that it holds."""
         if form >= CHUNKED:
             found = self.chunks[form - CHUNKED]
             return found.saved_bytes, found.keeps
         return (0, self.inputs) if form == RECOMPUTED else (self.saved_bytes, self.keeps)
 
     def extra_seconds(self, form: int) -> float:
-        """What a form takes more than the block as it is."""
+        """Return the time of a form in addition to that of the unchanged block."""
         if form >= CHUNKED:
             return self.chunks[form - CHUNKED].extra_seconds
         return self.forward_seconds if form == RECOMPUTED else 0.0
@@ -86,13 +86,13 @@ class ChainMoment:
     """A moment of the step at which memory may be at its peak.
 
     Attributes:
-        n_bytes: Alive whatever the blocks first <= i < after hold, without the tensors of `Chain.tensors`.
-        first: Of the blocks whose forward pass has ended and whose backward pass has not begun.
+        n_bytes: Bytes alive in every choice of forms of the blocks first <= i < after, without `Chain.tensors`.
+        first: First of the blocks whose forward pass has ended and whose backward pass has not begun.
         after: One past the last of them.
-        alive: Tensors that are alive whatever those blocks hold.
-        block: Block that is at work, if the moment exists for one of its forms only; None if for all.
-        form: Of these, the form.
-        where: Phase and module, for a person.
+        alive: Tensors that are alive in every choice of forms of those blocks.
+        block: Block that is running, if the moment exists in one of its forms only; None if it exists in all.
+        form: That form.
+        where: Phase and module, for messages.
     """
 
     n_bytes: int
@@ -111,8 +111,8 @@ class Chain:
     Attributes:
         blocks: Calls in the order of their forward passes.
         tensors: Bytes of the tensors that blocks share.
-        moments: All at which memory may be at its peak.
-        seconds: Of the step with nothing recomputed.
+        moments: All moments at which memory may be at its peak.
+        seconds: Time of the step without recomputation.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -122,27 +122,27 @@ class Chain:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Blocks that can be recomputed, each once."""
-        # one decision holds for all calls of a block, so one call that cannot be recomputed rules its name out
+        """Names of blocks that can be recomputed."""
+        # all calls of a block have the same form, so one call that cannot be recomputed excludes the block
         fixed = {block.fqn for block in self.blocks if block.fixed}
         return tuple(dict.fromkeys(b.fqn for b in self.blocks if b.fqn not in fixed))
 
     @property
     def all_fixed(self) -> str:
-        """Why no block can run a second time; "" where one can, and where there is none."""
+        """Why no block can run a second time; "" if one can, or if there are no blocks."""
         fixed = group_reasons((block.fqn, block.fixed) for block in self.blocks if block.fixed and not block.after)
         return f"no block can run a second time; {fixed}" if fixed and not self.names else ""
 
 
 Forms = Collection[str] | Mapping[str, int]
-"""Names of blocks with their forms; names alone are of blocks that are recomputed. All others are as they are."""
+"""Forms by block name; a collection of names means that these are recomputed. All other blocks are unchanged."""
 
 
 def peak_bytes(chain: Chain, forms: Forms) -> int:
-    """Most bytes alive at once while the named blocks run in these forms.
+    """Return the most bytes alive at once while the named blocks run in these forms.
 
     Raises:
-        PlanError: A name that is no block of the chain, or a form that the block does not have.
+        PlanError: A name is not a block of the chain, or the block does not have the form.
     """
     found = _by_name(chain, forms)
     of_block = [found.get(block.fqn, KEPT) for block in chain.blocks]
@@ -159,7 +159,7 @@ def peak_bytes(chain: Chain, forms: Forms) -> int:
 
 
 def extra_seconds(chain: Chain, forms: Forms) -> float:
-    """Time that these forms add to a step."""
+    """Return the time that these forms add to a step."""
     found = _by_name(chain, forms)
     return sum(block.extra_seconds(found.get(block.fqn, KEPT)) for block in chain.blocks)
 
@@ -178,11 +178,11 @@ def _by_name(chain: Chain, forms: Forms) -> Mapping[str, int]:
 
 
 SHOWN = 3
-"""Reasons that are spelled out."""
+"""Number of reasons in a message."""
 
 
 def group_reasons(reasons: Iterable[tuple[str, str]]) -> str:
-    """Of pairs of a block's name and a reason: "of blocks.0 to blocks.11 it has hooks; of head.2 it is compiled"."""
+    """Join (block name, reason) pairs: "of blocks.0 to blocks.11 it has hooks; of head.2 it is compiled"."""
     blocks: dict[str, list[str]] = {}
     for name, reason in dict.fromkeys(reasons):
         blocks.setdefault(reason, []).append(name)
@@ -192,7 +192,7 @@ def group_reasons(reasons: Iterable[tuple[str, str]]) -> str:
 
 
 def _runs(names: Iterable[str]) -> list[str]:
-    """Names, of which "blocks.0" and what follows it by number are one: "blocks.0 to blocks.11"."""
+    """Merge names with consecutive numbers: "blocks.0 to blocks.11"."""
     runs, following = list[tuple[str, str]](), ""
     for name in names:
         if runs and name == following:

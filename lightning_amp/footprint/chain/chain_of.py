@@ -1,9 +1,9 @@
-"""Profile a LightningModule and a batch into a Chain: which blocks can be recomputed, and the peak that follows.
+"""Profile a LightningModule and a batch into a Chain: the blocks that can be recomputed, and the resulting peaks.
 
-Blocks are those that were named, else the children of the outermost lists and sequences (find_blocks.py), in the order
-in which the step calls them: of a U-Net those of its way down, its middle and its way up. A list inside a block is part
-of the block, which is recomputed as a whole. A block that cannot run twice (recompute_state.py) is left as it is, and
-says why.
+Blocks are the named ones, else the children of the outermost lists and sequences (find_blocks.py), in the order in
+which the step calls them; in a U-Net, these are the blocks of its down, middle and up path. A list inside a block
+belongs to that block, which is recomputed as a unit. A block that cannot run twice (recompute_state.py) is not
+recomputed, and the chain has the reason.
 """
 
 from collections.abc import Sequence
@@ -26,26 +26,26 @@ from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import counted_step, profile_of
 
 CPU_CORE = OperatorRates(matmul_flops=140e9, memory_bytes=11.5e9, overhead_seconds=8e-6)
-"""Of one core of a server's processor (costs/device_rates.py)."""
+"""Rates of one core of a server CPU (costs/device_rates.py)."""
 TRANSFORMED = "the step calls torch.func.grad or a similar function, with which it is not known what blocks keep"
 NO_BLOCKS = "it has no ModuleList or Sequential of two modules and more that could be stages"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountedStep:
-    """What one counted step tells.
+    """Results of one counted step.
 
     Attributes:
-        profile: Its bytes, as `profile_module` counts them.
+        profile: Its bytes, as in `profile_module`.
         chain: Its blocks.
-        passes: Its passes through the blocks as stages of a pipeline, or why there are none.
-        calls: How each of its blocks was called.
-        no_stages: Why its blocks cannot be stages of a pipeline; "" where they can.
-        no_second_pass: Why no block of it can run a second time; "" where blocks can.
-        decides: Whether it draws numbers that may decide which blocks run.
-        went_back: Modules that a backward pass has gone through which the step began by itself.
-        swapped: Blocks that it called with other parameters than their own.
-        read_outside: Blocks of which it read parameters outside of their calls.
+        passes: Its passes through the blocks as pipeline stages, or why there are none.
+        calls: Call of each of its blocks.
+        no_stages: Why its blocks cannot be pipeline stages; "" if they can.
+        no_second_pass: Why none of its blocks can run a second time; "" if blocks can.
+        decides: Whether it draws random numbers that may decide which blocks run.
+        went_back: Modules that a backward pass started by `training_step` itself has passed through.
+        swapped: Blocks that it called with replaced parameters.
+        read_outside: Blocks whose parameters it read outside of their calls.
     """
 
     profile: ModuleProfile
@@ -69,16 +69,16 @@ def count_step(
     rates: OperatorRates = CPU_CORE,
     around: Around = BY_ITSELF,
 ) -> CountedStep:
-    """Count the second training step on fake tensors, as `profile_module` does; the module stays as it is.
+    """Count the second training step on fake tensors, as `profile_module` does; the module does not change.
 
     Args:
-        module, batch, batch_size, around: As of `profile_module`.
-        names: Of the blocks that could be stages, in order.
-        rates: Of the device whose time it is.
+        module, batch, batch_size, around: As in `profile_module`.
+        names: Names of the blocks that could be stages, in order.
+        rates: Rates of the device whose time is predicted.
 
     Raises:
-        ModelError: As `profile_module`.
-        PlanError: The step does not call a block that was named.
+        ModelError: As in `profile_module`.
+        PlanError: The step does not call a named block.
     """
     make = partial(ChainRecorder, rates=rates, stages=names)
     step, reason = counted_step(module, batch, batch_size, make, around, plain=partial(make, watches_saved=False))
@@ -89,7 +89,7 @@ def count_step(
     if names:
         passes = "the tensors of its batch have no length in common"
         if len(step.lengths) > 1:
-            # as nodes and edges of graphs: rows of one of them point to rows of another
+            # as for nodes and edges of graphs, where rows of one tensor index rows of another
             passes = f"no micro-batch can be cut from its batch, whose tensors have {sorted(step.lengths)!r} rows"
         elif rows is not None:
             passes = passes_of(step, names, rows=rows, values=bool(reason))

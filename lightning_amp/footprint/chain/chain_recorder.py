@@ -1,9 +1,9 @@
-"""Record who keeps each storage of a counted step and until when, for every choice of recomputed blocks.
+"""Record which block keeps each storage of a counted step and until when, for every choice of recomputed blocks.
 
-What autograd saves is let go of at once and only written down: a storage then lives as long as Python holds it, and it
-is known besides this which block keeps it for the backward pass, until when. A backward pass on fake tensors needs no
-values, and gets new tensors of the same shape. A step with values has to keep them; there a storage counts as held by
-Python until an operator of a forward pass reads it for the last time.
+Tensors that autograd saves are released at once and only recorded. A storage then lives as long as Python holds it, and
+the record says which block keeps it for the backward pass and until when. A backward pass on fake tensors needs no
+values, and receives new tensors of the same shape. A step with values must keep the tensors; there, a storage counts as
+held by Python until its last read by an operator of a forward pass.
 """
 
 import weakref
@@ -34,7 +34,7 @@ from lightning_amp.footprint.recompute_state import FirstPass, random_state, sam
 from lightning_amp.footprint.step_recorder import StepRecorder
 
 VALUES = ("_local_scalar_dense", "is_nonzero")
-"""Operators that hand a value to Python."""
+"""Operators that return a value to Python."""
 
 
 @dataclass(slots=True)
@@ -43,11 +43,11 @@ class Use:
 
     Attributes:
         life: The storage.
-        call: Number of the call of a block in whose forward pass it is kept, None outside of blocks.
-        start: Operator after which it is kept.
-        read: Operator before which a backward pass asks for it first; None where none does.
-        end: Operator after which it is let go of; None at the end of the step.
-        order: Autograd's number of the node that asks for it, -1 where none does.
+        call: Index of the block call in whose forward pass it is saved; None outside of blocks.
+        start: Operator after which it is saved.
+        read: Operator before which a backward pass first reads it; None if none does.
+        end: Operator after which it is released; None at the end of the step.
+        order: Autograd's number of the node that reads it; -1 if none does.
     """
 
     life: Life
@@ -60,9 +60,10 @@ class Use:
 
 @dataclass(slots=True)
 class RecordedCall:
-    """A forward pass of a block: operators [start, end], and places [first_order, last_order) of autograd.
+    """A forward pass of a block: operators [start, end], and autograd numbers [first_order, last_order).
 
-    What a module computes after its last block is a call too, of the module's name, after so many calls of blocks.
+    The code that a module runs after its last block is a call too, with the module's name; `after` counts the block
+    calls.
     """
 
     fqn: str
@@ -82,37 +83,36 @@ class RecordedCall:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class _KeptTensor:
-    """What autograd gets in place of a tensor that it saves."""
+    """Object that autograd gets in place of a saved tensor."""
 
     use: Use | None
     make: Callable[[], Tensor]
 
 
 class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
-    """Counts a step as a StepRecorder does, with what autograd saves apart.
+    """StepRecorder that also records block calls and the tensors that autograd saves.
 
     Attributes:
-        calls: Of blocks, in order.
-        uses: What autograd has saved.
-        orders: Place in the forward pass of every operator in `work`.
-        took: Seconds of every operator in `work`, as if each waited for the one before.
-        read_last: Last operator of a forward pass that has read a storage, by the id of its Life.
-        readers: Operators of forward passes that have read a parameter, by its name.
-        computed: Ids of the Lives that were made from parameters, at whatever remove; others are of the batch alone.
-        of_blocks: Ids of those that the blocks of `stages` have made, or that depend on what they return.
-        reads, writes: Operators of forward passes that have read, and written, each of the others, by its id.
-        drawn: Ids of those that random numbers went into.
-        decides: Whether random numbers were drawn that Python can read, and decide by which blocks run: by Python or
-            NumPy, or by torch where their value was requested.
-        transformed: Blocks that torch.func has transformed, by vmap, grad, jvp or another; they are not looked at.
-        swapped: Blocks that were called with other parameters than their own, by torch.func.functional_call.
+        calls: Calls of blocks, in order.
+        uses: Storages that autograd has saved.
+        orders: Position in the forward pass of every operator in `work`.
+        took: Seconds of every operator in `work`, if operators run one after the other.
+        read_last: Last operator of a forward pass that read a storage, by the id of its Life.
+        readers: Operators of forward passes that read a parameter, by its name.
+        computed: Ids of the Lives that depend on parameters; all others depend on the batch alone.
+        of_blocks: Ids of the Lives that blocks of `stages` have made, or that depend on results of these.
+        reads, writes: Operators of forward passes that read, and wrote, each Life not in `of_blocks`, by its id.
+        drawn: Ids of the Lives that depend on random numbers.
+        decides: Whether random numbers were drawn that may decide which blocks run: numbers of Python or NumPy, or
+            those of torch whose value was read.
+        transformed: Blocks that torch.func has transformed (vmap, grad, jvp or others); their calls are not recorded.
+        swapped: Blocks that torch.func.functional_call called with replaced parameters.
 
     Args:
-        module: Whose step is counted.
-        rates: For the time of a block.
-        stages: Names of the blocks that could be stages of a pipeline.
-        watches_saved: Whether to watch what autograd saves, with which torch.func.grad cannot run: without, no block
-            is looked at.
+        module: Module whose step is counted.
+        rates: Rates that give the time of a block.
+        stages: Names of the blocks that could be pipeline stages.
+        watches_saved: Whether to record block calls and saved tensors, which torch.func.grad does not support.
     """
 
     def __init__(
@@ -143,19 +143,19 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self._saved = saved_tensors_hooks(self._keep, self._give)
 
     def __deepcopy__(self, _: dict[int, Any]) -> "ChainRecorder":
-        """Itself: a step that copies blocks, whose forwards are the recorder's, copies none of what was recorded."""
+        """Return itself: a step that copies blocks, whose `forward` refers to the recorder, must not copy records."""
         return self
 
     @property
     def read_outside(self) -> frozenset[str]:
-        """Blocks of which the forward pass reads parameters while no call of the block runs, as one that calls a
-        block's parts by themselves does.
+        """Blocks whose parameters the forward pass reads outside of their calls, as code that calls submodules of a
+        block does.
         """
         return frozenset(self._read_outside - self.transformed) if self.watches_saved else frozenset()
 
     @property
     def whole_lives(self) -> list[Life]:
-        """Every storage with a death that autograd puts off: as in a step of which nothing is let go of early."""
+        """All storages, with the releases of a normal step, in which autograd keeps what it saves."""
         ends: dict[int, int | None] = {}
         for use in self.uses:
             before = ends.get(id(use.life), use.life.death)
@@ -163,11 +163,11 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         return [replace(life, death=ends.get(id(life), life.death)) for life in self.lives]
 
     def start(self, batch: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Begin a step, with what is there already."""
+        """Start recording a step, including the storages that exist already."""
         super().start(batch, optimizers)
         self._replaced, self._blocks = {}, find_blocks(self._module)
         for fqn, block in self._blocks.items():
-            # before `forward` is set on the instance below, which by itself is a reason to refuse a block
+            # before `forward` is set on the instance below, which is itself a reason why a block cannot run twice
             reason = unrepeatable(block)
             self._replaced[fqn] = block
             block.forward = partial(self._call, fqn, reason, block, block.forward)
@@ -179,7 +179,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             self._saved.__enter__()
 
     def stop(self) -> None:
-        """End the step."""
+        """Stop recording."""
         self.decides |= not same_random(self._random_state, random_state())
         if self.watches_saved:
             self._saved.__exit__()
@@ -188,21 +188,21 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         super().stop()
 
     def _call(self, fqn: str, fixed: str, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """A forward pass of a block; one inside a backward pass is a recomputation, and is ignored."""
-        # torch.func.functional_call puts other tensors in the places of parameters while it calls a module
+        """Record a forward pass of a block; a call inside a backward pass is a recomputation, and is ignored."""
+        # torch.func.functional_call replaces parameters by other tensors while it calls a module
         if not self._own.issuperset(map(id, block.parameters())):
             self.swapped.add(fqn)
         if in_transform():
             self.transformed.add(fqn)
             return forward(*args, **kwargs)
-        # a block within a block is part of the outer one: calls must not nest, or operators would count twice
+        # a block within a block belongs to the outer one: nested calls would count operators twice
         again = autograd_node() is not None or self._open is not None
         if again or not self.watches_saved or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         given = BlockCall.of(fqn, args, kwargs)
         call = RecordedCall(fqn, len(self.work), given, fixed=fixed, first_order=autograd_order())
         call.inputs = self._lives_of(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        # what it copies to find changes is not part of the step
+        # copies that are made to detect changes are not part of the step
         self._aside = True
         first = FirstPass(block, (args, kwargs), {})
         self._aside = False
@@ -216,12 +216,12 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         call.fixed = call.fixed or first.settle()
         call.result, self._uses_before = likeness(result), len(self.uses)
         results = list(tensors_of(tree_leaves(result)))
-        # of a wrapper the bytes of its parts
+        # for a wrapper subclass, the bytes of its shards
         call.outputs, call.output_bytes = self._lives_of(results), sum(p.nbytes for t in results for p in parts_of(t))
         return result
 
     def _call_of_owner(self, fqn: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """A forward pass of a module that holds blocks: what it computes after the last one is a call by itself."""
+        """Record a forward pass of a module with blocks: the code after its last block is a call of the module."""
         again = autograd_node() is not None or self._within or in_transform()
         if again or not self.watches_saved or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -231,11 +231,11 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         finally:
             self._within = False
         if len(self.calls) == first or self.calls[-1].end + 1 == len(self.work):
-            # it has called no block, or computes nothing after the last one
+            # no block was called, or nothing is computed after the last one
             return result
         last = self.calls[-1]
         before = tuple((call.fqn.removeprefix(f"{fqn}."), call.result) for call in self.calls[first:-1])
-        # what the last block has returned is none of the module's arguments
+        # marked as different from the module's arguments
         result_of_last = tree_map(
             lambda leaf: replace(leaf, same=-1 - leaf.same) if isinstance(leaf, Like) else leaf, last.result
         )
@@ -252,7 +252,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             fixed="it is what follows the blocks, which cannot be computed again by itself",
             after=len(before) + 1,
         )
-        # what has been saved since the last block is of this call, where no block has saved it
+        # tensors saved since the last block belong to this call, unless a block has saved them
         for use in self.uses[self._uses_before :]:
             use.call = len(self.calls) if use.call is None else use.call
         self.calls.append(call)
@@ -266,21 +266,21 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         return list({id(life): life for life in found if life is not None}.values())
 
     def dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator of the step and note it, or one outside the step."""
+        """Run an operator, and record it if it belongs to the step."""
         return func(*args, **kwargs) if self._aside else super().dispatched(func, types, args, kwargs)
 
     def begins(self, func: Any, args: Any, read: Read) -> None:
-        """Note what it reads."""
+        """Record the storages that an operator reads."""
         super().begins(func, args, read)
         self._given = [] if self._node is not None else self._lives_in(storage for _, storage in read)
         for life in self._given:
             self.read_last[id(life)] = self._now.birth
 
     def ends(self, func: Any, args: Any, kwargs: Any, read: Read, result: Any) -> None:
-        """Note how long it has taken, and what its result depends on."""
+        """Record an operator's time, and what its result depends on."""
         super().ends(func, args, kwargs, read, result)
         made = tensors_of(result)
-        # an operator that has failed is in `work` too
+        # an operator that raised an error is in `work` too
         self.orders += [self._now.order] * (len(self.work) - len(self.orders))
         self.took += [0.0] * (len(self.work) - len(self.took))
         moved = sum(t.nbytes for t in (*(t for t, _ in read), *made) if t.layout is torch.strided)
@@ -302,7 +302,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         if weights or any(id(life) in self.computed for life in given):
             self.computed |= results
         of_stage = self._open is not None and self.calls[self._open].fqn in self._stages
-        # a view lies in the storage of what it views: a stage that views a mask of the batch has not made it
+        # a view shares the storage of its base: a stage that views a mask of the batch has not made it
         if not func.is_view and (of_stage or any(id(life) in self.of_blocks for life in given)):
             self.of_blocks |= results
         for places, lives in ((self.reads, map(id, given)), (self.writes, results)):
@@ -313,26 +313,26 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             self.drawn |= results
 
     def _keep(self, tensor: Tensor) -> _KeptTensor:
-        """Autograd saves a tensor."""
+        """Record that autograd saves a tensor, and return the object that it keeps."""
         life, now = self._life_of(tensor), len(self.work) - 1
         use = None
         if life is not None and life.kind not in (PARAMETERS, GRADIENTS, STATE):
-            # what is saved in a backward pass is of a graph that was made there, and of no block's forward pass
+            # a tensor that is saved in a backward pass belongs to a new graph, not to the forward pass of a block
             use = Use(life, None if autograd_node() is not None else self._open, now)
             self.uses.append(use)
         if use is None or not isinstance(tensor, FakeTensor):
-            # an alias, for a node that held its own result would form a cycle, and neither would be freed
+            # an alias: a node that holds its own result would form a reference cycle, and neither would be freed
             self._aside = True
             alias = tensor.detach()
             self._aside = False
             kept = _KeptTensor(use, lambda: alias)
         else:
-            # not a closure over the tensor, which would keep it
+            # not a closure over the tensor, which would keep it alive
             layout = tuple(tensor.shape), tensor.stride()
             empty = partial(torch.empty_strided, *layout, dtype=tensor.dtype, device=tensor.device)
             kept = _KeptTensor(use, empty)
         if use is not None:
-            # autograd drops the packed object when it frees what a node has saved, which is the end of the use
+            # autograd drops the packed object when it frees a node's saved tensors, which is the end of the use
             weakref.finalize(kept, self._let_go, use)
         return kept
 
@@ -340,7 +340,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         use.end = len(self.work) - 1
 
     def _give(self, kept: _KeptTensor) -> Tensor:
-        """A backward pass asks for it, and may hold what it gets for longer than the graph: as a gradient."""
+        """Return a saved tensor to a backward pass, which may hold it for longer than the graph, as a gradient."""
         self._aside = True
         try:
             given = kept.make()
@@ -350,7 +350,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             if kept.use.read is None:
                 kept.use.read, node = len(self.work), autograd_node()
                 kept.use.order = -1 if node is None else node._sequence_nr()
-            if self._life_of(given) is None:  # it stands for what was let go of
-                # `_let_go` runs for the packed object and for this tensor, and the later of the two sets the end
+            if self._life_of(given) is None:  # replaces a released tensor
+                # `_let_go` runs for the packed object and for this tensor; the later call sets the end
                 weakref.finalize(given.untyped_storage(), self._let_go, kept.use)
         return given

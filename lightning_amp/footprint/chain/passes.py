@@ -1,16 +1,16 @@
-"""Cut a recorded step at the blocks of one list into passes, from which pipeline stages are predicted.
+"""Split a recorded step at the blocks of one list into segments, from which pipeline stages are predicted.
 
-A step of K blocks has K + 1 segments. Segment i < K ends with block i, so that what lies between two blocks belongs to
-the later one, as a stage runs it (block_walk.py); the last segment is what follows all blocks. Its
-backward operators belong to a segment by autograd's numbers; those that add to parameters, to that of the one before.
+A step of K blocks has K + 1 segments. Segment i < K ends with block i, so that operators between two blocks belong to
+the later one, as when a stage runs it (block_walk.py). The last segment is everything after the blocks. Backward
+operators belong to a segment by autograd's numbers; gradient accumulation belongs to the segment of the node before it.
 
-    of blocks    what a block makes, and what depends on that; a rank has what its own segments make
-    of the batch alone (a mask, positions)    made by every rank whose segments come later
-    of parameters, without a block (the embedding of a time, which every block reads)    made by every rank whose
-                 segments read it, which has its graph too and sums its gradients with the other ranks
+    made by blocks, or dependent on their results    made by the rank that has the segment
+    dependent on the batch alone (mask, positions)   made by every rank that has a later segment
+    dependent on parameters, but on no block (an embedding of time, which every block reads)    made by every rank whose
+                 segments read it; each has its graph too, and sums its gradients with the other ranks
 
-Known limits: as of build_chain.py; a read between the last one and the making of a storage is not looked at; the time
-of what several ranks make counts once.
+Known limits: as of build_chain.py; reads between the creation of a storage and its last read are ignored; the time of
+operators that several ranks run counts once.
 """
 
 from collections import defaultdict
@@ -25,11 +25,11 @@ from lightning_amp.footprint.module_profile import BACKWARD, GRADIENTS, OPTIMISE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """One parameter: bytes of it, of its gradient and of the optimiser's state, and the segments that read it.
+    """One parameter: its bytes, those of its gradient and optimizer state, and the segments that read it.
 
     Attributes:
-        segments: With those that read what earlier segments have made of it without a block.
-        block: Segment of the block that it belongs to, None outside the blocks.
+        segments: Segments that read it, or read a tensor that earlier segments made from it without a block.
+        block: Segment of the block that contains it; None outside the blocks.
     """
 
     name: str
@@ -45,30 +45,30 @@ class Passes:
     """One training step of a batch or a micro-batch.
 
     Attributes:
-        rows: Samples of it.
-        names: Of the blocks, K of them.
-        first: Operator with which the forward pass of each segment begins, and one past that of the last, [K + 2].
-        called: Operator with which the forward pass of each block begins, [K].
-        segment: Segment of every operator of the backward pass, -1 of others, [operator].
-        optimises: Whether an operator is the optimiser's, [operator].
-        seconds: Of every operator, [operator].
-        birth, held: First operator of every storage that is no parameter, gradient or state and not of the batch, and
-            the last at which Python holds it, [storage].
-        n_bytes: Of every storage.
-        computed: Whether it was made from parameters.
-        of_blocks: Whether it was made by a block, or from what one returns.
-        needs: For each segment, the operators of earlier ones, none of a block, that it depends on, [K + 1].
-        maker: For every operator of the backward pass, that of the forward pass that made its node; -1 of others.
-        inputs, outputs: Storages that each block is given, and returns.
-        sent_bytes: Of the tensors that each block returns, [K].
-        returned: Storages that what follows the blocks makes, and the step returns.
-        uses: What autograd keeps: storage, segment that keeps it, operator up to which, operator that made the node
-            that reads it (-1: none does), [use, 4].
-        gradients: What becomes a gradient: operator, bytes, segment whose backward pass makes it, and the last operator
-            at which its node has not handed it out, [gradient, 4]. A node hands out all of its gradients together: one
-            that runs in chunks has those of its inputs and parameters from its first chunk to its last.
-        parameters: All of them.
-        buffer_bytes, batch_bytes: Of buffers, and of the batch.
+        rows: Number of samples.
+        names: Names of the K blocks.
+        first: First operator of the forward pass of each segment, and one past the last operator, [K + 2].
+        called: First operator of the forward pass of each block, [K].
+        segment: Segment of each operator of the backward pass, -1 for others, [operator].
+        optimises: Whether an operator belongs to the optimizer step, [operator].
+        seconds: Time of each operator, [operator].
+        birth, held: First operator of each storage, and the last at which Python holds it, [storage]. Parameters,
+            gradients, optimizer state and the batch are not included.
+        n_bytes: Bytes of each storage, [storage].
+        computed: Whether it depends on parameters, [storage].
+        of_blocks: Whether a block made it, or it depends on a block's result, [storage].
+        needs: For each segment, the operators of earlier segments outside of blocks that it depends on, [K + 1].
+        maker: For each operator of the backward pass, the forward operator that made its node; -1 for others.
+        inputs, outputs: Storages that each block receives and returns.
+        sent_bytes: Bytes of the tensors that each block returns, [K].
+        returned: Storages that the last segment makes and the step returns.
+        uses: Storages that autograd keeps: storage, segment that keeps it, last operator at which it is kept, operator
+            that made the node that reads it (-1 if none does), [use, 4].
+        gradients: Gradients: operator, bytes, segment whose backward pass makes it, and the last operator at which its
+            node has not returned it, [gradient, 4]. A node returns all of its gradients together: a node that runs in
+            chunks holds those of its inputs and parameters from its first chunk to its last.
+        parameters: All parameters.
+        buffer_bytes, batch_bytes: Bytes of buffers, and of the batch.
     """
 
     rows: int
@@ -96,7 +96,7 @@ class Passes:
     batch_bytes: int
 
     def at(self, other: "Passes", rows: int) -> "Passes | None":
-        """The passes of a batch of some length, on the line through two; None where these are not of one form."""
+        """Interpolate the passes of a batch of `rows` samples from two; None if the two differ in structure."""
         if self.rows == other.rows or not (
             np.array_equal(self.birth, other.birth)
             and np.array_equal(self.uses[:, :2], other.uses[:, :2])
@@ -118,13 +118,13 @@ class Passes:
 
 
 def passes_of(step: Any, names: Sequence[str], *, rows: int, values: bool) -> "Passes | str":
-    """The passes of a step through blocks, or why they cannot be stages of a pipeline.
+    """Return the passes of a step through blocks, or why the blocks cannot be pipeline stages.
 
     Args:
-        step: A recorded one, as in chain_recorder.ChainRecorder.
-        names: Of the blocks, in the order of their list.
-        rows: Samples of its batch.
-        values: As of ChainBuilder.
+        step: A chain_recorder.ChainRecorder after the step.
+        names: Names of the blocks, in the order of their list.
+        rows: Samples in the batch.
+        values: As in ChainBuilder.
     """
     if reason := impossible(step, names):
         return reason
@@ -142,7 +142,7 @@ def passes_of(step: Any, names: Sequence[str], *, rows: int, values: bool) -> "P
 
 
 def impossible(step: Any, names: Sequence[str]) -> str:
-    """Why blocks can be no stages whatever passes between them; "" where nothing is known of the kind."""
+    """Return why blocks cannot be stages, independent of the data between them; "" if no such reason was detected."""
     if inside := step.transformed.intersection(names):
         return (
             f"torch.func (vmap, grad, jvp, ...) transforms a function that calls the block {min(inside)!r}, which a"
@@ -159,7 +159,7 @@ def impossible(step: Any, names: Sequence[str]) -> str:
 
 
 def _skips(step: Any, calls: Sequence[Any]) -> str:
-    """What a block reads of earlier ones that the block before it does not return; "" where that is nothing."""
+    """Describe a tensor that crosses a block without being one of its results; "" if there is none."""
     ends = np.array([call.end for call in calls])
     for life in step.lives:
         if id(life) not in step.of_blocks or life.kind in (PARAMETERS, GRADIENTS, STATE):
@@ -177,7 +177,7 @@ def _skips(step: Any, calls: Sequence[Any]) -> str:
 
 
 def _draws(step: Any, calls: Sequence[Any]) -> str:
-    """A mask that is drawn before the blocks and read after them: every micro-batch would draw its own; "" if none."""
+    """Return why random numbers rule out stages: micro-batches would draw different ones; "" if they do not."""
     for life in step.lives:
         if id(life) in step.drawn and id(life) not in step.of_blocks and life.birth < calls[0].start:
             read = step.read_last.get(id(life), 0)
@@ -187,7 +187,7 @@ def _draws(step: Any, calls: Sequence[Any]) -> str:
 
 
 class _Cut:
-    """One step."""
+    """Computation of the passes of one step."""
 
     def __init__(self, step: Any, calls: Sequence[Any], rows: int, values: bool) -> None:
         self._step, self._calls, self._rows, self._values = step, calls, rows, values
@@ -197,10 +197,10 @@ class _Cut:
         kept = [life for life in step.lives if life.kind not in (PARAMETERS, GRADIENTS, STATE)]
         self._lives = [life for life in kept if life.name != "batch"]
         self._place = {id(life): i for i, life in enumerate(self._lives)}
-        # autograd's number when each operator of the forward pass ran: those of its own node are smaller
+        # autograd's number when each forward operator ran; its own node has a smaller number
         self._numbers = np.maximum.accumulate(np.array(step.orders[:back]))
         self._needs = tuple(self._needed())
-        # last operator of every node, and until when graphs that are made in the backward pass keep what
+        # last operator of each node, and the last use of each storage saved in graphs that a backward pass creates
         self._last_of = {step.orders[t]: t for t in range(back, len(self._phases)) if step.orders[t] >= 0}
         self._last, self._kept_again = len(self._phases) - 1, dict[int, int]()
         for use in step.uses:
@@ -209,9 +209,9 @@ class _Cut:
                 self._kept_again[id(use.life)] = max(end, self._kept_again.get(id(use.life), 0))
 
     def passes(self) -> Passes:
-        """All of it."""
+        """Return the passes."""
         step, lives = self._step, self._lives
-        # a call has the numbers below its `last_order`, which is the first of the next segment
+        # a call has the numbers below its `last_order`, where the next segment starts
         ends = np.array([call.last_order for call in self._calls])
         segment = self._by_node(lambda order: int(np.searchsorted(ends, order, side="right")), len(self._calls))
         kinds = {
@@ -239,10 +239,10 @@ class _Cut:
             uses=np.array(list(self._uses()), dtype=np.int64).reshape(-1, 4),
             gradients=np.array(
                 [
-                    # handed out with the last operator of its node, and the one after it at least
+                    # returned with the last operator of its node, and at least one operator later
                     (t, life.n_bytes, segment[t], max(t + 1, self._last_of.get(step.orders[t], 0)))
                     for life in kinds[GRADIENTS].values()
-                    # one that was born at 0 was there before the step, and is only added to
+                    # a gradient born at 0 exists before the step, and is only added to
                     if (t := life.birth) and segment[t] >= 0
                 ],
                 dtype=np.int64,
@@ -256,7 +256,7 @@ class _Cut:
         return tuple(self._place[id(life)] for life in lives if id(life) in self._place)
 
     def _by_node(self, of: Callable[[int], int], now: int) -> Any:
-        """What a node's number says of operators of the backward pass; one without goes with those before."""
+        """Return `of(number)` of each backward operator's node; without a number, the value before it."""
         found = np.full(len(self._phases), -1)
         for t, phase in enumerate(self._phases):
             if phase == BACKWARD:
@@ -265,11 +265,11 @@ class _Cut:
         return found
 
     def _maker(self, order: int) -> int:
-        """The first operator that ran when a node had its number."""
+        """Return the first operator that ran when a node had its number."""
         return int(np.searchsorted(self._numbers, order, side="right"))
 
     def _needed(self) -> Iterator[Any]:
-        """Of every segment the operators of earlier segments, outside of blocks, that it depends on."""
+        """Yield for each segment the operators of earlier segments, outside of blocks, that it depends on."""
         step = self._step
         read_by, read_at = defaultdict[int, set[int]](set), defaultdict[int, list[int]](list)
         for life, times in step.reads.items():
@@ -277,15 +277,15 @@ class _Cut:
                 read_by[int(segment)].add(life)
                 read_at[t].append(life)
         for segment, begin in enumerate(self._first[:-1]):
-            # from what the segment reads back to what that was made of, as long as no block has made it: a rank that
-            # has the segment runs these operators too
+            # follow dependencies back from the segment's reads until a block's result: a rank that has the segment runs
+            # these operators too
             left, looked_at, found = list(read_by[segment]), set(read_by[segment]), set[int]()
             while left:
                 life = left.pop()
                 own = [t for t in step.writes.get(life, ()) if t < begin]
                 found.update(own)
                 if life in step.computed:
-                    # a node of several operators is known by the first of them
+                    # a node with several operators is identified by the first of them
                     found.update(int(np.searchsorted(self._numbers, self._numbers[t])) for t in own)
                 more = {other for t in own for other in read_at[t]} - looked_at
                 looked_at |= more
@@ -293,8 +293,8 @@ class _Cut:
             yield _whole(sorted(found))
 
     def _held(self, life: Any) -> int:
-        """The last operator at which something else than autograd holds a storage; of one that is made in a backward
-        pass, at which anything does, for it may be of a graph that is made there and gone through.
+        """Return the last operator at which something other than autograd holds a storage. Autograd counts too for
+        storages that a backward pass makes, because they may belong to a graph that is created and used there.
         """
         death = self._last if life.death is None else life.death
         if self._phases[life.birth] == BACKWARD:
@@ -308,9 +308,9 @@ class _Cut:
         listed = {id(call): i for i, call in enumerate(self._calls)}
         places = {n: listed[id(call)] for n, call in enumerate(self._step.calls) if id(call) in listed}
         for use in self._step.uses:
-            # not of a graph that is made in the backward pass, as of a chunk
+            # not for a graph that the backward pass creates, as for a chunk
             if id(use.life) in self._place and self._phases[use.start] != BACKWARD:
-                # an operator's inputs are saved before it is counted, so its block says more than the place
+                # an operator's inputs are saved before it is counted, so the block is more precise than the position
                 own = places.get(use.call, int(np.searchsorted(ends, use.start, side="right")))
                 maker = -1 if use.order < 0 else self._maker(use.order)
                 yield self._place[id(use.life)], own, self._last if use.end is None else use.end, maker

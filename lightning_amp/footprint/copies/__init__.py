@@ -1,1 +1,1 @@
-"""Copy a module and a batch as tensors without values, and run a step of the copy unnoticed."""
+"""Copy a module and a batch as tensors without values, and run a step of the copy without side effects."""

@@ -1,10 +1,11 @@
-"""Restore what a step changes outside its copy, and copy the mutable state of objects.
+"""Restore state that a step of a copied module changes outside the copy, and copy the mutable state of objects.
 
-The module that trains would read a counter of all instances, a list of features or a cache, and tensors in these may
-have no values. Containers, random generators and objects of the user's classes are put back with what they hold.
+Otherwise the module that trains would read a changed class counter, list of features or cache, which may contain
+tensors without values. Containers, random generators and objects of the user's classes are restored with their
+contents.
 
-Known limits: files of which no class or function takes part in the step; containers of more than `DATA` entries, what
-those of more than `LONG` hold, and objects beyond `DEPTH` others; values of tensors.
+Known limits: modules (.py files) that define no class or function of the step; containers of more than `DATA` entries;
+contents of containers of more than `LONG` entries; objects nested deeper than `DEPTH`; values of tensors.
 """
 
 import copy
@@ -23,20 +24,20 @@ from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor, nn
 
 LIBRARIES = {"torch", "lightning", "torchmetrics", "lightning_amp", *sys.stdlib_module_names}
-"""Packages whose functions, classes and files are left as they are."""
+"""Packages whose functions, classes and files are not restored."""
 CONTAINERS = (dict, list, set, deque, defaultdict, OrderedDict, Counter)
 CACHED = type(cache(len))
 LONG, DATA, DEPTH = 64, 100_000, 3
 
 
 def is_of_user(owner: Any) -> bool:
-    """Whether a class or function is of none of these libraries."""
+    """Whether a class or function does not belong to one of these libraries."""
     return (getattr(owner, "__module__", None) or "").partition(".")[0] not in LIBRARIES
 
 
 @contextmanager
 def as_before(*owners: Any) -> Iterator[None]:
-    """Put back, at the end, what is of the classes, functions and files of modules, other objects, or functions."""
+    """Restore on exit the state of the classes, functions and files of modules, other objects or functions."""
     parts = [part for one in owners for part in (one.modules() if isinstance(one, nn.Module) else (one,))]
     parts += [part.__func__ for part in parts if isinstance(part, MethodType)]
     found = {
@@ -47,7 +48,7 @@ def as_before(*owners: Any) -> Iterator[None]:
     }
     files = {kind.__module__ for kind in found}
     before = _Before(files)
-    # a step reaches those of a module that it finds by a global name, or that its copy shares
+    # a step reaches tensors of a module that it finds by a global name, or that its copy shares
     own = [tensors for part in parts if isinstance(part, nn.Module) for tensors in (part._parameters, part._buffers)]
     gradients = [(p, p.grad) for tensors in own for p in tensors.values() if p is not None and p.is_leaf]
     for tensors in own:
@@ -56,7 +57,7 @@ def as_before(*owners: Any) -> Iterator[None]:
         before.keep_names(sys.modules[name], DEPTH)
     for owner in found:
         before.keep(owner, DEPTH)
-    # a step would add to them in place
+    # a step would accumulate into them in place
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -69,7 +70,7 @@ def as_before(*owners: Any) -> Iterator[None]:
 
 
 def contents(cell: CellType) -> list[Any]:
-    """What a closure holds in a cell; empty where nothing was put there yet."""
+    """Return the content of a closure cell as a list; empty if the cell is empty."""
     try:
         return [cell.cell_contents]
     except ValueError:
@@ -77,10 +78,10 @@ def contents(cell: CellType) -> list[Any]:
 
 
 class _Before:
-    """What objects hold, to be put back.
+    """Snapshot of objects, with functions that restore it.
 
     Args:
-        files: Names of the files whose functions and classes are looked into.
+        files: Names of the modules whose functions and classes are included.
     """
 
     def __init__(self, files: Set[str]) -> None:
@@ -89,11 +90,11 @@ class _Before:
         self.undo: list[Callable[[], Any]] = []
 
     def keep(self, value: Any, depth: int) -> None:
-        """Of a value, and of `depth` objects within it."""
+        """Add a value, and objects in it to a depth of `depth`."""
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
-        # by its type, for a lazy object would be made if its class was requested
+        # by `type`, not isinstance: reading `__class__` would create a lazy object
         kind = type(value)
         if issubclass(kind, staticmethod | classmethod):
             self.keep(value.__func__, depth)
@@ -117,7 +118,7 @@ class _Before:
             for content in contents(value):
                 self.undo.append(partial(setattr, value, "cell_contents", content))
                 self.keep(content, depth)
-        # classes and functions of the files, and objects of the user's; of modules there are copies
+        # classes and functions of the files, and objects of user classes; modules are copied instead
         elif depth and (
             value.__module__ in self._files
             if issubclass(kind, type | FunctionType)
@@ -131,7 +132,7 @@ class _Before:
             self.keep_names(value, depth - 1)
 
     def keep_names(self, owner: Any, depth: int) -> None:
-        """Of the attributes of an object."""
+        """Add the attributes of an object."""
         state = _names(owner)
         self.undo.append(partial(_set_names, owner, state))
         for value in state.values():
@@ -163,9 +164,9 @@ def _set_names(owner: Any, state: dict[str, Any]) -> None:
 
 
 def _refill(value: Any, entries: Any) -> None:
-    """Give a container the entries again that it had, where it has others now."""
-    # by identity, for to compare entries may compare tensors, which have no truth value; the copy keeps the old entries
-    # alive, so that no new one has an id of theirs
+    """Restore a container's entries if they have changed."""
+    # by identity: comparing entries may compare tensors, which have no truth value. The copy keeps old entries alive,
+    # so that no new entry can have the id of an old one
     if _ids(value) != _ids(entries):
         value.clear()
         (value.extend if isinstance(value, list | deque) else value.update)(entries)
@@ -177,9 +178,9 @@ def _ids(values: Any) -> list[int]:
 
 
 def _clear_if_filled(cached: Any, before: Any) -> None:
-    # the misses too: a cache that is full has as many entries as before
+    # compare misses too: a full cache keeps its number of entries
     if cached.cache_info()[1:] != before[1:]:
-        # single entries cannot be taken out of a cache, so all go where the step may have added some
+        # single entries cannot be removed from a cache, so it is cleared if the step may have added some
         cached.cache_clear()
 
 
@@ -189,29 +190,29 @@ SHARED = (*OWNERS, Trainer, torch.Tensor, np.ndarray, type)
 
 
 def apart(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy in what an object remembers of itself: attributes, small containers, random generators; shares the rest.
+    """Copy an object's mutable state (attributes, small containers, random generators), and share everything else.
 
-    Copies of one memo, by the id of what they are of, refer to each other.
+    Copies with one memo, keyed by the id of the original, refer to each other.
     """
     if id(value) in memo:
         return memo[id(value)]
-    # that of the machine has no state
+    # SystemRandom has no state
     if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom):
         memo[id(value)] = value.clone_state() if isinstance(value, torch.Generator) else copy.deepcopy(value)
     elif type(value) is tuple and len(value) <= LONG:
         memo[id(value)] = tuple([apart(part, memo) for part in value])
     elif type(value) in CONTAINERS and len(value) <= DATA:
-        # in the memo before it is filled, for it may hold itself
+        # into the memo before it is filled, because it may contain itself
         memo[id(value)] = found = copy.copy(value)
         if len(value) <= LONG and isinstance(value, dict):
-            # that of a Counter adds to what is there
+            # Counter.update would add to the counts
             dict.update(found, {key: apart(part, memo) for key, part in value.items()})
         elif len(value) <= LONG and not isinstance(value, set):
-            # what a set holds is found by its identity, as a key of a dict
+            # set members are compared by identity, like keys of a dict
             _refill(found, [apart(part, memo) for part in value])
     elif isinstance(value, MethodType):
         owner = value.__self__
-        # a method of a module or data module may change that one, which is then a copy in what it remembers too
+        # a method may change its module or data module, whose mutable state is therefore copied
         own = _shallow(owner, memo) if isinstance(owner, OWNERS) and id(owner) not in memo else apart(owner, memo)
         memo[id(value)] = MethodType(value.__func__, own)
     elif _remembers(value):
@@ -224,13 +225,13 @@ def _shallow(value: Any, memo: dict[int, Any]) -> Any:
         found = memo[id(value)] = copy.copy(value)
         vars(found).update({name: apart(part, memo) for name, part in vars(value).items()})
     except Exception:
-        # it is shared then, for half a copy would be neither a copy nor the object
+        # share it then: half a copy is worse than none
         found = memo[id(value)] = value
     return found
 
 
 def _remembers(value: Any) -> bool:
-    """Whether an object has attributes, and python's own way of being copied, which makes nothing else."""
+    """Whether an object has attributes, and Python's default way of copying, which has no side effects."""
     kind: Any = type(value)
     return (
         hasattr(value, "__dict__")
@@ -239,7 +240,7 @@ def _remembers(value: Any) -> bool:
         and kind.__reduce_ex__ is object.__reduce_ex__
         and kind.__reduce__ is object.__reduce__
         and not hasattr(kind, "__setstate__")
-        # it may close a file that the copy shares
+        # its __del__ may close a file that the copy shares
         and not hasattr(kind, "__del__")
         and getattr(kind, "__getstate__", None) is getattr(object, "__getstate__", None)
         and kind.__module__ != "builtins"

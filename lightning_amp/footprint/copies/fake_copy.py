@@ -1,11 +1,11 @@
 """Copy a module and a batch to fake tensors, which have shapes and no values.
 
-The module is copied with its tensors replaced, so its parameters are never held twice. It is built before the fake mode
-is entered: a module that is constructed or copied under the mode may keep a reference to the mode.
+Tensors are replaced during the copy, so parameters are never in memory twice. The copy is made before the fake mode is
+entered: a module that is constructed or copied under the mode may keep a reference to the mode.
 
-`copy.deepcopy` shares functions and weak references. A function that a module holds, as a hook, a method or an
-attribute, may have closed over the module itself, and would run on the module that trains: it is copied too, with what
-it has closed over. So are weak references to modules that are direct attributes of modules.
+`copy.deepcopy` shares functions and weak references. A function in a module (a hook, a method or an attribute) may have
+the module itself in its closure, and would then change the module that trains. Such a function is copied together with
+its closure. Weak references to modules are copied if they are direct attributes of modules.
 """
 
 import copy
@@ -35,32 +35,32 @@ from lightning_amp.footprint.copies.known_values import give_values, numbers_may
 
 M = TypeVar("M", bound=nn.Module)
 DATA = (Dataset, DataLoader, LightningDataModule)
-"""Attributes of a module that a copy of it shares."""
+"""Types of attributes that a module and its copy share."""
 SHARED = (*DATA, np.ndarray, ModuleType, type)
-"""What a copied function shares with the function that it is a copy of."""
+"""Types of objects that a function and its copy share."""
 LOOKED_INTO = ("argparse", "threading", "types")
-"""Libraries with objects that hold functions of the user's, or locks."""
+"""Libraries with objects that may hold locks or functions of the user."""
 PLAIN = {type(None), bool, int, float, complex, str, bytes}
 LOCKS: dict[type, Any] = {type(make()): make for make in (threading.Lock, threading.RLock)}
 
 
 def copy_of(module: M, fake: FakeTensorMode | None) -> M:
-    """A copy without a Trainer; its tensors are fake if a mode is given.
+    """Copy a module without its Trainer; its tensors are fake if a mode is given.
 
     Raises:
-        ModelError: Something in the module cannot be copied.
+        ModelError: A part of the module cannot be copied.
     """
     memo: dict[int, Any] = {}
     for child in module.modules():
         # a Trainer holds loaders, loggers and process groups
         attached = (vars(child).get(key) for key in ("_trainer", "_fabric"))
         memo |= {id(value): _NOTHING for value in attached if value is not None}
-        # data are not part of a step, and may be larger than the module
+        # data do not belong to the step, and may be larger than the module
         memo |= {id(value): value for value in vars(child).values() if isinstance(value, DATA)}
         if fake is not None:
             for tensor in own_tensors(child):
                 memo[id(tensor)] = found = fake_tensor(tensor, fake)
-                # not those of parameters: every step changes them, so that nothing may be decided by their values
+                # not of parameters: every step changes them, so that no branch may depend on their values
                 if not (isinstance(tensor, nn.Parameter) or has_no_values(tensor)):
                     give_values(found, tensor)
     try:
@@ -75,11 +75,11 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
     users = {id(child): child for child in module.modules()}
     for child in users.values():
         if child._compiled_call_impl is not None and id(memo.get(id(child), child)) not in users:
-            # still known as compiled; a copy has lost it, or, of a LightningModule, would call the original
+            # keep it marked as compiled; a copy has lost the mark, or, for a LightningModule, would call the original
             memo[id(child)]._compiled_call_impl = memo[id(child)]._call_impl
     for name, own in twin.named_modules():
         if id(own) in users:
-            # a __deepcopy__ of the user's shares it
+            # a user's __deepcopy__ shares it
             if fake is None and any(tensor.requires_grad for tensor in own_tensors(own)):
                 raise ModelError(
                     f"cannot profile {type(module).__name__!r}: its step needs values, and would train its part"
@@ -87,7 +87,7 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
                 )
             continue
         for key, value in vars(own).items():
-            # Lightning knows logged metrics by their ids, of a module that trains
+            # Lightning finds logged metrics by ids, which are those of the original
             if value is _NOTHING or key == "_metric_attributes":
                 vars(own)[key] = None
             elif type(value) is ReferenceType and isinstance(value(), nn.Module):
@@ -95,7 +95,7 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
             elif isinstance(value, MethodType) and id(value.__func__) in memo:
                 vars(own)[key] = MethodType(memo[id(value.__func__)], value.__self__)
         if getattr(fake, "valid", False) and isinstance(own, Metric | MetricCollection):
-            # what torchmetrics checks are values; metrics in groups share states once these were found equal
+            # torchmetrics' checks read values; metrics in compute groups share states once these were equal
             checks: dict[str, Any] = {"validate_args": False, "_enable_compute_groups": False}
             if isinstance(own, BaseAggregator):
                 checks["nan_strategy"] = "disable"
@@ -104,14 +104,14 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
 
 
 def own_tensors(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers of a module, without its submodules; it may have methods of these names."""
+    """Return parameters and buffers of a module without its submodules; its methods may be overridden."""
     return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
 
 
 def copy_of_data(
     data: LightningDataModule | None, module: nn.Module, twin: nn.Module, fake: FakeTensorMode | None
 ) -> LightningDataModule | None:
-    """The data module that a copied module finds: a copy in what it remembers, with copies of modules; data are shared.
+    """Copy the data module for a copied module: its mutable state and its modules are copied, its data are shared.
 
     `twin` is the copy of the module.
     """
@@ -130,13 +130,13 @@ def copy_of_data(
 def _copy_unlike_deepcopy(
     owners: Sequence[Any], memo: dict[int, Any], fake: FakeTensorMode | None, *, whole: bool
 ) -> None:
-    """Put into a memo copies of what some objects hold and deepcopy shares or refuses: functions that hold something
-    themselves, locks, sparse tensors, and those that were computed of others, as torch's older weight_norm does.
+    """Add copies of objects that deepcopy shares or rejects to a memo: functions with state, locks, sparse tensors, and
+    non-leaf tensors, which torch's older weight_norm has.
 
     Args:
         owners: Modules, or a data module.
-        memo, fake: As of `copy.deepcopy`, and of `copy_of`.
-        whole: Whether long containers and sparse tensors are copied too, which a copy of a data module shares.
+        memo, fake: As in `copy.deepcopy`, and in `copy_of`.
+        whole: Whether long containers and sparse tensors are copied too; a copy of a data module shares them.
     """
     cells: dict[int, tuple[CellType, CellType]] = {}
     copies: list[tuple[FunctionType, FunctionType]] = []
@@ -144,7 +144,7 @@ def _copy_unlike_deepcopy(
     seen = set[int]()
     while waiting:
         value = waiting.pop()
-        # a list may hold itself
+        # a list may contain itself
         if type(value) in PLAIN or id(value) in seen or id(value) in memo:
             continue
         seen.add(id(value))
@@ -158,7 +158,7 @@ def _copy_unlike_deepcopy(
         elif type(value) in LOCKS:
             memo[id(value)] = LOCKS[type(value)]()
         elif type(value) is threading.Condition and type(vars(value)["_lock"]) in LOCKS:
-            # its attributes are methods of its lock, which deepcopy shares
+            # its attributes are methods of its lock, which deepcopy would share
             lock = vars(value)["_lock"]
             memo[id(value)] = threading.Condition(memo.setdefault(id(lock), LOCKS[type(lock)]()))
         elif isinstance(value, Tensor):
@@ -167,7 +167,7 @@ def _copy_unlike_deepcopy(
             elif whole and (value.grad_fn is not None or value.layout is not torch.strided):
                 memo[id(value)] = value.detach().clone()
         elif holds_something(value):
-            # empty cells first: functions may have closed over each other, or over themselves
+            # create empty cells first: functions may have each other, or themselves, in their closures
             own = value.__closure__ or ()
             cells.update({id(cell): (CellType(), cell) for cell in own if id(cell) not in cells})
             closure = tuple(cells[id(cell)][0] for cell in own)
@@ -178,7 +178,7 @@ def _copy_unlike_deepcopy(
         elif not isinstance(value, (nn.Module, *SHARED)) and hasattr(value, "__dict__"):
             looked_into = is_of_user(type(value)) or type(value).__module__ in LOOKED_INTO
             waiting += vars(value).values() if looked_into else ()
-    # only now, for what one has closed over may hold others
+    # only now: a closure may contain other copied functions
     copied = partial(_copied, memo=memo, own=set(map(id, owners)))
     for new, cell in cells.values():
         for content in contents(cell):
@@ -190,18 +190,18 @@ def _copy_unlike_deepcopy(
 
 
 def holds_something(value: Any) -> bool:
-    """Whether a value is a function of the user's that has closed over something, or has defaults."""
+    """Whether a value is a user function with a closure or defaults."""
     return (
         isinstance(value, FunctionType)
         and bool(value.__closure__ or value.__defaults__ or value.__kwdefaults__)
         and is_of_user(value)
-        # a step of ours says by functools.wraps that it is the user's, and counts on what it has closed over
+        # wrappers of this library have the user's __module__ (functools.wraps), and need their own closure
         and not value.__globals__.get("__name__", "").startswith("lightning_amp.")
     )
 
 
 def _copied(value: Any, *, memo: dict[int, Any], own: set[int]) -> Any:
-    """What a copied function holds: copies of the module's parts and of small things, and all else itself."""
+    """Copy an object that a copied function holds if it is a part of the module or small; else return the object."""
     if isinstance(value, SHARED) or (
         isinstance(value, nn.Module | Tensor) and id(value) not in own and id(value) not in memo
     ):
@@ -210,34 +210,34 @@ def _copied(value: Any, *, memo: dict[int, Any], own: set[int]) -> Any:
     try:
         return copy.deepcopy(value, memo)
     except Exception:
-        # what it had begun to copy is half filled
+        # remove incomplete copies from the memo
         for key in memo.keys() - before:
             del memo[key]
         return value
 
 
 _NOTHING = object()
-"""Stands for a Trainer while a module is copied: None would not do, which a memo takes for no entry."""
+"""Placeholder of a Trainer while a module is copied; a memo treats None as a missing entry."""
 
 
 def make_fake(module: nn.Module, fake: FakeTensorMode) -> None:
-    """Replace the tensors that a module has made for itself since it was copied."""
+    """Replace tensors that a module has created since it was copied by fake ones."""
     made: dict[int, Tensor] = {}
     for child in module.modules():
         for own in (child._parameters, child._buffers):
             for name, tensor in own.items():
                 if tensor is not None and not isinstance(tensor, FakeTensor):
-                    # one that is in two places stays one
+                    # a shared tensor stays shared
                     found = made[id(tensor)] if id(tensor) in made else fake_tensor(tensor, fake)
                     made[id(tensor)] = cast(dict[str, Any], own)[name] = found
 
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Let code copy tensors, join a list of scalars, and take numbers out of them, while a fake mode is on.
+    """Support deepcopy of tensors, torch.tensor of a list of scalars, and `item()`, while a fake mode is active.
 
-    torch's own way of copying takes the bytes of a storage, which has none then: it writes where no memory was given
-    to it. Numbers are those of `known_values.py`.
+    torch's own deepcopy of a tensor copies the bytes of its storage. A fake tensor has none, so it would write to
+    memory that was never allocated. Numbers from `item()` are those of `known_values.py`.
     """
     before, make = Tensor.__deepcopy__, torch.tensor
 
@@ -247,7 +247,7 @@ def without_values() -> Iterator[None]:
         return memo[id(tensor)]
 
     def tensor(data: Any, *args: Any, **options: Any) -> Tensor:
-        # as Lightning's grad_norm makes of the norms of parameters; of all else torch's own
+        # as Lightning's grad_norm does with the norms of parameters; torch's own function for all other data
         if not (isinstance(data, list | tuple) and data and all(type(x) is FakeTensor and not x.dim() for x in data)):
             return make(data, *args, **options)
         requires_grad, _ = options.pop("requires_grad", False), options.pop("pin_memory", None)
@@ -262,9 +262,9 @@ def without_values() -> Iterator[None]:
 
 
 def fake_tensor(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
-    """A fake tensor on the same device; on the CPU where this one is on the device "meta"."""
+    """Return a fake tensor on the same device; on the CPU for a meta tensor."""
     if tensor.layout is not torch.strided:
-        # torch makes it without entries, whose bytes would not count
+        # torch makes it without entries, so their bytes would not count
         raise NotImplementedError(f"a tensor of layout {tensor.layout} has no entries without values")
     if has_no_values(tensor):
         device = "cpu" if tensor.is_meta else tensor.device
@@ -276,19 +276,19 @@ def fake_tensor(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
         found = fake.from_tensor(tensor)
         found.grad = None
     if isinstance(tensor, nn.Parameter):
-        # marks that libraries put on parameters
+        # attributes that libraries set on parameters
         vars(found).update(vars(tensor))
     return found
 
 
 def length_of(batch: Any) -> int | None:
-    """The length of the first dimension that more than half of a batch's tensors have; None where there is none."""
+    """Return the length of the first dimension of more than half of a batch's tensors; None if there is none."""
     found = [tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()]
     return next((length for length in set(found) if 2 * found.count(length) > len(found)), None)
 
 
 def resized(batch: Any, batch_size: int | None) -> Any:
-    """A copy of the batch; if a length is given, with the rows repeated of tensors that have the batch's length."""
+    """Copy the batch; given a length, repeat or cut the rows of tensors that have the batch's length."""
     length = length_of(batch)
 
     def copied(_: str, tensor: Tensor) -> Tensor:
@@ -300,14 +300,14 @@ def resized(batch: Any, batch_size: int | None) -> Any:
 
 
 def fake_batch(batch: Any, fake: FakeTensorMode, batch_size: int | None) -> Any:
-    """The batch as fake tensors, of another length if one is given."""
+    """Convert a batch to fake tensors, of another length if one is given."""
     found = map_tensors(batch, lambda _, tensor: fake_tensor(tensor, fake))
     with fake:
         return found if batch_size is None else resized(found, batch_size)
 
 
 def map_tensors(values: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
-    """A batch with its tensors changed, by path, in mappings, lists, tuples and dataclasses; other objects stay."""
+    """Map the tensors of a batch by (path, tensor) in mappings, lists, tuples and dataclasses; share other objects."""
 
     def below(key: object, value: Any) -> Any:
         return map_tensors(value, change, f"{path}.{key}" if path else str(key))
@@ -315,7 +315,7 @@ def map_tensors(values: Any, change: Callable[[str, Tensor], Tensor], path: str 
     if isinstance(values, Tensor):
         return change(path or "batch", values)
     if isinstance(values, Mapping):
-        # the kind of mapping is kept, such as HuggingFace's BatchEncoding, unless it cannot be written to
+        # keep the type of the mapping, such as HuggingFace's BatchEncoding, unless it is read-only
         changed: Any = copy.copy(values) if hasattr(values, "__setitem__") else dict(values)
         for key in values:
             changed[key] = below(key, values[key])
@@ -328,13 +328,13 @@ def map_tensors(values: Any, change: Callable[[str, Tensor], Tensor], path: str 
         derived = [getattr(values, one.name, None) for one in fields(values) if not one.init]
         new = {one.name: below(one.name, getattr(values, one.name)) for one in fields(values) if one.init}
         if next(tensors_in(derived), None) is None:
-            # a ValueError: its __init__ takes what it has no field of
+            # ValueError: its __init__ has parameters that are not fields
             with suppress(ValueError):
                 return replace(values, **new)
         twin: Any = copy.copy(values)
         new |= {one.name: below(one.name, getattr(values, one.name)) for one in fields(values) if not one.init}
         for name, value in new.items():
-            # one that is frozen has its own __setattr__
+            # a frozen dataclass overrides __setattr__
             object.__setattr__(twin, name, value)
         return twin
     return values

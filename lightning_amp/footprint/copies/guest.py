@@ -1,14 +1,14 @@
-"""Run a step of a copy in the user's process: suppress its output, and restore what it changes.
+"""Run a step of a copied module in the user's process without side effects: suppress output, and restore state.
 
-    messages    warnings, log records, prints and questions of this thread; what a library says once, it can say later
-    files       written anew they are in memory, and are read from there; no folder is changed
-    settings    torch's, the environment, the current folder, signal handlers, random streams
-    state       of the files and classes of the step (as_before.py)
-    others      ranks, which do not run this step; hooks of all modules; dispatch modes that are active
-    compilers   what torch.compile has wrapped runs as it was before
+    messages    warnings, logs, prints and prompts of this thread are suppressed; one-time messages can appear later
+    files       that the step writes are in memory, and are read from there; folders do not change
+    settings    of torch, environment, current folder, signal handlers and random states are restored
+    state       of the step's files and classes is restored (as_before.py)
+    others      other ranks, global hooks and active dispatch modes do not take part in the step
+    compilers   modules wrapped by torch.compile run uncompiled
 
-Known limits: what the step sends to other processes, as `wandb.log` called directly; files written by other means than
-Python's `open` and torch's `save`; threads that it starts. While it runs, warnings of other threads are lost.
+Known limits: messages to other processes, such as a direct call of `wandb.log`; files that are written other than by
+Python's `open` and `torch.save`, or in mode "r+"; threads that the step starts. Warnings of other threads are lost.
 """
 
 import builtins
@@ -37,12 +37,12 @@ from lightning_amp.footprint.copies.as_before import as_before
 from lightning_amp.random_streams import isolated_random_streams
 
 FOLDER_CHANGES = ("mkdir", "rmdir", "remove", "unlink", "rename", "replace", "symlink", "link")
-"""Functions of `os`."""
+"""Functions of `os` that are disabled for the step."""
 
 
 @contextmanager
 def as_guest(*owners: Any) -> Iterator[None]:
-    """Let nothing of the user's notice what is done in this context; `owners` take part, as of `as_before`."""
+    """Suppress and undo side effects of this context; `owners` take part in the step, as in `as_before`."""
     with (
         as_before(*owners),
         _settings_as_before(),
@@ -51,14 +51,14 @@ def as_guest(*owners: Any) -> Iterator[None]:
         _without_files(),
         _without_others(),
         unseen(),
-        # what torch.compile has wrapped runs as it was before, for nothing is compiled for a profile
+        # compiled modules run uncompiled, because nothing is compiled for a profile
         torch.compiler.set_stance("force_eager"),
     ):
         yield
 
 
 def _matmul_precision() -> str | None:
-    # an error where torch's newer setting is in use, which then is left as the step leaves it
+    # raises if torch's newer setting is in use, which then is not restored
     with suppress(RuntimeError):
         return torch.get_float32_matmul_precision()
     return None
@@ -76,10 +76,10 @@ def _refill(place: Any, entries: Any) -> None:
 
 def _set_handlers(handlers: dict[int, Any]) -> None:
     if threading.current_thread() is not threading.main_thread():
-        # where a step cannot have set one
+        # signal handlers can be set in the main thread only
         return
     for number, handler in handlers.items():
-        # None is a handler that is not Python's
+        # None is a handler that was not set by Python
         if handler is not None and signal.getsignal(number) != handler:
             signal.signal(number, handler)
 
@@ -99,7 +99,7 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (lambda: {number: signal.getsignal(number) for number in signal.valid_signals()}, _set_handlers),
     (lambda: list(warnings.filters), lambda filters: _refill(warnings.filters, filters)),
 )
-"""What reads a setting, and what sets it."""
+"""Functions that read and set each setting."""
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def _settings_as_before() -> Iterator[None]:
 
 @contextmanager
 def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Give attributes other values; of a class that inherits them, too."""
+    """Replace attributes for a while, including those that a class inherits."""
     before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -126,16 +126,16 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
             if name in before:
                 setattr(owner, name, before[name])
             elif vars(owner)[name] is value:
-                # else a library that was imported meanwhile has put its own there
+                # otherwise a library that was imported meanwhile has replaced it
                 delattr(owner, name)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """What is done in the place of what a guest leaves out."""
+    """Do nothing, in place of a suppressed function."""
 
 
 def _elsewhere(function: Callable[..., Any], instead: Callable[..., Any] = _nothing) -> Callable[..., Any]:
-    """What another function is for this thread, and what this one is for others."""
+    """Return a function that calls `instead` in this thread, and `function` in all others."""
     here = threading.get_ident()
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -145,7 +145,7 @@ def _elsewhere(function: Callable[..., Any], instead: Callable[..., Any] = _noth
 
 
 class _OfOthers:
-    """A stream that takes what other threads write."""
+    """Stream that forwards only writes of other threads."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -157,16 +157,16 @@ class _OfOthers:
 
 @contextmanager
 def _without_messages() -> Iterator[None]:
-    """Neither say anything nor ask; what is said once in a process counts as not said."""
+    """Suppress messages and prompts, without marking one-time messages as shown."""
     streams = [name for name in ("stdout", "stderr") if getattr(sys, name) is not None]
-    # put in by hand: whatever else changes filters lets Python forget what it has said before
+    # inserted directly: the functions that change filters also reset Python's record of shown warnings
     warnings.filters.insert(0, ("ignore", None, Warning, None, 0))  # type: ignore[attr-defined]
-    # torch's kernels remember what they have said once, unless they say it always
+    # torch's kernels record that a warning was shown, unless they always warn
     torch.set_warn_always(True)
     with (
         _replaced(WarningCache, add=_nothing),
         _replaced(logging.Logger, handle=_elsewhere(logging.Logger.handle), warning_once=_nothing),
-        # who asks finds the end of a file, and goes on
+        # a prompt reads the end of a file, and continues
         _replaced(sys, stdin=io.StringIO(), breakpointhook=_nothing),
         _replaced(sys, **{name: _OfOthers(getattr(sys, name)) for name in streams}),
     ):
@@ -174,14 +174,16 @@ def _without_messages() -> Iterator[None]:
 
 
 class _Files:
-    """What is written in the place of files, and what is read of them again."""
+    """In-memory files that replace files on disk."""
 
     def __init__(self) -> None:
         self._written: dict[str, bytes] = {}
         self._open, self._save = builtins.open, torch.save
 
     def open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """`open`; a file that has no name, or is changed in its middle, is opened itself."""
+        """Replace `open`: writes go to memory, and are read from there; mode "r+" and descriptors open the file on
+        disk.
+        """
         named = not isinstance(file, int) and not kwargs.get("opener")
         name = str(Path(os.fsdecode(file)).resolve()) if named else ""
         writes = bool(set(mode) & set("wax"))
@@ -191,14 +193,14 @@ class _Files:
         return raw if "b" in mode else io.TextIOWrapper(raw, encoding="utf-8")
 
     def save(self, what: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-        """`torch.save`; in a step nothing, for fake tensors have no bytes."""
+        """Replace `torch.save`; do nothing in a step on fake tensors, which have no bytes."""
         if not is_watched():
             with self.open(file, "wb") if isinstance(file, str | os.PathLike) else nullcontext(file) as opened:
                 self._save(what, opened, *args, **kwargs)
 
 
 class _Written(io.BytesIO):
-    """A file that is there once it is closed."""
+    """In-memory file that is stored when it is closed."""
 
     def __init__(self, written: dict[str, bytes], name: str) -> None:
         super().__init__()
@@ -212,7 +214,7 @@ class _Written(io.BytesIO):
 
 @contextmanager
 def _without_files() -> Iterator[None]:
-    """Leave files and folders as they are."""
+    """Redirect writes of files to memory, and disable changes of folders."""
     files = _Files()
     opened = _elsewhere(builtins.open, files.open)
     changes = {name: _elsewhere(getattr(os, name)) for name in FOLDER_CHANGES}
@@ -227,9 +229,7 @@ def _without_files() -> Iterator[None]:
 
 @contextmanager
 def _without_others() -> Iterator[None]:
-    """Put out of sight who else takes part in steps: other ranks, where a collective is an error then, and hooks of all
-    modules and optimisers.
-    """
+    """Disable other ranks (collectives then raise an error), and global hooks of modules and optimizers."""
     hooks = [
         value
         for file in (torch_module, torch_optimizer)
@@ -237,7 +237,7 @@ def _without_others() -> Iterator[None]:
         if name.startswith("_global_") and isinstance(value, dict)
     ]
     before = [dict(registered) for registered in hooks]
-    # without a world `torch.distributed.is_initialized()` is False, as in a run of one process
+    # without a default group, `torch.distributed.is_initialized()` is False, as in a run of one process
     world, dist.GroupMember.WORLD = dist.GroupMember.WORLD, None
     for registered in hooks:
         registered.clear()

@@ -1,13 +1,13 @@
-"""Compute values of fake tensors that depend on no data and no parameter, such as a mask that a module makes.
+"""Compute values of fake tensors that do not depend on data or parameters, such as a mask that a module creates.
 
-`torch.nn.Transformer` compares the mask it is given with a causal one, and branches on the answer. Such masks are made
-of numbers, or are buffers. A storage remembers how it was made, as a `Recipe`, and values are computed only where code
-reads one. A view shares its storage, and with it the recipe.
+`torch.nn.Transformer` compares its mask with a causal one, and branches on the result. Such masks are computed from
+numbers, or are buffers. A storage records how it was made, as a `Recipe`; values are computed only when code reads
+them. A view shares its storage, and therefore the recipe.
 
-Where a value is not known, `item()` returns a placeholder, which raises where code decides something by it: a step that
-appends `loss.item()` to a list, or logs `correct.item() / n`, takes as many bytes whatever the number is. So `item()`
-of a fake tensor is a number to compute with and to print, and every comparison and every use as a length raises. Known
-limit: numpy and `torch.tensor` make a plain 1 of it, and what is decided by that is not noticed.
+If a value is unknown, `item()` returns a placeholder. A step that appends `loss.item()` to a list, or logs
+`correct.item() / n`, takes the same bytes for every number. The placeholder therefore supports arithmetic and
+formatting, and raises at comparisons and when it is used as a length. Known limit: numpy and `torch.tensor` convert the
+placeholder to 1, and branches on the result are not detected.
 """
 
 import math
@@ -25,12 +25,12 @@ from lightning_amp.footprint.live_bytes import tensors_of
 
 _EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default}
 MOST_BYTES = 2**30
-"""Of a tensor that is computed; a larger one has no values."""
+"""Largest tensor that is computed; the values of larger ones are unknown."""
 
 
 @dataclass(eq=False)
 class Recipe:
-    """How the memory of a tensor is made: a tensor with values, or an operator; `before` holds what it writes into."""
+    """How a tensor's memory is made: by a tensor with values or an operator; `before` is the memory it overwrites."""
 
     given: Tensor | None = None
     func: Any = None
@@ -38,12 +38,12 @@ class Recipe:
     kwargs: dict[str, Any] | None = None
     like: "_View | None" = None
     before: "Recipe | None" = None
-    was_read: bool = False  # of a tensor with values
+    was_read: bool = False  # whether `given` was read
 
 
 @dataclass(eq=False)
 class _View:
-    """Where a tensor lies in its memory; `recipe` is None for the memory that an operator writes into."""
+    """Layout of a tensor in its memory; `recipe` is None for the memory that an operator writes into."""
 
     recipe: Recipe | None
     shape: tuple[int, ...]
@@ -52,23 +52,23 @@ class _View:
     dtype: torch.dtype
 
     def on(self, memory: torch.UntypedStorage) -> Tensor:
-        """The tensor on real memory."""
+        """Return the tensor on real memory."""
         return torch.empty(0, dtype=self.dtype).set_(memory, self.offset, self.shape, self.stride)
 
 
 class DataDependent(RuntimeError):
-    """A step decides something by a value that is not known, or that another step may find changed."""
+    """A step branches on a value that is unknown, or that may change in another step."""
 
 
 def give_values(fake: Tensor, tensor: Tensor) -> None:
-    """Let a fake tensor have the values of a tensor."""
+    """Give a fake tensor the values of a tensor."""
     fake.untyped_storage().recipe = Recipe(given=tensor.detach())  # type: ignore[attr-defined]
 
 
 def recipe_of(tensor: Tensor) -> Recipe | None:
-    """How a tensor's memory is made; None where its values are not known."""
+    """Return how a tensor's memory is made; None if its values are unknown."""
     if type(tensor) is not FakeTensor:
-        # what a step reads besides its module and its batch
+        # a constant that is neither of the module nor of the batch
         found = (
             Recipe(given=tensor) if type(tensor) is Tensor and not (tensor.requires_grad or tensor.is_meta) else None
         )
@@ -78,13 +78,13 @@ def recipe_of(tensor: Tensor) -> Recipe | None:
         found = getattr(tensor.untyped_storage(), "recipe", None)
     else:
         return None
-    # the memory of a conjugate is that of what it is the conjugate of
+    # a conjugate or negative view shares the memory of its base
     return None if found is None or tensor.is_conj() or tensor.is_neg() else found
 
 
 @cache
 def _places_written(func: Any) -> list[tuple[int, str]]:
-    """Arguments that an operator writes to. Schemas of batch norm do not declare the running statistics."""
+    """Return the arguments that an operator writes to. Schemas of batch norm do not declare the running statistics."""
     return [
         (i, argument.name)
         for i, argument in enumerate(func._schema.arguments)
@@ -94,10 +94,10 @@ def _places_written(func: Any) -> list[tuple[int, str]]:
 
 
 def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
-    """Remember how the result of an operator was made, and what it has written to.
+    """Record how the result of an operator is made, and the arguments that it writes to.
 
     Raises:
-        DataDependent: It writes to a buffer whose value was read, or makes as many entries as values say.
+        DataDependent: It writes to a buffer whose value was read, or the number of entries it makes depends on values.
     """
     if func._opname.startswith("_to_sparse"):
         raise DataDependent("a sparse tensor is made of a dense one")
@@ -108,11 +108,10 @@ def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
     for i, name in places:
         value = args[i] if i < len(args) else kwargs.get(name)
         for tensor in tensors_of((value,)):
-            # a recipe describes a write into the first argument alone: values of other memory that is written are
-            # unknown from here
+            # a recipe describes a write to the first argument only; values of other written memory become unknown
             after = None
             if known and tensor is args[0]:
-                # None is the copy that `_made` writes into: what the memory was before is still read by others
+                # None stands for the copy that `_made` writes into: other recipes still read the earlier memory
                 into = _view(tensor)
                 before, into.recipe = into.recipe, None
                 seen_args, seen_kwargs = (into, *tree_map(_seen, args[1:])), tree_map(_seen, kwargs)
@@ -120,7 +119,7 @@ def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
             _write(tensor, after)
     if known and not places and type(result) is FakeTensor:
         memory = result.untyped_storage()
-        # a view shares its storage, and the recipe in it: only new memory gets one
+        # a view shares its storage and recipe, so only new memory gets one
         if all(tensor.untyped_storage()._cdata != memory._cdata for tensor in tensors_of(given)):
             memory.recipe = Recipe(  # type: ignore[attr-defined]
                 func=func, args=tree_map(_seen, args), kwargs=tree_map(_seen, kwargs), like=_view(result)
@@ -131,17 +130,17 @@ def _write(tensor: Tensor, after: Recipe | None) -> None:
     first: Recipe | None = getattr(tensor.untyped_storage(), "recipe", None)
     if first is None:
         return
-    # the tensor that the memory began as: a buffer of the module, if the step has read it
+    # the first recipe: a module's buffer, if the step has read it
     while first.before is not None:
         first = first.before
     if first.was_read:
-        # the next step may take another branch
+        # the next step may branch differently
         raise DataDependent("the step changes a buffer whose value it has read")
     tensor.untyped_storage().recipe = after  # type: ignore[attr-defined]
 
 
 def computed(func: OpOverload, args: Any, kwargs: Any) -> Any:
-    """What an operator says of values, as a number; None where these are not known."""
+    """Compute an operator that returns a number, from known values; None if they are unknown."""
     if any(recipe_of(tensor) is None for tensor in tensors_of((*args, *kwargs.values()))):
         return None
     with torch.no_grad():
@@ -161,7 +160,7 @@ def _seen(value: Any) -> Any:
 
 
 def _memory(recipe: Recipe, known: dict[int, torch.UntypedStorage | None]) -> torch.UntypedStorage | None:
-    """The memory that a recipe makes, with its values."""
+    """Return the memory of a recipe, with values; None if they are unknown."""
     if id(recipe) not in known:
         known[id(recipe)] = _made(recipe, known)
     return known[id(recipe)]
@@ -170,7 +169,7 @@ def _memory(recipe: Recipe, known: dict[int, torch.UntypedStorage | None]) -> to
 def _made(recipe: Recipe, known: dict[int, torch.UntypedStorage | None]) -> torch.UntypedStorage | None:
     if recipe.given is not None:
         recipe.was_read = True
-        # the storage, for views of it have places in it
+        # the storage, because views have offsets in it
         found: torch.UntypedStorage = recipe.given.untyped_storage().cpu()  # type: ignore[no-untyped-call]
         return found
     if recipe.like is not None and recipe.like.dtype.itemsize * math.prod(recipe.like.shape) > MOST_BYTES:
@@ -180,13 +179,14 @@ def _made(recipe: Recipe, known: dict[int, torch.UntypedStorage | None]) -> torc
         earlier = _memory(recipe.before, known)
         if earlier is None:
             return None
-        # what reads the memory as it was before still needs it
+        # other recipes still need the earlier memory
         into = earlier.clone()  # type: ignore[no-untyped-call]
     result = _call(recipe, into, known)
-    # an operator that writes has no `like`: what it has made is the memory that it was given
+    # an in-place operator has no `like`: its result is the memory that it received
     if result is None or recipe.like is None:
         return None if result is None else into
-    # recipes run on the CPU, where a result may lie otherwise than the fake one: views would then read other entries
+    # recipes run on the CPU, where the layout may differ from that of the fake result: views would then read other
+    # entries
     where = (tuple(result.shape), result.stride(), int(result.storage_offset()), result.dtype)
     expected = (recipe.like.shape, recipe.like.stride, recipe.like.offset, recipe.like.dtype)
     made: torch.UntypedStorage = result.untyped_storage()
@@ -194,7 +194,7 @@ def _made(recipe: Recipe, known: dict[int, torch.UntypedStorage | None]) -> torc
 
 
 def _call(recipe: Recipe, into: torch.UntypedStorage | None, known: dict[int, torch.UntypedStorage | None]) -> Any:
-    """The result of a recipe's operator on values; None where one of them is not known."""
+    """Run a recipe's operator on values; return None if one of them is unknown."""
     unknown = False
 
     def real(value: Any) -> Any:
@@ -210,7 +210,7 @@ def _call(recipe: Recipe, into: torch.UntypedStorage | None, known: dict[int, to
 
 
 class _Unread:
-    """Arithmetic gives further unknown numbers, and all that needs the value raises."""
+    """Unknown number: arithmetic returns further unknown numbers, and operations that need the value raise."""
 
     def _number(self, *others: Any) -> Any:
         return UnreadFloat() if isinstance(self, float) or any(isinstance(x, float) for x in others) else UnreadInt()
@@ -236,7 +236,7 @@ class _Unread:
 
 
 class UnreadFloat(_Unread, float):
-    """Loggers and torch take it for a float; torch gets a 1, which is neither zero, nor infinite, nor not a number."""
+    """Unknown float for loggers and torch; torch reads 1, which is finite and not zero."""
 
     def __new__(cls) -> "UnreadFloat":  # noqa: D102
         return super().__new__(cls, 1.0)
@@ -246,12 +246,12 @@ class UnreadFloat(_Unread, float):
 
 
 class UnreadInt(_Unread):
-    """No number for torch: it might be a length."""
+    """Unknown integer; not an int for torch, because it might be used as a length."""
 
 
 @contextmanager
 def numbers_may_be_taken() -> Iterator[None]:
-    """Let `item()` of fake tensors give numbers while a step is counted."""
+    """Let `item()` of fake tensors return placeholders while a step is counted."""
     usual = FakeTensor.item
 
     def item(tensor: FakeTensor) -> Any:

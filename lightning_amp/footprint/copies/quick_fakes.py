@@ -1,11 +1,11 @@
 """Run repeated operators on fake tensors quickly, by reusing the result metadata of the first one.
 
-A training step has the same operators on the same shapes once per layer, and again in its second run. torch's own cache
-of results takes several times as long to describe an operator's arguments, for it serves symbolic shapes too.
+A training step runs the same operators on the same shapes once per layer, and again in its second run. torch's own
+cache takes several times as long to describe an operator's arguments, because it also supports symbolic shapes.
 
-An operator is looked up only where its result follows from its arguments' layouts, dtypes and devices: one of aten,
-without tensors that have values, and whose result is an argument, a view of one or new memory that it fills. All else
-is left to torch.
+Results are cached only where they follow from the layouts, dtypes and devices of the arguments: for aten operators on
+tensors without known values, whose result is an argument, a view of one, or new memory that it fills completely. torch
+computes all others.
 """
 
 from collections.abc import Iterable
@@ -30,11 +30,11 @@ from lightning_amp.footprint.copies.known_values import computed, note
 from lightning_amp.footprint.target_device import launches_operators
 
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
-"""Tags of operators whose results follow from values, or that change the layout of an argument."""
+"""Tags of operators whose result depends on values, or that change the layout of an argument."""
 
 
 class _Made(NamedTuple):
-    """How a result is made anew: of new memory, or as a view of the argument at a place, so many bytes after it."""
+    """How to make a result: as new memory, or as a view of the argument at index `view_of`, offset by `n_bytes`."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -45,23 +45,23 @@ class _Made(NamedTuple):
 
 
 _Found = int | _Made | list[_Made] | tuple[_Made, ...] | str | None
-"""The place of the argument that is the result, how one or several are made, NOTHING, or None: left to torch."""
+"""Index of the argument that is the result, how to make one or several results, NOTHING, or None: not cached."""
 NOTHING = "nothing"
 _known: dict[Any, _Found] = {}
-"""Of all modes, by an operator and its arguments: a step is counted several times while it is planned."""
+"""Cache of all modes, by operator and arguments: planning counts a step several times."""
 MOST = 100_000
-"""Entries before it is emptied."""
+"""Number of entries above which the cache is cleared."""
 MOST_LEFT = 2**26
-"""Bytes that a kernel may leave when it is run to see how many."""
+"""Most reserve bytes of an RNN kernel that is run to measure them."""
 
 
 class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A FakeTensorMode for one step or one graph, in which operators may have other tensors as arguments too.
+    """A FakeTensorMode for one step or one graph, in which arguments of operators may also be real tensors.
 
     Args:
-        valid: Whether the checks of `torch.distributions` pass, no value exceeds the bins that `torch.bincount` is
-            given, and code may read values that are known without data. A step that is counted passes such checks, or
-            the run ends with their error; a graph that is captured would lose them, and the branch on a buffer.
+        valid: Whether checks of `torch.distributions` pass, values fit the bins of `torch.bincount`, and code may read
+            values that do not depend on data. True for a counted step: the real run makes these checks. False for a
+            captured graph, which would lose the checks, and the branch on a buffer.
     """
 
     def __init__(self, *, valid: bool = False) -> None:
@@ -74,7 +74,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             _known.clear()
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The result of an operator."""
+        """Return the result of an operator."""
         kwargs = kwargs or {}
         if not self.valid:
             return self._dispatch(func, types, args, kwargs)
@@ -90,35 +90,35 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if self.valid and func is IS_ALL_TRUE:
             result: Any = super().dispatch(func, types, args, kwargs)
-            # of a fake tensor with a constant, bool() is that of the constant
+            # bool() of a fake tensor with a constant reads the constant
             result.constant = torch.ones((), dtype=torch.bool)
             return result
         if self.valid and func is torch.ops.aten.bincount.default:
             bins = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
             weights = kwargs.get("weights", args[1] if len(args) > 1 else None)
             if bins:
-                # as many as are given, as by torchmetrics; without a number they are as many as the largest value
+                # as many bins as are given, as in torchmetrics; without a number, the largest value decides
                 dtype = torch.int64
                 if weights is not None:
                     dtype = torch.float32 if weights.dtype is torch.float32 else torch.float64
                 like, options = torch.ops.aten.new_empty.default, {"dtype": dtype}
                 return super().dispatch(like, types, (args[0], [bins]), options)
         if self.valid and func is GROUPED_MM and args[0].dtype in (torch.float32, torch.float16):
-            # torch's kernels multiply these too, where its rule for fake tensors allows bfloat16 only
+            # torch's kernels support these dtypes too, but its rule for fake tensors only bfloat16
             like = torch.ops.aten.new_empty_strided.default
             return super().dispatch(like, types, (args[0], *_grouped(*args[:3])), {})
         if self.valid and func is CTC_LOSS and args[1].dim() == 2:
-            # of scores [step, sample, class] the losses, and those of paths up to each step: a path is as long as the
-            # longest target, which is taken to be as long as padded targets [sample, letter]
+            # from scores [step, sample, class]: the losses, and the losses of paths up to each step. A path is as long
+            # as the longest target, which is assumed to be as long as the padded targets [sample, letter]
             (steps, samples, _), like = args[0].shape, torch.ops.aten.new_empty.default
             sizes = (samples,), (samples, steps, 2 * args[1].shape[1] + 1)
             return tuple(super(QuickFakes, self).dispatch(like, types, (args[0], size), {}) for size in sizes)
         if self.valid and func is RNN_ON_CPU and not launches_operators(args[0]):
-            # by torch's rule for fake tensors it leaves nothing to its backward pass
+            # torch's rule for fake tensors leaves out the reserve bytes for the backward pass
             made: Any = super().dispatch(func, types, args, kwargs)
             like, left = torch.ops.aten.new_empty.default, [_left_by_rnn(args)]
             return *made[:3], super().dispatch(like, types, (args[0], left), {"dtype": torch.uint8})
-        # with the default dtype, which is that of a quotient of integers, and of all that is made without a dtype
+        # the default dtype is that of a quotient of integers, and of tensors that are created without a dtype
         key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not self._may_look_up(func) or not self._describe(
             (*args, *kwargs, *kwargs.values()), key, offsets=self._by_offset[func]
@@ -126,10 +126,10 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             return super().dispatch(func, types, args, kwargs)
         known: Any
         try:
-            # the key is the default, for None is an entry
+            # the key itself is the default, because None is an entry
             known = _known.get(tuple(key), key)
         except TypeError:
-            # an argument that cannot be compared
+            # an argument is not hashable
             known = None
         if known is key:
             result = super().dispatch(func, types, args, kwargs)
@@ -150,7 +150,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
                 and _OF_VALUES.isdisjoint(func.tags)
                 and func not in self.lift_fns
             )
-            # of all others the result lies where the argument does, or in new memory
+            # the results of all other operators are at the argument's offset, or in new memory
             arguments = getattr(func, "_schema", None)
             self._by_offset[func] = arguments is not None and any(
                 argument.name == "storage_offset" for argument in arguments.arguments
@@ -158,7 +158,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         return self._looked_up[func]
 
     def _describe(self, values: Iterable[Any], key: list[Any], *, offsets: bool) -> bool:
-        """Add all that a result may depend on to a key; False where that is more than layouts."""
+        """Add everything that a result may depend on to a key; return False if it depends on more than layouts."""
         for value in values:
             if type(value) is FakeTensor:
                 if value.fake_mode is not self or value.constant is not None or not _is_plain(value):
@@ -173,12 +173,12 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
                 if not self._describe(value, key, offsets=offsets):
                     return False
             else:
-                # with its type: as keys 1, 1.0 and True are equal, and the dtypes of results are not
+                # with its type: 1, 1.0 and True are equal as keys, but give results of different dtypes
                 key += (type(value), value)
         return True
 
     def _make(self, made: _Made, args: Any) -> Tensor:
-        # modes are off while an operator is dispatched, so that these are plain tensors of the device "meta"
+        # modes are disabled during dispatch, so this is a plain meta tensor
         found = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
         if made.view_of is not None:
             whole = args[made.view_of]
@@ -191,9 +191,9 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         return fake_like(self._alike[made.device], found, made.device)
 
     def _found(self, result: Any, args: Any, kwargs: Any) -> _Found:
-        """How the result of an operator is made once more."""
+        """Return how to make the result of an operator again."""
         if result is None:
-            # as of the fused and foreach operators of optimisers, which write to their arguments
+            # as for fused and foreach operators of optimizers, which write to their arguments
             return NOTHING
         place = next((i for i, value in enumerate(args) if value is result), None)
         if place is not None:
@@ -216,34 +216,35 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         made, memory = _Made(shape, stride, result.dtype, result.fake_device), result.untyped_storage()
         for i, value in enumerate(args):
             if isinstance(value, Tensor) and value.untyped_storage()._cdata == memory._cdata:
-                # in bytes, for a view may have another dtype than what it views
+                # in bytes, because a view may have another dtype than its base
                 n_bytes = offset * result.itemsize - int(value.storage_offset()) * value.itemsize
                 return made._replace(view_of=i, n_bytes=n_bytes)
-        # `_make` finds what is viewed among positional arguments alone: a view of anything else is left to torch
+        # `_make` finds the base of a view among positional arguments only; views of other tensors are not cached
         others = (value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))
         if any(value.untyped_storage()._cdata == memory._cdata for value in others):
             return None
         with as_meta(self):
             new = torch.empty_strided(shape, stride, dtype=result.dtype, device="meta").untyped_storage()
-        # a result in more memory than its layout needs, or that begins inside of it, is not what `_make` makes
+        # `_make` cannot make a result with an offset, or in more memory than its layout needs
         return made if offset == 0 and new.nbytes() == memory.nbytes() else None
 
 
 def _grouped(one: Tensor, other: Tensor, ends: Tensor | None = None) -> tuple[list[int], list[int]]:
-    """Shape and strides of a product of groups; its rows begin at multiples of 16 bytes, as the kernels have them."""
+    """Return shape and strides of a grouped product; the kernels align its rows to 16 bytes."""
     rows, columns = one.shape[-2], other.shape[-1]
     wide = -(-columns * one.itemsize // 16) * 16 // one.itemsize
     if one.dim() != other.dim():
-        # groups are runs of the rows of one, or of the columns of the other
+        # groups are ranges of rows of `one`, or of columns of `other`
         return [rows, columns], [wide, 1]
     groups = one.shape[0] if one.dim() == 3 or ends is None else ends.shape[0]
     return [groups, rows, columns], [rows * wide, wide, 1]
 
 
 def _left_by_rnn(args: Any) -> int:
-    """Bytes that a kernel leaves to its backward pass, as many as its library chooses: it is run with values.
+    """Return the reserve bytes that an RNN kernel leaves to its backward pass: the kernel runs, because its library
+    decides.
 
-    Beyond `MOST_LEFT` bytes it is run for fewer samples. Each further one adds the same number of bytes, but for pages.
+    Above `MOST_LEFT` bytes, it runs for fewer samples. Each further sample adds the same number of bytes, up to pages.
     """
     key = RNN_ON_CPU, *((a.shape, a.dtype) if isinstance(a, Tensor) else str(a) for a in args)
     found: Any = _known.get(key)
@@ -258,7 +259,7 @@ def _left_by_rnn(args: Any) -> int:
 
 
 def _run_rnn(args: Any, samples: int) -> int:
-    # modes are off, as above
+    # modes are disabled, as above
     given = [torch.zeros(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in args]
     for place in (0, 5, 6):
         # inputs, hidden and cell states
@@ -268,7 +269,7 @@ def _run_rnn(args: Any, samples: int) -> int:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is no more than its layout; forward derivatives are zeros without memory, for one."""
+    """Whether a tensor has a plain layout; forward derivatives, for one, are zeros without memory."""
     if tensor.layout is not torch.strided:
         return False
     return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
