@@ -184,6 +184,7 @@ class _Files:
         """Replace `open`: writes go to memory, and are read from there; mode "r+" and descriptors open the file on
         disk.
         """
+        # not in memory with "r+": `np.memmap` opens data sets so by default, and maps the descriptor
         named = not isinstance(file, int) and not kwargs.get("opener")
         name = str(Path(os.fsdecode(file)).resolve()) if named else ""
         writes = bool(set(mode) & set("wax"))
