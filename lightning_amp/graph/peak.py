@@ -111,9 +111,10 @@ def _backward(
     # arguments by their first reader, which is the last that adds to their gradient
     complete: dict[int, list[int]] = {}
     seen: set[int] = set()
-    for i, row in enumerate(rows[: 0 if gradients_of_arguments else None]):
-        complete[i] = [k for k in dict.fromkeys(row.inputs) if rows[k].kind != OPERATOR and k not in seen]
-        seen.update(complete[i])
+    if not gradients_of_arguments:
+        for i, row in enumerate(rows):
+            complete[i] = [k for k in dict.fromkeys(row.inputs) if rows[k].kind != OPERATOR and k not in seen]
+            seen.update(complete[i])
     # the caller holds the results' gradients and may drop the results
     results = {rows[k].storage for k in outputs}
     # rows run backward, so that of all that keep a memory the first in the forward pass is the last to let go of it
@@ -126,6 +127,7 @@ def _backward(
     waiting, n_bytes = dict[int, int](), 0
     found, waits = [0] * len(rows), [0] * len(rows)
     for i in range(len(rows) - 1, -1, -1):
+        # `adding`: the most bytes of gradients at a moment when one is added to another; 0 where none is
         row, waits[i], adding = rows[i], n_bytes, 0
         if row.kind != OPERATOR:
             continue
@@ -137,6 +139,7 @@ def _backward(
             # the gradient of a view is a view of the gradient: its memory is handed on
             # where the backward makes new gradients, the one that came in is no longer needed once it has run
             own = own if not any(row.grad_bytes) else 0
+            # `alive`: bytes of all gradients once the row's backward has run
             alive = n_bytes + new + own
             for k, n in made:
                 if k in waiting:

@@ -61,9 +61,11 @@ def plan_of_call(
     """The plan that calls a function in place of an operator.
 
     Args:
-        func, given, view: As `name`, `arguments` and `view` of the plan.
+        func: The operator.
+        given: The splits that its tensors are brought to.
         splits, shape: Splits and global shape of the result.
         call: The function and its arguments, in which TENSOR stands for the next tensor.
+        view: Whether torch's schema says that it returns a view of the first tensor.
     """
     # every rank gets an index: a dim with enough of them is split evenly, another is whole
     settled = splits

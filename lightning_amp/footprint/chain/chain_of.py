@@ -72,7 +72,7 @@ def count_step(
     """Count the second training step on fake tensors, as `profile_module` does; the module stays as it is.
 
     Args:
-        module, batch, batch_size, around: As of `profile_module`.
+        module, batch, batch_size, around: The arguments of `profile_module`.
         names: Of the blocks that could be stages, in order.
         rates: Of the device whose time it is.
 

@@ -124,7 +124,7 @@ def passes_of(step: Any, names: Sequence[str], *, rows: int, values: bool) -> "P
         step: A recorded one, as in chain_recorder.ChainRecorder.
         names: Of the blocks, in the order of their list.
         rows: Samples of its batch.
-        values: As of ChainBuilder.
+        values: Whether the step had values.
     """
     if reason := impossible(step, names):
         return reason

@@ -117,14 +117,7 @@ class _Before:
             for content in contents(value):
                 self.undo.append(partial(setattr, value, "cell_contents", content))
                 self.keep(content, depth)
-        # classes and functions of the files, and objects of the user's; of modules there are copies
-        elif depth and (
-            value.__module__ in self._files
-            if issubclass(kind, type | FunctionType)
-            else is_of_user(kind)
-            and not issubclass(kind, nn.Module | Tensor | ModuleType)
-            and any("__dict__" in vars(base) for base in kind.__mro__)
-        ):
+        elif depth and self._is_looked_into(value):
             if issubclass(kind, FunctionType):
                 for part in (value.__defaults__, value.__kwdefaults__, *(value.__closure__ or ())):
                     self.keep(part, depth)
@@ -136,6 +129,15 @@ class _Before:
         self.undo.append(partial(_set_names, owner, state))
         for value in state.values():
             self.keep(value, depth)
+
+    def _is_looked_into(self, value: Any) -> bool:
+        """Whether it is a class or function of the files, or an object of the user's; of modules there are copies."""
+        kind = type(value)
+        if issubclass(kind, type | FunctionType):
+            return value.__module__ in self._files
+        if not is_of_user(kind) or issubclass(kind, nn.Module | Tensor | ModuleType):
+            return False
+        return any("__dict__" in vars(base) for base in kind.__mro__)
 
     def _keep_entries(self, values: Any, depth: int) -> None:
         if len(values) <= LONG:
