@@ -6,8 +6,9 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
     from lightning_amp.footprint.inner_run import Around
+
+    Step = tuple[LightningModule, Any, Around, dict[str, Any]]
 
 R = TypeVar("R")
 ALONE = OF_DATA | {"DIR": "data_dir", "--shape": "shape"}
@@ -42,27 +45,54 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_of_configuration(
-    arguments: argparse.Namespace, named: "tuple[LightningModule, Any, Around] | None" = None
+    arguments: argparse.Namespace, named: "Callable[..., Step] | None" = None
 ) -> tuple[Plan, str]:
     """The plan, with answers to two questions where a memory is named: the largest batch and the fewest devices; and
     what its blocks in chunks run, as Python, "" where there are none, and where it is not asked for.
 
-    `named`: the module and the batch that were named instead of a configuration. Raises AmpError: the module has a Hi-C
-    decoder, its step cannot be profiled, or nothing can be planned as asked.
+    `named`: of `named_step`, in place of a configuration. Raises AmpError: the module has a Hi-C decoder, its step
+    cannot be profiled, or nothing can be planned as asked.
     """
-    # late: torch takes seconds to load
-    from lightning_amp.lightning.profiling.plan_of_module import plan_of_module
-    from lightning_amp.techniques.contract.protocol import find_decoders
-    from lightning_amp.verification.read_configuration import read_step
-
     if named is None:
         model = f"--config {arguments.config!r}"
         refuse(arguments, model, ALONE, "which are of other models")
-        module, batch, around, options = read_step(arguments.config, arguments.batch_size)
     else:
-        model, options = repr(arguments.data_dir), dict[str, Any]()
+        model = repr(arguments.data_dir)
         refuse(arguments, model, OF_DATA | {"--shape": "shape"}, "which are of other models")
-        module, batch, around = named
+    return use_step(arguments, named, partial(_plan_of_step, arguments, model))
+
+
+def use_step(arguments: argparse.Namespace, named: "Callable[..., Step] | None", use: Callable[..., R]) -> R:
+    """Return `use(module, batch, around, options)` of the step that `named` prepares, or else of the configuration.
+
+    Layers are on the device "meta" first, so that a module larger than this machine's memory can be planned. They are
+    made again with values where making them or the step needs values.
+    """
+    from lightning_amp.footprint.profile_module import lacks_values
+    from lightning_amp.verification.read_configuration import read_step
+
+    prepare, module = named or partial(read_step, arguments.config), None
+    try:
+        module, *others = prepare(values=False)
+        return use(module, *others)
+    except ModelError:
+        if module is not None and not lacks_values(module):
+            raise
+    return use(*prepare(values=True))
+
+
+def _plan_of_step(
+    arguments: argparse.Namespace,
+    model: str,
+    module: "LightningModule",
+    batch: Any,
+    around: "Around",
+    options: dict[str, Any],
+) -> tuple[Plan, str]:
+    # late: torch takes seconds to load
+    from lightning_amp.lightning.profiling.plan_of_module import plan_of_module
+    from lightning_amp.techniques.contract.protocol import find_decoders
+
     if find_decoders(module):
         raise PlanError(
             f"{model} is not supported: its model has a decoder of strata, which is planned by its data:"
@@ -142,57 +172,9 @@ def add_named_class(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(frozen=True)
-class NamedStep:
-    """The training step of a class that the command line names, on a batch of zeros."""
-
-    make: "Callable[[], LightningModule]"
-    batch: Any
-
-    def apply(self, use: "Callable[[LightningModule, Any, Around], R]") -> R:
-        """Return `use(module, batch, around)` of a module on the device "meta", so that one larger than this machine's
-        memory can be planned; or of one with values, where its constructor or its step needs them.
-        """
-        import torch
-
-        try:
-            # what is loaded into parameters without values is not kept, and torch warns of each
-            with torch.device("meta"), warnings.catch_warnings(action="ignore"):
-                step = self._prepared()
-        except Exception:
-            # it needs values, or a Trainer
-            pass
-        else:
-            with suppress(ModelError):
-                return use(*step)
-        from lightning_amp.footprint.inner_run import BY_ITSELF
-
-        try:
-            step = self._prepared()
-        except ModelError:
-            raise
-        except Exception:
-            # the profile has a Trainer
-            step = self.make(), self.batch, BY_ITSELF
-        return use(*step)
-
-    def _prepared(self) -> "tuple[LightningModule, Any, Around]":
-        """The module with all layers, the batch, and whether hooks that make layers have run."""
-        from lightning.pytorch.utilities.model_helpers import is_overridden
-
-        from lightning_amp.footprint.inner_run import BY_ITSELF
-
-        module = self.make()
-        makes_layers = is_overridden("configure_model", module)
-        if makes_layers:
-            module.setup("fit")
-            module.configure_model()
-        return module, self.batch, replace(BY_ITSELF, prepared=makes_layers)
-
-
-def named_step(arguments: argparse.Namespace) -> NamedStep | None:
-    """The step that was named, None where none was. Raises AmpError: the class is not named as one, or the batch is
-    none.
+def named_step(arguments: argparse.Namespace) -> "Callable[..., Step] | None":
+    """A function that prepares the training step of the class that was named, with `values` or with layers on the
+    device "meta"; None where none was named. Raises AmpError: the class is not named as one, or the batch is none.
     """
     name = arguments.data_dir
     if arguments.batch is None:
@@ -206,7 +188,11 @@ def named_step(arguments: argparse.Namespace) -> NamedStep | None:
             f"--batch goes with MODULE:CLASS alone, found {name!r} and --config {arguments.config!r}; write for example"
             f" {EXAMPLE}"
         )
+    import torch
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
     from lightning_amp.data.batch import batch_of_shapes
+    from lightning_amp.footprint.inner_run import BY_ITSELF
 
     # the import and what is written wrongly come first: on "meta" is what the class makes, and nothing else
     kind, values = _class_of(name), dict[str, Any]()
@@ -229,7 +215,22 @@ def named_step(arguments: argparse.Namespace) -> NamedStep | None:
                 " --init NAME=VALUE"
             ) from error
 
-    return NamedStep(make, batch)
+    def prepare(*, values: bool) -> "Step":
+        # what is loaded into parameters without values is not kept, and torch warns of each
+        quiet = nullcontext() if values else warnings.catch_warnings(action="ignore")
+        with nullcontext() if values else torch.device("meta"), quiet:
+            module = make()
+            if not is_overridden("configure_model", module):
+                return module, batch, BY_ITSELF, {}
+            try:
+                module.setup("fit")
+                module.configure_model()
+            except Exception:
+                # they may need a Trainer, which the profile has
+                return make(), batch, BY_ITSELF, {}
+            return module, batch, replace(BY_ITSELF, prepared=True), {}
+
+    return prepare
 
 
 @contextmanager
