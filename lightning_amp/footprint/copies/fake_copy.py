@@ -206,13 +206,13 @@ def _copied(value: Any, *, memo: dict[int, Any], own: set[int]) -> Any:
         isinstance(value, nn.Module | Tensor) and id(value) not in own and id(value) not in memo
     ):
         return value
-    before = set(memo)
+    before = len(memo)
     try:
         return copy.deepcopy(value, memo)
     except Exception:
         # what it had begun to copy is half filled
-        for key in memo.keys() - before:
-            del memo[key]
+        while len(memo) > before:
+            memo.popitem()
         return value
 
 
