@@ -28,6 +28,7 @@ from lightning_amp.footprint.copies.fake_copy import make_fake, without_values
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.recompute_state import types_of_the_step
 from lightning_amp.footprint.step_recorder import StepRecorder
+from lightning_amp.holding import replacing
 
 R = TypeVar("R", bound=StepRecorder)
 STEPS = 1000
@@ -240,11 +241,8 @@ class _Here(SingleDeviceStrategy):
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's backward pass, or the module's by `manual_backward`."""
         recorder = self._counter.recorder
-        before, recorder.in_step = recorder.in_step, False
-        with types_of_the_step(self.precision_plugin):
-            found = super().backward(*args, **kwargs)
-        recorder.in_step = before
-        return found
+        with replacing(recorder, in_step=False), types_of_the_step(self.precision_plugin):
+            return super().backward(*args, **kwargs)
 
     def gradient_norm(self) -> torch.Tensor:
         """As AMPStrategy has it, of the gradients that are here."""

@@ -19,6 +19,7 @@ from lightning_amp.dist.collectives import all_reduce
 from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, FUNCTIONS, shard_error, tensors_in
 from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, part_in, splits_of, true_gradient, wrap
 from lightning_amp.dist.splits import AXES_OF_STEP, WHOLE, MeshAxis
+from lightning_amp.holding import replacing
 
 autograd: Any = torch.autograd
 OURS = ("torch.", "lightning_amp.")
@@ -35,8 +36,7 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
     apply, engine = torch.autograd.Function.__dict__["apply"], autograd._engine_run_backward
     register_hook: Any = Tensor.register_hook
     retain_grad: Any = Tensor.retain_grad
-    utils: Any = functorch_utils
-    unwrap = utils.unwrap_dead_wrappers
+    unwrap: Any = functorch_utils.unwrap_dead_wrappers
     # Not emptied when the step ends: gradients of its tensors are read after the backward pass, which follows it.
     AXES_OF_STEP[:] = axes
 
@@ -139,21 +139,16 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
             raise shard_error(cls, [given], why, remedy=f"call {cls.__name__}.apply itself")
         return unwrap(given)
 
-    try:
-        utils.unwrap_dead_wrappers = unwrapped
-        Tensor.register_hook = hooked  # type: ignore[method-assign]
-        Tensor.retain_grad = retained  # type: ignore[assignment,method-assign]
-        torch.autograd.Function.apply = classmethod(checked)  # type: ignore[assignment,method-assign]
-        autograd._engine_run_backward = run
+    with (
+        replacing(functorch_utils, unwrap_dead_wrappers=unwrapped),
+        replacing(Tensor, register_hook=hooked, retain_grad=retained),
+        replacing(torch.autograd.Function, apply=classmethod(checked)),
+        replacing(autograd, _engine_run_backward=run),
         # ranks have to issue the same collectives when blocks run again
-        with set_checkpoint_early_stop(False), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        utils.unwrap_dead_wrappers = unwrap
-        Tensor.register_hook = register_hook  # type: ignore[method-assign]
-        Tensor.retain_grad = retain_grad  # type: ignore[method-assign]
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-        autograd._engine_run_backward = engine
+        set_checkpoint_early_stop(False),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        yield
 
 
 def _in_handler(apply: Any) -> bool:

@@ -34,6 +34,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from lightning_amp._torch import is_watched, unseen
 from lightning_amp.footprint.copies.as_before import as_before
+from lightning_amp.holding import replacing
 from lightning_amp.random_streams import isolated_random_streams
 
 FOLDER_CHANGES = ("mkdir", "rmdir", "remove", "unlink", "rename", "replace", "symlink", "link")
@@ -113,23 +114,6 @@ def _settings_as_before() -> Iterator[None]:
                 write(value)
 
 
-@contextmanager
-def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Give attributes other values; of a class that inherits them, too."""
-    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in values.items():
-            if name in before:
-                setattr(owner, name, before[name])
-            elif vars(owner)[name] is value:
-                # else a library that was imported meanwhile has put its own there
-                delattr(owner, name)
-
-
 def _nothing(*_: Any, **__: Any) -> None:
     """What is done in the place of what a guest leaves out."""
 
@@ -164,11 +148,11 @@ def _without_messages() -> Iterator[None]:
     # torch's kernels remember what they have said once, unless they say it always
     torch.set_warn_always(True)
     with (
-        _replaced(WarningCache, add=_nothing),
-        _replaced(logging.Logger, handle=_elsewhere(logging.Logger.handle), warning_once=_nothing),
+        replacing(WarningCache, add=_nothing),
+        replacing(logging.Logger, handle=_elsewhere(logging.Logger.handle), warning_once=_nothing),
         # who asks finds the end of a file, and goes on
-        _replaced(sys, stdin=io.StringIO(), breakpointhook=_nothing),
-        _replaced(sys, **{name: _OfOthers(getattr(sys, name)) for name in streams}),
+        replacing(sys, stdin=io.StringIO(), breakpointhook=_nothing),
+        replacing(sys, **{name: _OfOthers(getattr(sys, name)) for name in streams}),
     ):
         yield
 
@@ -217,10 +201,10 @@ def _without_files() -> Iterator[None]:
     opened = _elsewhere(builtins.open, files.open)
     changes = {name: _elsewhere(getattr(os, name)) for name in FOLDER_CHANGES}
     with (
-        _replaced(builtins, open=opened),
-        _replaced(io, open=opened),
-        _replaced(os, **changes),
-        _replaced(torch, save=_elsewhere(torch.save, files.save)),
+        replacing(builtins, open=opened),
+        replacing(io, open=opened),
+        replacing(os, **changes),
+        replacing(torch, save=_elsewhere(torch.save, files.save)),
     ):
         yield
 
