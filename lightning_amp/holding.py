@@ -20,7 +20,7 @@ def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 @contextmanager
 def replacing(owner: Any, **values: Any) -> Iterator[None]:
-    """Let attributes of an object have other values for as long as the block lasts; also those that a class inherits."""
+    """Let attributes of an object have other values for as long as the block lasts, also what a class inherits."""
     before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     for name, value in values.items():
         setattr(owner, name, value)

@@ -16,9 +16,10 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from lightning_amp.dist._torch import functorch_utils
 from lightning_amp.dist.collectives import all_reduce
-from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, FUNCTIONS, shard_error, tensors_in
+from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, FUNCTIONS, shard_error
 from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, part_in, splits_of, true_gradient, wrap
 from lightning_amp.dist.splits import AXES_OF_STEP, WHOLE, MeshAxis
+from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.holding import replacing
 
 autograd: Any = torch.autograd
@@ -42,7 +43,7 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
 
     def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
         handler = AUTOGRAD_FUNCTIONS.get(cls)
-        given = any(type(t) is ShardedTensor for t in tensors_in((args, kwargs)))
+        given = any(type(t) is ShardedTensor for t in tensors_of((args, kwargs)))
         if given and handler is not None:
             return handler(*args, **kwargs)
         if given and cls.__name__ in PASSED_ON:
@@ -51,7 +52,7 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
             return tuple(wrap(t, splits_of(a)) for t, a in zip(found, tensors, strict=True))
         found = None if given else apply.__get__(None, cls)(*args, **kwargs)
         # a Function may use sharded tensors that are no arguments of it, as reentrant checkpoints do
-        if given or any(type(t) is ShardedTensor for t in tensors_in(found)):
+        if given or any(type(t) is ShardedTensor for t in tensors_of(found)):
             remedy = "register what it does with lightning_amp.register_shard"
             if cls.__name__ == "CheckpointFunction":
                 remedy = "call checkpoint with use_reentrant=False"
@@ -59,7 +60,7 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
         # hooks of modules on gradients stand for functions of the user
         of_user = cls.__name__ == "BackwardHookFunction" or not cls.__module__.startswith(OURS)
         if of_user and not _in_handler(checked.__code__):
-            for tensor in tensors_in(found):
+            for tensor in tensors_of(found):
                 if tensor.requires_grad:
                     tensor.register_hook(whole_gradient)
         return found
@@ -128,7 +129,7 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
 
     def unwrapped(given: Any) -> Any:
         """Of `apply` under a name that was taken before the step, as by `scale = Scale.apply`."""
-        tensors, cls = tensors_in(given), sys._getframe(1).f_locals.get("cls", torch.autograd.Function)
+        tensors, cls = tensors_of(given), sys._getframe(1).f_locals.get("cls", torch.autograd.Function)
         if any(type(t) is ShardedTensor for t in tensors):
             remedy = f"call {cls.__name__}.apply itself, and register what it does with lightning_amp.register_shard"
             raise shard_error(cls, [given], "autograd Functions do not see parts", remedy=remedy)
