@@ -103,7 +103,7 @@ class _Before:
             self._keep_entries(value, depth)
         elif kind in CONTAINERS:
             if len(value) <= DATA:
-                self.undo.append(partial(_refill, value, copy.copy(value)))
+                self.undo.append(partial(refill, value, copy.copy(value)))
                 self._keep_entries(value, depth)
         elif issubclass(kind, CACHED):
             self.undo.append(partial(_clear_if_filled, value, value.cache_info()))
@@ -164,7 +164,7 @@ def _set_names(owner: Any, state: dict[str, Any]) -> None:
                 vars(owner)[name] = value
 
 
-def _refill(value: Any, entries: Any) -> None:
+def refill(value: Any, entries: Any) -> None:
     """Give a container the entries again that it had, where it has others now."""
     # by identity, for to compare entries may compare tensors, which have no truth value; the copy keeps the old entries
     # alive, so that no new one has an id of theirs
@@ -210,7 +210,7 @@ def apart(value: Any, memo: dict[int, Any]) -> Any:
             dict.update(found, {key: apart(part, memo) for key, part in value.items()})
         elif len(value) <= LONG and not isinstance(value, set):
             # what a set holds is found by its identity, as a key of a dict
-            _refill(found, [apart(part, memo) for part in value])
+            refill(found, [apart(part, memo) for part in value])
     elif isinstance(value, MethodType):
         owner = value.__self__
         # a method of a module or data module may change that one, which is then a copy in what it remembers too

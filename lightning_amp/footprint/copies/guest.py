@@ -33,7 +33,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 from lightning_amp._torch import is_watched, unseen
-from lightning_amp.footprint.copies.as_before import as_before
+from lightning_amp.footprint.copies.as_before import as_before, refill
 from lightning_amp.holding import replacing
 from lightning_amp.random_streams import isolated_random_streams
 
@@ -70,11 +70,6 @@ def _set_matmul_precision(precision: str | None) -> None:
         torch.set_float32_matmul_precision(precision)
 
 
-def _refill(place: Any, entries: Any) -> None:
-    place.clear()
-    (place.update if isinstance(entries, dict) else place.extend)(entries)
-
-
 def _set_handlers(handlers: dict[int, Any]) -> None:
     if threading.current_thread() is not threading.main_thread():
         # where a step cannot have set one
@@ -95,10 +90,10 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.is_warn_always_enabled, torch.set_warn_always),
     (_matmul_precision, _set_matmul_precision),
     *((partial(getattr, cudnn, name), partial(setattr, cudnn, name)) for name in ("benchmark", "deterministic")),
-    (lambda: dict(os.environ), partial(_refill, os.environ)),
+    (lambda: dict(os.environ), partial(refill, os.environ)),
     (os.getcwd, os.chdir),
     (lambda: {number: signal.getsignal(number) for number in signal.valid_signals()}, _set_handlers),
-    (lambda: list(warnings.filters), lambda filters: _refill(warnings.filters, filters)),
+    (lambda: list(warnings.filters), lambda filters: refill(warnings.filters, filters)),
 )
 """What reads a setting, and what sets it."""
 

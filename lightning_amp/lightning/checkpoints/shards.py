@@ -304,7 +304,7 @@ class Shards:
             # its state may have another form
             return dict(state)
         states = dict(state.get("state", {}))
-        # by its number in the state: the record in `held`, None of an ordinary parameter, and the shape of what stands there
+        # by number in the state: what `held` has of the parameter, None of an ordinary one, and the shape that is here
         with_state = {i: (held.get(id(p)), p.shape) for p, i in numbered(optimizer, state) if i in states}
         shapes = {i: shape if own or one is None else one.shape for i, (one, shape) in with_state.items()}
         # by its place in the state of a parameter, such as "/exp_avg", whether a tensor has a value for every element

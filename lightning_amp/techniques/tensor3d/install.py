@@ -29,6 +29,7 @@ from lightning_amp.dist.registry import shard_error
 from lightning_amp.dist.splits import MeshAxis
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.live_bytes import tensors_of
+from lightning_amp.techniques.contract.change import hooks_of
 from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.in_step import STRAY
 from lightning_amp.techniques.tensor3d.layouts import largest_rank, with_axes_exchanged, written
@@ -175,7 +176,7 @@ def refuse(module: LightningModule) -> None:
         if getattr(child, "sparse", False) is True:
             raise InstallError(f"tensor3d: {name!r} has sparse gradients; make them dense (sparse=False)")
     for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if hooks_of(parameter, name):
             raise InstallError(
                 f"tensor3d: the parameter {name!r} has hooks, which would see a part of its gradient; remove them"
             )
