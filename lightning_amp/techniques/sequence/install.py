@@ -16,9 +16,10 @@ from lightning_amp.dist._torch import skip_one_torch_function
 from lightning_amp.dist.splits import MeshAxis, axis_of
 from lightning_amp.errors import InstallError
 from lightning_amp.techniques.contract.change import hooks_of
+from lightning_amp.techniques.put_methods import STEPS
 from lightning_amp.techniques.sequence.row import SequenceParallel, written_dims
 from lightning_amp.techniques.sequence.split_batch import HowToSplit, read_dims, read_grid
-from lightning_amp.techniques.sharded_step import RUNNING, STEPS, run_sharded, tensors
+from lightning_amp.techniques.sharded_step import RUNNING, run_sharded, tensors
 
 
 def step_of(step: Callable[..., Any], name: str, how: HowToSplit) -> Callable[..., Any]:
