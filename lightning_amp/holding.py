@@ -1,9 +1,9 @@
-"""Give a context variable a value for a while."""
+"""Give a context variable, or attributes of an object, other values for a while."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -16,3 +16,20 @@ def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
+
+
+@contextmanager
+def replacing(owner: Any, **values: Any) -> Iterator[None]:
+    """Let attributes of an object have other values for as long as the block lasts, also what a class inherits."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in values.items():
+            if name in before:
+                setattr(owner, name, before[name])
+            elif vars(owner)[name] is value:
+                # else a library that was imported meanwhile has put its own there
+                delattr(owner, name)

@@ -38,11 +38,10 @@ from lightning_amp.errors import AmpError, InstallError, ModelError
 from lightning_amp.footprint.forward_overrides import HOOKS
 from lightning_amp.footprint.recompute_state import DEPTH, mark_of
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.checks.same_function import failure
+from lightning_amp.techniques.checks.same_function import failure, own_attributes
 
 SHOWN = 3
 PLAIN = (int, float, str)
-TORCH = frozenset(vars(nn.Module()))
 WATCHERS = ("lightning_amp", "lightning", "pytorch_lightning")
 """Packages whose hooks change nothing: the check for finite numbers, profilers, summaries."""
 
@@ -99,8 +98,7 @@ class Marks:
         seen: dict[int, Any] = {id(child): child for child in module.modules()}
         found: dict[str, Any] = {}
         for fqn, child in module.named_modules():
-            own = {name: value for name, value in vars(child).items() if name not in TORCH}
-            for name, value in (own | child._parameters | child._buffers | child._modules).items():
+            for name, value in (own_attributes(child) | child._parameters | child._buffers | child._modules).items():
                 if fqn or name not in LISTS:
                     found[f"{fqn}.{name}" if fqn else name] = value
         self._kept += [seen, found]
@@ -142,8 +140,7 @@ def _found(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
         prefix = f"{fqn}." if fqn else ""
         for name, value in chain(child._parameters.items(), child._modules.items()):
             found[prefix + name] = value
-        own = ((name, value) for name, value in vars(child).items() if name not in TORCH)
-        for name, value in chain(child._buffers.items(), own):
+        for name, value in chain(child._buffers.items(), own_attributes(child).items()):
             if isinstance(value, PLAIN):
                 found[prefix + name] = value
             elif isinstance(value, Tensor):

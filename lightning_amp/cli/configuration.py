@@ -6,8 +6,9 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
     from lightning_amp.footprint.inner_run import Around
+
+    Step = tuple[LightningModule, Any, Around, dict[str, Any]]
 
 R = TypeVar("R")
 ALONE = OF_DATA | {"DIR": "data_dir", "--shape": "shape"}
@@ -42,27 +45,55 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_of_configuration(
-    arguments: argparse.Namespace, named: "tuple[LightningModule, Any, Around] | None" = None
+    arguments: argparse.Namespace, named: "Callable[..., Step] | None" = None
 ) -> tuple[Plan, str]:
     """Return the plan of a configuration, and the code of its chunked blocks as Python text.
 
     If a device memory is given, the plan reports the largest batch and the fewest devices too. The text is "" if no
-    block runs in chunks or the code was not requested. `named` is a module and batch that replace the configuration.
-    Raises AmpError if the module has a Hi-C decoder, its step cannot be profiled, or the request cannot be planned.
+    block runs in chunks or the code was not requested. `named` is the result of `named_step`, which replaces the
+    configuration. Raises AmpError if the module has a Hi-C decoder, its step cannot be profiled, or the request cannot
+    be planned.
     """
-    # late: torch takes seconds to load
-    from lightning_amp.lightning.profiling.plan_of_module import plan_of_module
-    from lightning_amp.techniques.contract.protocol import find_decoders
-    from lightning_amp.verification.read_configuration import read_step
-
     if named is None:
         model = f"--config {arguments.config!r}"
         refuse(arguments, model, ALONE, "which are of other models")
-        module, batch, around, options = read_step(arguments.config, arguments.batch_size)
     else:
-        model, options = repr(arguments.data_dir), dict[str, Any]()
+        model = repr(arguments.data_dir)
         refuse(arguments, model, OF_DATA | {"--shape": "shape"}, "which are of other models")
-        module, batch, around = named
+    return use_step(arguments, named, partial(_plan_of_step, arguments, model))
+
+
+def use_step(arguments: argparse.Namespace, named: "Callable[..., Step] | None", use: Callable[..., R]) -> R:
+    """Return `use(module, batch, around, options)` for the step of `named`, or of the configuration if it is None.
+
+    The module is made on the meta device, so that it may exceed this machine's memory. If its constructor or its step
+    requires values, it is made again with values.
+    """
+    from lightning_amp.footprint.profile_module import lacks_values
+    from lightning_amp.verification.read_configuration import read_step
+
+    prepare, module = named or partial(read_step, arguments.config), None
+    try:
+        module, *others = prepare(values=False)
+        return use(module, *others)
+    except ModelError:
+        if module is not None and not lacks_values(module):
+            raise
+    return use(*prepare(values=True))
+
+
+def _plan_of_step(
+    arguments: argparse.Namespace,
+    model: str,
+    module: "LightningModule",
+    batch: Any,
+    around: "Around",
+    options: dict[str, Any],
+) -> tuple[Plan, str]:
+    # imported late: torch takes seconds to import
+    from lightning_amp.lightning.profiling.plan_of_module import plan_of_module
+    from lightning_amp.techniques.contract.protocol import find_decoders
+
     if find_decoders(module):
         raise PlanError(
             f"{model} is not supported: its model has a decoder of strata, which is planned by its data:"
@@ -142,59 +173,11 @@ def add_named_class(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(frozen=True)
-class NamedStep:
-    """Training step of a class named on the command line, on a batch of zeros."""
+def named_step(arguments: argparse.Namespace) -> "Callable[..., Step] | None":
+    """Return a function that makes the training step of the class on the command line; None if there is no class.
 
-    make: "Callable[[], LightningModule]"
-    batch: Any
-
-    def apply(self, use: "Callable[[LightningModule, Any, Around], R]") -> R:
-        """Return `use(module, batch, around)` for a module on the meta device, which may exceed this machine's memory.
-
-        A module whose constructor or step requires values is made with values instead.
-        """
-        import torch
-
-        try:
-            # torch warns for each value that is loaded into a meta parameter and discarded
-            with torch.device("meta"), warnings.catch_warnings(action="ignore"):
-                step = self._prepared()
-        except Exception:
-            # the module requires values, or a Trainer
-            pass
-        else:
-            with suppress(ModelError):
-                return use(*step)
-        from lightning_amp.footprint.inner_run import BY_ITSELF
-
-        try:
-            step = self._prepared()
-        except ModelError:
-            raise
-        except Exception:
-            # profiling provides a Trainer
-            step = self.make(), self.batch, BY_ITSELF
-        return use(*step)
-
-    def _prepared(self) -> "tuple[LightningModule, Any, Around]":
-        """Return the module with all layers, the batch, and whether the hooks that create layers have run."""
-        from lightning.pytorch.utilities.model_helpers import is_overridden
-
-        from lightning_amp.footprint.inner_run import BY_ITSELF
-
-        module = self.make()
-        makes_layers = is_overridden("configure_model", module)
-        if makes_layers:
-            module.setup("fit")
-            module.configure_model()
-        return module, self.batch, replace(BY_ITSELF, prepared=makes_layers)
-
-
-def named_step(arguments: argparse.Namespace) -> NamedStep | None:
-    """Return the step named on the command line, None if there is none.
-
-    Raises AmpError if the class or the batch cannot be parsed.
+    The function takes `values`: False makes the module on the meta device. Raises AmpError if the class or the batch
+    cannot be parsed.
     """
     name = arguments.data_dir
     if arguments.batch is None:
@@ -208,7 +191,11 @@ def named_step(arguments: argparse.Namespace) -> NamedStep | None:
             f"--batch goes with MODULE:CLASS alone, found {name!r} and --config {arguments.config!r}; write for example"
             f" {EXAMPLE}"
         )
+    import torch
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
     from lightning_amp.data.batch import batch_of_shapes
+    from lightning_amp.footprint.inner_run import BY_ITSELF
 
     # import the class and parse its arguments first: only the constructor runs on the meta device
     kind, values = _class_of(name), dict[str, Any]()
@@ -231,7 +218,22 @@ def named_step(arguments: argparse.Namespace) -> NamedStep | None:
                 " --init NAME=VALUE"
             ) from error
 
-    return NamedStep(make, batch)
+    def prepare(*, values: bool) -> "Step":
+        # torch warns for each value that is loaded into a meta parameter and discarded
+        quiet = nullcontext() if values else warnings.catch_warnings(action="ignore")
+        with nullcontext() if values else torch.device("meta"), quiet:
+            module = make()
+            if not is_overridden("configure_model", module):
+                return module, batch, BY_ITSELF, {}
+            try:
+                module.setup("fit")
+                module.configure_model()
+            except Exception:
+                # the hooks may require a Trainer, which profiling provides
+                return make(), batch, BY_ITSELF, {}
+            return module, batch, replace(BY_ITSELF, prepared=True), {}
+
+    return prepare
 
 
 @contextmanager

@@ -15,10 +15,11 @@ from lightning_amp.dist._torch import OpOverloadPacket
 from lightning_amp.dist.collectives import reduce_now
 from lightning_amp.dist.dispatch.guards import guarded
 from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, FUNCTIONS, OPERATORS, tensors_in
+from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, FUNCTIONS, OPERATORS
 from lightning_amp.dist.sharded_tensor import part_in, redistribute
 from lightning_amp.dist.splits import WHOLE, Split, Splits, axis_of
 from lightning_amp.errors import ShardError
+from lightning_amp.footprint.live_bytes import tensors_of
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
@@ -94,7 +95,7 @@ def check_shard(
         ]
         given = [redistribute(a, splits) if sharded and i == first else a for i, a in enumerate(own)]
         with guarded([axis]) if sharded else nullcontext():
-            results = [part_in(t, WHOLE) for t in tensors_in(function(*given))]
+            results = [part_in(t, WHOLE) for t in tensors_of(function(*given))]
         # weights 1, 2, ... give each entry of a result another gradient, so that permuted entries are detected
         total = sum((t.double().square() * torch.arange(1, t.numel() + 1).view(t.shape)).sum() for t in results)
         leaves = [a for a in own if isinstance(a, Tensor) and a.requires_grad]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.errors import ShardError
+from lightning_amp.footprint.live_bytes import tensors_of
 
 Handler = Callable[..., Any]
 AnyHandler = TypeVar("AnyHandler", bound=Handler)
@@ -59,14 +60,6 @@ def name_of(func: Any) -> str:
     return str(name if space == "aten" else func._schema.name)
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested arguments, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [t for item in items for t in tensors_in(item)]
-
-
 def mapped(value: Any, change: Callable[[Any], Any], kind: Any = Tensor) -> Any:
     """Apply a function to all values of a type in nested arguments, by default to tensors."""
     if isinstance(value, kind):
@@ -79,7 +72,7 @@ def mapped(value: Any, change: Callable[[Any], Any], kind: Any = Tensor) -> Any:
 def shard_error(func: Any, args: Sequence[Any], why: str, *, remedy: str = "") -> ShardError:
     """Return the error of an operator that cannot be computed on shards, with the module that called it."""
     name = name_of(func) if hasattr(func, "_schema") else getattr(func, "__name__", repr(func))
-    tensors = list(map(describe, tensors_in(args)))
+    tensors = list(map(describe, tensors_of(args)))
     remedy = remedy or "compute it on `full_tensor()`, or register a handler with lightning_amp.register_shard"
     return ShardError(f"{name!r}{_caller()} got {', '.join(tensors) or 'no tensors'}: {why}. To go on, {remedy}")
 

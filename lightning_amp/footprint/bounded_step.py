@@ -1,6 +1,7 @@
 """Count a training step's bytes while it runs, stop it above a budget, and describe why and where a step failed."""
 
 import linecache
+import os
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -77,8 +78,10 @@ class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
         )
 
 
-LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, lightning.__file__))
-OWN = str(Path(__file__).parents[1])
+# by their folders, for a user's own folder may be called lightning
+FOLDERS = (*torch.__path__, *lightning.__path__, str(Path(__file__).parents[1]))
+LIBRARIES = tuple(f"{folder}{os.sep}" for folder in FOLDERS)
+"""Where code lies that says little about where an error in the user's code comes from."""
 READS = ("DataDependent", "_local_scalar_dense", ".item()", ".numpy()", "data-dependent")
 SHAPES = ("DynamicOutputShape",)
 DISTRIBUTIONS = "/torch/distributions/"
@@ -117,7 +120,7 @@ def _functions(error: Exception) -> list[str]:
 def users_line(error: BaseException) -> str:
     """Return the user's last line in a traceback, as "model.py:41: scores = q @ k"; "" if there is none."""
     lines = [(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
-    own = [(file, number) for file, number in lines if not file.startswith((*LIBRARIES, OWN, "<"))]
+    own = [(file, number) for file, number in lines if not file.startswith((*LIBRARIES, "<"))]
     if not own:
         return ""
     file, number = own[-1]

@@ -28,6 +28,7 @@ from lightning_amp.footprint.copies.fake_copy import make_fake, without_values
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.recompute_state import types_of_the_step
 from lightning_amp.footprint.step_recorder import StepRecorder
+from lightning_amp.holding import replacing
 
 R = TypeVar("R", bound=StepRecorder)
 STEPS = 1000
@@ -239,11 +240,8 @@ class _Here(SingleDeviceStrategy):
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the backward pass of the Trainer, or of the module's `manual_backward`."""
         recorder = self._counter.recorder
-        before, recorder.in_step = recorder.in_step, False
-        with types_of_the_step(self.precision_plugin):
-            found = super().backward(*args, **kwargs)
-        recorder.in_step = before
-        return found
+        with replacing(recorder, in_step=False), types_of_the_step(self.precision_plugin):
+            return super().backward(*args, **kwargs)
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the norm of the local gradients; AMPStrategy has the same method."""

@@ -30,6 +30,8 @@ RESIZED = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_lo
 _RESIZED = {getattr(torch.ops.aten, name).default for name in RESIZED}
 MADE_OUTSIDE = (torch.ops.aten.lift_fresh.default,)
 """Operators that return a storage which no operator made, as in `torch.tensor`."""
+COLLECTIVES = ("c10d", "_c10d_functional")
+"""Namespaces of operators that communicate."""
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 Read = Sequence[tuple[Tensor, torch.UntypedStorage]]
 _DEVICE_OF = torch.ops.prim.device.default

@@ -203,14 +203,15 @@ def summarize(lives: Sequence[Life], work: Sequence[tuple[str, str]], head: Head
     """
     assert work, "a step has operators"
     _name_kinds(lives, work)
-    # bytes alive by kind at every operator, [kind, operator]
-    change = np.zeros((len(KINDS), len(work) + 1), dtype=np.int64)
+    # what begins and ends at every operator, of which the sum is what is alive: [kind, operator]
+    changes = np.zeros((len(KINDS), len(work) + 1), dtype=np.int64)
     for life in lives:
         row = KINDS.index(life.kind)
-        change[row, life.birth] += life.n_bytes
-        change[row, len(work) if life.death is None else min(life.death + 1, len(work))] -= life.n_bytes
-    by_kind = change.cumsum(1)[:, : len(work)]
+        changes[row, life.birth] += life.n_bytes
+        changes[row, len(work) if life.death is None else min(life.death + 1, len(work))] -= life.n_bytes
+    by_kind = changes.cumsum(1)[:, : len(work)]
     total = by_kind.sum(0)
+    # the operator of the peak
     at = int(np.argmax(total))
     # gradients that exist before the backward pass adds to them
     begins = next((t for t, (phase, _) in enumerate(work) if phase == BACKWARD), None)
@@ -218,17 +219,18 @@ def summarize(lives: Sequence[Life], work: Sequence[tuple[str, str]], head: Head
     alive = (v for v in lives if v.n_bytes and v.birth <= at and (v.death is None or v.death >= at))
     peak = sorted(alive, key=lambda life: -life.n_bytes)
     parts = _parts(peak, work, head)
-    held: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(KINDS, 0))
+    of_module: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(KINDS, 0))
     for life in peak:
-        held[life.fqn][life.kind] += life.n_bytes
+        of_module[life.fqn][life.kind] += life.n_bytes
+    modules = [ModuleBytes(fqn=fqn, n_bytes=sum(kinds.values()), by_kind=kinds) for fqn, kinds in of_module.items()]
+    # of operators in a row of one module and phase, the one with most bytes stands for all
     moments = []
     for (phase, fqn), grouped in groupby(range(len(work)), key=work.__getitem__):
         stretch = list(grouped)
         fullest = _row(by_kind, max(stretch, key=total.__getitem__))
         moments.append(Moment(phase=phase, fqn=fqn, by_kind=fullest, n_operators=len(stretch)))
-    modules = [ModuleBytes(fqn=fqn, n_bytes=sum(kinds.values()), by_kind=kinds) for fqn, kinds in held.items()]
     return ModuleProfile(
-        peak_bytes=int(by_kind[:, at].sum()),
+        peak_bytes=int(total[at]),
         largest=max(PARTS, key=parts.__getitem__),
         parts=parts,
         by_kind=_row(by_kind, at),

@@ -50,6 +50,11 @@ def profile_module(
     return profile_of(found, found.lives, reason, length_of(batch) if batch_size is None else batch_size)
 
 
+def lacks_values(module: LightningModule) -> bool:
+    """Whether tensors of a module have no values, as on the device "meta"."""
+    return any(has_no_values(tensor) for child in module.modules() for tensor in own_tensors(child))
+
+
 def profile_of(found: StepRecorder, lives: Sequence[Life], reason: str, rows: int | None) -> ModuleProfile:
     """Return the profile of a step recorded by `counted_step`, with a batch of `rows` rows."""
     return summarize(
@@ -128,7 +133,7 @@ def counted_step(
                 raise ModelError(
                     f"the step of {name!r} cannot run without values ({reason}), and was not to be run with them"
                 ) from failed
-            if any(has_no_values(tensor) for child in module.modules() for tensor in own_tensors(child)):
+            if lacks_values(module):
                 raise ModelError(
                     f"cannot profile {name!r}: its step needs values ({reason}), and its parameters have none (device"
                     " 'meta'): pass a module on the CPU, of which a real step is measured"

@@ -123,10 +123,8 @@ class _Builder:
             # that is known by now, the row answers for the bytes, and only the rest is counted as hidden
             # in the memory of no row: a mask, a copy in another layout, statistics
             hidden = [tensor for memory, tensor in kept.items() if memory not in self._of_storage]
-            own, places = (
-                len(self._rows) - 1,
-                {self._of_storage[memory] for memory in kept if memory in self._of_storage},
-            )
+            own = len(self._rows) - 1
+            places = {self._of_storage[memory] for memory in kept if memory in self._of_storage}
             # what stands here would be alive in the backward pass below
             kept.clear()
             call = _call(node, args, kwargs, leaves, self._rows[-1]["shape"])

@@ -117,8 +117,9 @@ def _along_some(call: OperatorCall) -> Follows:
     return same_but(call, dim if isinstance(dim, list) else [dim])
 
 
-# the last dims are normalised, or each sample by itself
+# the last dims are normalised
 register_flow("layer_norm", "rms_norm")(lambda call: same_but(call, range(-len(call.arguments["normalized_shape"]), 0)))
+# each sample is normalised by itself
 register_flow("group_norm", "instance_norm")(lambda call: same_but(call, range(1, len(call.result))))
 
 
@@ -253,7 +254,7 @@ def _embedding(call: OperatorCall) -> Follows:
     return [*([(1, d)] if alone else [] for d in range(len(call.result) - 1)), [(0, 1)]]
 
 
-# indices of one dim are normalised, each over all other dims
+# each index of one dim is normalised over all other dims
 register_flow("renorm")(
     lambda call: same_but(call, {*range(len(call.result))} - {call.arguments["dim"] % len(call.result)})
 )
@@ -267,12 +268,13 @@ def _cross(call: OperatorCall) -> Follows:
     return [[] if d == dim else follows for d, follows in enumerate(_pointwise(call))]
 
 
-# without any dims the values are turned as one row
+# all dims but those that are turned; without any the values are turned as one row
 register_flow("roll")(lambda call: same_but(call, call.arguments["dims"] or range(len(call.result))))
 
 
-# of triangles rows and columns are determined by their numbers; dims to pad are named from the last one backwards
+# rows and columns are determined by their numbers
 register_flow("tril", "triu")(lambda call: same_but(call, [-2, -1]))
+# all dims but those that are padded, which are named from the last one backwards
 register_flow("pad", "constant_pad_nd")(
     lambda call: same_but(call, [-1 - i // 2 for i, n in enumerate(call.arguments["pad"]) if n])
 )
@@ -364,6 +366,7 @@ def _of_samples(call: OperatorCall) -> Follows:
     return [[(0, 0)] if samples and d == 0 else [] for d in range(len(call.result))]
 
 
+# the dims that are reduced
 sums_over("sum", "nansum")(lambda call: [[(0, d)] for d in reduced_dims(call)])
 
 

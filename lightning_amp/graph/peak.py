@@ -111,9 +111,10 @@ def _backward(
     # arguments by their first reader, which is the last that adds to their gradient
     complete: dict[int, list[int]] = {}
     seen: set[int] = set()
-    for i, row in enumerate(rows[: 0 if gradients_of_arguments else None]):
-        complete[i] = [k for k in dict.fromkeys(row.inputs) if rows[k].kind != OPERATOR and k not in seen]
-        seen.update(complete[i])
+    if not gradients_of_arguments:
+        for i, row in enumerate(rows):
+            complete[i] = [k for k in dict.fromkeys(row.inputs) if rows[k].kind != OPERATOR and k not in seen]
+            seen.update(complete[i])
     # the caller holds the results' gradients and may drop the results
     results = {rows[k].storage for k in outputs}
     # rows run backward, so that of all that keep a memory the first in the forward pass is the last to let go of it
@@ -126,18 +127,21 @@ def _backward(
     waiting, n_bytes = dict[int, int](), 0
     found, waits = [0] * len(rows), [0] * len(rows)
     for i in range(len(rows) - 1, -1, -1):
-        row, waits[i], adding = rows[i], n_bytes, 0
+        row, waits[i] = rows[i], n_bytes
+        # the most bytes of gradients at a moment when one is added to another; 0 where none is
+        adding = 0
         if row.kind != OPERATOR:
             continue
         if row.needs_grad:
             made = [(k, n) for k, n in zip(row.inputs, row.grad_bytes, strict=True) if rows[k].needs_grad]
-            new, own = sum(n for _, n in made), waiting.pop(i, 0)
-            found[i] = kept + n_bytes + new + row.backward_bytes
-            n_bytes -= own
-            # the gradient of a view is a view of the gradient: its memory is handed on
-            # where the backward makes new gradients, the one that came in is no longer needed once it has run
-            own = own if not any(row.grad_bytes) else 0
-            alive = n_bytes + new + own
+            new_bytes, arrived = sum(n for _, n in made), waiting.pop(i, 0)
+            found[i] = kept + n_bytes + new_bytes + row.backward_bytes
+            n_bytes -= arrived
+            # The gradient of a view is a view of the gradient: the memory that arrived is handed on. Where the backward
+            # makes new gradients, the one that arrived is no longer needed once it has run.
+            handed_on = 0 if any(row.grad_bytes) else arrived
+            # bytes of all gradients once the row's backward has run
+            alive = n_bytes + new_bytes + handed_on
             for k, n in made:
                 if k in waiting:
                     # the sum is new memory, also where what waited was a gradient that the caller holds
@@ -147,7 +151,8 @@ def _backward(
                     n_bytes += both - waiting[k]
                     waiting[k] = both
                 else:
-                    waiting[k], own = (n, own) if n else (own, 0)
+                    # of several arguments whose gradients are views, the first has the memory
+                    waiting[k], handed_on = (n, handed_on) if n else (handed_on, 0)
                     n_bytes += waiting[k]
         n_bytes -= sum(waiting.pop(k, 0) for k in complete.get(i, ()))
         kept -= row.hidden_bytes + let_go.get(i, 0)

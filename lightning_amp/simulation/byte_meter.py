@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_amp.footprint.live_bytes import MADE_OUTSIDE, LiveBytes, storages_of, tensors_of
+from lightning_amp.footprint.live_bytes import COLLECTIVES, MADE_OUTSIDE, LiveBytes, storages_of, tensors_of
 from lightning_amp.footprint.module_profile import ACTIVATIONS, KINDS, TEMPORARIES
 
 RESIZING = ("resize_", "resize_as_", "set_")
@@ -203,7 +203,7 @@ def _map(values: Any) -> Any:
 
 def _key(func: Any, args: Any, kwargs: Any) -> Any:
     """What the shapes of an operator's results depend on; None where they are not remembered."""
-    if func.namespace in NAMESPACES:
+    if func.namespace in COLLECTIVES:
         return None
     key = (func, _signature(args), _signature(kwargs.items()) if kwargs else None)
     with suppress(TypeError):
@@ -247,8 +247,6 @@ def _make(answer: Any) -> Any:
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
-NAMESPACES = ("c10d", "_c10d_functional")
-
 _KIND_AND_INPUT = {
     "all_reduce": ("all_reduce", 0),
     "allreduce_": ("all_reduce", 0),
@@ -273,7 +271,7 @@ def sent_bytes(operator: Any, args: tuple[Any, ...]) -> tuple[str, int] | None:
     n bytes counts n, an all-gather the own part, a reduce-scatter all parts, a broadcast the tensor. Not counted are
     the few numbers by which ranks of a real run make sure in every step that they agree on their batches.
     """
-    if operator.namespace not in NAMESPACES or operator._opname in _SILENT:
+    if operator.namespace not in COLLECTIVES or operator._opname in _SILENT:
         return None
     assert operator._opname in _KIND_AND_INPUT, f"{operator._opname!r} is a collective that is not counted yet"
     kind, place = _KIND_AND_INPUT[operator._opname]

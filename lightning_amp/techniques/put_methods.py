@@ -11,6 +11,8 @@ from torch import nn
 from lightning_amp._torch import is_compiled
 from lightning_amp.errors import InstallError
 
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
 
 def put_methods(module: nn.Module, changed: Mapping[str, Any]) -> Callable[[], None]:
     """Put functions, by name, in the place of a module's methods; returns what undoes it."""

@@ -17,8 +17,6 @@ from lightning_amp.footprint.copies.fake_copy import map_tensors
 from lightning_amp.holding import holding
 from lightning_amp.techniques.put_methods import methods_put
 
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-
 
 def run_sharded(name: str, step: Callable[[], Any], module: nn.Module, axes: Sequence[MeshAxis]) -> Any:
     """What a step returns, with its tensors whole.

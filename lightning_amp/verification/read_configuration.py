@@ -11,7 +11,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.errors import DataError, ModelError
 from lightning_amp.footprint.inner_run import Around
-from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.command_line import CommandLine
 from lightning_amp.lightning.profiling.loaders import example_batch
 from lightning_amp.lightning.strategy.context import COMPARED
@@ -45,22 +44,12 @@ def read_configuration(path: str) -> tuple[LightningModule, LightningDataModule,
     return module, data, _options(trainer)
 
 
-def read_step(path: str, batch_size: int | None = None) -> tuple[LightningModule, Any, Around, dict[str, Any]]:
+def read_step(path: str, *, values: bool) -> tuple[LightningModule, Any, Around, dict[str, Any]]:
     """Module in the YAML file's precision and a batch, as a fit has them before its first step, what else the file says
     of a training step, and what it asks of AMPStrategy.
 
-    Layers that `configure_model` makes are on the device "meta", unless a step of `batch_size` needs their values.
+    Layers that `configure_model` makes are on the device "meta", unless they are to have `values`.
     """
-    module, batch, around, options = _prepared(path, values=False)
-    if any(tensor.is_meta for tensor in module.state_dict().values()):
-        try:
-            profile_module(module, batch, batch_size=batch_size, around=around)
-        except ModelError:
-            return _prepared(path, values=True)
-    return module, batch, around, options
-
-
-def _prepared(path: str, *, values: bool) -> tuple[LightningModule, Any, Around, dict[str, Any]]:
     module, data, trainer = _read(path, HERE)
     around, source = Around.of(trainer, prepared=True, datamodule=data), module if data is None else data
     source.prepare_data()

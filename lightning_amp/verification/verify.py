@@ -31,7 +31,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -41,6 +40,7 @@ from torch.utils.data import DataLoader
 from lightning_amp._torch import tree_leaves
 from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.footprint.bounded_step import LIBRARIES
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.compare import DTYPES, Precision, Report, find_suspects, rows_of
 from lightning_amp.verification.result import Verification
@@ -48,9 +48,6 @@ from lightning_amp.verification.training_run import Training, first_of, train_an
 
 GRACE_S = 5.0
 """How long other ranks may still answer once one has failed; they may wait for it in a collective."""
-TORCH, LIGHTNING, OURS = (Path(torch.__file__).parent, Path(lightning.__file__).parent, Path(__file__).parents[1])
-LIBRARIES = (str(TORCH), str(LIGHTNING), str(OURS))
-"""Folders of code that says little about where an error in the user's code comes from."""
 
 
 def run_processes(task: Callable[..., Any], ranks: int, folder: Path, *args: Any, timeout: float) -> list[Any]:

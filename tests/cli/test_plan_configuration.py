@@ -66,6 +66,14 @@ class Late(Deep):
             self.blocks = Deep().blocks
 
 
+class Drawn(Late):
+    # whose layers cannot be made without values
+
+    def configure_model(self):
+        super().configure_model()
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+
+
 class Rows(pl.LightningDataModule):
     def setup(self, stage):
         self.rows = torch.randn(1200, 64)
@@ -171,6 +179,14 @@ def test_a_configuration_is_planned(config: str, capsys: Any) -> None:
     Path(config).write_text(Path(config).read_text().replace("deep_model.Deep", "deep_model.Late"))
     late = planned(["plan", "--config", config, "--device-memory", str(memory + 2**20)], capsys)
     assert (late.rules, late.candidates, late.notes) == (lean.rules, lean.candidates, lean.notes)
+
+
+@IGNORED
+def test_layers_that_are_made_with_values_alone_are_profiled(config: str, capsys: Any) -> None:
+    """They were refused: values were for a step that needs them, and not for `configure_model`."""
+    Path(config).write_text(Path(config).read_text().replace("deep_model.Deep", "deep_model.Drawn"))
+    assert main(["profile", "--config", config, "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["by_kind"]["parameters"] == 4 * 4 * (64 * 128 * 2 + 64 + 128)
 
 
 @IGNORED

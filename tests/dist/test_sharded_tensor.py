@@ -17,10 +17,9 @@ from lightning_amp import ShardedTensor, ShardError, check_shard, register_shard
 from lightning_amp.dist import ring_attention as ring
 from lightning_amp.dist.dispatch.guards import guarded
 from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.registry import tensors_in
 from lightning_amp.dist.sharded_tensor import redistribute
 from lightning_amp.dist.splits import MeshAxis, Sent, Split, Splits, axis_of
-from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.live_bytes import LiveBytes, tensors_of
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
 from tests.ranks import run_ranks
@@ -36,7 +35,7 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.found = max([self.found, *(t.numel() for t in tensors_in(out) if type(t) is not ShardedTensor)])
+        self.found = max([self.found, *(t.numel() for t in tensors_of(out) if type(t) is not ShardedTensor)])
         return out
 
 

@@ -1,6 +1,7 @@
 """Claim: the profile of a module is its second training step to the byte, and the module stays as it is."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +14,7 @@ from torchmetrics import MeanMetric
 
 import lightning_amp
 from lightning_amp.errors import ModelError
+from lightning_amp.footprint.bounded_step import users_line
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import KINDS, PARTS, ModuleProfile
 from lightning_amp.footprint.profile_module import profile_module
@@ -362,3 +364,11 @@ def test_a_step_with_values_leaves_the_batch_as_it_was() -> None:
     batch = {"x": torch.ones(3, 4)}
     assert profile_module(Halves(), batch).measured == "a real step"
     assert torch.equal(batch["x"], torch.ones(3, 4))
+
+
+def test_lines_of_a_folder_that_begins_as_a_library_are_the_users() -> None:
+    """They were taken for the library's, and a message did not say where the step had failed."""
+    folder = f"{Path(lightning_amp.__file__).parent}_runs"
+    with pytest.raises(ValueError, match="mine") as raised:
+        exec(compile("raise ValueError('mine')", f"{folder}/model.py", "exec"))
+    assert users_line(raised.value).startswith("model.py:1:")

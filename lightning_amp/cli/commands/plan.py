@@ -70,10 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
         of = f"--config {arguments.config!r}" if named is None else repr(arguments.data_dir)
         refuse(arguments, of, RECOMMEND, "which is of a data directory")
         with of_shapes(arguments):
-            if named is None:
-                made, code = plan_of_configuration(arguments)
-            else:
-                made, code = named.apply(lambda *step: plan_of_configuration(arguments, step))
+            made, code = plan_of_configuration(arguments, named)
         print(made.to_json() if arguments.format == "json" else plan_report(made))
         if arguments.show_code:
             print(f"\n{code or NO_CODE}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_amp.cli.commands.calibrate import check_target
-from lightning_amp.cli.configuration import add_named_class, named_step, of_shapes
+from lightning_amp.cli.configuration import add_named_class, named_step, of_shapes, use_step
 from lightning_amp.cli.request import add_data, read, refuse
 from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import PlanError
@@ -54,17 +54,14 @@ def _run(arguments: argparse.Namespace) -> None:
         found: Any = read(arguments)
         text = profile_report(found)
     else:
+        from lightning_amp.footprint.module_profile import ModuleProfile
         from lightning_amp.footprint.profile_module import profile_module
 
-        size = arguments.batch_size
-        with of_shapes(arguments):
-            if named is not None:
-                found = named.apply(lambda *step: profile_module(*step[:2], batch_size=size, around=step[2]))
-            else:
-                from lightning_amp.verification.read_configuration import read_step
+        def profiled(module: Any, batch: Any, around: Any, options: Any) -> ModuleProfile:
+            return profile_module(module, batch, batch_size=arguments.batch_size, around=around)
 
-                module, batch, around, _ = read_step(arguments.config, size)
-                found = profile_module(module, batch, batch_size=size, around=around)
+        with of_shapes(arguments):
+            found = use_step(arguments, named, profiled)
         text = module_report(found)
         if arguments.plot is not None:
             with written_aside(Path(arguments.plot)) as aside:

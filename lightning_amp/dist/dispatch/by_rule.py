@@ -16,7 +16,7 @@ import lightning_amp.graph.flow_rules  # noqa: F401  (it registers rules)
 from lightning_amp.dist._torch import no_modes
 from lightning_amp.dist.dispatch.plans import PLANS, CallPlan, PartLayout, keep, key_of, run
 from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.registry import mapped, name_of, shard_error, tensors_in
+from lightning_amp.dist.registry import mapped, name_of, shard_error
 from lightning_amp.dist.sharded_tensor import (
     ShardedTensor,
     axes_in,
@@ -28,6 +28,7 @@ from lightning_amp.dist.sharded_tensor import (
     splits_of,
 )
 from lightning_amp.dist.splits import MeshAxis, Split, Splits
+from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.graph.flow import RULES, OperatorCall, Ref, dims_of, sums_of
 
 Place = tuple[int, int]
@@ -111,7 +112,7 @@ def call_of(
     # which broadcasting cannot change.
     shapes = tuple(tuple(shape_of(t)) for t in tensors)
     results = [shapes[0]] if mutable else result_shapes(func, args, kwargs)
-    # Tensors are numbered in the order of `tensors_in`, so that a rule's Ref is an index into `tensors`.
+    # Tensors are numbered in the order of `tensors_of`, so that a rule's Ref is an index into `tensors`.
     schema, numbers = func._schema.arguments, iter(map(Ref, range(len(tensors))))
     arguments = {a.name: a.default_value for a in schema}
     arguments |= dict(zip([a.name for a in schema], mapped(args, lambda _: next(numbers)), strict=False))
@@ -132,7 +133,7 @@ def result_shapes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
     except NotImplementedError:
         raise shard_error(func, args, "the shape of its result depends on values") from None
     except RuntimeError:
-        kinds = {t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()}
+        kinds = {t.dtype for t in tensors_of((args, kwargs)) if t.is_floating_point()}
         if len(kinds) < 2:
             raise
         # autocast casts factors to one dtype, but not meta tensors; the shape does not depend on the dtype
@@ -181,7 +182,7 @@ def _without_values(
     kinds = Tensor | torch.device
     with no_modes(), torch.no_grad():
         out = func(*mapped(args, meta, kinds), **mapped(kwargs, meta, kinds))
-    return tensors_in(out), given
+    return tensors_of(out), given
 
 
 def _chosen(

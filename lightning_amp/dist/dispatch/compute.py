@@ -12,7 +12,7 @@ from lightning_amp.dist._torch import is_composite
 from lightning_amp.dist.below_autograd import OnItsWay, above_autograd, below_autograd, taken_apart
 from lightning_amp.dist.dispatch.by_rule import IN_PLACE, layout_of, rule_plan, view_of
 from lightning_amp.dist.dispatch.plans import PLANS, CallPlan, keep, key_of, laid_out, run, run_on
-from lightning_amp.dist.registry import BY_RULE, LOST, OPERATORS, mapped, name_of, shard_error, tensors_in
+from lightning_amp.dist.registry import BY_RULE, LOST, OPERATORS, mapped, name_of, shard_error
 from lightning_amp.dist.sharded_tensor import (
     COMPUTE,
     ShardedTensor,
@@ -27,6 +27,7 @@ from lightning_amp.dist.sharded_tensor import (
 )
 from lightning_amp.dist.splits import REASON, WHOLE
 from lightning_amp.errors import ShardError
+from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.holding import holding
 
 
@@ -67,7 +68,7 @@ def operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     with above_autograd() as call:
         call.n_operators += 1
-        call.plan, call.tensors = None, tensors_in((args, kwargs))
+        call.plan, call.tensors = None, tensors_of((args, kwargs))
         if func._schema.is_mutable:
             _refuse_writes(func, args, call.tensors)
         if any(type(t) is ShardedTensor and t.splits for t in call.tensors):
@@ -164,7 +165,7 @@ def _by_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an operator on gathered tensors, if all of their axes allow it."""
-    tensors = tensors_in((args, kwargs))
+    tensors = tensors_of((args, kwargs))
     if any(s.axis.unknown == "error" for t in tensors for s in splits_of(t)) or func._schema.is_mutable:
         values = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)
         why = "its result depends on values that lie on several ranks" if values else ""

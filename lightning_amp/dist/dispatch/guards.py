@@ -17,9 +17,11 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from lightning_amp.dist._torch import functorch_utils
 from lightning_amp.dist.collectives import all_reduce
-from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, FUNCTIONS, shard_error, tensors_in
+from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, FUNCTIONS, shard_error
 from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, part_in, splits_of, true_gradient, wrap
 from lightning_amp.dist.splits import AXES_OF_STEP, WHOLE, MeshAxis
+from lightning_amp.footprint.live_bytes import tensors_of
+from lightning_amp.holding import replacing
 
 autograd: Any = torch.autograd
 OURS = ("torch.", "lightning_amp.")
@@ -37,14 +39,13 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
     apply, engine = torch.autograd.Function.__dict__["apply"], autograd._engine_run_backward
     register_hook: Any = Tensor.register_hook
     retain_grad: Any = Tensor.retain_grad
-    utils: Any = functorch_utils
-    unwrap = utils.unwrap_dead_wrappers
+    unwrap: Any = functorch_utils.unwrap_dead_wrappers
     # Kept after the step: gradients of its tensors are read after the backward pass.
     AXES_OF_STEP[:] = axes
 
     def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
         handler = AUTOGRAD_FUNCTIONS.get(cls)
-        given = any(type(t) is ShardedTensor for t in tensors_in((args, kwargs)))
+        given = any(type(t) is ShardedTensor for t in tensors_of((args, kwargs)))
         if given and handler is not None:
             return handler(*args, **kwargs)
         if given and cls.__name__ in PASSED_ON:
@@ -53,7 +54,7 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
             return tuple(wrap(t, splits_of(a)) for t, a in zip(found, tensors, strict=True))
         found = None if given else apply.__get__(None, cls)(*args, **kwargs)
         # a Function may use sharded tensors that are not its arguments, as reentrant checkpointing does
-        if given or any(type(t) is ShardedTensor for t in tensors_in(found)):
+        if given or any(type(t) is ShardedTensor for t in tensors_of(found)):
             remedy = "register what it does with lightning_amp.register_shard"
             if cls.__name__ == "CheckpointFunction":
                 remedy = "call checkpoint with use_reentrant=False"
@@ -61,7 +62,7 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
         # module backward hooks (BackwardHookFunction) run code of the user
         of_user = cls.__name__ == "BackwardHookFunction" or not cls.__module__.startswith(OURS)
         if of_user and not _in_handler(checked.__code__):
-            for tensor in tensors_in(found):
+            for tensor in tensors_of(found):
                 if tensor.requires_grad:
                     tensor.register_hook(whole_gradient)
         return found
@@ -130,7 +131,7 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
 
     def unwrapped(given: Any) -> Any:
         """Check an `apply` that was bound before the step, as by `scale = Scale.apply`."""
-        tensors, cls = tensors_in(given), sys._getframe(1).f_locals.get("cls", torch.autograd.Function)
+        tensors, cls = tensors_of(given), sys._getframe(1).f_locals.get("cls", torch.autograd.Function)
         if any(type(t) is ShardedTensor for t in tensors):
             remedy = f"call {cls.__name__}.apply itself, and register what it does with lightning_amp.register_shard"
             raise shard_error(cls, [given], "autograd Functions do not see parts", remedy=remedy)
@@ -141,21 +142,16 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
             raise shard_error(cls, [given], why, remedy=f"call {cls.__name__}.apply itself")
         return unwrap(given)
 
-    try:
-        utils.unwrap_dead_wrappers = unwrapped
-        Tensor.register_hook = hooked  # type: ignore[method-assign]
-        Tensor.retain_grad = retained  # type: ignore[assignment,method-assign]
-        torch.autograd.Function.apply = classmethod(checked)  # type: ignore[assignment,method-assign]
-        autograd._engine_run_backward = run
+    with (
+        replacing(functorch_utils, unwrap_dead_wrappers=unwrapped),
+        replacing(Tensor, register_hook=hooked, retain_grad=retained),
+        replacing(torch.autograd.Function, apply=classmethod(checked)),
+        replacing(autograd, _engine_run_backward=run),
         # ranks have to issue the same collectives when blocks run again
-        with set_checkpoint_early_stop(False), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        utils.unwrap_dead_wrappers = unwrap
-        Tensor.register_hook = register_hook  # type: ignore[method-assign]
-        Tensor.retain_grad = retain_grad  # type: ignore[method-assign]
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-        autograd._engine_run_backward = engine
+        set_checkpoint_early_stop(False),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        yield
 
 
 def _in_handler(apply: Any) -> bool:

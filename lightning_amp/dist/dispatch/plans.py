@@ -65,6 +65,7 @@ def plan_of_call(
         func, given, view: Operator, and `arguments` and `view` of the plan.
         splits, shape: Splits and global shape of the result.
         call: The function and its arguments, in which TENSOR stands for the next tensor.
+        view: Whether torch's schema says that it returns a view of the first tensor.
     """
     # every rank must own an index: a long enough dim is sharded evenly, and a shorter one is gathered
     settled = splits

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_amp._torch import disable_torch_function
 from lightning_amp.dist._torch import no_modes
-from lightning_amp.dist.registry import FUNCTIONS, function, mapped, shard_error, tensors_in
+from lightning_amp.dist.registry import FUNCTIONS, function, mapped, shard_error
 from lightning_amp.dist.sharded_tensor import (
     ShardedTensor,
     copy_of,
@@ -22,6 +22,7 @@ from lightning_amp.dist.sharded_tensor import (
     wrap,
 )
 from lightning_amp.dist.splits import AXES_OF_STEP
+from lightning_amp.footprint.live_bytes import tensors_of
 
 METADATA = (
     *("size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "is_signed"),
@@ -96,10 +97,10 @@ def _register_hook(x: ShardedTensor, hook: Any) -> Any:
 
 @function(Tensor.backward, torch.autograd.backward)
 def _backward(x: Any, *args: Any, **kwargs: Any) -> None:
-    if any(splits_of(t) for t in tensors_in(x)):
+    if any(splits_of(t) for t in tensors_of(x)):
         why = "a loss is a number, which every rank has"
         raise shard_error(Tensor.backward, [x], why, remedy="sum or average it")
-    for t in tensors_in((args, kwargs)):
+    for t in tensors_of((args, kwargs)):
         if type(t) is ShardedTensor:
             # one of `inputs`, whose gradient is read as that of a sharded tensor
             t.held.is_part = True  # type: ignore[attr-defined]

@@ -151,83 +151,79 @@ class ChainBuilder:
         )
 
     def _place(self, life: Any, home: int) -> None:
-        """Add one storage to the counts; `home` is the call that made it, -1 for none."""
-        own, outside, keepers = self._holders(life)
+        """Count one storage as private, shared or plain; `home` is the call that made it, -1 for none."""
+        python_end, outside_end, keepers = self._holders(life)
         span = self._spans[home] if home >= 0 else None
         if span is not None:
             # in a recomputation, it lives while Python holds it, or to the end if the backward pass needs it
-            end = span.last_kept if home in keepers else min(own, span.last_kept)
+            end = span.last_kept if home in keepers else min(python_end, span.last_kept)
             if end >= life.birth:
-                span.again[life.birth - span.start] += life.n_bytes
-                span.again[end + 1 - span.start] -= life.n_bytes
+                _add(span.again, life.birth - span.start, end - span.start, life.n_bytes)
         # a recomputed block holds its inputs until its backward pass ends; this is free if other code holds them too
-        readers = {i for i in self._read_by.get(id(life), ()) if self._spans[i].back_end > outside}
+        readers = {i for i in self._read_by.get(id(life), ()) if self._spans[i].back_end > outside_end}
         named = id(life) in self._made_by or id(life) in self._read_by
-        held = span is not None and max(span.end + 1, span.back_start - 1) <= own <= span.back_end
-        if span is not None and held and not named and outside == own:
+        held = span is not None and max(span.end + 1, span.back_start - 1) <= python_end <= span.back_end
+        if span is not None and held and not named and outside_end == python_end:
             # the backward pass holds it other than through autograd; a storage that is released before that pass, such
             # as autocast's copies of weights, exists in any case
-            keepers[home] = max(own, keepers.get(home, 0))
-            own = outside = span.end
+            keepers[home] = max(python_end, keepers.get(home, 0))
+            python_end = outside_end = span.end
         # if other code holds a tensor as long as the block does, recomputing the block does not release it
-        beyond = {i: end for i, end in keepers.items() if end > max(outside, self._spans[i].end)}
-        if span is not None and not readers and set(beyond) <= {home} and outside <= span.end:
-            self._private(life, span, own, max(own, keepers.get(home, own)))
+        beyond = {i: end for i, end in keepers.items() if end > max(outside_end, self._spans[i].end)}
+        if span is not None and not readers and set(beyond) <= {home} and outside_end <= span.end:
+            self._private(life, span, python_end, max(python_end, keepers.get(home, python_end)))
             return
+        # shared
         if beyond or readers:
             k = len(self._tensors)
             self._tensors.append(life.n_bytes)
-            self._covers.append((life.birth, outside))
+            self._covers.append((life.birth, outside_end))
             for i, end in beyond.items():
                 self._spans[i].keeps[k] = end
             for i in readers:
                 self._spans[i].inputs.add(k)
         else:
-            until = max([outside, *keepers.values()])
-            self._plain[life.birth] += life.n_bytes
-            self._plain[min(until, self._length - 1) + 1] -= life.n_bytes
+            until = max([outside_end, *keepers.values()])
+            _add(self._plain, life.birth, min(until, self._length - 1), life.n_bytes)
             self._born[life.birth] += life.n_bytes
         if span is not None and home in keepers:
             # a second copy exists from the recomputation on
             begin, end = span.asks, min(keepers[home], span.back_end)
             if begin <= end and span.back_start <= begin:
-                span.twice[begin - span.back_start] += life.n_bytes
-                span.twice[end + 1 - span.back_start] -= life.n_bytes
+                _add(span.twice, begin - span.back_start, end - span.back_start, life.n_bytes)
 
     def _holders(self, life: Any) -> tuple[int, int, dict[int, int]]:
         """Return the last operators at which a storage is held: by Python, by all code outside blocks, by each call."""
         uses, last = self._uses.get(id(life), []), self._length - 1
         keepers: dict[int, int] = defaultdict(int)
-        own = last if life.death is None else int(life.death)
+        python_end = last if life.death is None else int(life.death)
         if self._values and uses:
             read = max(life.birth, self._step.read_last.get(id(life), 0))
             made = self._made_by.get(id(life))
             # a result lives until its block returns, although no operator of the block may read it
-            own = min(own, read if made is None else max(read, self._spans[made].end))
-        outside = own
+            python_end = min(python_end, read if made is None else max(read, self._spans[made].end))
+        outside_end = python_end
         for use in uses:
             end = last if use.end is None else use.end
             if use.call is None:
-                outside = max(outside, end)
+                outside_end = max(outside_end, end)
             elif end > self._spans[use.call].end:
                 keepers[use.call] = max(keepers[use.call], end)
             else:
                 # saved in a graph whose backward ran within the forward pass
-                own, outside = max(own, end), max(outside, end)
-        return own, outside, keepers
+                python_end, outside_end = max(python_end, end), max(outside_end, end)
+        return python_end, outside_end, keepers
 
-    def _private(self, life: Any, span: _Span, own: int, kept_until: int) -> None:
-        n, begin = life.n_bytes, life.birth - span.start
-        for found, end in ((span.kept, kept_until), (span.dropped, own)):
-            found[begin] += n
-            found[min(end, span.end) + 1 - span.start] -= n
+    def _private(self, life: Any, span: _Span, python_end: int, kept_until: int) -> None:
+        for found, end in ((span.kept, kept_until), (span.dropped, python_end)):
+            _add(found, life.birth - span.start, min(end, span.end) - span.start, life.n_bytes)
         if kept_until > span.end:
-            span.saved_bytes += n
+            span.saved_bytes += life.n_bytes
             if span.back_end >= span.back_start:
-                span.back[0] += n
-                # `saved_bytes` counts it at every moment between the passes, so it ends in the backward pass at the
+                # between the passes `saved_bytes` counts it at every moment, so it ends in the backward pass at the
                 # earliest
-                span.back[min(max(kept_until, span.back_start), span.back_end) + 1 - span.back_start] -= n
+                end = min(max(kept_until, span.back_start), span.back_end)
+                _add(span.back, 0, end - span.back_start, life.n_bytes)
 
     def _moments(self) -> list[ChainMoment]:
         """Return all moments that are not dominated by another one."""
@@ -315,6 +311,12 @@ class ChainBuilder:
             crossed[begin + 1 : end] = True
         cuts = [p for p in range(n + 1) if not crossed[p]]
         return after, [max(p for p in cuts if p <= i) for i in range(n)]
+
+
+def _add(changes: Any, first: int, last: int, n_bytes: int) -> None:
+    """Add bytes that are alive at the operators [first, last] to differences that are summed later."""
+    changes[first] += n_bytes
+    changes[last + 1] -= n_bytes
 
 
 def _raise(rows: dict[frozenset[int], tuple[int, int]], held: frozenset[int], t: int, n_bytes: Any) -> None:

@@ -104,7 +104,7 @@ class _Before:
             self._keep_entries(value, depth)
         elif kind in CONTAINERS:
             if len(value) <= DATA:
-                self.undo.append(partial(_refill, value, copy.copy(value)))
+                self.undo.append(partial(refill, value, copy.copy(value)))
                 self._keep_entries(value, depth)
         elif issubclass(kind, CACHED):
             self.undo.append(partial(_clear_if_filled, value, value.cache_info()))
@@ -118,14 +118,7 @@ class _Before:
             for content in contents(value):
                 self.undo.append(partial(setattr, value, "cell_contents", content))
                 self.keep(content, depth)
-        # classes and functions of the files, and objects of user classes; modules are copied instead
-        elif depth and (
-            value.__module__ in self._files
-            if issubclass(kind, type | FunctionType)
-            else is_of_user(kind)
-            and not issubclass(kind, nn.Module | Tensor | ModuleType)
-            and any("__dict__" in vars(base) for base in kind.__mro__)
-        ):
+        elif depth and self._is_looked_into(value):
             if issubclass(kind, FunctionType):
                 for part in (value.__defaults__, value.__kwdefaults__, *(value.__closure__ or ())):
                     self.keep(part, depth)
@@ -137,6 +130,15 @@ class _Before:
         self.undo.append(partial(_set_names, owner, state))
         for value in state.values():
             self.keep(value, depth)
+
+    def _is_looked_into(self, value: Any) -> bool:
+        """Whether a value is a class or function of the files, or an object of a user class; modules are copied."""
+        kind = type(value)
+        if issubclass(kind, type | FunctionType):
+            return value.__module__ in self._files
+        if not is_of_user(kind) or issubclass(kind, nn.Module | Tensor | ModuleType):
+            return False
+        return any("__dict__" in vars(base) for base in kind.__mro__)
 
     def _keep_entries(self, values: Any, depth: int) -> None:
         if len(values) <= LONG:
@@ -163,7 +165,7 @@ def _set_names(owner: Any, state: dict[str, Any]) -> None:
                 vars(owner)[name] = value
 
 
-def _refill(value: Any, entries: Any) -> None:
+def refill(value: Any, entries: Any) -> None:
     """Restore a container's entries if they have changed."""
     # by identity: comparing entries may compare tensors, which have no truth value. The copy keeps old entries alive,
     # so that no new entry can have the id of an old one
@@ -209,7 +211,7 @@ def apart(value: Any, memo: dict[int, Any]) -> Any:
             dict.update(found, {key: apart(part, memo) for key, part in value.items()})
         elif len(value) <= LONG and not isinstance(value, set):
             # set members are compared by identity, like keys of a dict
-            _refill(found, [apart(part, memo) for part in value])
+            refill(found, [apart(part, memo) for part in value])
     elif isinstance(value, MethodType):
         owner = value.__self__
         # a method may change its module or data module, whose mutable state is therefore copied

@@ -32,6 +32,7 @@ from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.as_before import LONG, apart, contents, is_of_user
 from lightning_amp.footprint.copies.known_values import give_values, numbers_may_be_taken
+from lightning_amp.holding import replacing
 
 M = TypeVar("M", bound=nn.Module)
 DATA = (Dataset, DataLoader, LightningDataModule)
@@ -206,13 +207,13 @@ def _copied(value: Any, *, memo: dict[int, Any], own: set[int]) -> Any:
         isinstance(value, nn.Module | Tensor) and id(value) not in own and id(value) not in memo
     ):
         return value
-    before = set(memo)
+    before = len(memo)
     try:
         return copy.deepcopy(value, memo)
     except Exception:
         # remove incomplete copies from the memo
-        for key in memo.keys() - before:
-            del memo[key]
+        while len(memo) > before:
+            memo.popitem()
         return value
 
 
@@ -239,7 +240,7 @@ def without_values() -> Iterator[None]:
     torch's own deepcopy of a tensor copies the bytes of its storage. A fake tensor has none, so it would write to
     memory that was never allocated. Numbers from `item()` are those of `known_values.py`.
     """
-    before, make = Tensor.__deepcopy__, torch.tensor
+    make = torch.tensor
 
     def copy_of_tensor(tensor: Tensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:
@@ -253,12 +254,8 @@ def without_values() -> Iterator[None]:
         requires_grad, _ = options.pop("requires_grad", False), options.pop("pin_memory", None)
         return torch.stack([*data]).detach().to(**{"device": "cpu", **options}).requires_grad_(requires_grad)
 
-    Tensor.__deepcopy__, torch.tensor = copy_of_tensor, tensor  # type: ignore[method-assign]
-    try:
-        with numbers_may_be_taken():
-            yield
-    finally:
-        Tensor.__deepcopy__, torch.tensor = before, make  # type: ignore[method-assign]
+    with replacing(Tensor, __deepcopy__=copy_of_tensor), replacing(torch, tensor=tensor), numbers_may_be_taken():
+        yield
 
 
 def fake_tensor(tensor: Tensor, fake: FakeTensorMode) -> Tensor:

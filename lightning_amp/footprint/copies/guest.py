@@ -33,7 +33,8 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 from lightning_amp._torch import is_watched, unseen
-from lightning_amp.footprint.copies.as_before import as_before
+from lightning_amp.footprint.copies.as_before import as_before, refill
+from lightning_amp.holding import replacing
 from lightning_amp.random_streams import isolated_random_streams
 
 FOLDER_CHANGES = ("mkdir", "rmdir", "remove", "unlink", "rename", "replace", "symlink", "link")
@@ -69,11 +70,6 @@ def _set_matmul_precision(precision: str | None) -> None:
         torch.set_float32_matmul_precision(precision)
 
 
-def _refill(place: Any, entries: Any) -> None:
-    place.clear()
-    (place.update if isinstance(entries, dict) else place.extend)(entries)
-
-
 def _set_handlers(handlers: dict[int, Any]) -> None:
     if threading.current_thread() is not threading.main_thread():
         # signal handlers can be set in the main thread only
@@ -94,10 +90,10 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.is_warn_always_enabled, torch.set_warn_always),
     (_matmul_precision, _set_matmul_precision),
     *((partial(getattr, cudnn, name), partial(setattr, cudnn, name)) for name in ("benchmark", "deterministic")),
-    (lambda: dict(os.environ), partial(_refill, os.environ)),
+    (lambda: dict(os.environ), partial(refill, os.environ)),
     (os.getcwd, os.chdir),
     (lambda: {number: signal.getsignal(number) for number in signal.valid_signals()}, _set_handlers),
-    (lambda: list(warnings.filters), lambda filters: _refill(warnings.filters, filters)),
+    (lambda: list(warnings.filters), lambda filters: refill(warnings.filters, filters)),
 )
 """Functions that read and set each setting."""
 
@@ -111,23 +107,6 @@ def _settings_as_before() -> Iterator[None]:
         for (read, write), value in zip(SETTINGS, before, strict=True):
             if read() != value:
                 write(value)
-
-
-@contextmanager
-def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Replace attributes for a while, including those that a class inherits."""
-    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in values.items():
-            if name in before:
-                setattr(owner, name, before[name])
-            elif vars(owner)[name] is value:
-                # otherwise a library that was imported meanwhile has replaced it
-                delattr(owner, name)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -164,11 +143,11 @@ def _without_messages() -> Iterator[None]:
     # torch's kernels record that a warning was shown, unless they always warn
     torch.set_warn_always(True)
     with (
-        _replaced(WarningCache, add=_nothing),
-        _replaced(logging.Logger, handle=_elsewhere(logging.Logger.handle), warning_once=_nothing),
+        replacing(WarningCache, add=_nothing),
+        replacing(logging.Logger, handle=_elsewhere(logging.Logger.handle), warning_once=_nothing),
         # a prompt reads the end of a file, and continues
-        _replaced(sys, stdin=io.StringIO(), breakpointhook=_nothing),
-        _replaced(sys, **{name: _OfOthers(getattr(sys, name)) for name in streams}),
+        replacing(sys, stdin=io.StringIO(), breakpointhook=_nothing),
+        replacing(sys, **{name: _OfOthers(getattr(sys, name)) for name in streams}),
     ):
         yield
 
@@ -220,10 +199,10 @@ def _without_files() -> Iterator[None]:
     opened = _elsewhere(builtins.open, files.open)
     changes = {name: _elsewhere(getattr(os, name)) for name in FOLDER_CHANGES}
     with (
-        _replaced(builtins, open=opened),
-        _replaced(io, open=opened),
-        _replaced(os, **changes),
-        _replaced(torch, save=_elsewhere(torch.save, files.save)),
+        replacing(builtins, open=opened),
+        replacing(io, open=opened),
+        replacing(os, **changes),
+        replacing(torch, save=_elsewhere(torch.save, files.save)),
     ):
         yield
 

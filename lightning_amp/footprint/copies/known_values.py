@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_amp._torch import FakeTensor, OpOverload, tree_map
 from lightning_amp.footprint.live_bytes import tensors_of
+from lightning_amp.holding import replacing
 
 _EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default}
 MOST_BYTES = 2**30
@@ -259,11 +260,5 @@ def numbers_may_be_taken() -> Iterator[None]:
             return usual(tensor)
         return UnreadFloat() if tensor.is_floating_point() else UnreadInt()
 
-    FakeTensor.item = item  # type: ignore[assignment]
-    try:
+    with replacing(FakeTensor, item=item):
         yield
-    finally:
-        if usual is Tensor.item:
-            del FakeTensor.item
-        else:
-            FakeTensor.item = usual  # type: ignore[method-assign]

@@ -298,14 +298,17 @@ class Shards:
             change: Gets the parameter, a tensor, and its name.
             own: Whether the state has the shapes of this rank's shards, and not those of whole parameters.
         """
-        held, of_elements = self._held(), dict[str, bool]()
+        held = self._held()
         groups = getattr(optimizer, "optimizer", optimizer).param_groups
         if not any(id(parameter) in held for group in groups for parameter in group["params"]):
             # its state may have another form
             return dict(state)
-        kept = dict(state.get("state", {}))
-        found = [(held.get(id(p)), p, i) for p, i in numbered(optimizer, state) if i in kept]
-        shapes = {i: p.shape if one is None or own else one.shape for one, p, i in found}
+        states = dict(state.get("state", {}))
+        # by number in the state: what `held` has of the parameter, None of an ordinary one, and the shape that is here
+        with_state = {i: (held.get(id(p)), p.shape) for p, i in numbered(optimizer, state) if i in states}
+        shapes = {i: shape if own or one is None else one.shape for i, (one, shape) in with_state.items()}
+        # by its place in the state of a parameter, such as "/exp_avg", whether a tensor has a value for every element
+        of_elements: dict[str, bool] = {}
 
         def look(shape: torch.Size, place: str, value: Any) -> None:
             if isinstance(value, Tensor | Stored):
@@ -314,17 +317,18 @@ class Shards:
         def changed(one: Any, shape: torch.Size, place: str, value: Any) -> Any:
             if not isinstance(value, Tensor | Stored):
                 return value
+            # where no other parameter has shown what a tensor at this place is, a number of steps is known by its name
             if value.shape.numel() == 1 and not of_elements.get(place, value.shape == shape and place != "/step"):
                 return value
             return change(one, value, place.removeprefix("/"))
 
-        for _, _, index in found:
-            if shapes[index].numel() != 1:
-                replaced(kept[index], partial(look, shapes[index]))
-        for one, _, index in found:
+        for i, shape in shapes.items():
+            if shape.numel() != 1:
+                replaced(states[i], partial(look, shape))
+        for i, (one, _) in with_state.items():
             if one is not None:
-                kept[index] = replaced(kept[index], partial(changed, one, shapes[index]))
-        return {**state, "state": kept}
+                states[i] = replaced(states[i], partial(changed, one, shapes[i]))
+        return {**state, "state": states}
 
 
 def numbered(optimizer: Any, state: Mapping[str, Any]) -> Iterator[tuple[nn.Parameter, Any]]:

@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from traceback import FrameSummary
 
-import lightning
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from torch.distributed import DistError
 
+from lightning_amp.footprint.bounded_step import FOLDERS
 from lightning_amp.techniques.ranks.collectives import wait_in_all_reduce
 
 LONGEST = 600
@@ -88,8 +88,6 @@ HOOKS = {
     *("setup", "teardown", "prepare_data", "train_dataloader", "val_dataloader", "test_dataloader"),
 }
 LOADER = "torch/utils/data/dataloader.py"
-# by their folders, for a user's own folder may be called lightning
-FOLDERS = (*torch.__path__, *lightning.__path__, str(Path(__file__).parents[2]))
 LIBRARIES = tuple(
     folder.encode("ascii", "backslashreplace").decode()
     for folder in (*(f"{Path(folder).as_posix()}/" for folder in FOLDERS), "<frozen", sysconfig.get_path("stdlib"))

@@ -46,9 +46,14 @@ NOTHING: Mapping[str, Spec] = MappingProxyType({})
 class StepOfModule:
     """One training step of a module.
 
-    `take_batch` gives one batch, or raises an AmpError; `batch_size`: another length of the batch; `trains`: whether
-    the module itself is to train, for one that is only planned may be without values; `steps` take the place of the
-    module's while it is counted; `decoders`: names of its decoders, whose parts are no blocks.
+    Args:
+        module: The module.
+        take_batch: Gives one batch, or raises an AmpError.
+        around: What is known of the run.
+        batch_size: Another length of the batch.
+        trains: Whether the module itself is to train; one that is only planned may be without values.
+        steps: Steps that take the place of the module's while it is counted.
+        decoders: Names of its decoders, whose parts are no blocks.
     """
 
     def __init__(

@@ -34,6 +34,7 @@ from lightning_amp._torch import FakeTensor
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import DataError, ModelError
 from lightning_amp.footprint.recompute_state import types_of_the_step
+from lightning_amp.holding import replacing
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.consistency.same_parameters import refuse_own_statistics
@@ -261,11 +262,8 @@ class TrainingStep:
     @contextmanager
     def unreduced(self) -> Generator[None, None, None]:
         """Leave gradients on their ranks, for accumulation; the next backward outside averages their sum."""
-        before, self._gradients.blocked = self._gradients.blocked, True
-        try:
+        with replacing(self._gradients, blocked=True):
             yield
-        finally:
-            self._gradients.blocked = before
 
     def averaging(
         self, closure: Callable[[], Any], optimizer: Optimizer, mean: Callable[[Tensor], Tensor]

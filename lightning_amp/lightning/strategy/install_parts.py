@@ -43,8 +43,12 @@ def shard_fully(
     shards with these.
 
     In prediction ranks may have unlike numbers of batches, and could not gather parameters together: there parameters
-    stay whole, and there are no gradients and no optimisers. `mesh`: of the ranks that average gradients; `groups_of`:
-    that mesh with groups of so many ranks, all ranks call it; `shards`: what is split over the model axis.
+    stay whole, and there are no gradients and no optimisers.
+
+    Args:
+        mesh: Of the ranks that average gradients.
+        groups_of: That mesh with groups of so many ranks; all ranks call it.
+        shards: What is split over the model axis.
     """
     if fn == TrainerFn.PREDICTING:
         return shards

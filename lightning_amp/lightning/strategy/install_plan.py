@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_amp.adapters.adapt import adapt
+from lightning_amp.costs.rule import Spec
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.installing.install import Installed, install
 from lightning_amp.lightning.checkpoints.shards import Shards
@@ -65,7 +66,7 @@ class InstalledPlan:
 
     def install(self) -> Shards:
         """Make the plan and carry it out, or raise an AmpError; what was installed by then is there until `undo`."""
-        trainer, module = self._trainer, self._trainer.lightning_module
+        trainer = self._trainer
         # a collective: all ranks ask for it, and rank 0 writes
         self._folder = str(trainer.log_dir or "") if trainer.loggers else ""
         self._facts = PlanningContext(self._strategy, trainer, trained=self._trained)
@@ -80,25 +81,36 @@ class InstalledPlan:
         self._undo.append(count_replicas_once(self._model, self._strategy.mesh))
         # only now it is known which modules and buffers were replaced
         refusals.check_callbacks(self._installed, getattr(trainer, "callbacks", ()), plan)
+        # what takes the place of the module's steps: those of a technique, or stages of a pipeline
         if name := with_steps(plan.strategies):
-            # these take the place of the module's
-            refuse_apart(plan.strategies)
-            if decoders := list(find_decoders(module)):
-                raise PlanError(
-                    f"{name} is not supported: {decoders[0]!r} is a decomposed decoder; use 'nodes', which splits"
-                    " its anchors over the model axis"
-                )
-            self._undo.append(put_steps(module, name, plan.spec_of(name), self._strategy.mesh["model"]))
+            self._put_steps(name, plan)
+        staged = next((rule.spec for rule in plan.rules if rule.strategy == STAGED), None)
         shards = Shards(self._model, self._installed.sharded, self._installed.partial)
-        if (staged := next((rule for rule in plan.rules if rule.strategy == STAGED), None)) is not None:
-            refusals.check_run(self._request, trainer, self._model, plan.rules)
-            overridden = [(one.fqn, one.module, one.override.run) for one in self._installed.overridden]
-            # frees what other stages hold; the module's steps run as stages until these are undone
-            install_stages = function_at(stage_search().install)
-            shards, steps = install_stages(module, overridden, staged.spec, self._strategy.mesh, StageParameters)
-            self._undo += [steps.undo, lambda: setattr(self._strategy, "pipelined_steps", None)]
-            self._strategy.pipelined_steps = steps
+        if staged is not None:
+            shards = self._put_stages(plan, staged)
         self._foreign.tell_rows(self.again)
+        return shards
+
+    def _put_steps(self, name: str, plan: Plan) -> None:
+        module = self._trainer.lightning_module
+        refuse_apart(plan.strategies)
+        if decoders := list(find_decoders(module)):
+            raise PlanError(
+                f"{name} is not supported: {decoders[0]!r} is a decomposed decoder; use 'nodes', which splits"
+                " its anchors over the model axis"
+            )
+        self._undo.append(put_steps(module, name, plan.spec_of(name), self._strategy.mesh["model"]))
+
+    def _put_stages(self, plan: Plan, spec: Spec) -> Shards:
+        """Free what other stages hold, and run the module's steps as stages until these are undone."""
+        trainer, mesh = self._trainer, self._strategy.mesh
+        refusals.check_run(self._request, trainer, self._model, plan.rules)
+        overridden = [(one.fqn, one.module, one.override.run) for one in self._installed.overridden]
+        install_stages = function_at(stage_search().install)
+        shards: Shards
+        shards, steps = install_stages(trainer.lightning_module, overridden, spec, mesh, StageParameters)
+        self._undo += [steps.undo, lambda: setattr(self._strategy, "pipelined_steps", None)]
+        self._strategy.pipelined_steps = steps
         return shards
 
     def undo(self) -> None:

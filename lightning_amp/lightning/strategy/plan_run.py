@@ -15,10 +15,10 @@ from lightning_amp.lightning.profiling.blocks_outside import DecoderPlan, with_b
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.planning.memory.peak_model import predict
-from lightning_amp.planning.modules.candidates import TIE
 from lightning_amp.planning.modules.plan_module import model_axis_size, plan_again, plan_module, split_by_planner
 from lightning_amp.planning.plan.plan import Axes, Explanation, Plan
 from lightning_amp.planning.policies import build_rules
+from lightning_amp.planning.policies.auto import TIE
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.time.step_seconds import predicted_times
 from lightning_amp.quantities import format_bytes

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_amp.footprint.forward_overrides import HOOKS
+from lightning_amp.footprint.forward_overrides import hooked
 from lightning_amp.shapes import PerAnchor
 from lightning_amp.techniques.checks.same_function import close, failure, mismatch
 from lightning_amp.techniques.contract.change import hooks_within
@@ -66,7 +66,7 @@ def attention_form(key: nn.Module) -> tuple[bool, bool] | None:
 
     None where it is none of the four forms, or has hooks.
     """
-    if set(key._modules) != set(ATTENTION_KEY) or any(getattr(key, kind) for kind in HOOKS):
+    if set(key._modules) != set(ATTENTION_KEY) or hooked([key]):
         return None
     alone: Any = _alone(key)
     v = torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
@@ -91,8 +91,7 @@ def attention_form(key: nn.Module) -> tuple[bool, bool] | None:
 
 
 def _problem(key: nn.Module, dim: int, things: str, parts: Sequence[Index]) -> str:
-    hooks = [kind.strip("_") for kind in HOOKS if getattr(key, kind)]
-    if hooks:
+    if hooks := hooked([key]):
         return f"has {hooks!r}, which would see a part of its values"
     alone = _alone(key)
     generator = torch.Generator().manual_seed(0)

@@ -133,7 +133,12 @@ def _short(value: Any) -> str:
 Found = TypeVar("Found")
 
 _FOUND: dict[tuple[Any, ...], Any] = {}
-_COMMON = frozenset(vars(nn.Module()))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Attributes of a module that not every module has, without parameters, buffers and children."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
 
 
 def found_out(module: nn.Module, probe: Callable[[nn.Module], Found]) -> Found:
@@ -144,7 +149,7 @@ def found_out(module: nn.Module, probe: Callable[[nn.Module], Found]) -> Found:
             without does its class, with its settings, say what it computes.
         probe: The same object for the same question.
     """
-    own = {name: value for name, value in vars(module).items() if name not in _COMMON}
+    own = own_attributes(module)
     plain = all(isinstance(value, bool | int | float | str | slice | type | None) for value in own.values())
     if not plain or list(module.children()) or module.state_dict():
         return probe(module)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.forward_overrides import hooked, overrides_of
@@ -43,7 +43,7 @@ def hooks_within(module: nn.Module) -> list[str]:
     return hooked(module.modules())
 
 
-def hooks_of(parameter: nn.Parameter, name: str) -> list[str]:
+def hooks_of(parameter: Tensor, name: str = "") -> list[str]:
     """Kinds of hooks on a parameter, after its name."""
     return [f"{name}.{kind.strip('_')}" for kind in OF_PARAMETERS if getattr(parameter, kind)]
 

@@ -167,8 +167,10 @@ class GradientSync:
             ([i for i in reached if i in self._sharded], data, 1),
         )
         for indices, ranks, copies in kinds:
+            if get_world_size(ranks) == 1:
+                continue
             travelling: deque[Callable[[], None]] = deque()
-            for bucket in self._buckets(indices) if get_world_size(ranks) > 1 else ():
+            for bucket in self._buckets(indices):
                 if len(travelling) == IN_FLIGHT:
                     travelling.popleft()()
                 travelling.append(self._send([self._gradient(i, grads) for i in bucket], ranks, copies))

@@ -48,12 +48,11 @@ from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
 from lightning_amp.techniques.fsdp.look import SWAPPED, chosen_units, refuse
 from lightning_amp.techniques.fsdp.parameters import AddUp, Gather, ReachedParameters, shards_of
 from lightning_amp.techniques.fsdp.row import FullyShard
-from lightning_amp.techniques.put_methods import put_methods
+from lightning_amp.techniques.put_methods import STEPS, put_methods
 from lightning_amp.techniques.ranks import collectives
 from lightning_amp.techniques.ranks.collectives import Agreement
 from lightning_amp.techniques.ranks.sharded_region import leaves_of
 
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Methods of a LightningModule that need the root's parameters."""
 ON_ALL = ("zero_grad", "toggle_optimizer", "untoggle_optimizer")
 """Methods that change all parameters or their gradients, and are to find the rank's rows."""

@@ -20,6 +20,7 @@ from lightning_amp._torch import is_wrapped
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.footprint.find_blocks import blocks_with_own_parameters
+from lightning_amp.techniques.contract.change import hooks_of
 from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.contract.sharded_parameter import is_split
 from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit
@@ -92,7 +93,6 @@ def refuse(module: nn.Module, units: Mapping[str, nn.Module], *, by_hand: bool =
 
 def _problem(parameter: Tensor, *, values: bool) -> str:
     """What a person can do about a parameter that cannot be split, after "which"; "" where it can be."""
-    hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     if is_split(parameter):
         return "is a DTensor already: give the module whole parameters"
     if values and parameter.is_meta:
@@ -101,7 +101,7 @@ def _problem(parameter: Tensor, *, values: bool) -> str:
         return "is complex: its rows would not be updated as the whole is by Adam; keep its real and imaginary parts"
     if not parameter.is_contiguous():
         return f"has the strides {parameter.stride()!r} and is not contiguous: make it so in the module's constructor"
-    if hooks and parameter.dim():
+    if parameter.dim() and hooks_of(parameter):
         return "has hooks, which would see a rank's rows or nothing: take them off"
     return ""
 

@@ -145,7 +145,9 @@ def _contradictions(specs: Sequence[FullyShard], ranks: int) -> Iterator[str]:
         if type(spec.offload) is not bool:
             yield f"offload={spec.offload!r} of fsdp is neither true nor false"
         size = spec.shard_ranks
-        if not (size is None or (type(size) is int and size > 1 and ranks % size == 0)):
+        if size is None:
+            continue
+        if type(size) is not int or size < 2 or ranks % size:
             found = "1 rank that averages" if ranks == 1 else f"{ranks} ranks that average"
             allowed = [n for n in range(2, ranks + 1) if ranks % n == 0]
             yield (

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, cast
+from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_amp._torch import tree_map
 from lightning_amp.dist._torch import functorch_utils
+from lightning_amp.holding import replacing
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.logits.pending import PutOff, values
 from lightning_amp.techniques.put_methods import method_of, refuse_unseen
@@ -25,15 +26,14 @@ def in_chunks(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(step)
     def run(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
-        put_off, utils = PutOff(), cast(Any, functorch_utils)
-        unwrap = utils.unwrap_dead_wrappers
+        put_off, unwrap = PutOff(), functorch_utils.unwrap_dead_wrappers
+
+        def computed(given: Any) -> Any:
+            return unwrap(tree_map(values, given))
+
         # what autograd Functions call first of all: they read their arguments in C++, where no mode sees it
-        utils.unwrap_dead_wrappers = lambda given: unwrap(tree_map(values, given))
-        try:
-            with put_off:
-                found = step(module, *args, **kwargs)
-        finally:
-            utils.unwrap_dead_wrappers = unwrap
+        with replacing(functorch_utils, unwrap_dead_wrappers=computed), put_off:
+            found = step(module, *args, **kwargs)
         found = tree_map(values, found)
         put_off.compute()
         return found

@@ -49,6 +49,7 @@ class Absent(Tensor):
             name = getattr(func, "__name__", "")
             in_place = name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and name[-2:] != "__")
             if in_place and args and isinstance(args[0], Absent | AbsentParameter):
+                # writes into an absent parameter, such as those of init, do nothing
                 return func(*args, **kwargs)
             if _makers:
                 # before autocast, which would not cast what is on no device

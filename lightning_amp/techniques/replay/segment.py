@@ -15,11 +15,9 @@ from torch import Tensor
 from lightning_amp._torch import OpOverload, version_of
 from lightning_amp.dist._torch import AUTOGRAD_AND_AUTOCAST, excluded_keys, force_dispatch_keys, included_keys
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.live_bytes import has_storage, tensors_of
+from lightning_amp.footprint.live_bytes import COLLECTIVES, has_storage, tensors_of
 from lightning_amp.footprint.recompute_state import STATISTICS, digests, same_digests
 from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, ONE_BY_ONE
-
-COLLECTIVES = ("c10d", "_c10d_functional")
 
 
 @dataclass(frozen=True, slots=True)

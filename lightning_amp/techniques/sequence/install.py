@@ -15,9 +15,11 @@ import lightning_amp.dist.ops  # noqa: F401  (registers the operators)
 from lightning_amp.dist._torch import skip_one_torch_function
 from lightning_amp.dist.splits import MeshAxis, axis_of
 from lightning_amp.errors import InstallError
+from lightning_amp.techniques.contract.change import hooks_of
+from lightning_amp.techniques.put_methods import STEPS
 from lightning_amp.techniques.sequence.row import SequenceParallel, written_dims
 from lightning_amp.techniques.sequence.split_batch import HowToSplit, read_dims, read_grid
-from lightning_amp.techniques.sharded_step import RUNNING, STEPS, run_sharded, tensors
+from lightning_amp.techniques.sharded_step import RUNNING, run_sharded, tensors
 
 
 def step_of(step: Callable[..., Any], name: str, how: HowToSplit) -> Callable[..., Any]:
@@ -51,7 +53,7 @@ def install(module: LightningModule, spec: SequenceParallel, mesh: DeviceMesh | 
     if skip_one_torch_function is None:
         raise InstallError(f"sequence requires torch 2.13 or newer, found {torch.__version__}; leave it out")
     for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if hooks_of(parameter, name):
             raise InstallError(
                 f"sequence: the parameter {name!r} has hooks, which would see a rank's share of its gradient; change"
                 " gradients in on_before_optimizer_step, and leave out what watches parameters, as a logger's `watch`"

@@ -25,9 +25,11 @@ from lightning_amp.dist._torch import (
     included_keys,
     skip_one_torch_function,
 )
-from lightning_amp.dist.registry import shard_error, tensors_in
+from lightning_amp.dist.registry import shard_error
 from lightning_amp.dist.splits import MeshAxis
 from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.footprint.live_bytes import tensors_of
+from lightning_amp.techniques.contract.change import hooks_of
 from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.in_step import STRAY
 from lightning_amp.techniques.tensor3d.layouts import largest_rank, with_axes_exchanged, written
@@ -121,7 +123,7 @@ class _Unhooked(TorchFunctionMode):
         """Call a function that is no hook's."""
         if func in (Tensor.register_hook, Tensor.retain_grad):
             return RemovableHandle(OrderedDict())
-        if in_transform() and any(isinstance(t, nn.Parameter) for t in tensors_in((args, kwargs))):
+        if in_transform() and any(isinstance(t, nn.Parameter) for t in tensors_of((args, kwargs))):
             raise shard_error(func, [args], "it is called inside a transform of torch.func, such as vmap")
         return func(*args, **(kwargs or {}))
 
@@ -174,7 +176,7 @@ def refuse(module: LightningModule) -> None:
         if getattr(child, "sparse", False) is True:
             raise InstallError(f"tensor3d: {name!r} has sparse gradients; make them dense (sparse=False)")
     for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if hooks_of(parameter, name):
             raise InstallError(
                 f"tensor3d: the parameter {name!r} has hooks, which would see a part of its gradient; remove them"
             )

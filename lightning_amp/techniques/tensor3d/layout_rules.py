@@ -7,7 +7,8 @@ import numpy as np
 from torch import Tensor
 
 from lightning_amp.dist.dispatch.by_rule import call_of
-from lightning_amp.dist.registry import name_of, tensors_in
+from lightning_amp.dist.registry import name_of
+from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.graph.flow import dims_of, groups, sums_of
 from lightning_amp.techniques.tensor3d.atoms import AtomGrid
 from lightning_amp.techniques.tensor3d.plan_layouts import RULES, Grids, Labels, LayoutPlanner, Rule, View, along
@@ -25,7 +26,7 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 def _by_rule(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
     """Dims follow as the rules of the library say; what follows none has to be whole."""
     name = name_of(func)
-    leaves = tensors_in((args, kwargs))
+    leaves = tensors_of((args, kwargs))
     call, _ = call_of(func, args, kwargs, leaves)
     follows = None if call is None else dims_of(call)
     if call is None or follows is None:
@@ -177,7 +178,7 @@ def _norm(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Any)
     """Features may be apart: statistics are added up over ranks."""
     x = args[0]
     channel = "batch" in name_of(func)
-    rest = tensors_in((args[1:], kwargs))
+    rest = tensors_of((args[1:], kwargs))
     labels: Labels = list(range(x.dim()))
     rows = [[1] if channel else labels[x.dim() - t.dim() :] for t in rest]
     return planner.combine(name_of(func), [x, *rest], [labels, *rows], labels)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_amp._torch import TorchDispatchMode
-from lightning_amp.dist.registry import name_of, tensors_in
+from lightning_amp.dist.registry import name_of
+from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.techniques.tensor3d.atoms import AtomGrid, Atoms, collapsed, varying
 
 Grids = dict[str, AtomGrid]
@@ -78,7 +79,7 @@ class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Compute an operator, and follow what it does."""
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
-        given = tensors_in((args, kwargs))
+        given = tensors_of((args, kwargs))
         if any(t in self.views or self.known.get(t) for t in given):
             rule = RULES.get(name_of(func), RULES[""])
             self._keep(found, rule(self, func, args, kwargs, found))
@@ -88,7 +89,7 @@ class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(grids, View):
             self.views[found] = grids
             return
-        results = tensors_in(found)
+        results = tensors_of(found)
         own = grids if isinstance(grids, list) else [grids] * len(results)
         for tensor, one in zip(results, own, strict=True):
             one = {axis: collapsed(grid) for axis, grid in one.items()}

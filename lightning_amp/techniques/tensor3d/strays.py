@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_amp._torch import TorchDispatchMode
-from lightning_amp.dist.registry import name_of, tensors_in
+from lightning_amp.dist.registry import name_of
 from lightning_amp.dist.sharded_tensor import ShardedTensor
 from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.techniques.put_methods import put_methods
 from lightning_amp.techniques.tensor3d.parameters import GridParameter
 
@@ -112,7 +113,7 @@ class StrayReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
-        for tensor in tensors_in((args, kwargs or {})):
+        for tensor in tensors_of((args, kwargs or {})):
             name, called = self._names.get(id(tensor)), getattr(func, "__name__", "")
             attribute = getattr(func.__self__, "__name__", "") if called in ("__get__", "__set__") else None
             reads = called not in _ASKED if attribute is None else attribute in _ABOUT
@@ -157,7 +158,7 @@ class _ByValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "prim":
             # what is asked of a fake tensor, such as its device
             return func(*args, **kwargs)
-        given = [t for t in tensors_in((args, kwargs)) if type(t) is not ShardedTensor]
+        given = [t for t in tensors_of((args, kwargs)) if type(t) is not ShardedTensor]
         of = [self._parts.get(t.untyped_storage()._cdata) for t in given]
         # a whole norm, computed by the library, is no part
         ours = _is_ours()
@@ -165,7 +166,7 @@ class _ByValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if parts and not self._allowed(func, given, of):
             raise ModelError(IN_HOOK.format(hook=self._hook, op=name_of(func), name=parts[0].name))
         found = func(*args, **kwargs)
-        for tensor in tensors_in(found) if parts else ():
+        for tensor in tensors_of(found) if parts else ():
             # kept, so that its address is not used again
             self._kept.append(tensor)
             self._parts[tensor.untyped_storage()._cdata] = parts[0]

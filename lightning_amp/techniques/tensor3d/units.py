@@ -21,9 +21,9 @@ from lightning_amp.dist.collectives import reduce_now
 from lightning_amp.errors import ModelError
 from lightning_amp.techniques.contract.protocol import Units
 from lightning_amp.techniques.deferred import DEFERRED, DROPPED
-from lightning_amp.techniques.put_methods import put_methods
+from lightning_amp.techniques.put_methods import STEPS, put_methods
 from lightning_amp.techniques.sequence.split_batch import HowToSplit, read_dims
-from lightning_amp.techniques.sharded_step import STEPS, run_sharded, tensors
+from lightning_amp.techniques.sharded_step import run_sharded, tensors
 from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.in_step import InStep
 from lightning_amp.techniques.tensor3d.layouts import splits_in

@@ -97,20 +97,24 @@ class Line:
         self.whole_bytes = block_bytes(alone, table.outputs, train=train).peak_bytes
         """Peak of the block as it is: every result in separate memory."""
         self.outputs, n = table.outputs, len(table.rows)
+        # memory i is that of row i in the block as it is, and memory ~i that of row i as an output of a region
         self._size = {i: row.n_bytes for i, row in enumerate(table.rows)}
         self._size |= {~i: result_bytes(row) for i, row in enumerate(table.rows)}
+        # of every place between rows, the rows before it that are read behind it
         self._reads = [
-            [k for k in range(p) if table.rows[k].kind == OPERATOR and table.rows[k].last_use >= p]
-            for p in range(n + 1)
+            [k for k in range(place) if table.rows[k].kind == OPERATOR and table.rows[k].last_use >= place]
+            for place in range(n + 1)
         ]
-        # what a row's backward holds besides the results and what rows up to it have saved
-        self.beside_saved, saved, hidden = [0] * n, set[int](), 0
+        self.beside_saved = [0] * n
+        """What a row's backward holds besides the results and what rows up to it have saved."""
+        saved, hidden = set[int](), 0
         results = {s for k in table.outputs if self.is_made(s := table.rows[k].storage)}
         for i, row in enumerate(table.rows if train else ()):
             saved |= {s for s in row.saved if self.is_made(s)}
             hidden += row.hidden_bytes
             if row.needs_grad:
                 self.beside_saved[i] = self.plain.backward[i] - self.bytes(saved | results) - hidden
+        # of every place, the one object for each state
         self._states: list[dict[object, _State]] = [{} for _ in range(n + 1)]
 
     def held(self) -> list[int]:

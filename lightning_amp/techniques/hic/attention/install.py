@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import PerAnchor
 from lightning_amp.techniques.checks.key import attention_results
-from lightning_amp.techniques.checks.same_function import found_out, mismatch
+from lightning_amp.techniques.checks.same_function import found_out, mismatch, own_attributes
 from lightning_amp.techniques.contract.change import hooks_within
 from lightning_amp.techniques.contract.protocol import BucketedAttention
 from lightning_amp.techniques.hic.attention.banded_softmax import banded_softmax
@@ -135,7 +135,6 @@ def fused_rows(
 
 def _structure_problem(attention: nn.Module) -> str:
     """What keeps a module from being replaced, without computing anything; "" if nothing does."""
-    own = {name: value for name, value in vars(attention).items() if name not in vars(nn.Module())}
     sizes = {name: getattr(attention, name, None) for name in ("dim", "window")}
     found = {
         "the settings": [f"{name}={size!r}" for name, size in sizes.items() if type(size) is not int],
@@ -143,7 +142,7 @@ def _structure_problem(attention: nn.Module) -> str:
         "the children": [name for name, _ in attention.named_children()],
         "the hooks": hooks_within(attention),
         # a function may be the sum over other ranks' channels: it is not tried out
-        "the attributes": [name for name, v in own.items() if callable(v) or isinstance(v, Tensor)],
+        "the attributes": [n for n, v in own_attributes(attention).items() if callable(v) or isinstance(v, Tensor)],
     }
     return " and ".join(f"has {what} {names!r}" for what, names in found.items() if names)
 

@@ -257,6 +257,7 @@ class OwnRows(nn.Module):
 def replicated_rows(mesh: DeviceMesh, v: PerVertex, place: Int[Tensor, " row"]) -> Float[Tensor, "row dim"]:
     """Rows of all ranks on every rank, a result that is replicated; `place` is -1 for what another rank holds."""
     n_own = len(v)
+    # `place` never changes, so the backward pass reads the same one
 
     def there(v: Tensor) -> Tensor:
         # a row of another rank is taken as zero here, so that the sum over ranks has every row once

@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_amp.errors import ModelError
+from lightning_amp.footprint.copies.as_before import refill
 from lightning_amp.footprint.recompute_state import DEPTH, OF_EVERY_MODULE, PLAIN, mark_of
 
 NOT_THE_USER_S = OF_EVERY_MODULE | frozenset(vars(LightningModule())) | {"log", "all_gather"}
@@ -84,7 +85,7 @@ class Attributes:
             part.training = training
         # containers are refilled in place: a hook or another module may hold the same list
         for container, content in self._contents.values():
-            _fill(container, content)
+            refill(container, content)
         for name, is_buffer, _, values in self._tables:
             for key, value in values.items():
                 # a buffer that was changed in place is refused on all ranks at once (pipelined_steps.py)
@@ -151,14 +152,9 @@ def apply(changes: Iterable[AttributeChange], modules: Mapping[str, nn.Module]) 
             here.extend(value)  # type: ignore[union-attr]
         elif isinstance(here, CONTAINERS) and type(here) is type(value):
             # the list itself may be known elsewhere
-            _fill(here, value)
+            refill(here, value)
         else:
             table[change.name] = value
-
-
-def _fill(container: Any, content: Any) -> None:
-    container.clear()
-    (container.extend if isinstance(container, list | deque) else container.update)(content)
 
 
 def _of_user(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
