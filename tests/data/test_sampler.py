@@ -22,6 +22,7 @@ from lightning_amp.errors import DataError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.consistency.replicas import _print_of
 from lightning_amp.lightning.steps.cells import GatherOver, count_cells, count_replicas_once
+from tests.any_module import QUIET
 from tests.data.test_sparse_counts import CELLS, counts
 
 pytestmark = [
@@ -150,16 +151,8 @@ def fit(folder: Path, module: Recorder, *, ckpt: Path | None = None, workers: in
         ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1),
         ModelCheckpoint(folder, filename="end-{epoch}", every_n_epochs=1, save_top_k=-1),
     ]
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=3,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=checkpoints,
-        **options,
-    )
+    given = QUIET | {"enable_checkpointing": True} | options
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=3, callbacks=checkpoints, **given)
     loader = StepLoader(Echo(), StepSampler({"hic": depths(19)}, 4), num_workers=workers)
     trainer.fit(module, loader, ckpt_path=ckpt)
     return trainer

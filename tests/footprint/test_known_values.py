@@ -22,6 +22,7 @@ from lightning_amp.footprint.copies import fake_copy, quick_fakes
 from lightning_amp.footprint.copies.fake_copy import copy_of
 from lightning_amp.footprint.copies.known_values import DataDependent
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
+from tests.any_module import QUIET
 
 N = 12
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(N)
@@ -295,16 +296,7 @@ def test_bytes_are_those_of_a_step_with_values(name: str, monkeypatch: pytest.Mo
 def test_a_value_that_is_not_allowed_ends_the_training() -> None:
     module = Vae(LIKELIHOODS["poisson"])
     strategy = AMPStrategy(device_memory="1GiB")
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=2, **QUIET)
     wrong = [COUNTS, torch.full_like(COUNTS, torch.nan)]
     with pytest.raises(ValueError, match="Expected parameter loc"):
         trainer.fit(module, torch.utils.data.DataLoader(wrong, batch_size=None))  # type: ignore[arg-type]

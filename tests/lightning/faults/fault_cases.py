@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from tests.any_module import QUIET
 
 SAVED_EVERY = 2
 AT = 5
@@ -188,9 +189,6 @@ def fit(case: Case, folder: Path, *, devices: int) -> None:
         num_nodes=case.nodes,
         max_steps=case.steps,
         strategy=AMPStrategy(**case.settings),
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
         callbacks=[
             FailingSave(),
@@ -200,6 +198,7 @@ def fit(case: Case, folder: Path, *, devices: int) -> None:
         val_check_interval=AT if validates else None,
         limit_val_batches=1.0 if validates else 0,
         default_root_dir=folder,
+        **QUIET | {"enable_checkpointing": True},
     )
     os.environ["RANK_OF_CASE"] = str(trainer.global_rank)
     trainer.fit(model, ckpt_path=folder / case.resume if case.resume else None)

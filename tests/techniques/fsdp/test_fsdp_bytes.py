@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,9 +31,9 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.techniques.fsdp.bytes_of_ranks import fsdp_peak_bytes
 from lightning_amp.techniques.fsdp.fully_sharded import FullySharded, refuse_swapped
 from lightning_amp.techniques.fsdp.look import refuse, units_of
-from tests.any_module import QUIET, Meter, make
+from tests.any_module import Meter, make
 from tests.lightning.strategy.fsdp_features import Blocks, Found, Several, ways
-from tests.lightning.strategy.strategy_cases import EVEN, Case, RunningRanks
+from tests.lightning.strategy.strategy_cases import EVEN, Case, trainer_of
 from tests.lightning.strategy.test_fsdp import close
 from tests.ranks import run_ranks
 from tests.techniques.chunk.small_blocks import Attention
@@ -82,17 +82,8 @@ def fit(
 ) -> tuple[Meter, ModuleProfile]:
     """Train a module; the meter of its second step, and what the monitor has measured."""
     meter, monitor = Meter(added_up), StratumMemoryMonitor(dirpath=mkdtemp(), plot=False)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        strategy=strategy,
-        plugins=[RunningRanks(rank, ranks)],
-        use_distributed_sampler=False,
-        max_epochs=1,
-        accumulate_grad_batches=added_up,
-        callbacks=[meter, monitor],
-        **QUIET,
-    )
+    options = {"use_distributed_sampler": False, "max_steps": -1, "accumulate_grad_batches": added_up}
+    trainer = trainer_of(strategy, rank=rank, ranks=ranks, callbacks=[meter, monitor], **options)
     trainer.fit(module, loader)
     assert monitor.measured_step is not None
     return meter, monitor.measured_step

@@ -4,7 +4,7 @@ that another stage should have computed is ever taken for a number: it is refuse
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -46,7 +46,7 @@ def plain(net: Net, x: Tensor) -> Tensor:
     return h + torch.ones(3, 2, device=h.device)
 
 
-def staged(net: Net) -> BlockWalk:
+def staged(net: Any) -> BlockWalk:
     walk = BlockWalk("blocks", len(net.blocks))
     for i, block in enumerate(net.blocks):
         add_override(str(i), block, Override("pipeline", StageBlock(walk, i), StageBlock.position))
@@ -83,66 +83,41 @@ def test_stages_compute_what_the_step_does(ends: tuple[int, ...]) -> None:
     assert torch.equal(through(plain, ends), Net(plain)(X))
 
 
+def in_turn(blocks: Iterable[nn.Module], h: Tensor, noise: Callable[[], Tensor] | None = None) -> Tensor:
+    for block in blocks:
+        h = block(h if noise is None else h + noise())
+    return h
+
+
 def skips(net: Net, x: Tensor) -> Tensor:
-    first = h = net.blocks[0](net.embed(x))
-    for block in list(net.blocks)[1:]:
-        h = block(h)
-    return h + first
+    first = net.blocks[0](net.embed(x))
+    return in_turn(net.blocks[1:], first) + first
 
 
 def adds(net: Net, x: Tensor) -> Tensor:
-    first = h = net.blocks[0](net.embed(x))
-    for block in list(net.blocks)[1:]:
-        h = block(h)
+    first = net.blocks[0](net.embed(x))
+    h = in_turn(net.blocks[1:], first)
     h += first
     return h
 
 
 def reads_other(net: Net, x: Tensor) -> Tensor:
     first = h = net.blocks[0](net.embed(x))
-    for block in list(net.blocks)[1:3]:
+    for block in net.blocks[1:3]:
         h = block(h)
         first = first * 2
     return net.blocks[3](first)
 
 
-def backwards(net: Net, x: Tensor) -> Tensor:
-    for block in reversed(net.blocks):
-        x = block(x)
-    return x
-
-
-def twice(net: Net, x: Tensor) -> Tensor:
-    for block in net.blocks:
-        x = block(block(x))
-    return x
-
-
-def too_few(net: Net, x: Tensor) -> Tensor:
-    for block in list(net.blocks)[:2]:
-        x = block(x)
-    return x
-
-
 def writes(net: Net, x: Tensor) -> Tensor:
     made = torch.zeros(3, 2)
     made[:, :1] = net.embed(x)[:, :1]
-    for block in net.blocks:
-        made = block(made)
-    return made
+    return in_turn(net.blocks, made)
 
 
 def asks(net: Net, x: Tensor) -> Tensor:
     h = net.embed(x)
-    if h.sum() > 0:
-        h = h * 2
-    for block in net.blocks:
-        h = block(h)
-    return h
-
-
-def by_row(net: Net, x: Tensor) -> Any:
-    return torch.vmap(lambda row: plain(net, row[None]))(x)
+    return in_turn(net.blocks, h * 2 if h.sum() > 0 else h)
 
 
 def penalty(net: Net, x: Tensor) -> Tensor:
@@ -156,21 +131,19 @@ class Overwrites(nn.Linear):
 
 
 def overwrites(net: Net, x: Tensor) -> Tensor:
-    h = x = x - 2
+    x = x - 2
     net.blocks[0].__class__ = Overwrites
-    for block in net.blocks:
-        h = block(h)
-    return h + x
+    return in_turn(net.blocks, x) + x
 
 
 @pytest.mark.parametrize(("walk", "told"), [
     (overwrites, "writes in place into an argument of shape \\(3, 2\\)"),
-    (by_row, r"block 0 of 'blocks' is called inside a function that torch.func \(vmap"),
+    (lambda net, x: torch.vmap(lambda row: plain(net, row[None]))(x), r"block 0 of 'blocks' is called inside a function that torch.func \(vmap"),
     (penalty, r"computes gradients \(torch.autograd.grad, as for a gradient penalty\)"),
     (reads_other, "that the block before it does not return"),
-    (backwards, "block 3 of 'blocks' where block 0 was next"),
-    (twice, "block 0 of 'blocks' where block 1 was next"),
-    (too_few, "called 2 of the 4 blocks"),
+    (lambda net, x: in_turn(reversed(net.blocks), x), "block 3 of 'blocks' where block 0 was next"),
+    (lambda net, x: in_turn([block for block in net.blocks for _ in range(2)], x), "block 0 of 'blocks' where block 1 was next"),
+    (lambda net, x: in_turn(net.blocks[:2], x), "called 2 of the 4 blocks"),
     (writes, "writes a value of another rank"),
     (asks, "needs values that another rank computed"),
 ])  # fmt: skip
@@ -264,18 +237,12 @@ class Hides(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.rand(x.shape) < 0.5
-        h = x.masked_fill(hidden, 0)
-        for block in self.blocks:
-            h = block(h)
-        squares = (h - x).square()
+        squares = (in_turn(self.blocks, x.masked_fill(hidden, 0)) - x).square()
         return (squares * hidden).sum() / hidden.sum() if self.of_hidden else squares.mean()
 
 
 def run(net: Hides, mesh: DeviceMesh) -> Any:
-    walk = BlockWalk("blocks", 2)
-    for i, block in enumerate(net.blocks):
-        add_override(str(i), block, Override("pipeline", StageBlock(walk, i), StageBlock.position))
-    stages = Stages(walk, spans([2]), mesh, torch.device("cpu"))
+    stages = Stages(staged(net), spans([2]), mesh, CPU)
     parts = CELLS.chunk(P)
     rest = Rest(step=lambda: net(CELLS), silently=lambda: net(CELLS), seed=7)
     work = Work(step=lambda j: net(parts[j]), seeds=range(P), weights=[1 / P] * P, rest=rest)
@@ -308,16 +275,7 @@ def drawn(net: Net, x: Tensor) -> Tensor:
     """Noise for all blocks, drawn after a draw for the first one; what is drawn between blocks is for the next one."""
     h = F.dropout(net.embed(x), 0.5)
     noise = torch.rand(2)
-    for block in net.blocks:
-        h = block(h + noise)
-    return h
-
-
-def between(net: Net, x: Tensor) -> Tensor:
-    h = F.dropout(net.embed(x), 0.5)
-    for block in net.blocks:
-        h = block(h + torch.rand(2))
-    return h
+    return in_turn(net.blocks, h, lambda: noise)
 
 
 def skips_layers(net: Net, x: Tensor) -> Tensor:
@@ -346,9 +304,7 @@ def attends(net: Net, x: Tensor) -> Tensor:
     h = F.scaled_dot_product_attention(h[None, None], h[None, None], h[None, None])[0, 0]
     h = torch.native_dropout(h, 0.5, train=False)[0]
     noise = torch.rand(3, 2)
-    for block in net.blocks:
-        h = block(h + noise)
-    return h
+    return in_turn(net.blocks, h, lambda: noise)
 
 
 class Drops(nn.Linear):
@@ -360,9 +316,7 @@ def drawn_later(net: Net, x: Tensor) -> Tensor:
     net.blocks[0].__class__ = Drops
     h = net.blocks[0](net.embed(x))
     noise = torch.rand(2)
-    for block in list(net.blocks)[1:]:
-        h = block(h + noise)
-    return h
+    return in_turn(net.blocks[1:], h, lambda: noise)
 
 
 class Noises(nn.Linear):
@@ -373,9 +327,7 @@ class Noises(nn.Linear):
 def from_a_block(net: Net, x: Tensor) -> Tensor:
     net.blocks[0].__class__ = Noises
     h, noise = net.blocks[0](net.embed(x))
-    for block in list(net.blocks)[1:]:
-        h = block(h + noise)
-    return h
+    return in_turn(net.blocks[1:], h, lambda: noise)
 
 
 class Keeps(nn.Linear):
@@ -387,10 +339,7 @@ class Keeps(nn.Linear):
 def from_an_attribute(net: Net, x: Tensor) -> Tensor:
     first: Any = net.blocks[0]
     first.__class__ = Keeps
-    h = first(net.embed(x))
-    for block in list(net.blocks)[1:]:
-        h = block(h + first.noise[0])
-    return h
+    return in_turn(net.blocks[1:], first(net.embed(x)), lambda: first.noise[0])
 
 
 def test_what_is_drawn_after_another_rank_has_drawn_is_not_read() -> None:
@@ -405,7 +354,7 @@ def test_what_is_drawn_after_another_rank_has_drawn_is_not_read() -> None:
         for _ in range(2):
             with pytest.raises(InstallError, match="an earlier stage"):
                 staged_walk.run(span, lambda net=net: net(X), receive=lambda _: X.clone(), device=CPU)
-    through(between)
+    through(lambda net, x: in_turn(net.blocks, F.dropout(net.embed(x), 0.5), lambda: torch.rand(2)))
 
 
 def test_what_an_earlier_draw_does_not_decide_is_no_reason_to_refuse() -> None:

@@ -243,23 +243,15 @@ def another_mode_afterwards(net: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-def in_eval(net: nn.Module, x: Tensor) -> Tensor:
-    return mean(net.eval(), x)
+WAYS: dict[str, Loss] = {
+    **{way.__name__: way for way in (penalty, twice, in_parts, in_bfloat16, another_mode_afterwards)},
+    "in_eval": lambda net, x: mean(net.eval(), x),
+    "not_all_of_it": lambda net, x: (net(x), mean(net.get_submodule("blocks.0"), x))[1],
+    "without_gradient": lambda net, x: (net(x.detach()) ** 2).mean() + x.sum(),
+}
 
 
-def not_all_of_it(net: nn.Module, x: Tensor) -> Tensor:
-    """A loss that some blocks have no part in."""
-    net(x)
-    return mean(net.get_submodule("blocks.0"), x)
-
-
-def without_gradient(net: nn.Module, x: Tensor) -> Tensor:
-    return (net(x.detach()) ** 2).mean() + x.sum()
-
-
-@pytest.mark.parametrize(
-    "loss", [penalty, twice, in_parts, in_bfloat16, another_mode_afterwards, in_eval, not_all_of_it, without_gradient]
-)  # fmt: skip
+@pytest.mark.parametrize("loss", WAYS.values(), ids=WAYS)
 def test_every_way_to_differentiate(loss: Loss) -> None:
     torch.manual_seed(0)
     same(Net(nasty.Dropout(), nasty.BatchNorm(), nasty.Dropout()), loss)

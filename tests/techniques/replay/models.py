@@ -194,13 +194,8 @@ def fit(name: str, strategy: Any, *, steps: int, double: bool = False, **options
     if double:
         module = module.double()
         data = data.double() if data.is_floating_point() else data
-    trainer = Trainer(
-        strategy=strategy,
-        max_epochs=1,
-        callbacks=[meter],
-        precision="64-true" if double else "32-true",
-        **{"accelerator": "cpu", "devices": 1, **QUIET, **options},
-    )
+    options = {"accelerator": "cpu", "devices": 1, "precision": "64-true" if double else "32-true", **QUIET, **options}
+    trainer = Trainer(strategy=strategy, max_epochs=1, callbacks=[meter], **options)
     torch.manual_seed(1)
     trainer.fit(module, DataLoader(data, len(data) // steps))
     return module, meter, getattr(trainer.strategy, "plan", None)

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, Trainer, seed_everything
+from lightning.pytorch import LightningDataModule, seed_everything
 from scipy import sparse
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -21,9 +21,8 @@ import lightning_amp
 from lightning_amp import AMPStrategy, DataError, ShardedTensor, ShardError, SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.planning.plan.plan import Plan
-from tests.lightning.strategy.strategy_cases import RunningRanks
+from tests.lightning.strategy.strategy_cases import trainer_of
 from tests.ranks import run_ranks
-from tests.techniques.sequence.test_sequence import QUIET
 
 GENES = 13
 
@@ -121,19 +120,11 @@ class OnRna(Autoencoder):
 def trained(module: Any, data: Any, rank: int, ranks: int, **options: Any) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     seed_everything(3, verbose=False)
-    given: dict[str, Any] = {"devices": 1}
-    if ranks > 1:
-        strategy = AMPStrategy(**{"strategies": "sequence", "model_parallel_size": ranks, **options})
-        given = {"strategy": strategy, "devices": ranks, "plugins": [RunningRanks(rank, ranks)]}
-    trainer = Trainer(
-        **QUIET | given,
-        accelerator="cpu",
-        max_steps=3,
-        precision="64-true",
-        limit_val_batches=2,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
+    strategy = (
+        AMPStrategy(**{"strategies": "sequence", "model_parallel_size": ranks, **options}) if ranks > 1 else "auto"
     )
+    given = {"max_epochs": None, "precision": "64-true", "limit_val_batches": 2, "num_sanity_val_steps": 0}
+    trainer = trainer_of(strategy, rank=rank, ranks=ranks, use_distributed_sampler=False, **given)
     trainer.fit(module, datamodule=data)
     plan = getattr(trainer.strategy, "plan", None)
     (val,) = trainer.validate(module, datamodule=data, verbose=False)
