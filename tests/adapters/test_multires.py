@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
 from local_attention import LocalAttention
 from torch import Tensor, nn
 from torch.distributions import Bernoulli
@@ -27,6 +26,7 @@ from lightning_amp.techniques.contract.protocol import find_decoders
 from tests.adapters.foreign_cases import differences, possible, trained, values
 from tests.adapters.higlue_shaped import GEGLU, ZeroInflated, randomise
 from tests.each import FEW
+from tests.optimised import Optimised
 from tests.ranks import run_ranks
 from tests.techniques.sharded_cases import make_plan, model_mesh
 
@@ -163,9 +163,7 @@ class Decoder(nn.Module):
         return ZeroInflated(self.zi_logits[b][:, at], log_theta.exp(), (mean + 1e-7).log() - log_theta)
 
 
-class Several(LightningModule):
-    """An encoder, the decoder, and nothing else."""
-
+class Several(Optimised, by=torch.optim.RMSprop, lr=2e-3):
     def __init__(self, kind: Bands, *, decoder: Any = Decoder) -> None:
         super().__init__()
         self.decoder = decoder(kind)
@@ -182,9 +180,6 @@ class Several(LightningModule):
         else:
             given, x = self.decoder(u, self.anchors, batch["b"], batch["l"], subset=subset), x[:, subset.cols]
         return -given.log_prob(x).mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.RMSprop(self.parameters(), lr=2e-3)
 
 
 def batches(kind: Bands, steps: int = 4, cells: int = 6) -> list[dict[str, Tensor]]:

@@ -108,7 +108,7 @@ class Words(pl.LightningModule):
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())
 """
-IGNORED = pytest.mark.filterwarnings(
+pytestmark = pytest.mark.filterwarnings(
     "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning", "ignore::DeprecationWarning"
 )
 
@@ -128,7 +128,6 @@ def planned(words: list[str], capsys: Any) -> Plan:
 
 
 @pytest.mark.long
-@IGNORED
 def test_a_decoder_that_is_made_when_a_fit_begins_is_seen(tmp_path: Path, capsys: Any) -> None:
     synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
     path = tmp_path / "glue.yaml"
@@ -142,14 +141,12 @@ def test_a_decoder_that_is_made_when_a_fit_begins_is_seen(tmp_path: Path, capsys
 
 
 @pytest.mark.long
-@IGNORED
 def test_a_batch_of_several_streams_is_that_of_training(config: str, capsys: Any) -> None:
     text = Path(config).read_text()
     Path(config).write_text(text.replace("model.Deep", "model.Named").replace("model.Rows", "model.Streams"))
     assert planned(["plan", "--config", config], capsys).batch_size == 600
 
 
-@IGNORED
 def test_a_configuration_is_planned(config: str, capsys: Any) -> None:
     whole = planned(["plan", "--config", config], capsys)
     assert whole.batch_size == 600
@@ -173,7 +170,6 @@ def test_a_configuration_is_planned(config: str, capsys: Any) -> None:
     assert (late.rules, late.candidates, late.notes) == (lean.rules, lean.candidates, lean.notes)
 
 
-@IGNORED
 @pytest.mark.long
 def test_how_fsdp_splits_is_read_from_the_configuration(config: str, capsys: Any) -> None:
     asked = "{strategies: fsdp, fsdp_ranks: 2, fsdp_offload: true}"
@@ -193,7 +189,6 @@ def test_how_fsdp_splits_is_read_from_the_configuration(config: str, capsys: Any
 
 
 @pytest.mark.long
-@IGNORED
 def test_a_class_is_planned_without_a_configuration(config: str, capsys: Any) -> None:
     words = ["--device-memory", str(3 * 2**20)]
     named = ["plan", "deep_model:Deep", "--batch", "600x64", *words]
@@ -213,7 +208,6 @@ def test_a_class_is_planned_without_a_configuration(config: str, capsys: Any) ->
     assert "was named without --batch" in capsys.readouterr().err
 
 
-@IGNORED
 def test_any_number_of_devices(config: str, capsys: Any) -> None:
     found = planned(["simulate", "--config", config, "--devices", "512"], capsys)
     assert found.mesh.data == 512
@@ -221,7 +215,6 @@ def test_any_number_of_devices(config: str, capsys: Any) -> None:
 
 
 @pytest.mark.full
-@IGNORED
 def test_the_code_of_blocks_in_chunks_is_shown(config: str, capsys: Any) -> None:
     assert main(["plan", "--config", config, "--strategies", "chunk", "--show-code"]) == 0
     text = capsys.readouterr().out
@@ -241,7 +234,6 @@ def test_the_code_of_blocks_in_chunks_is_shown(config: str, capsys: Any) -> None
         assert said in capsys.readouterr().err
 
 
-@IGNORED
 def test_all_options_of_a_strategy_and_the_precision_of_products_are_followed(
     config: str, monkeypatch: Any, capsys: Any
 ) -> None:
@@ -275,7 +267,6 @@ def test_all_options_of_a_strategy_and_the_precision_of_products_are_followed(
     assert "tensor_grid=('auto',) is an option of tensor3d" in capsys.readouterr().err
 
 
-@IGNORED
 @pytest.mark.exhaustive
 @pytest.mark.release
 def test_trainer_and_strategy_of_the_configuration_are_followed(config: str, capsys: Any) -> None:
@@ -290,8 +281,7 @@ def test_trainer_and_strategy_of_the_configuration_are_followed(config: str, cap
     def profiled(trainer: str) -> dict[str, Any]:
         file.write_text(f"{plain}trainer: {trainer}\n")
         assert main(["profile", "--config", config, "--batch-size", "2", "--format", "json"]) == 0
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return found
+        return json.loads(capsys.readouterr().out)
 
     whole, half = held("{precision: 32-true}"), held("{precision: bf16-true}")
     assert whole.diagnosis is not None
@@ -322,7 +312,6 @@ def test_trainer_and_strategy_of_the_configuration_are_followed(config: str, cap
     assert "has a strategy that carries out plan='x.json'" in capsys.readouterr().err
 
 
-@IGNORED
 def test_the_schedule_of_a_pipeline_is_drawn(config: str, capsys: Any, tmp_path: Path) -> None:
     picture = tmp_path / "schedule.png"
     words = ["--config", config, "--devices", "2", "--strategies", "pipeline", "--plot", str(picture)]
@@ -331,7 +320,6 @@ def test_the_schedule_of_a_pipeline_is_drawn(config: str, capsys: Any, tmp_path:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@IGNORED
 def test_a_peak_that_is_not_known_is_none_that_fits(config: str, monkeypatch: Any, capsys: Any) -> None:
     path = Path(config)
     path.write_text(path.read_text().replace("deep_model.Deep", "deep_model.Skipping"))
@@ -346,7 +334,6 @@ def test_a_peak_that_is_not_known_is_none_that_fits(config: str, monkeypatch: An
     assert "predicted peak per rank unknown, at least" in " ".join(capsys.readouterr().out.split())
 
 
-@IGNORED
 def test_a_configuration_is_profiled(config: str, capsys: Any) -> None:
     assert main(["profile", "--config", config, "--batch-size", "4"]) == 0
     text = capsys.readouterr().out
@@ -361,7 +348,6 @@ def test_a_configuration_is_profiled(config: str, capsys: Any) -> None:
     assert found["largest"] == "saved"
 
 
-@IGNORED
 def test_a_step_is_drawn(config: str, tmp_path: Path, capsys: Any) -> None:
     picture = tmp_path / "step.png"
     assert main(["profile", "--config", config, "--plot", str(picture)]) == 0

@@ -239,7 +239,6 @@ FEW = {2: 2, 3: 8, 4: 8}
 
 
 def grid_axes(rank: int) -> list[MeshAxis]:
-    """The two axes of a grid of 2 x 2 ranks."""
     pairs = {"rows": [(0, 2), (1, 3)], "columns": [(0, 1), (2, 3)]}
     found = []
     for name, groups in pairs.items():
@@ -250,7 +249,6 @@ def grid_axes(rank: int) -> list[MeshAxis]:
 
 
 def ways(i: int, case: Any, size: int, axis: MeshAxis, grid: list[MeshAxis]) -> list[Any]:
-    """The splits of a case on a number of ranks: (splits, axes, whether they are those of the row)."""
     if any(made(case.inputs)[k].shape[d] < size for k in case.at for d in case.dims(k)[:1]):
         return []
     if size == 4:

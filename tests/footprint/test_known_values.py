@@ -23,12 +23,13 @@ from lightning_amp.footprint.copies.fake_copy import copy_of
 from lightning_amp.footprint.copies.known_values import DataDependent
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from tests.any_module import QUIET
+from tests.optimised import Optimised
 
 N = 12
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(N)
 
 
-class Step(LightningModule):
+class Step(Optimised, by=torch.optim.Adam):
     """A step of two layers; `read` gets the module and the batch, and says whether the second one runs."""
 
     def __init__(self, read: Callable[[Any, Tensor], Any]) -> None:
@@ -43,9 +44,6 @@ class Step(LightningModule):
         if self.read(self, batch):
             found = self.second(found.exp()).exp()
         return found.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters())
 
 
 class Layers(Step):
@@ -248,7 +246,7 @@ GENES = 30
 COUNTS = torch.poisson(torch.ones(16, GENES), generator=torch.Generator().manual_seed(0))
 
 
-class Vae(LightningModule):
+class Vae(Optimised, by=torch.optim.Adam):
     """A variational autoencoder of counts, as those of single cells are written."""
 
     def __init__(self, likelihood: Callable[[Tensor], Any]) -> None:
@@ -262,9 +260,6 @@ class Vae(LightningModule):
         prior = Normal(torch.zeros_like(mean), torch.ones_like(mean), validate_args=True)
         found = self.likelihood(self.decoder(posterior.rsample())).sum(-1)
         return (kl_divergence(posterior, prior).sum(-1) - found).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters())
 
 
 def of(made: Callable[[Tensor], Distribution], value: Tensor = COUNTS) -> Callable[[Tensor], Tensor]:
@@ -303,9 +298,7 @@ def test_a_value_that_is_not_allowed_ends_the_training() -> None:
     assert strategy.plan.fits
 
 
-class Classifier(LightningModule):
-    """Counts classes while it trains."""
-
+class Classifier(Optimised, by=torch.optim.Adam):
     def __init__(self, metric: nn.Module) -> None:
         super().__init__()
         self.layer, self.metric = nn.Linear(GENES, 5), metric
@@ -315,9 +308,6 @@ class Classifier(LightningModule):
         self.metric(scores, types)
         self.log("metric", self.metric)
         return nn.functional.cross_entropy(scores, types)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters())
 
 
 @pytest.mark.parametrize("kind", [F1Score, ConfusionMatrix, Accuracy])

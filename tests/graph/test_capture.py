@@ -292,7 +292,6 @@ def test_what_a_forward_writes_into_objects_is_a_reason_and_a_capture_writes_not
     (nasty_blocks.Base, lambda b, x: b(x)[:, :3], "result 0 of the shape"),
 ])  # fmt: skip
 def test_a_wrong_form_is_seen(kind: type[nasty_blocks.Base], form: Any, where: str) -> None:
-    """The check itself: results, gradients, buffers."""
     assert difference(kind(), form, (nasty_blocks.x_of(),)).startswith(where)
 
 
@@ -300,8 +299,6 @@ def test_a_wrong_form_is_seen(kind: type[nasty_blocks.Base], form: Any, where: s
 
 
 class Slotted:
-    """An object without a dictionary."""
-
     __slots__ = ("scale",)
 
     def __init__(self, scale: float = 2.0) -> None:

@@ -288,8 +288,6 @@ def test_a_trainer_can_be_copied_during_a_fit_which_does_not_notice(ranks: int, 
 
 
 class Saves(Callback):
-    """Saves the Trainer itself."""
-
     def __init__(self) -> None:
         self.saved: list[Trainer] = []
 

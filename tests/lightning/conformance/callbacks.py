@@ -172,8 +172,7 @@ class Backbone(cases.Tiny):
         self.backbone = nn.Linear(cases.CASE.dim, cases.CASE.dim)
 
     def encode(self, batch: cases.Batch) -> Tensor:
-        latent: Tensor = self.backbone(super().encode(batch))
-        return latent
+        return self.backbone(super().encode(batch))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
@@ -195,7 +194,6 @@ cases.fits(
 
 
 def logged(folder: Path) -> list[dict[str, str]]:
-    """Rows of the metrics of the only version in a folder."""
     (file,) = folder.rglob("metrics.csv")
     with file.open() as lines:
         return list(csv.DictReader(lines))
@@ -273,8 +271,6 @@ def writer(site: cases.Site) -> cases.Outcome:
 
 
 class Fails(Callback):
-    """Raises in a hook, on every rank."""
-
     def __init__(self, error: type[BaseException]) -> None:
         self.error = error
         self.told: list[str] = []

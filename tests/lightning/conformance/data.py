@@ -14,8 +14,6 @@ from tests.lightning.conformance import cases
 
 
 class Cells(Dataset[cases.Batch]):
-    """All cells, one by one."""
-
     def __init__(self) -> None:
         found = cases.batches()
         self.columns = {name: torch.cat([batch[name] for batch in found]) for name in found[0]}
@@ -28,8 +26,6 @@ class Cells(Dataset[cases.Batch]):
 
 
 class Reading(cases.Tiny):
-    """Notes the cells it reads."""
-
     def __init__(self) -> None:
         super().__init__()
         self.read: list[list[int]] = []
@@ -82,8 +78,6 @@ def own_sampler(site: cases.Site) -> cases.Outcome:
 
 
 class Reversed(BatchSampler):
-    """The cells of a batch the other way round."""
-
     def __iter__(self) -> Iterator[list[int]]:
         return (batch[::-1] for batch in super().__iter__())
 

@@ -49,8 +49,6 @@ cases.fits("overfit_batches", trainer={"overfit_batches": 2})
 
 
 class Counting(cases.Tiny):
-    """Counts validation and test batches."""
-
     def __init__(self) -> None:
         super().__init__()
         self.counts = {"val": 0, "test": 0}
@@ -201,8 +199,6 @@ def precision_16_mixed(site: cases.Site) -> cases.Outcome:
 
 
 class Logging(cases.Tiny):
-    """Logs what is reduced over ranks in every way."""
-
     def training_step(self, batch: cases.Batch, batch_idx: int) -> Tensor:
         n = len(batch["x"])
         cells = batch["cell"].double()

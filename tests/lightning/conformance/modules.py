@@ -30,16 +30,13 @@ cases.fits("parameters not used in a step, or never", Unused, plans=cases.EVERY)
 
 
 class Shared(cases.Tiny):
-    """One weight in two layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.one, self.other = nn.Linear(cases.CASE.dim, cases.CASE.dim), nn.Linear(cases.CASE.dim, cases.CASE.dim)
         self.other.weight = self.one.weight
 
     def encode(self, batch: cases.Batch) -> Tensor:
-        latent: Tensor = self.other(self.one(super().encode(batch)).tanh())
-        return latent
+        return self.other(self.one(super().encode(batch)).tanh())
 
 
 cases.fits("parameters shared between modules", Shared, plans=cases.EVERY)
@@ -67,8 +64,6 @@ cases.fits(
 
 
 class Frozen(cases.Tiny):
-    """Parts of the encoder and of the decoder that do not learn."""
-
     def __init__(self) -> None:
         super().__init__()
         self.encoder.bias.requires_grad_(False)
@@ -100,16 +95,13 @@ class Configured(cases.Tiny):
 
     def encode(self, batch: cases.Batch) -> Tensor:
         assert self.later is not None, "configure_model was called"
-        latent: Tensor = self.later(super().encode(batch))
-        return latent
+        return self.later(super().encode(batch))
 
 
 cases.fits("configure_model", Configured, plans=cases.EVERY)
 
 
 class Bare(LightningModule):
-    """Without parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -129,15 +121,12 @@ def bare(site: cases.Site) -> cases.Outcome:
 
 
 class Normalised(cases.Tiny):
-    """With batch statistics."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(cases.CASE.dim)
 
     def encode(self, batch: cases.Batch) -> Tensor:
-        latent: Tensor = self.norm(super().encode(batch))
-        return latent
+        return self.norm(super().encode(batch))
 
 
 @cases.feature(
@@ -170,8 +159,7 @@ class CompiledEncoder(cases.Tiny):
         self.body = torch.compile(body, backend="eager")
 
     def encode(self, batch: cases.Batch) -> Tensor:
-        latent: Tensor = self.body(super().encode(batch))
-        return latent
+        return self.body(super().encode(batch))
 
 
 @cases.feature("torch.compile of a layer", plans=cases.EVERY)

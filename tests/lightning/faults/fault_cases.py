@@ -24,13 +24,14 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.any_module import QUIET
+from tests.optimised import Optimised
 
 SAVED_EVERY = 2
 AT = 5
@@ -112,7 +113,7 @@ class Numbers(Dataset[Tensor]):
         return self.x[index]
 
 
-class Model(LightningModule):
+class Model(Optimised, by=torch.optim.Adam, lr=0.1):
     """Two layers, and faults; in a list where they are to be stages."""
 
     def __init__(self, case: Case, folder: Path) -> None:
@@ -146,14 +147,10 @@ class Model(LightningModule):
         if self.fail("training_step", self.global_step) and self.case.how == "nan":
             self.last.weight.data.fill_(torch.nan)
         y = self.layers(batch) if hasattr(self, "layers") else self.last(self.first(batch))
-        loss: Tensor = y.square().mean()
-        return loss
+        return y.square().mean()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.fail("validation_step")
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.1)
 
     def loader(self) -> DataLoader[Tensor]:
         return DataLoader(
@@ -312,7 +309,6 @@ def run_scripts(
 
 
 def wait_for(done: Callable[[], bool], folder: Path, *, limit: float = LIMIT_S) -> float:
-    """Wait, and say how long after the fault, or the call, it was."""
     begin = since = time.monotonic()
     seen = False
     while not done() and time.monotonic() - begin < limit:

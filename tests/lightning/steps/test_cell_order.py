@@ -107,7 +107,6 @@ def quietly(run: Callable[[], None]) -> None:
 
 
 def read(site: Site, loader: DataLoader[Any], **options: Any) -> dict[str, Any]:
-    """What this rank reads of a loader in two epochs of training, and in every other stage."""
     seed_everything(7, verbose=False)
     module = Reader()
     trainer = site.trainer(use_distributed_sampler=True, callbacks=[DrawsOnRankZero()], **options)

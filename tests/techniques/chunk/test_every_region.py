@@ -37,8 +37,6 @@ def test_every_region_of_small_blocks_is_exact(name: str, regions: Any) -> None:
 
 
 class Does(nn.Module):
-    """A function of x and of a linear layer."""
-
     def __init__(self, run: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
         self.run, self.linear = run, nn.Linear(6, 6)

@@ -35,6 +35,7 @@ from tests.any_module import Meter, make
 from tests.lightning.strategy.fsdp_features import Blocks, Found, Several, ways
 from tests.lightning.strategy.strategy_cases import EVEN, Case, trainer_of
 from tests.lightning.strategy.test_fsdp import close
+from tests.optimised import Optimised
 from tests.ranks import run_ranks
 from tests.techniques.chunk.small_blocks import Attention
 
@@ -42,9 +43,7 @@ NAMES = ("wide_mlp", "gene_transformer", "stack")
 ADDED_UP = {1: NAMES, 2: ("wide_mlp", "stack")}
 
 
-class Stack(LightningModule):
-    """Equal blocks between layers of the root's."""
-
+class Stack(Optimised, by=torch.optim.Adam):
     def __init__(self, dim: int = 64, layers: int = 6) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(32, dim), nn.Linear(dim, 8)
@@ -57,9 +56,6 @@ class Stack(LightningModule):
         for block in self.blocks:
             x = x + block(x)
         return self.last(x).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters())
 
 
 class Attentive(Stack):

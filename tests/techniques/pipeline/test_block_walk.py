@@ -138,11 +138,13 @@ def overwrites(net: Net, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("walk", "told"), [
     (overwrites, "writes in place into an argument of shape \\(3, 2\\)"),
-    (lambda net, x: torch.vmap(lambda row: plain(net, row[None]))(x), r"block 0 of 'blocks' is called inside a function that torch.func \(vmap"),
+    (lambda net, x: torch.vmap(lambda row: plain(net, row[None]))(x),
+        r"block 0 of 'blocks' is called inside a function that torch.func \(vmap"),
     (penalty, r"computes gradients \(torch.autograd.grad, as for a gradient penalty\)"),
     (reads_other, "that the block before it does not return"),
     (lambda net, x: in_turn(reversed(net.blocks), x), "block 3 of 'blocks' where block 0 was next"),
-    (lambda net, x: in_turn([block for block in net.blocks for _ in range(2)], x), "block 0 of 'blocks' where block 1 was next"),
+    (lambda net, x: in_turn([b for b in net.blocks for _ in range(2)], x),
+        "block 0 of 'blocks' where block 1 was next"),
     (lambda net, x: in_turn(net.blocks[:2], x), "called 2 of the 4 blocks"),
     (writes, "writes a value of another rank"),
     (asks, "needs values that another rank computed"),

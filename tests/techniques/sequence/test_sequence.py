@@ -69,8 +69,7 @@ def close(found: dict[str, Any], right: dict[str, Any]) -> None:
     assert found["losses"] == pytest.approx(right["losses"], rel=1e-12)
     same_training(found, right)
     assert found["metrics"] == pytest.approx(right["metrics"], rel=1e-12)
-    for one, other in zip(found["predicted"], right["predicted"], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found["predicted"], right["predicted"], rtol=1e-10, atol=1e-12)
 
 
 def same_training(found: dict[str, Any], right: dict[str, Any]) -> None:
@@ -364,10 +363,8 @@ def test_what_a_trainer_does_around_a_step_is_exact(tmp_path: Path) -> None:
     for name, options in OPTIONS.items():
         right, near = trained(0, 1, **options), 2e-2 if "bf16" in name else 1e-10
         for rank in found:
-            for key, value in right.items():
-                torch.testing.assert_close(rank[name][key], value, rtol=near, atol=near)
+            torch.testing.assert_close(rank[name], right, rtol=near, atol=near)
     right = trained(0, 1, epochs=2, precision="64-true")
     for ranks in (1, 3):
         found = run_ranks(going_on, ranks, tmp_path, str(tmp_path))
-        for key, value in right.items():
-            torch.testing.assert_close(found[-1][key], value, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(found[-1], right, rtol=1e-10, atol=1e-12)

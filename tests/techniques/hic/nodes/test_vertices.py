@@ -93,7 +93,6 @@ def make(case: Graph, *, edges_per_step: int = 6, negatives_per_edge: int = 3) -
 
 
 def batch(step: int) -> dict[str, Any]:
-    """Cells of both modalities."""
     generator = torch.Generator().manual_seed(100 + step)
     found = {}
     for name, n_features in (("hic", 3 * N - 4), ("rna", G)):

@@ -46,7 +46,6 @@ def forward_backward(leaf: nn.Module, x: Tensor | SparseCounts, given: Sequence[
 
 
 def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor], rtol: float = 1e-12) -> None:
-    """By norm."""
     for own, other in zip(found, expected, strict=True):
         assert own.shape == other.shape
         error, norm = (own - other).norm(), other.norm()

@@ -184,8 +184,6 @@ def test_second_derivatives_and_second_backward_passes_are_refused() -> None:
 
 
 class Outsider(nn.Module):
-    """A likelihood that reads a tensor from elsewhere."""
-
     def __init__(self, inner: nn.Module, other: Tensor) -> None:
         super().__init__()
         self.inner, self.others = inner, [other]
@@ -300,8 +298,6 @@ def test_what_changes_between_the_passes_is_refused(what: str, message: str) -> 
 
 
 class Counting(nn.Module):
-    """A likelihood that changes a buffer in place, and one that it assigns."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -311,8 +307,7 @@ class Counting(nn.Module):
     def forward(self, *args: Tensor) -> Tensor:
         self.calls.add_(1)
         self.others = self.others + 1
-        result: Tensor = self.inner(*args)
-        return result
+        return self.inner(*args)
 
 
 def test_buffers_that_a_stratum_changes_are_changed_once() -> None:
