@@ -230,6 +230,7 @@ def wrong_chains(axis: MeshAxis, n: int) -> tuple[list[str], int]:
     return wrong, refused
 
 
+pytestmark = pytest.mark.ranks
 CASES = [*VALUES, *PLACES, *PRODUCTS, *LAYERS, *CLASSES]
 REST = [*ODD, *STEPS, *MODULES, *COPIES]
 IN_ORDER = ("put with a step",)
@@ -320,30 +321,19 @@ def wrong(found: Reports, kind: str) -> list[str]:
     return [text for reports in found.values() for report in reports for text in report.get(kind, ())]
 
 
-@pytest.mark.ranks
-def test_operators_are_exact_or_refused_by_name(found: Reports) -> None:
+# operators, attention without a kernel of torch, and odd expressions
+@pytest.mark.parametrize("kind", ["cases", "attention", "odd"])
+def test_all_are_exact_or_refused_by_name(found: Reports, kind: str) -> None:
     assert len(CASES) > 480
-    assert wrong(found, "cases") == []
-
-
-@pytest.mark.ranks
-def test_attention_is_exact_without_a_kernel_of_torch(found: Reports) -> None:
-    assert wrong(found, "attention") == []
-
-
-@pytest.mark.ranks
-def test_odd_expressions_are_exact_or_refused_by_name(found: Reports) -> None:
     assert len(REST) > 350
-    assert wrong(found, "odd") == []
+    assert wrong(found, kind) == []
 
 
-@pytest.mark.ranks
 def test_random_chains_of_views_slices_and_concatenations_are_exact(found: Reports) -> None:
     assert wrong(found, "chains") == []
     assert max(reports[0]["refused chains"] for reports in found.values()) <= 0.2
 
 
-@pytest.mark.ranks
 def test_random_numbers_do_not_depend_on_the_ranks(found: Reports) -> None:
     first, *others = [t for reports in found.values() for report in reports for t in report["drawn"]]
     assert all(torch.equal(first, other) for other in others)

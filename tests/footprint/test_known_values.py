@@ -63,11 +63,13 @@ class Layers(Step):
         return self.layers(*given, self.read(self)).square().mean()  # type: ignore[no-any-return, call-arg]
 
 
-def with_values(module: LightningModule, monkeypatch: pytest.MonkeyPatch) -> Any:
+def counts_as_with_values(module: LightningModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = profile(module, torch.randn(N, N))
+    assert counted.reason == ""
     monkeypatch.setattr(quick_fakes, "computed", lambda *_: None)
     measured = profile(module, torch.randn(N, N))
     assert measured.reason
-    return measured
+    assert (counted.peak_bytes, counted.by_kind) == (measured.peak_bytes, measured.by_kind)
 
 
 @pytest.mark.parametrize("layers", ["encoder", "decoder"])
@@ -84,11 +86,7 @@ def with_values(module: LightningModule, monkeypatch: pytest.MonkeyPatch) -> Any
     ids=["buffer", "global", "triu", "torch's", "in place", "of a buffer"],
 )
 def test_masks_of_torchs_transformer(mask: Any, layers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Layers(mask, layers)
-    counted = profile(module, torch.randn(N, N))
-    assert counted.reason == ""
-    measured = with_values(module, monkeypatch)
-    assert (counted.peak_bytes, counted.by_kind) == (measured.peak_bytes, measured.by_kind)
+    counts_as_with_values(Layers(mask, layers), monkeypatch)
 
 
 def written(value: Any, *, view: bool = False) -> Any:
@@ -114,11 +112,7 @@ BRANCHES = {
 
 @pytest.mark.parametrize("name", BRANCHES)
 def test_a_branch_is_that_of_a_step_with_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Step(BRANCHES[name])
-    counted = profile(module, torch.randn(N, N))
-    assert counted.reason == ""
-    measured = with_values(module, monkeypatch)
-    assert (counted.peak_bytes, counted.by_kind) == (measured.peak_bytes, measured.by_kind)
+    counts_as_with_values(Step(BRANCHES[name]), monkeypatch)
 
 
 def counts(step: Any, batch: Tensor) -> Any:

@@ -202,20 +202,16 @@ def test_ranks_together_read_every_cell_of_a_loader_that_shuffles_once_an_epoch(
 
 
 @pytest.mark.ranks
-def test_overfit_batches_reads_the_same_cells_in_every_epoch(ranks: list[dict[str, Any]]) -> None:
-    steps = union([rank["overfit"]["fit"] for rank in ranks])
-    assert steps == [list(range(8)), list(range(8, 16))] * 2
+@pytest.mark.parametrize(("name", "last"), [("overfit", []), ("whole batches", [sorted([*range(16, 20)] * 2)])])
+def test_overfit_batches_are_the_same_in_every_epoch_and_items_that_are_batches_are_dealt_one_by_one(
+    ranks: list[dict[str, Any]], name: str, last: list[list[int]]
+) -> None:
+    assert union([rank[name]["fit"] for rank in ranks]) == [list(range(8)), list(range(8, 16)), *last] * 2
 
 
 @pytest.mark.ranks
 def test_a_resumed_run_goes_on_where_a_plain_one_does(plain: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
     assert union([rank["resumed"] for rank in ranks]) == [sorted(step) for step in plain["resumed"]]
-
-
-@pytest.mark.ranks
-def test_items_that_are_batches_are_dealt_one_by_one(ranks: list[dict[str, Any]]) -> None:
-    steps = union([rank["whole batches"]["fit"] for rank in ranks])
-    assert steps == [list(range(8)), list(range(8, 16)), sorted([*range(16, 20)] * 2)] * 2
 
 
 @pytest.mark.full

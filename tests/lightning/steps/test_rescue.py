@@ -180,29 +180,22 @@ def test_a_decoder_is_rescued_by_another_of_the_plans_that_were_compared(monkeyp
     torch.testing.assert_close(found, plain, rtol=1e-9, atol=1e-12)
 
 
-def test_in_the_update_the_error_is_raised() -> None:
+@pytest.mark.parametrize(("where", "rescue"), [("update", True), ("forward", False)])
+def test_in_the_update_and_without_rescue_the_error_is_raised(where: str, rescue: bool) -> None:
     with pytest.raises(torch.OutOfMemoryError, match="3 GiB"):
-        fit(Deep(("update", 1)), AMPStrategy(rescue=True))
+        fit(Deep((where, 1)), AMPStrategy(rescue=rescue))
 
 
-def test_where_there_is_no_leaner_plan_the_error_is_raised_once() -> None:
+@pytest.mark.parametrize(("leaner", "tried"), [("", 2), ("another plan, which needs as much", 4)])
+def test_the_error_is_raised_without_a_leaner_plan_and_after_three(
+    leaner: str, tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if leaner:
+        monkeypatch.setattr(InstalledPlan, "_leaner", lambda self: leaner)
     module = Deep(("forward", 1), times=9)
     with pytest.raises(torch.OutOfMemoryError, match="3 GiB"), pytest.warns(UserWarning, match="runs again"):
         fit(module, AMPStrategy(rescue=True))
-    assert module.times == 7
-
-
-def test_no_more_than_three_plans_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InstalledPlan, "_leaner", lambda self: "another plan, which needs as much")
-    module = Deep(("forward", 1), times=9)
-    with pytest.raises(torch.OutOfMemoryError, match="3 GiB"), pytest.warns(UserWarning, match="runs again"):
-        fit(module, AMPStrategy(rescue=True))
-    assert module.times == 9 - 4
-
-
-def test_without_rescue_the_error_is_raised() -> None:
-    with pytest.raises(torch.OutOfMemoryError, match="3 GiB"):
-        fit(Deep(("forward", 1)), AMPStrategy())
+    assert module.times == 9 - tried
 
 
 @pytest.mark.full
