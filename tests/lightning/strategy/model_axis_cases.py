@@ -90,9 +90,7 @@ class Failing(Maps):
 class DrawsOnRankZero(Callback):
     """As a picture of one's own would."""
 
-    def on_train_batch_end(  # type: ignore[override]
-        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         draws = (lambda: torch.rand(3), random.random, np.random.random)
         if trainer.is_global_zero:
             draws[batch_idx % 3]()

@@ -268,13 +268,7 @@ def talking(rank: int, ranks: int) -> list[Any]:
     found = []
     for own in (False, True):
         torch.manual_seed(0)
-        run = fitted(
-            Talking(own=own),
-            DataLoader(CELLS, batch_size=2),  # type: ignore[arg-type]
-            AMPStrategy(),
-            rank=rank,
-            ranks=ranks,
-        )
+        run = fitted(Talking(own=own), DataLoader(CELLS, batch_size=2), AMPStrategy(), rank=rank, ranks=ranks)
         found.append((run["plan"].diagnosis, run["plan"].notes, run["steps"]))
     return found
 

@@ -151,6 +151,5 @@ class NoEncoders(Run):
 def test_by_name_without_blocks_outside_is_refused(asked: str, why: str) -> None:
     with pytest.raises(PlanError, match=why):
         trainer_of(AMPStrategy(strategies=asked), max_steps=2).fit(
-            NoEncoders(),
-            DataLoader(torch.zeros(4, 1), batch_size=2),  # type: ignore[arg-type]
+            NoEncoders(), DataLoader(torch.zeros(4, 1), batch_size=2)
         )
