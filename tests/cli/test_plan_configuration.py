@@ -127,6 +127,15 @@ def planned(words: list[str], capsys: Any) -> Plan:
     return Plan.from_json(capsys.readouterr().out)
 
 
+def refused(words: list[str], said: str, capsys: Any) -> str:
+    capsys.readouterr()
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("lightning-amp: error: ") == 1
+    return err
+
+
 @pytest.mark.long
 def test_a_decoder_that_is_made_when_a_fit_begins_is_seen(tmp_path: Path, capsys: Any) -> None:
     synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
@@ -136,8 +145,7 @@ def test_a_decoder_that_is_made_when_a_fit_begins_is_seen(tmp_path: Path, capsys
         "data:\n  class_path: lightning_amp.SingleCellDataModule\n"
         f"  init_args: {{data_dir: {tmp_path / 'data'}, batch_size: 4}}\n"
     )
-    assert main(["plan", "--config", str(path)]) == 2
-    assert "has a decoder of strata, which is planned by its data" in capsys.readouterr().err
+    refused(["plan", "--config", str(path)], "has a decoder of strata, which is planned by its data", capsys)
 
 
 @pytest.mark.long
@@ -184,8 +192,8 @@ def test_how_fsdp_splits_is_read_from_the_configuration(config: str, capsys: Any
     assert ON_HOST in on_cpus.notes
     assert ON_HOST not in on_gpus.notes
     assert on_gpus.predicted_peak_bytes < on_cpus.predicted_peak_bytes
-    assert main(["plan", "--config", config, "--devices", "3"]) == 2
-    assert "fsdp_ranks=2 is not supported, found 3 ranks that average gradients" in capsys.readouterr().err
+    said = "fsdp_ranks=2 is not supported, found 3 ranks that average gradients"
+    refused(["plan", "--config", config, "--devices", "3"], said, capsys)
 
 
 @pytest.mark.long
@@ -200,12 +208,8 @@ def test_a_class_is_planned_without_a_configuration(config: str, capsys: Any) ->
         (["--init", "a=1"], "cannot be made: TypeError"),
         (["--batch", "600x3"], "with --batch 600x64 --batch 600x3: "),
     ):
-        assert main([*named, *more]) == 2
-        err = capsys.readouterr().err
-        assert said in err
-        assert err.count("lightning-amp: error: ") == 1
-    assert main(["plan", "deep_model:Deep"]) == 2
-    assert "was named without --batch" in capsys.readouterr().err
+        refused([*named, *more], said, capsys)
+    refused(["plan", "deep_model:Deep"], "was named without --batch", capsys)
 
 
 def test_any_number_of_devices(config: str, capsys: Any) -> None:
@@ -230,8 +234,7 @@ def test_the_code_of_blocks_in_chunks_is_shown(config: str, capsys: Any) -> None
         (["data", "--config", config], "cannot be used with DIR"),
         (["--config", config, "--recommend-devices"], "cannot be used with --recommend-devices"),
     ):
-        assert main(["plan", *words]) == 2
-        assert said in capsys.readouterr().err
+        refused(["plan", *words], said, capsys)
 
 
 def test_all_options_of_a_strategy_and_the_precision_of_products_are_followed(
@@ -262,9 +265,7 @@ def test_all_options_of_a_strategy_and_the_precision_of_products_are_followed(
     Path(config).write_text(text)
     assert main(words) == 2
     assert seen["options"]["sequence_dim"] == {"batch": 1}
-    capsys.readouterr()
-    assert main([*words, "--tensor-grid", "auto"]) == 2
-    assert "tensor_grid=('auto',) is an option of tensor3d" in capsys.readouterr().err
+    refused([*words, "--tensor-grid", "auto"], "tensor_grid=('auto',) is an option of tensor3d", capsys)
 
 
 @pytest.mark.exhaustive
@@ -308,8 +309,7 @@ def test_trainer_and_strategy_of_the_configuration_are_followed(config: str, cap
     assert held(strategy, "--device-memory", "1GiB", "--device", "cpu").rates_device != "mine"
     assert held(strategy, "--device-memory", "1GiB").budget_bytes == 2**30
     file.write_text(plain + "trainer: {strategy: {class_path: lightning_amp.AMPStrategy, init_args: {plan: x.json}}}\n")
-    assert main(words) == 2
-    assert "has a strategy that carries out plan='x.json'" in capsys.readouterr().err
+    refused(words, "has a strategy that carries out plan='x.json'", capsys)
 
 
 def test_the_schedule_of_a_pipeline_is_drawn(config: str, capsys: Any, tmp_path: Path) -> None:
@@ -356,16 +356,13 @@ def test_a_step_is_drawn(config: str, tmp_path: Path, capsys: Any) -> None:
         (["--config", config, "--plot", str(tmp_path / "step.txt")], "allowed is the name of a PNG file"),
         ([str(tmp_path), "--plot", str(picture)], "has no training step to draw"),
     ):
-        assert main(["profile", *words]) == 2
-        assert said in capsys.readouterr().err
+        refused(["profile", *words], said, capsys)
 
 
 def test_one_of_both_is_asked_for(config: str, capsys: Any) -> None:
     for words in (["profile"], ["profile", "data", "--config", config]):
-        assert main(words) == 2
-        assert "give one of them: a data directory, or a configuration" in capsys.readouterr().err
-    assert main(["profile"]) == 2
-    assert "profile got neither DIR nor --config" in capsys.readouterr().err
+        refused(words, "give one of them: a data directory, or a configuration", capsys)
+    refused(["profile"], "profile got neither DIR nor --config", capsys)
 
 
 def test_an_option_of_the_other_kind_is_refused(config: str, capsys: Any) -> None:
@@ -376,8 +373,7 @@ def test_an_option_of_the_other_kind_is_refused(config: str, capsys: Any) -> Non
         (["profile", "deep_model:Deep", "--batch", "4x64", "--setting", "x"], "step cannot be used with --setting"),
         (["simulate", "data", "--tensor-grid", "1,1,1"], "--shape cannot be used with --tensor-grid"),
     ):
-        assert main(words) == 2
-        assert said in capsys.readouterr().err
+        refused(words, said, capsys)
 
 
 def test_a_class_is_profiled_without_a_configuration(
@@ -503,10 +499,7 @@ def test_what_is_wrong_with_a_class_or_its_batch_is_said_in_one_message(
         (["--config", config, "--init", "a=1"], "--init goes with MODULE:CLASS and --batch"),
         (["deep_model:Deep", "--batch", "4x7"], "with --batch 4x7: "),
     ):
-        assert main(["profile", *words]) == 2
-        err = capsys.readouterr().err
-        assert said in err
-        assert err.count("lightning-amp: error: ") == 1
+        err = refused(["profile", *words], said, capsys)
     # which step, with which error, at which line
     assert "training step fails" in err
     assert "mat1 and mat2 shapes cannot be multiplied" in err
