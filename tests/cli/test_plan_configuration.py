@@ -108,9 +108,10 @@ class Words(pl.LightningModule):
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())
 """
-pytestmark = pytest.mark.filterwarnings(
+IGNORED = pytest.mark.filterwarnings(
     "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning", "ignore::DeprecationWarning"
 )
+pytestmark = IGNORED
 
 
 @pytest.fixture
