@@ -60,7 +60,6 @@ def _name(node: ast.expr) -> str:
 
 
 def main() -> None:
-    """Print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--longest", action="store_true", help="the longest first")
     asked = parser.parse_args()

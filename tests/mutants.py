@@ -87,7 +87,6 @@ class Edits(ast.NodeVisitor):
 
 
 def passes(folder: Path, tests: list[str]) -> bool:
-    """Whether tests pass in a copy; tests without an end do not."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *CHOSEN, *tests]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     try:

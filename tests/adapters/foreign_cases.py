@@ -66,7 +66,6 @@ def fit(module: LightningModule, batches: Sequence[Any], strategy: Any, **option
 
 
 def values(module: LightningModule) -> dict[str, Tensor]:
-    """What a step may change."""
     return {name: value.clone() for name, value in module.state_dict().items() if value.is_floating_point()}
 
 
@@ -143,7 +142,6 @@ def units(rank: int, ranks: int) -> dict[str, float]:
 
 
 def everything(rank: int, ranks: int, copies: dict[str, Copy], few: bool) -> Found:
-    """All that a number of ranks is asked for."""
     with warnings.catch_warnings(action="ignore"):
         return {
             "plans": every_plan(rank, ranks, copies, few=few),

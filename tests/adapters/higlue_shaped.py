@@ -196,7 +196,6 @@ def randomise(module: nn.Module, seed: int = 0) -> None:
 
 
 def cells(copy: Copy, n: int = 6, seed: int = 1) -> dict[str, Tensor]:
-    """A batch of cells."""
     generator = torch.Generator().manual_seed(seed)
     n_features = sum(map(len, copy.nodes()))
     x = torch.poisson(torch.full((n, n_features), 0.7, dtype=torch.float64), generator=generator)

@@ -15,7 +15,6 @@ PAGE = ROOT / "docs" / "reference" / "options.md"
 
 
 def page() -> str:
-    """The text of the page."""
     lines = ["# Options of the commands", "", "<!-- written by tests.cli.options -->", ""]
     lines += ["What `lightning-amp COMMAND --help` says, for the commands that are not Lightning's. Made by"]
     lines += ["`python -m tests.cli.options`.", ""]
@@ -26,7 +25,6 @@ def page() -> str:
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """The parser of every command."""
     for action in _parser()._actions:
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)
@@ -34,7 +32,6 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def options(parser: argparse.ArgumentParser) -> Iterator[list[str]]:
-    """Names and meaning of every option but --help."""
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction):
             continue

@@ -119,6 +119,7 @@ class Words(pl.LightningModule):
 IGNORED = pytest.mark.filterwarnings(
     "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning", "ignore::DeprecationWarning"
 )
+pytestmark = IGNORED
 
 
 @pytest.fixture
@@ -135,8 +136,16 @@ def planned(words: list[str], capsys: Any) -> Plan:
     return Plan.from_json(capsys.readouterr().out)
 
 
+def refused(words: list[str], said: str, capsys: Any) -> str:
+    capsys.readouterr()
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("lightning-amp: error: ") == 1
+    return err
+
+
 @pytest.mark.long
-@IGNORED
 def test_a_decoder_that_is_made_when_a_fit_begins_is_seen(tmp_path: Path, capsys: Any) -> None:
     synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
     path = tmp_path / "glue.yaml"
@@ -145,19 +154,16 @@ def test_a_decoder_that_is_made_when_a_fit_begins_is_seen(tmp_path: Path, capsys
         "data:\n  class_path: lightning_amp.SingleCellDataModule\n"
         f"  init_args: {{data_dir: {tmp_path / 'data'}, batch_size: 4}}\n"
     )
-    assert main(["plan", "--config", str(path)]) == 2
-    assert "has a decoder of strata, which is planned by its data" in capsys.readouterr().err
+    refused(["plan", "--config", str(path)], "has a decoder of strata, which is planned by its data", capsys)
 
 
 @pytest.mark.long
-@IGNORED
 def test_a_batch_of_several_streams_is_that_of_training(config: str, capsys: Any) -> None:
     text = Path(config).read_text()
     Path(config).write_text(text.replace("model.Deep", "model.Named").replace("model.Rows", "model.Streams"))
     assert planned(["plan", "--config", config], capsys).batch_size == 600
 
 
-@IGNORED
 def test_a_configuration_is_planned(config: str, capsys: Any) -> None:
     whole = planned(["plan", "--config", config], capsys)
     assert whole.batch_size == 600
@@ -181,7 +187,6 @@ def test_a_configuration_is_planned(config: str, capsys: Any) -> None:
     assert (late.rules, late.candidates, late.notes) == (lean.rules, lean.candidates, lean.notes)
 
 
-@IGNORED
 def test_layers_that_are_made_with_values_alone_are_profiled(config: str, capsys: Any) -> None:
     """They were refused: values were for a step that needs them, and not for `configure_model`."""
     Path(config).write_text(Path(config).read_text().replace("deep_model.Deep", "deep_model.Drawn"))
@@ -189,7 +194,6 @@ def test_layers_that_are_made_with_values_alone_are_profiled(config: str, capsys
     assert json.loads(capsys.readouterr().out)["by_kind"]["parameters"] == 4 * 4 * (64 * 128 * 2 + 64 + 128)
 
 
-@IGNORED
 @pytest.mark.long
 def test_how_fsdp_splits_is_read_from_the_configuration(config: str, capsys: Any) -> None:
     asked = "{strategies: fsdp, fsdp_ranks: 2, fsdp_offload: true}"
@@ -204,12 +208,11 @@ def test_how_fsdp_splits_is_read_from_the_configuration(config: str, capsys: Any
     assert ON_HOST in on_cpus.notes
     assert ON_HOST not in on_gpus.notes
     assert on_gpus.predicted_peak_bytes < on_cpus.predicted_peak_bytes
-    assert main(["plan", "--config", config, "--devices", "3"]) == 2
-    assert "fsdp_ranks=2 is not supported, found 3 ranks that average gradients" in capsys.readouterr().err
+    said = "fsdp_ranks=2 is not supported, found 3 ranks that average gradients"
+    refused(["plan", "--config", config, "--devices", "3"], said, capsys)
 
 
 @pytest.mark.long
-@IGNORED
 def test_a_class_is_planned_without_a_configuration(config: str, capsys: Any) -> None:
     words = ["--device-memory", str(3 * 2**20)]
     named = ["plan", "deep_model:Deep", "--batch", "600x64", *words]
@@ -221,15 +224,10 @@ def test_a_class_is_planned_without_a_configuration(config: str, capsys: Any) ->
         (["--init", "a=1"], "cannot be made: TypeError"),
         (["--batch", "600x3"], "with --batch 600x64 --batch 600x3: "),
     ):
-        assert main([*named, *more]) == 2
-        err = capsys.readouterr().err
-        assert said in err
-        assert err.count("lightning-amp: error: ") == 1
-    assert main(["plan", "deep_model:Deep"]) == 2
-    assert "was named without --batch" in capsys.readouterr().err
+        refused([*named, *more], said, capsys)
+    refused(["plan", "deep_model:Deep"], "was named without --batch", capsys)
 
 
-@IGNORED
 def test_any_number_of_devices(config: str, capsys: Any) -> None:
     found = planned(["simulate", "--config", config, "--devices", "512"], capsys)
     assert found.mesh.data == 512
@@ -237,7 +235,6 @@ def test_any_number_of_devices(config: str, capsys: Any) -> None:
 
 
 @pytest.mark.full
-@IGNORED
 def test_the_code_of_blocks_in_chunks_is_shown(config: str, capsys: Any) -> None:
     assert main(["plan", "--config", config, "--strategies", "chunk", "--show-code"]) == 0
     text = capsys.readouterr().out
@@ -253,11 +250,9 @@ def test_the_code_of_blocks_in_chunks_is_shown(config: str, capsys: Any) -> None
         (["data", "--config", config], "cannot be used with DIR"),
         (["--config", config, "--recommend-devices"], "cannot be used with --recommend-devices"),
     ):
-        assert main(["plan", *words]) == 2
-        assert said in capsys.readouterr().err
+        refused(["plan", *words], said, capsys)
 
 
-@IGNORED
 def test_all_options_of_a_strategy_and_the_precision_of_products_are_followed(
     config: str, monkeypatch: Any, capsys: Any
 ) -> None:
@@ -286,12 +281,9 @@ def test_all_options_of_a_strategy_and_the_precision_of_products_are_followed(
     Path(config).write_text(text)
     assert main(words) == 2
     assert seen["options"]["sequence_dim"] == {"batch": 1}
-    capsys.readouterr()
-    assert main([*words, "--tensor-grid", "auto"]) == 2
-    assert "tensor_grid=('auto',) is an option of tensor3d" in capsys.readouterr().err
+    refused([*words, "--tensor-grid", "auto"], "tensor_grid=('auto',) is an option of tensor3d", capsys)
 
 
-@IGNORED
 @pytest.mark.exhaustive
 @pytest.mark.release
 def test_trainer_and_strategy_of_the_configuration_are_followed(config: str, capsys: Any) -> None:
@@ -306,8 +298,7 @@ def test_trainer_and_strategy_of_the_configuration_are_followed(config: str, cap
     def profiled(trainer: str) -> dict[str, Any]:
         file.write_text(f"{plain}trainer: {trainer}\n")
         assert main(["profile", "--config", config, "--batch-size", "2", "--format", "json"]) == 0
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return found
+        return json.loads(capsys.readouterr().out)
 
     whole, half = held("{precision: 32-true}"), held("{precision: bf16-true}")
     assert whole.diagnosis is not None
@@ -334,11 +325,9 @@ def test_trainer_and_strategy_of_the_configuration_are_followed(config: str, cap
     assert held(strategy, "--device-memory", "1GiB", "--device", "cpu").rates_device != "mine"
     assert held(strategy, "--device-memory", "1GiB").budget_bytes == 2**30
     file.write_text(plain + "trainer: {strategy: {class_path: lightning_amp.AMPStrategy, init_args: {plan: x.json}}}\n")
-    assert main(words) == 2
-    assert "has a strategy that carries out plan='x.json'" in capsys.readouterr().err
+    refused(words, "has a strategy that carries out plan='x.json'", capsys)
 
 
-@IGNORED
 def test_the_schedule_of_a_pipeline_is_drawn(config: str, capsys: Any, tmp_path: Path) -> None:
     picture = tmp_path / "schedule.png"
     words = ["--config", config, "--devices", "2", "--strategies", "pipeline", "--plot", str(picture)]
@@ -347,7 +336,6 @@ def test_the_schedule_of_a_pipeline_is_drawn(config: str, capsys: Any, tmp_path:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@IGNORED
 def test_a_peak_that_is_not_known_is_none_that_fits(config: str, monkeypatch: Any, capsys: Any) -> None:
     path = Path(config)
     path.write_text(path.read_text().replace("deep_model.Deep", "deep_model.Skipping"))
@@ -362,7 +350,6 @@ def test_a_peak_that_is_not_known_is_none_that_fits(config: str, monkeypatch: An
     assert "predicted peak per rank unknown, at least" in " ".join(capsys.readouterr().out.split())
 
 
-@IGNORED
 def test_a_configuration_is_profiled(config: str, capsys: Any) -> None:
     assert main(["profile", "--config", config, "--batch-size", "4"]) == 0
     text = capsys.readouterr().out
@@ -377,7 +364,6 @@ def test_a_configuration_is_profiled(config: str, capsys: Any) -> None:
     assert found["largest"] == "saved"
 
 
-@IGNORED
 def test_a_step_is_drawn(config: str, tmp_path: Path, capsys: Any) -> None:
     picture = tmp_path / "step.png"
     assert main(["profile", "--config", config, "--plot", str(picture)]) == 0
@@ -386,16 +372,13 @@ def test_a_step_is_drawn(config: str, tmp_path: Path, capsys: Any) -> None:
         (["--config", config, "--plot", str(tmp_path / "step.txt")], "allowed is the name of a PNG file"),
         ([str(tmp_path), "--plot", str(picture)], "has no training step to draw"),
     ):
-        assert main(["profile", *words]) == 2
-        assert said in capsys.readouterr().err
+        refused(["profile", *words], said, capsys)
 
 
 def test_one_of_both_is_asked_for(config: str, capsys: Any) -> None:
     for words in (["profile"], ["profile", "data", "--config", config]):
-        assert main(words) == 2
-        assert "give one of them: a data directory, or a configuration" in capsys.readouterr().err
-    assert main(["profile"]) == 2
-    assert "profile got neither DIR nor --config" in capsys.readouterr().err
+        refused(words, "give one of them: a data directory, or a configuration", capsys)
+    refused(["profile"], "profile got neither DIR nor --config", capsys)
 
 
 def test_an_option_of_the_other_kind_is_refused(config: str, capsys: Any) -> None:
@@ -406,8 +389,7 @@ def test_an_option_of_the_other_kind_is_refused(config: str, capsys: Any) -> Non
         (["profile", "deep_model:Deep", "--batch", "4x64", "--setting", "x"], "step cannot be used with --setting"),
         (["simulate", "data", "--tensor-grid", "1,1,1"], "--shape cannot be used with --tensor-grid"),
     ):
-        assert main(words) == 2
-        assert said in capsys.readouterr().err
+        refused(words, said, capsys)
 
 
 def test_a_class_is_profiled_without_a_configuration(
@@ -533,10 +515,7 @@ def test_what_is_wrong_with_a_class_or_its_batch_is_said_in_one_message(
         (["--config", config, "--init", "a=1"], "--init goes with MODULE:CLASS and --batch"),
         (["deep_model:Deep", "--batch", "4x7"], "with --batch 4x7: "),
     ):
-        assert main(["profile", *words]) == 2
-        err = capsys.readouterr().err
-        assert said in err
-        assert err.count("lightning-amp: error: ") == 1
+        err = refused(["profile", *words], said, capsys)
     # which step, with which error, at which line
     assert "training step fails" in err
     assert "mat1 and mat2 shapes cannot be multiplied" in err

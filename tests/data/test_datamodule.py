@@ -44,7 +44,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(root: Path, tmp_path: Path) -> Path:
-    """A copy of the directory that a test may spoil."""
     return Path(shutil.copytree(root, tmp_path / "copy"))
 
 
@@ -239,8 +238,6 @@ def test_batches_are_pinned_where_a_gpu_reads_them(root: Path, asked: Any, devic
 
 
 class Doubled(SingleCellDataModule):
-    """With a hook of a subclass."""
-
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return {"twice": [batch, batch]}
 

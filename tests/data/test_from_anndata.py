@@ -30,8 +30,6 @@ from tests.ranks import run_ranks
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What was prepared, and the same as objects: all genes of the RNA file, and the Hi-C modality."""
-
     files: Files
     rna: anndata.AnnData
     hic: anndata.AnnData

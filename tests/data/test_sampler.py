@@ -22,7 +22,9 @@ from lightning_amp.errors import DataError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.consistency.replicas import _print_of
 from lightning_amp.lightning.steps.cells import GatherOver, count_cells, count_replicas_once
+from tests.any_module import QUIET
 from tests.data.test_sparse_counts import CELLS, counts
+from tests.optimised import Optimised
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
@@ -39,7 +41,6 @@ CONTACTS = {"hic": depths(53), "rna": depths(31, 1)}
 
 
 def ranks(n: int, batch_size: int, *, epoch: int = 0, **options: Any) -> list[list[StepIndices]]:
-    """The steps of every rank."""
     found = []
     for rank in range(n):
         sampler = StepSampler(CONTACTS, batch_size, num_replicas=n, rank=rank, **options)
@@ -125,7 +126,7 @@ class Echo(MultiModalDataset):
         return {"hic": {"index": torch.from_numpy(step.rows["hic"]), "draw": draw}}
 
 
-class Recorder(pl.LightningModule):
+class Recorder(Optimised, by=torch.optim.SGD, lr=0.1):
     """Notes the cells of each step; stops as a crash would in front of the step `crash_at`."""
 
     def __init__(self, crash_at: int | None = None) -> None:
@@ -141,25 +142,14 @@ class Recorder(pl.LightningModule):
         self.seen.append((self.current_epoch, cells["index"].tolist(), cells["draw"].tolist()))
         return self.weight * 0
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def fit(folder: Path, module: Recorder, *, ckpt: Path | None = None, workers: int = 0, **options: Any) -> pl.Trainer:
     checkpoints = [
         ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1),
         ModelCheckpoint(folder, filename="end-{epoch}", every_n_epochs=1, save_top_k=-1),
     ]
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=3,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=checkpoints,
-        **options,
-    )
+    given = QUIET | {"enable_checkpointing": True} | options
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=3, callbacks=checkpoints, **given)
     loader = StepLoader(Echo(), StepSampler({"hic": depths(19)}, 4), num_workers=workers)
     trainer.fit(module, loader, ckpt_path=ckpt)
     return trainer

@@ -20,8 +20,6 @@ GENES = [f"G{i}" for i in range(10)]
 
 @dataclass(frozen=True)
 class Files:
-    """Paths of one set of input files."""
-
     hic: Path
     rna: Path
     genes: Path

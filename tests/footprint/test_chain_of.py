@@ -154,8 +154,6 @@ def test_two_backward_passes_do_not_add_up() -> None:
 
 
 class Looks(Chained):
-    """Looks at a value."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         return loss * 2 if loss.item() > 0 else loss

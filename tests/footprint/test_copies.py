@@ -25,20 +25,18 @@ from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.techniques.sharded_step import tensors
 from tests.footprint.test_profile_module import Small, measured
+from tests.optimised import Optimised
 
 X = torch.randn(6, 8)
 
 
-class Plain(pl.LightningModule):
+class Plain(Optimised, by=torch.optim.Adam):
     def __init__(self) -> None:
         super().__init__()
         self.net, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.head(self.net(batch)).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters())
 
 
 class OfParent(nn.Module):
@@ -51,8 +49,7 @@ class OfParent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         parent = self.parent()
         assert parent is not None
-        found: Tensor = parent.head(x)
-        return found
+        return parent.head(x)
 
 
 class WeakReference(Plain):
@@ -65,8 +62,6 @@ class WeakReference(Plain):
 
 
 class Loss:
-    """An object of the user's that holds a function."""
-
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         self.function = function
 
@@ -86,13 +81,10 @@ class PartialWithKeyword(Plain):
         self.loss = partial(lambda x, then: then(x), then=lambda x: self.head(x).square().mean())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        found: Tensor = self.loss(self.net(batch))
-        return found
+        return self.loss(self.net(batch))
 
 
 class Patched(Plain):
-    """A method of it was put in the place of its class's."""
-
     def __init__(self) -> None:
         super().__init__()
         plain = self.net.forward
@@ -105,8 +97,7 @@ class Options(Plain):
         self.options = SimpleNamespace(then=lambda x: x * self.head.bias.mean())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        found: Tensor = self.options.then(self.head(self.net(batch))).square().mean()
-        return found
+        return self.options.then(self.head(self.net(batch))).square().mean()
 
 
 class KeepsGraphs(Plain):
@@ -292,8 +283,6 @@ def test_a_function_that_holds_what_cannot_be_copied_shares_it_whole() -> None:
 
 
 class OtherState(Plain):
-    """Has state that is no tensor, and looks at a value."""
-
     def get_extra_state(self) -> Any:
         return {"steps": 3}
 
@@ -367,8 +356,6 @@ def test_a_copy_of_what_is_compiled_in_place_counts_as_compiled() -> None:
 
 
 class Graph(Plain):
-    """Multiplies by a sparse matrix that it holds, or that is in the batch."""
-
     def __init__(self, layout: torch.layout, held: bool) -> None:
         super().__init__()
         self.register_buffer("edges", torch.eye(6).to_sparse(layout=layout) if held else None)
@@ -401,8 +388,7 @@ class OwnCopy(nn.Module):
         object.__setattr__(self.net, "parent", weakref.ref(self))
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.net(x)
-        return found
+        return self.net(x)
 
     def __deepcopy__(self, memo: Any) -> "OwnCopy":
         return self if self.shared else OwnCopy(False)

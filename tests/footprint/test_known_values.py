@@ -22,12 +22,14 @@ from lightning_amp.footprint.copies import fake_copy, quick_fakes
 from lightning_amp.footprint.copies.fake_copy import copy_of
 from lightning_amp.footprint.copies.known_values import DataDependent
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
+from tests.any_module import QUIET
+from tests.optimised import Optimised
 
 N = 12
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(N)
 
 
-class Step(LightningModule):
+class Step(Optimised, by=torch.optim.Adam):
     """A step of two layers; `read` gets the module and the batch, and says whether the second one runs."""
 
     def __init__(self, read: Callable[[Any, Tensor], Any]) -> None:
@@ -42,9 +44,6 @@ class Step(LightningModule):
         if self.read(self, batch):
             found = self.second(found.exp()).exp()
         return found.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters())
 
 
 class Layers(Step):
@@ -64,11 +63,13 @@ class Layers(Step):
         return self.layers(*given, self.read(self)).square().mean()  # type: ignore[no-any-return, call-arg]
 
 
-def with_values(module: LightningModule, monkeypatch: pytest.MonkeyPatch) -> Any:
+def counts_as_with_values(module: LightningModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = profile(module, torch.randn(N, N))
+    assert counted.reason == ""
     monkeypatch.setattr(quick_fakes, "computed", lambda *_: None)
     measured = profile(module, torch.randn(N, N))
     assert measured.reason
-    return measured
+    assert (counted.peak_bytes, counted.by_kind) == (measured.peak_bytes, measured.by_kind)
 
 
 @pytest.mark.parametrize("layers", ["encoder", "decoder"])
@@ -85,11 +86,7 @@ def with_values(module: LightningModule, monkeypatch: pytest.MonkeyPatch) -> Any
     ids=["buffer", "global", "triu", "torch's", "in place", "of a buffer"],
 )
 def test_masks_of_torchs_transformer(mask: Any, layers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Layers(mask, layers)
-    counted = profile(module, torch.randn(N, N))
-    assert counted.reason == ""
-    measured = with_values(module, monkeypatch)
-    assert (counted.peak_bytes, counted.by_kind) == (measured.peak_bytes, measured.by_kind)
+    counts_as_with_values(Layers(mask, layers), monkeypatch)
 
 
 def written(value: Any, *, view: bool = False) -> Any:
@@ -115,11 +112,7 @@ BRANCHES = {
 
 @pytest.mark.parametrize("name", BRANCHES)
 def test_a_branch_is_that_of_a_step_with_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Step(BRANCHES[name])
-    counted = profile(module, torch.randn(N, N))
-    assert counted.reason == ""
-    measured = with_values(module, monkeypatch)
-    assert (counted.peak_bytes, counted.by_kind) == (measured.peak_bytes, measured.by_kind)
+    counts_as_with_values(Step(BRANCHES[name]), monkeypatch)
 
 
 def counts(step: Any, batch: Tensor) -> Any:
@@ -247,7 +240,7 @@ GENES = 30
 COUNTS = torch.poisson(torch.ones(16, GENES), generator=torch.Generator().manual_seed(0))
 
 
-class Vae(LightningModule):
+class Vae(Optimised, by=torch.optim.Adam):
     """A variational autoencoder of counts, as those of single cells are written."""
 
     def __init__(self, likelihood: Callable[[Tensor], Any]) -> None:
@@ -261,9 +254,6 @@ class Vae(LightningModule):
         prior = Normal(torch.zeros_like(mean), torch.ones_like(mean), validate_args=True)
         found = self.likelihood(self.decoder(posterior.rsample())).sum(-1)
         return (kl_divergence(posterior, prior).sum(-1) - found).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters())
 
 
 def of(made: Callable[[Tensor], Distribution], value: Tensor = COUNTS) -> Callable[[Tensor], Tensor]:
@@ -295,25 +285,14 @@ def test_bytes_are_those_of_a_step_with_values(name: str, monkeypatch: pytest.Mo
 def test_a_value_that_is_not_allowed_ends_the_training() -> None:
     module = Vae(LIKELIHOODS["poisson"])
     strategy = AMPStrategy(device_memory="1GiB")
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=2, **QUIET)
     wrong = [COUNTS, torch.full_like(COUNTS, torch.nan)]
     with pytest.raises(ValueError, match="Expected parameter loc"):
         trainer.fit(module, torch.utils.data.DataLoader(wrong, batch_size=None))  # type: ignore[arg-type]
     assert strategy.plan.fits
 
 
-class Classifier(LightningModule):
-    """Counts classes while it trains."""
-
+class Classifier(Optimised, by=torch.optim.Adam):
     def __init__(self, metric: nn.Module) -> None:
         super().__init__()
         self.layer, self.metric = nn.Linear(GENES, 5), metric
@@ -323,9 +302,6 @@ class Classifier(LightningModule):
         self.metric(scores, types)
         self.log("metric", self.metric)
         return nn.functional.cross_entropy(scores, types)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters())
 
 
 @pytest.mark.parametrize("kind", [F1Score, ConfusionMatrix, Accuracy])

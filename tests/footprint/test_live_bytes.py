@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed._functional_collectives as functional
@@ -19,6 +18,7 @@ import lightning_amp
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.planning.plan.plan import MeshShape
 from lightning_amp.simulation.simulate import fake_world
+from tests.optimised import Optimised
 
 LOSSES = ("mse_loss", "binary_cross_entropy", "soft_margin_loss")
 
@@ -205,7 +205,7 @@ def table(n: int) -> Tensor:
     return torch.linspace(0.0, 1.0, n)
 
 
-class Closing(pl.LightningModule):
+class Closing(Optimised, by=torch.optim.SGD, lr=0.1):
     """Functions of every kind that know the module, or something that it holds."""
 
     n_steps = 0
@@ -246,9 +246,6 @@ class Closing(pl.LightningModule):
         loss = kind.newest.square().mean() + self.taken() / kind.n_steps
         self.seen.clear()
         return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class NeedsValues(Closing):

@@ -20,6 +20,7 @@ from lightning_amp.footprint.module_profile import KINDS, PARTS, ModuleProfile
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.footprint.target_device import launches_operators, settings_of
 from tests.any_module import NAMES, QUIET, Meter, make
+from tests.optimised import Optimised
 
 LARGEST = {"gpt2": "head", "wide_mlp": "parameters"}
 """Of the examples; of all others it is what the forward pass saves."""
@@ -33,9 +34,7 @@ def measured(module: pl.LightningModule, batch: Any, added_up: int = 1) -> int:
     return meter.live.peak
 
 
-class Small(pl.LightningModule):
-    """A chain, its loss, and Adam."""
-
+class Small(Optimised, by=torch.optim.Adam, lr=0.01):
     def __init__(self, net: nn.Module | None = None, classes: int = 3) -> None:
         super().__init__()
         self.net = net or nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, classes))
@@ -47,9 +46,6 @@ class Small(pl.LightningModule):
         self.log("loss", loss, prog_bar=True, on_epoch=True)
         self.log_dict({"again": loss}, prog_bar=True)
         return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
 def small_batch(rows: int = 4) -> tuple[Tensor, Tensor]:
@@ -125,8 +121,7 @@ class InItsBackward(torch.autograd.Function):
 
 class RunsAgain(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        found: Tensor = InItsBackward.apply(input, self.weight)  # type: ignore[no-untyped-call]
-        return found
+        return InItsBackward.apply(input, self.weight)  # type: ignore[no-untyped-call]
 
 
 def test_what_a_backward_pass_runs_inside_belongs_to_its_module() -> None:
@@ -188,8 +183,6 @@ def test_any_batch_size_is_that_of_a_real_batch() -> None:
 
 
 class Branching(Small):
-    """Looks at a value."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         return loss * 2 if loss.item() > 0 else loss
@@ -347,7 +340,7 @@ def test_an_error_leaves_no_settings_behind() -> None:
 
 
 def test_a_step_with_values_leaves_the_batch_as_it_was() -> None:
-    class Halves(pl.LightningModule):
+    class Halves(Optimised, by=torch.optim.SGD, lr=0.1):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(4, 1)
@@ -355,11 +348,7 @@ def test_a_step_with_values_leaves_the_batch_as_it_was() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if batch["x"].sum() > 0:
                 batch["x"].div_(2)
-            loss: Tensor = self.layer(batch["x"]).mean()
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), 0.1)
+            return self.layer(batch["x"]).mean()
 
     batch = {"x": torch.ones(3, 4)}
     assert profile_module(Halves(), batch).measured == "a real step"

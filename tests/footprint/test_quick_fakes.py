@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_amp.footprint.copies import quick_fakes
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.footprint.target_device import settings_of
+from tests.optimised import Optimised
 
 
 def test_weights_and_bins_give_the_type_and_length_of_a_count() -> None:
@@ -43,7 +43,7 @@ def test_products_of_groups_have_the_layout_of_the_kernels(columns: int) -> None
     assert found[0] == found[1]
 
 
-class Speech(LightningModule):
+class Speech(Optimised, by=torch.optim.SGD, lr=0.1):
     """Letters of sounds; a path goes through the padded targets."""
 
     def __init__(self) -> None:
@@ -54,9 +54,6 @@ class Speech(LightningModule):
         sounds, steps, letters, lengths = batch
         scores = self.head(self.rnn(sounds)[0]).log_softmax(-1).transpose(0, 1)
         return F.ctc_loss(scores, letters, steps, lengths)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_a_loss_of_paths_is_counted_without_values(monkeypatch: pytest.MonkeyPatch) -> None:

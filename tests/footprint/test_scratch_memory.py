@@ -1,6 +1,5 @@
 """Claim: bytes that are counted for a GPU have the memory that its kernels take and return within one operator."""
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,14 +9,13 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 from tests.footprint.test_profile_module import measured
+from tests.optimised import Optimised
 
 ROWS, WORDS, HEADS, WIDTH = 4, 32, 2, 16
 SCORES = ROWS * HEADS * WORDS * WORDS * 4
 
 
 class Attention(nn.Module):
-    """Attention written out."""
-
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
@@ -27,9 +25,7 @@ class Attention(nn.Module):
         return x + (torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).flatten(2)
 
 
-class Model(pl.LightningModule):
-    """Two of them."""
-
+class Model(Optimised, by=torch.optim.SGD, lr=0.1):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(Attention(), Attention())
@@ -37,13 +33,8 @@ class Model(pl.LightningModule):
     def training_step(self, batch: Tensor) -> Tensor:
         return self.layers(batch).square().mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
 
 class Chunked(Attention):
-    """One with a loss."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).square().mean()
 

@@ -32,7 +32,6 @@ class Captures(capture.Captures):
 
     @property
     def all(self) -> tuple[capture.Capture, ...]:
-        """Every capture so far."""
         return tuple(self._known.values())
 
     def run(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:

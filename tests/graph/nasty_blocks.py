@@ -23,7 +23,6 @@ class Base(nn.Module):
 
 
 def of(name: str, forward: Any) -> Any:
-    """A block with another forward."""
     return type(name, (Base,), {"forward": forward, "__module__": __name__})
 
 
@@ -53,8 +52,6 @@ class Counting(Base):
 
 
 class Twice(torch.autograd.Function):
-    """Its backward is not that of its forward."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x * 1

@@ -4,6 +4,9 @@ import copy
 import random
 import re
 import threading
+import weakref
+from collections import deque
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,35 +18,8 @@ from lightning_amp._torch import FakeTensorMode
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.graph.guards import signature
 from tests.any_module import NAMES, make
+from tests.graph import nasty_blocks
 from tests.graph.calls import Captures, calls_of, difference
-from tests.graph.nasty_blocks import (
-    Base,
-    Buffer,
-    ByValue,
-    Chance,
-    Compiled,
-    Counting,
-    Custom,
-    Flag,
-    GoesBack,
-    HasTo,
-    Hooked,
-    InPlace,
-    Leaf,
-    Makes,
-    Masked,
-    Nested,
-    Outside,
-    Replaces,
-    Seeded,
-    Settings,
-    Shared,
-    TensorHook,
-    Twice,
-    cached_mask,
-    of,
-    x_of,
-)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -87,42 +63,52 @@ def test_blocks_are_captured_once_per_class_and_signature() -> None:
     assert len(captures.all) == 2
 
 
-@pytest.mark.parametrize("kind", [Base, Flag, InPlace, Buffer, Nested, Shared])
-def test_nasty_blocks_are_captured_exactly(kind: type[Base]) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        nasty_blocks.Base,
+        nasty_blocks.Flag,
+        nasty_blocks.InPlace,
+        nasty_blocks.Buffer,
+        nasty_blocks.Nested,
+        nasty_blocks.Shared,
+    ],
+)
+def test_nasty_blocks_are_captured_exactly(kind: type[nasty_blocks.Base]) -> None:
     """Gradients that are None included: `unused` has none."""
-    found = Captures().of(kind(), (x_of().detach(),), {})
+    found = Captures().of(kind(), (nasty_blocks.x_of().detach(),), {})
     assert found.reason == ""
-    assert difference(kind(), by_graph, (x_of(),)) == ""
-    assert found.changed == {InPlace: ("input 0",), Buffer: ("count",)}.get(kind, ())
+    assert difference(kind(), by_graph, (nasty_blocks.x_of(),)) == ""
+    assert found.changed == {nasty_blocks.InPlace: ("input 0",), nasty_blocks.Buffer: ("count",)}.get(kind, ())
 
 
 @pytest.mark.parametrize(("kind", "reason"), [
-    (ByValue, "its forward cannot run on fake tensors: .*DataDependent|GuardOnDataDependent"),
-    (Counting, "its forward changes the attribute 'calls'"),
-    (Chance, "its forward draws from Python's or NumPy's random numbers"),
-    (Custom, "the autograd Function 'Twice', whose backward is its own"),
-    (Outside, "uses a tensor that is neither an argument nor a parameter nor a buffer"),
-    (Hooked, r"its submodule 'layer' has hooks \(forward_hooks\)"),
-    (TensorHook, "its forward calls 'register_hook' of a tensor, which is Python"),
-    (Compiled, "its submodule 'inner' is compiled"),
-    (Replaces, "its forward replaces its parameter or buffer 'count'; write to it in place"),
-    (Makes, "its forward replaces its parameter or buffer 'mask'"),
-    (Seeded, "its forward sets the seed of torch's random numbers"),
-    (GoesBack, "its forward calls 'backward' of a tensor, which is Python"),
-    (Leaf, "its forward calls 'requires_grad_' of a tensor, which is Python"),
+    (nasty_blocks.ByValue, "its forward cannot run on fake tensors: .*DataDependent|GuardOnDataDependent"),
+    (nasty_blocks.Counting, "its forward changes the attribute 'calls'"),
+    (nasty_blocks.Chance, "its forward draws from Python's or NumPy's random numbers"),
+    (nasty_blocks.Custom, "the autograd Function 'Twice', whose backward is its own"),
+    (nasty_blocks.Outside, "uses a tensor that is neither an argument nor a parameter nor a buffer"),
+    (nasty_blocks.Hooked, r"its submodule 'layer' has hooks \(forward_hooks\)"),
+    (nasty_blocks.TensorHook, "its forward calls 'register_hook' of a tensor, which is Python"),
+    (nasty_blocks.Compiled, "its submodule 'inner' is compiled"),
+    (nasty_blocks.Replaces, "its forward replaces its parameter or buffer 'count'; write to it in place"),
+    (nasty_blocks.Makes, "its forward replaces its parameter or buffer 'mask'"),
+    (nasty_blocks.Seeded, "its forward sets the seed of torch's random numbers"),
+    (nasty_blocks.GoesBack, "its forward calls 'backward' of a tensor, which is Python"),
+    (nasty_blocks.Leaf, "its forward calls 'requires_grad_' of a tensor, which is Python"),
 ])  # fmt: skip
-def test_what_a_graph_would_get_wrong_stays_as_it_is(kind: type[Base], reason: str) -> None:
+def test_what_a_graph_would_get_wrong_stays_as_it_is(kind: type[nasty_blocks.Base], reason: str) -> None:
     block = kind()
-    found = Captures().of(block, (x_of(),), {})
+    found = Captures().of(block, (nasty_blocks.x_of(),), {})
     assert found.graph is None
     assert re.search(reason, found.reason), found.reason
     random.seed(0)
-    right = kind.forward(block, x_of()) if kind is Hooked else block(x_of())
-    if kind is Counting:
+    right = kind.forward(block, nasty_blocks.x_of()) if kind is nasty_blocks.Hooked else block(nasty_blocks.x_of())
+    if kind is nasty_blocks.Counting:
         block.calls -= 1
     block.count.zero_()
     random.seed(0)
-    assert torch.equal(Captures().run(block, x_of()), right)
+    assert torch.equal(Captures().run(block, nasty_blocks.x_of()), right)
 
 
 def test_a_tensor_that_is_told_what_it_knows_is_no_reason() -> None:
@@ -131,46 +117,46 @@ def test_a_tensor_that_is_told_what_it_knows_is_no_reason() -> None:
         mask.requires_grad = False
         return block.layer(x + block.count.requires_grad_(False)) + mask
 
-    captures, block = Captures(), of("Told", forward)()
-    assert torch.equal(captures.run(block, x_of()), block(x_of()))
+    captures, block = Captures(), nasty_blocks.of("Told", forward)()
+    assert torch.equal(captures.run(block, nasty_blocks.x_of()), block(nasty_blocks.x_of()))
     assert [found.reason for found in captures.all] == [""]
 
 
 def test_what_functions_remember_of_a_capture_is_forgotten() -> None:
     """A mask without values would be what the block itself finds from then on."""
-    block = Masked()
+    block = nasty_blocks.Masked()
     # a full cache does not grow
-    cached_mask(3)
+    nasty_blocks.cached_mask(3)
     found = Captures()
-    assert found.of(block, (x_of(),), {}).reason == ""
-    assert type(cached_mask(4)) is Tensor
-    assert torch.equal(found.run(block, x_of()), block(x_of()))
+    assert found.of(block, (nasty_blocks.x_of(),), {}).reason == ""
+    assert type(nasty_blocks.cached_mask(4)) is Tensor
+    assert torch.equal(found.run(block, nasty_blocks.x_of()), block(nasty_blocks.x_of()))
 
 
 def test_an_attribute_named_to_is_a_reason() -> None:
-    found = Captures().of(HasTo(), (x_of(),), {})
+    found = Captures().of(nasty_blocks.HasTo(), (nasty_blocks.x_of(),), {})
     assert found.reason == "it has an attribute 'to', which hides the method of that name"
 
 
 def test_a_branch_that_changes_is_captured_again() -> None:
-    captures, block = Captures(), Flag()
+    captures, block = Captures(), nasty_blocks.Flag()
     for flag in (True, False, True):
         block.flag = flag
-        assert torch.equal(captures.run(block, x_of()), block(x_of()))
+        assert torch.equal(captures.run(block, nasty_blocks.x_of()), block(nasty_blocks.x_of()))
     assert len(captures.all) == 2
 
 
 @pytest.mark.parametrize("change", [
-    lambda block: (block.eval(), x_of()),
-    lambda block: (block, x_of(5)),
-    lambda block: (block.double(), x_of().double()),
-    lambda block: (block, x_of().detach()),
-    lambda block: (block, x_of(4).t()),
-    lambda block: (block.requires_grad_(False), x_of()),
+    lambda block: (block.eval(), nasty_blocks.x_of()),
+    lambda block: (block, nasty_blocks.x_of(5)),
+    lambda block: (block.double(), nasty_blocks.x_of().double()),
+    lambda block: (block, nasty_blocks.x_of().detach()),
+    lambda block: (block, nasty_blocks.x_of(4).t()),
+    lambda block: (block.requires_grad_(False), nasty_blocks.x_of()),
 ])  # fmt: skip
 def test_every_guard_asks_for_another_graph(change: Any) -> None:
-    captures, block = Captures(), Base()
-    captures.of(block, (x_of(),), {})
+    captures, block = Captures(), nasty_blocks.Base()
+    captures.of(block, (nasty_blocks.x_of(),), {})
     block, x = change(block)
     assert torch.equal(captures.run(block, x), block(x))
     assert captures.run(block, x).requires_grad == block(x).requires_grad
@@ -178,25 +164,29 @@ def test_every_guard_asks_for_another_graph(change: Any) -> None:
 
 
 def test_the_gradient_mode_and_autocast_are_guards() -> None:
-    captures, block = Captures(), Base()
-    captures.of(block, (x_of(),), {})
+    captures, block = Captures(), nasty_blocks.Base()
+    captures.of(block, (nasty_blocks.x_of(),), {})
     with torch.no_grad():
-        captures.of(block, (x_of(),), {})
+        captures.of(block, (nasty_blocks.x_of(),), {})
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(captures.run(block, x_of()), block(x_of()))
+        assert torch.equal(captures.run(block, nasty_blocks.x_of()), block(nasty_blocks.x_of()))
     assert len(captures.all) == 3
 
 
 def test_devices_of_one_type_are_told_apart_and_sparse_arguments_are_a_reason() -> None:
     with FakeTensorMode():
-        keys = [signature(Base(), (torch.empty(2, device=f"cuda:{k}"),), {}) for k in (0, 1)]
+        keys = [signature(nasty_blocks.Base(), (torch.empty(2, device=f"cuda:{k}"),), {}) for k in (0, 1)]
     assert keys[0] != keys[1]
-    assert "not dense" in Captures().of(Base(), (torch.eye(4).to_sparse(),), {}).reason
+    assert "not dense" in Captures().of(nasty_blocks.Base(), (torch.eye(4).to_sparse(),), {}).reason
 
 
 def test_the_default_dtype_is_a_guard() -> None:
     """A number of float32 is another one than that of float64."""
-    captures, block, x = Captures(), of("Tenth", lambda m, x: m.layer(x) * torch.tensor(0.1))().double(), x_of()
+    captures, block, x = (
+        Captures(),
+        nasty_blocks.of("Tenth", lambda m, x: m.layer(x) * torch.tensor(0.1))().double(),
+        nasty_blocks.x_of(),
+    )
     captures.of(block, (x.double(),), {})
     torch.set_default_dtype(torch.float64)
     try:
@@ -206,37 +196,37 @@ def test_the_default_dtype_is_a_guard() -> None:
 
 
 def test_one_and_true_have_graphs_of_their_own() -> None:
-    class Named(Base):
+    class Named(nasty_blocks.Base):
         def forward(self, x: Tensor, times: Any) -> Tensor:
             return self.layer(x) * (2 if times is True else times)
 
-    captures, block, x = Captures(), Named(), x_of()
+    captures, block, x = Captures(), Named(), nasty_blocks.x_of()
     for times in (1, True, 1.0):
         assert torch.equal(captures.run(block, x, times), block(x, times))
 
 
 def test_arguments_that_are_one_tensor_have_a_graph_of_their_own() -> None:
-    class Two(Base):
+    class Two(nasty_blocks.Base):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return self.layer(x if x is y else x + y)
 
-    captures, block, x = Captures(), Two(), x_of()
+    captures, block, x = Captures(), Two(), nasty_blocks.x_of()
     assert torch.equal(captures.run(block, x, x), block(x, x))
-    assert torch.equal(captures.run(block, x, x_of()), block(x, x_of()))
+    assert torch.equal(captures.run(block, x, nasty_blocks.x_of()), block(x, nasty_blocks.x_of()))
 
 
-class Told(Base):
+class Told(nasty_blocks.Base):
     """Reads an object of its own, and one that it is given."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.settings = Settings()
+        self.settings = nasty_blocks.Settings()
 
-    def forward(self, x: Tensor, more: Settings) -> Tensor:
+    def forward(self, x: Tensor, more: nasty_blocks.Settings) -> Tensor:
         return self.layer(x) * self.settings.scale * more.scale + float(more.seen.sum())
 
 
-class Writes(Base):
+class Writes(nasty_blocks.Base):
     def forward(self, x: Tensor, more: Any) -> Tensor:
         if isinstance(more, dict):
             more["older"] = x
@@ -245,22 +235,22 @@ class Writes(Base):
         return self.layer(x)
 
 
-class Draws(Base):
+class Draws(nasty_blocks.Base):
     def forward(self, x: Tensor, more: Any) -> Tensor:
         return self.layer(x) * float(more.random())
 
 
 class WritesOwn(Told):
-    def forward(self, x: Tensor, more: Settings) -> Tensor:
+    def forward(self, x: Tensor, more: nasty_blocks.Settings) -> Tensor:
         self.settings.seen += 1
         return self.layer(x)
 
 
 def test_what_objects_hold_is_a_guard() -> None:
-    captures, block, more = Captures(), Told(), Settings()
+    captures, block, more = Captures(), Told(), nasty_blocks.Settings()
 
     def as_it_is() -> bool:
-        return torch.equal(captures.run(block, x_of(), more), block(x_of(), more))
+        return torch.equal(captures.run(block, nasty_blocks.x_of(), more), block(nasty_blocks.x_of(), more))
 
     assert as_it_is()
     assert as_it_is()
@@ -275,19 +265,19 @@ def test_what_objects_hold_is_a_guard() -> None:
 
 
 @pytest.mark.parametrize(("block", "more", "reason"), [
-    (Writes(), Settings(), "its forward changes what an argument of type 'Settings' holds"),
+    (Writes(), nasty_blocks.Settings(), "its forward changes what an argument of type 'Settings' holds"),
     (Writes(), {"x": 1}, "its forward changes a list or a dictionary that it is called with"),
-    (WritesOwn(), Settings(), "its forward changes the attribute 'settings'"),
+    (WritesOwn(), nasty_blocks.Settings(), "its forward changes the attribute 'settings'"),
     (Draws(), np.random.default_rng(0), "its forward changes what an argument of type 'Generator' holds"),
-    (Base(), threading.Lock(), "it is called with a 'lock', which cannot be copied"),
+    (nasty_blocks.Base(), threading.Lock(), "it is called with a 'lock', which cannot be copied"),
 ])  # fmt: skip
 def test_what_a_forward_writes_into_objects_is_a_reason_and_a_capture_writes_nothing(
     block: Any, more: Any, reason: str
 ) -> None:
-    found = Captures().of(block, (x_of(), more), {})
+    found = Captures().of(block, (nasty_blocks.x_of(), more), {})
     assert found.graph is None
     assert found.reason == reason
-    if isinstance(more, Settings):
+    if isinstance(more, nasty_blocks.Settings):
         assert more.scale == 2.0
         assert not more.seen.any()
     elif isinstance(more, dict):
@@ -295,12 +285,131 @@ def test_what_a_forward_writes_into_objects_is_a_reason_and_a_capture_writes_not
 
 
 @pytest.mark.parametrize(("kind", "form", "where"), [
-    (Base, lambda b, x: b(x) * (1 + 1e-9), "result 0"),
-    (Base, lambda b, x: b(Twice.apply(x)), "gradient of input 0"),
-    (Buffer, lambda b, x: b.layer(x) * (b.count + 1), "buffer count"),
-    (Base, lambda b, x: b(x) + 0 * b.unused.weight.sum(), "gradient of unused.weight"),
-    (Base, lambda b, x: b(x)[:, :3], "result 0 of the shape"),
+    (nasty_blocks.Base, lambda b, x: b(x) * (1 + 1e-9), "result 0"),
+    (nasty_blocks.Base, lambda b, x: b(nasty_blocks.Twice.apply(x)), "gradient of input 0"),
+    (nasty_blocks.Buffer, lambda b, x: b.layer(x) * (b.count + 1), "buffer count"),
+    (nasty_blocks.Base, lambda b, x: b(x) + 0 * b.unused.weight.sum(), "gradient of unused.weight"),
+    (nasty_blocks.Base, lambda b, x: b(x)[:, :3], "result 0 of the shape"),
 ])  # fmt: skip
-def test_a_wrong_form_is_seen(kind: type[Base], form: Any, where: str) -> None:
-    """The check itself: results, gradients, buffers."""
-    assert difference(kind(), form, (x_of(),)).startswith(where)
+def test_a_wrong_form_is_seen(kind: type[nasty_blocks.Base], form: Any, where: str) -> None:
+    assert difference(kind(), form, (nasty_blocks.x_of(),)).startswith(where)
+
+
+# Claim: what a graph depends on besides tensors is a part of its key, or a reason for none.
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self, scale: float = 2.0) -> None:
+        self.scale = scale
+
+
+class Private(nasty_blocks.Base):
+    """Multiplies by a number that it reads of something that it holds under a private name."""
+
+    def __init__(self, held: Any, read: Any) -> None:
+        super().__init__()
+        self._held, self._read = held, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self._read(self._held)
+
+
+def closed(numbers: list[float]) -> Any:
+    return lambda: numbers[0]
+
+
+LATER = nasty_blocks.Settings()
+
+
+@pytest.mark.parametrize(("held", "read", "change"), [
+    (nasty_blocks.Settings(), lambda o: o.scale, lambda o: setattr(o, "scale", 3.0)),
+    (Slotted(), lambda o: o.scale, lambda o: setattr(o, "scale", 3.0)),
+    ([nn.Dropout(0.2)], lambda o: o[0].p, lambda o: setattr(o[0], "p", 0.4)),
+    ([nn.Sequential(nn.Dropout(0.2))], lambda o: 2 + o[0][0].training, lambda o: o[0].eval()),
+    (deque([2.0]), lambda o: o[0], lambda o: o.append(o.popleft() + 1)),
+    (bytearray([2]), lambda o: o[0], lambda o: o.append(o.pop() + 1)),
+    (partial(max, Slotted()), lambda o: o.args[0].scale, lambda o: setattr(o.args[0], "scale", 3.0)),
+    (LATER.__eq__, lambda o: o.__self__.scale, lambda o: setattr(LATER, "scale", 3.0)),
+    (weakref.ref(LATER), lambda o: o().scale, lambda o: setattr(LATER, "scale", 5.0)),
+    (closed(later := [2.0]), lambda o: o(), lambda o: later.append(later.pop() + 1)),
+    ({1: 2.0}, lambda o: 3.0 if "1" in o else 2.0, lambda o: o.update({"1": o.pop(1)})),
+])  # fmt: skip
+def test_what_a_block_holds_under_a_private_name_is_a_guard(held: Any, read: Any, change: Any) -> None:
+    """Changed in place, or replaced by another one."""
+    captures, block = Captures(), Private(held, read)
+
+    def as_it_is() -> bool:
+        return torch.equal(captures.run(block, nasty_blocks.x_of()), block(nasty_blocks.x_of()))
+
+    assert as_it_is()
+    assert as_it_is()
+    assert len(captures.all) == 1
+    change(held)
+    assert as_it_is()
+    block._held, block._read = [7.0], lambda o: o[0]
+    assert as_it_is()
+    assert [found.reason for found in captures.all] == [""] * 3
+
+
+def caught(read: Any, of: Any) -> float:
+    try:
+        return float(read(of))
+    except Exception:
+        return 3.0
+
+
+@pytest.mark.parametrize(("held", "read", "reason"), [
+    ([torch.tensor(2.0)], lambda o: o[0].item(), "reads a number of a tensor that is no argument"),
+    (torch.tensor(2.0), float, "reads a number of a tensor that is no argument"),
+    ([torch.ones(2), torch.ones(2)], lambda o: 2.0 if torch.equal(*o) else 3.0, "reads a number of a tensor"),
+    (torch.tensor(2.0), lambda o: caught(float, o), "reads a number of a tensor that is no argument"),
+    (torch.tensor(2), lambda o: torch.ones(4, 4)[1, :o].sum(), "reads a number of a tensor that is no argument"),
+    (torch.tensor(2), lambda o: torch.ones(4, 4).select(1, o).sum(), "reads a number of a tensor that is no argument"),
+    (torch.tensor(2.0), lambda o: torch.full((4,), o), "reads a number of a tensor that is no argument"),
+    (torch.tensor(2.0), lambda o: torch.add(torch.ones(4), 1.0, alpha=o), "reads a number of a tensor"),
+    (random.Random(0), lambda o: o.random(), "changes the attribute '_held'"),
+    (np.random.default_rng(0), lambda o: o.random(), "changes the attribute '_held'"),
+    (np.random.RandomState(0), lambda o: o.rand(), "changes the attribute '_held'"),
+    ([1.0], lambda o: o.append(2.0) or 2.0, "changes the attribute '_held'"),
+])  # fmt: skip
+def test_what_it_holds_that_may_change_unseen_is_a_reason(held: Any, read: Any, reason: str) -> None:
+    found = Captures().of(Private(held, read), (nasty_blocks.x_of(),), {})
+    assert found.graph is None
+    assert re.search(reason, found.reason), found.reason
+
+
+@pytest.mark.parametrize("held", [np.random.default_rng(0), random.choice, np.random.uniform, random.SystemRandom()])
+def test_what_is_drawn_elsewhere_is_no_guard(held: Any) -> None:
+    captures, block = Captures(), Private(held, lambda o: 2.0)
+    for _ in range(3):
+        assert torch.equal(captures.run(block, nasty_blocks.x_of()), block(nasty_blocks.x_of()))
+        random.random(), np.random.rand(), getattr(held, "random", random.random)()
+    assert len(captures.all) == 1
+
+
+def test_a_list_may_hold_itself() -> None:
+    held: list[Any] = [2.0, {}]
+    held[1]["all"] = held
+    blocks, captures = [Private(held, lambda o: o[1]["all"][0]) for _ in range(2)], Captures()
+    for block in blocks:
+        assert torch.equal(captures.run(block, nasty_blocks.x_of()), block(nasty_blocks.x_of()))
+    held[0] = 3.0
+    assert torch.equal(captures.run(blocks[0], nasty_blocks.x_of()), blocks[0](nasty_blocks.x_of()))
+
+
+def test_blocks_that_hold_their_own_parts_in_lists_share_a_graph() -> None:
+    class Listed(nasty_blocks.Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self._parts = [self.layer, self.layer.weight]
+            self.rnn = nn.LSTM(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.rnn(self._parts[0](x))[0]  # type: ignore[operator]
+
+    captures = Captures()
+    for block in (Listed(), Listed()):
+        assert torch.equal(captures.run(block, nasty_blocks.x_of()), block(nasty_blocks.x_of()))
+    assert len(captures.all) == 1

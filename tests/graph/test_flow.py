@@ -26,8 +26,6 @@ RESHAPES = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze"
 
 
 class Op(nn.Module):
-    """A function as a block."""
-
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function
@@ -257,8 +255,6 @@ def test_bytes_of_the_blocks_of_eight_modules(name: str) -> None:
 
 
 class Chain(nn.Module):
-    """Linear, rectifier, dropout."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 16)

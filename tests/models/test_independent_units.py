@@ -119,8 +119,6 @@ Noisy = unit("Noisy", lambda m, v, u, **cells: Chromosome.nll(m, v, u + torch.ra
 
 
 class Shaped(Chromosome):
-    """Whose loss cannot be computed of no cells."""
-
     def nll(self, v: Tensor, u: Tensor, **cells: Tensor) -> Tensor:
         return super().nll(v, u.view(len(u), -1), **cells)
 
@@ -178,8 +176,6 @@ def test_a_loss_that_is_no_sum_over_cells_is_refused(kind: type[Chromosome], few
 
 
 class Named(Chromosome):
-    """With a choice by name."""
-
     def nll(self, v: Tensor, u: Tensor, **cells: Any) -> Tensor:
         return super().nll(v, u, **cells) * {"poisson": 1.0, "halved": 0.5}[cells["kind"]]
 

@@ -1,20 +1,16 @@
 """A user's own decoder as docs/howto/model.md shows it: independent units, each of which says its loss alone."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_amp.models.decoders.independent_units import Unit, UnitDecoder
+from tests.optimised import Optimised
 
 SIZES, DIM, STEPS = (5, 3, 4), 6, 5
 
 
 class Chromosome(Unit):
-    """Poisson counts of the anchors of one chromosome."""
-
     def __init__(self, first: int, size: int) -> None:
         super().__init__(n_features=size)
         self.columns = slice(first, first + size)
@@ -27,7 +23,7 @@ class Chromosome(Unit):
         return F.poisson_nll_loss(log_rate, cells["x"][:, self.columns], reduction="sum")
 
 
-class Counts(LightningModule):
+class Counts(Optimised, by=torch.optim.Adam, lr=1e-2):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -42,9 +38,6 @@ class Counts(LightningModule):
         u = self.encoder(batch["x"].log1p())
         loss: Tensor = self.decoder(u, self.v, library=batch["library"], x=batch["x"])
         return loss / batch["x"].numel() + 0.1 * u.square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
 def batches() -> list[dict[str, Tensor]]:

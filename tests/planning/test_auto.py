@@ -166,8 +166,10 @@ def test_the_model_axis_is_as_long_as_asked_for() -> None:
         assert not any("policy paper" in note for note in made.notes)
     with pytest.raises(PlanError, match=r"model_parallel_size=3 .* with 4 devices; .* one of \[1, 2, 4\]"):
         auto(devices=4, model_parallel_size=3)
+    whole = reference_shape(CONVOLUTION, batch_size=64, latent_dim=8)
+    whole = replace(whole, decoder=replace(whole.decoder, unsupported=("S2",)))
     with pytest.raises(PlanError, match="model_parallel_size=64 .* share this model among so many ranks"):
-        plan(CONVOLUTION, devices=64, model_parallel_size=64, shape=shape_of_convolution())
+        plan(CONVOLUTION, devices=64, model_parallel_size=64, shape=whole)
 
 
 def test_a_node_may_have_more_devices_than_are_used() -> None:
@@ -175,11 +177,6 @@ def test_a_node_may_have_more_devices_than_are_used() -> None:
         whole, part = (auto(devices=6, device_memory="60MiB", node_devices=n, **request) for n in (None, 8))
         assert part.mesh == whole.mesh
         assert part.strategies == whole.strategies
-
-
-def shape_of_convolution() -> ModelShape:
-    whole = reference_shape(CONVOLUTION, batch_size=64, latent_dim=8)
-    return replace(whole, decoder=replace(whole.decoder, unsupported=("S2",)))
 
 
 def test_strata_and_nodes_go_to_no_more_ranks_than_there_are() -> None:
@@ -251,21 +248,11 @@ def recommended(monkeypatch, seconds: dict[int, float], *, peaks: dict[int, int]
     def best(profile, *, devices, model_parallel_size, **rest):
         if devices not in seconds:
             raise PlanError("no parts for so many ranks")
-        peak = (peaks or {}).get(devices, 1)
-        one = Candidate(
-            strategies=(),
-            data=devices // model_parallel_size,
-            model=model_parallel_size,
-            peak_bytes=peak,
-            step_seconds=seconds[devices],
-            cell_seconds=1.0,
-        )
-        return SimpleNamespace(
-            candidates=(one,),
-            predicted_step_seconds=seconds[devices],
-            predicted_rest_seconds=None,
-            fits=peak <= 100 if peaks else None,
-        )
+        peak, took, model = (peaks or {}).get(devices, 1), seconds[devices], model_parallel_size
+        mesh = {"data": devices // model, "model": model}
+        one = Candidate(strategies=(), **mesh, peak_bytes=peak, step_seconds=took, cell_seconds=1.0)
+        found = {"candidates": (one,), "predicted_step_seconds": took, "predicted_rest_seconds": None}
+        return SimpleNamespace(**found, fits=peak <= 100 if peaks else None)
 
     monkeypatch.setattr(recommendation, "plan", best)
     budget = 100 if peaks else None
@@ -319,17 +306,11 @@ def test_no_fewer_than_fit(monkeypatch) -> None:
 def test_ranks_of_the_data_axis_share_the_cells_of_a_step(monkeypatch) -> None:
     seen = set()
 
-    def noted(profile, *, devices, model_parallel_size, batch_size, shape, **rest):
-        assert shape.batch_size == batch_size
-        seen.add((devices // model_parallel_size, model_parallel_size, batch_size))
-        return plan(
-            profile,
-            devices=devices,
-            model_parallel_size=model_parallel_size,
-            batch_size=batch_size,
-            shape=shape,
-            **rest,
-        )
+    def noted(profile, **asked):
+        devices, model, cells = (asked[name] for name in ("devices", "model_parallel_size", "batch_size"))
+        assert asked["shape"].batch_size == cells
+        seen.add((devices // model, model, cells))
+        return plan(profile, **asked)
 
     monkeypatch.setattr(recommendation, "plan", noted)
     monkeypatch.setattr(recommendation, "MOST_DEVICES", 4)

@@ -20,13 +20,15 @@ from lightning_amp.techniques.hic.rows import CompileStrata, StreamStrata
 from lightning_amp.techniques.table import STRATEGIES
 from tests.planning.profiles import hic, profile, rna, shape, with_full_attention
 
+paper = partial(plan, batch_size=256, policy="paper")
+
 
 def peak(strategies: str, devices: int) -> int:
     return plan(profile(), devices=devices, strategies=strategies, batch_size=256).predicted_peak_bytes
 
 
 def test_one_device_is_single_device_execution_and_says_where_memory_ends() -> None:
-    made = plan(profile(), devices=1, device_memory="1GiB", batch_size=256, policy="paper")
+    made = paper(profile(), devices=1, device_memory="1GiB")
     assert made.strategies == ()
     assert made.rules == ()
     assert made.fits is False
@@ -35,11 +37,11 @@ def test_one_device_is_single_device_execution_and_says_where_memory_ends() -> N
 
 
 def test_signals_activate_their_strategies_when_data_parallelism_does_not_fit() -> None:
-    paper = partial(plan, devices=4, batch_size=256, policy="paper", device_memory="10MiB")
-    no_ratio = paper(profile(hic(scale=2.0), rna()))
+    small = {"devices": 4, "device_memory": "10MiB"}
+    no_ratio = paper(profile(hic(scale=2.0), rna()), **small)
     assert no_ratio.strategies == ("S1", "S3", "S5")
     assert no_ratio.mesh == MeshShape(data=1, model=4)
-    assert paper(profile(hic(attention=False), rna())).strategies == ("S1", "S2", "S4", "S5")
+    assert paper(profile(hic(attention=False), rna()), **small).strategies == ("S1", "S2", "S4", "S5")
 
 
 def test_each_rule_says_why_and_what_it_saves() -> None:
@@ -60,7 +62,7 @@ def test_cells_are_balanced_where_contacts_vary_and_not_on_one_rank() -> None:
 
 
 def test_reports_fit_80_columns() -> None:
-    made = plan(profile(), devices=4, device_memory="512MiB", batch_size=256, policy="paper")
+    made = paper(profile(), devices=4, device_memory="512MiB")
     text = profile_report(profile()) + "\n" + plan_report(made)
     assert max(map(len, text.splitlines())) <= 80
     assert "S5" in text
@@ -128,10 +130,7 @@ EDITS = [
     (lambda p: p["rules"].pop(), r"strategies=\['S1', 'S3'\], but its rules are for \['S1'\]"),
     (lambda p: p["axes"].update(attention="eager"), "axes.attention='eager', with these strategies it is 'chunked'"),
     (lambda p: p["axes"].update(decode="bogus"), "axes.decode='bogus', with these strategies it is 'full'"),
-    (
-        lambda p: p["rules"][-1].update(spec={"type": "KeyFirstDecode"}),
-        "a rule of S3 asks for KeyFirstDecode, which is S4",
-    ),
+    (lambda p: p["rules"][-1].update(spec={"type": "KeyFirstDecode"}), "S3 asks for KeyFirstDecode, which is S4"),
     (lambda p: p.update(balance_cells=not p["balance_cells"]), "and the rules say otherwise"),
     (lambda p: p.update(balance_cells="false"), "balance_cells='false' is neither true nor false"),
     (lambda p: p.update(predicted_peak_bytes="lots"), "predicted_peak_bytes='lots' is not a whole number"),
@@ -209,16 +208,11 @@ def test_sizes_are_read(text, n_bytes) -> None:
 
 def test_the_model_axis_has_no_more_ranks_than_there_are_channels() -> None:
     data = profile(hic(), rna())
-    made = plan(data, devices=96, strategies="S5", shape=reference_shape(data, batch_size=4, latent_dim=64))
+    asked = {"devices": 96, "strategies": "S5", "shape": reference_shape(data, batch_size=4, latent_dim=64)}
+    made = plan(data, **asked)
     assert (made.mesh.data, made.mesh.model) == (3, 32)
     with pytest.raises(PlanError, match="S5 got 48 ranks .* D=64 can be split over 32 at most"):
-        plan(
-            data,
-            devices=96,
-            strategies="S5",
-            model_parallel_size=48,
-            shape=reference_shape(data, batch_size=4, latent_dim=64),
-        )
+        plan(data, **asked, model_parallel_size=48)
 
 
 def test_the_model_axis_has_no_more_ranks_than_there_are_buckets() -> None:
@@ -257,13 +251,8 @@ def test_each_signal_asks_for_the_strategies_of_table_4() -> None:
 
 @pytest.mark.parametrize(("bins", "batch_size"), [(5_400, 256), (27_000, 128)])
 def test_light_configurations_get_data_parallelism_only(bins, batch_size) -> None:
-    made = plan(
-        profile(hic(anchors=bins, strata=10), rna()),
-        devices=4,
-        device_memory="24GiB",
-        policy="paper",
-        batch_size=batch_size,
-    )
+    data = profile(hic(anchors=bins, strata=10), rna())
+    made = paper(data, devices=4, device_memory="24GiB", batch_size=batch_size)
     assert len(made.signals) == 3
     assert made.strategies == ("S1",)
     assert made.fits
@@ -274,18 +263,10 @@ def test_s5_is_added_when_the_epm_under_the_others_exceeds_the_budget() -> None:
     for model_parallel_size, ranks in (("auto", 8), (2, 2)):
         peak = predict(shape(), others, model_ranks=ranks).peak_bytes
         for budget, expected in ((peak, others), (peak - 1, (*others, "S5"))):
-            made = plan(
-                profile(),
-                devices=8,
-                device_memory=budget,
-                batch_size=256,
-                model_parallel_size=model_parallel_size,
-                policy="paper",
-            )
+            made = paper(profile(), devices=8, device_memory=budget, model_parallel_size=model_parallel_size)
             assert made.strategies == expected
     one = profile(hic(strata=1), rna())
-    flat = plan(one, devices=8, device_memory="1MiB", batch_size=256, policy="paper")
-    assert flat.strategies == others
+    assert paper(one, devices=8, device_memory="1MiB").strategies == others
 
 
 def test_full_attention_has_nothing_in_place_of_s3_and_nodes_in_place_of_s5() -> None:
@@ -294,8 +275,7 @@ def test_full_attention_has_nothing_in_place_of_s3_and_nodes_in_place_of_s5() ->
     others = ("S1", "S2", "S4")
     peak = predict(reference_shape(data, batch_size=256), others, model_ranks=8).peak_bytes
     for budget, expected in ((peak, others), (peak - 1, (*others, "nodes"))):
-        made = plan(data, devices=8, device_memory=budget, batch_size=256, policy="paper")
-        assert made.strategies == expected
+        assert paper(data, devices=8, device_memory=budget).strategies == expected
 
 
 def test_every_spec_belongs_to_one_technique_and_has_an_installer_unless_the_strategy_carries_it_out() -> None:

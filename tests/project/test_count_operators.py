@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 
 from benchmarks.count_operators import OperatorCounter
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
@@ -19,7 +19,7 @@ from lightning_amp.techniques.hic.rows import StreamStrata
 from lightning_amp.techniques.hic.scores import nonzero_counts
 from lightning_amp.techniques.hic.scores.nonzero_counts import entries, find_entries, known_entries
 from lightning_amp.techniques.hic.scores.sparse_likelihood import SparseZINB
-from tests.any_module import QUIET
+from tests.lightning.strategy.strategy_cases import trainer_of
 from tests.techniques.sharded_cases import Case, Model, assert_same, make_plan, train
 
 OURS = ("S4", "fused", "sparse", "stream")
@@ -96,17 +96,9 @@ def test_a_step_of_the_reference_model_waits_for_no_device(tmp_path, sparse: boo
     synthesize(data)
     third = ThirdStep()
     with settings_of("cuda"):
-        Trainer(
-            strategy=AMPStrategy(strategies=strategies),
-            accelerator="cpu",
-            callbacks=third,
-            max_epochs=1,
-            limit_val_batches=0,
-            **QUIET,
-        ).fit(
-            GLUE(latent_dim=8, hidden_dim=16, hidden_depth=1, window=10),
-            datamodule=SingleCellDataModule(data, batch_size=8, sparse=sparse),
-        )
+        trainer = trainer_of(AMPStrategy(strategies=strategies), callbacks=third, max_steps=-1, limit_val_batches=0)
+        model = GLUE(latent_dim=8, hidden_dim=16, hidden_depth=1, window=10)
+        trainer.fit(model, datamodule=SingleCellDataModule(data, batch_size=8, sparse=sparse))
     assert not third.counter.host_syncs
 
 

@@ -26,8 +26,6 @@ from tests.paths import EXAMPLES
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Any]]:
-    """Imports an example for the first time; what it registers is forgotten after the test."""
-
     def imported(folder: str, name: str) -> Any:
         monkeypatch.syspath_prepend(EXAMPLES / folder)
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -134,7 +134,6 @@ class Properties:
 
 @pytest.fixture
 def products() -> Iterator[Any]:
-    """Torch's setting of products on CUDA, which is set back afterwards."""
     setting: Any = torch.backends.cuda.matmul
     before = setting.fp32_precision
     yield setting

@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from lightning_amp.simulation.byte_meter import SimulatedMeter
 from lightning_amp.simulation.models_without_values import DecoderAlone, Subject, decoder_subject
 from lightning_amp.simulation.simulate import Simulation, fake_world, request_reference, simulate, simulate_plan
 from lightning_amp.techniques.data.gradient_sync import GradientSync
-from tests.any_module import QUIET
+from tests.lightning.strategy.strategy_cases import trainer_of
 from tests.planning.work_cases import shape as sizes_of_decoder
 from tests.ranks import run_ranks
 
@@ -147,15 +146,7 @@ def test_simulated_bytes_are_the_real_ones(tmp_path) -> None:
 def test_the_reference_model_holds_what_a_trainer_measures(strategies, tmp_path) -> None:
     synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
     monitor = StratumMemoryMonitor(every_n_steps=1, dirpath=tmp_path, plot=False)
-    trainer = pl.Trainer(
-        strategy=AMPStrategy(strategies=strategies),
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        limit_train_batches=2,
-        callbacks=[monitor],
-        **QUIET,
-    )
+    trainer = trainer_of(AMPStrategy(strategies=strategies), limit_train_batches=2, callbacks=[monitor])
     data = SingleCellDataModule(tmp_path / "data", batch_size=4)
     trainer.fit(GLUE(latent_dim=8, window=8), datamodule=data)
     dist.destroy_process_group()

@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -35,6 +35,7 @@ from lightning_amp.techniques.table import STRATEGIES, in_order
 from tests.any_module import QUIET
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.lightning.strategy.test_fsdp import Record
+from tests.optimised import Optimised
 
 WIDE, CELLS, STEPS = 4, (5, 3), 3
 """Channels, cells of each rank, and steps."""
@@ -64,7 +65,7 @@ NAMES = {kind: f"blocks.{i}" for i, kind in enumerate(BLOCKS)}
 SHAPES = {"2d": (3, 2), "3d": (3, 1, 2)}
 
 
-class Zoo(LightningModule):
+class Zoo(Optimised, by=torch.optim.SGD, lr=0.1, momentum=0.9):
     """Calls every block, some of them twice; the weight of one is that of the head, too.
 
     Args:
@@ -104,9 +105,6 @@ class Zoo(LightningModule):
         loss = F.mse_loss(self.head(x), batch.flip(1))
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,6 @@ def override_by_same(module: nn.Module, spec: Any, mesh: Any) -> Change:
 
 
 def register() -> None:
-    """Two techniques from outside, in this process."""
     for name, spec, install in (("S6", Replaced, replace_by_same), ("S7", Overridden, override_by_same)):
         if name not in STRATEGIES:
             register_technique(
@@ -213,7 +210,6 @@ def attributes(module: nn.Module) -> dict[str, list[Any]]:
 
 
 def trained(rank: int | None, strategy: Any = "auto") -> tuple[dict[str, Any], Any]:
-    """What a run leaves, and its plan."""
     module, record = Zoo(rank), Record()
     before = attributes(module)
     RAN.clear()
@@ -238,7 +234,6 @@ def trained(rank: int | None, strategy: Any = "auto") -> tuple[dict[str, Any], A
 
 
 def pairs(rank: int, ranks: int, few: bool) -> list[dict[str, Any]]:
-    """Every set of techniques on two ranks."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     register()
     _, plan = trained(rank, AMPStrategy(strategies="S1"))
@@ -247,7 +242,7 @@ def pairs(rank: int, ranks: int, few: bool) -> list[dict[str, Any]]:
         return [trained(rank, AMPStrategy(plan=make(names)))[0] for names in COMBINED[few]]
 
 
-class Line(LightningModule):
+class Line(Optimised, by=torch.optim.SGD, lr=0.1, momentum=0.9):
     """What stages can run: nothing that knows of other cells."""
 
     def __init__(self) -> None:
@@ -260,9 +255,6 @@ class Line(LightningModule):
         for block in self.blocks:
             batch = block(batch)
         return batch.square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 STAGED = [("recompute",), ("chunk",), ("recompute", "chunk"), ("S6",), ("S7",), ("fsdp",)]

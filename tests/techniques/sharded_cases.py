@@ -97,7 +97,6 @@ class Model(nn.Module):
         return loss + outside
 
     def mean(self) -> Tensor:
-        """Expected contacts, [cell, feature]."""
         arguments = {name: self.batch[name] for name in ("batch", "library")}
         with torch.no_grad():
             return self.decoder.mean(self.u, self.v, **arguments)
@@ -137,7 +136,6 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 def model_mesh(world_size: int) -> DeviceMesh:
-    """All ranks on the model axis."""
     return init_device_mesh("cpu", (1, world_size), mesh_dim_names=("data", "model"))
 
 

@@ -70,8 +70,7 @@ def test_installed_modules_compute_the_same_with_the_same_parameters() -> None:
     loss, gradients = step(model)
     expected, expected_gradients = step(eager)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    for name, gradient in expected_gradients.items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-14, msg=name)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-10, atol=1e-14)
     installed.undo()
     installed.undo()
     assert {n: type(m) for n, m in model.named_modules()} == {n: type(m) for n, m in eager.named_modules()}

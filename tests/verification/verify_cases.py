@@ -20,6 +20,7 @@ from lightning_amp.verification.compare import Precision, Report
 from lightning_amp.verification.result import Verification
 from lightning_amp.verification.training_run import Training, train_one, train_rank
 from lightning_amp.verification.verify import subject_of, verification_of
+from tests.optimised import Optimised
 from tests.paths import ROOT
 from tests.ranks import run_ranks
 
@@ -34,7 +35,7 @@ def cells(n: int, *, seed: int = 0) -> Cells:
     return {"x": x, "y": x @ torch.ones(5, 2) + 1, "mask": mask}
 
 
-class Clean(LightningModule):
+class Clean(Optimised, by=torch.optim.Adam, lr=0.01):
     """Batch normalisation, an adaptive optimiser, a mean over cells."""
 
     def __init__(self, middle: nn.Module | None = None) -> None:
@@ -47,25 +48,14 @@ class Clean(LightningModule):
     def loss(self, batch: Any) -> Tensor:
         return (self.head(self.middle(self.encoder(batch["x"]))) - batch["y"]).square().mean()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
-
-
-class Inline(LightningModule):
-    """One layer on a batch that is a tensor."""
-
+class Inline(Optimised, by=torch.optim.SGD, lr=0.1):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.layer(batch).square().mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class EdgesDrawn(Clean):

@@ -27,7 +27,6 @@ class Case(NamedTuple):
     tolerance: float = 1e-10
 
     def dims(self, i: int) -> tuple[int, ...]:
-        """The dims of an input that are split."""
         dims = self.at.get(i, ())
         return (dims,) if isinstance(dims, int) else dims
 
@@ -47,5 +46,4 @@ def bools(*shape: int) -> Callable[[], Tensor]:
 
 
 def made(inputs: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors of a case."""
     return [one() if callable(one) else torch.randn(one, dtype=torch.float64) for one in inputs]

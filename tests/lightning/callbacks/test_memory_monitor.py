@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_amp import figures
 from lightning_amp.lightning.callbacks.memory_monitor import COLUMNS, StratumMemoryMonitor, _MeasuredStep
 from tests.any_module import QUIET
+from tests.optimised import Optimised
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings(
@@ -61,7 +62,7 @@ class Decoder(nn.Module):
         return torch.stack(losses).mean()
 
 
-class Model(pl.LightningModule):
+class Model(Optimised, by=torch.optim.SGD, lr=1e-3, momentum=0.9):
     def __init__(self, *, passes: int = 1, fails_at: int | None = None, skips_at: int | None = None) -> None:
         super().__init__()
         self.anchors = nn.Parameter(torch.ones(N, D))
@@ -85,9 +86,6 @@ class Model(pl.LightningModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader([torch.ones(D) for _ in range(6 * B)], batch_size=B)  # type: ignore[arg-type]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
 
 
 def fit(monitor: StratumMemoryMonitor, model: pl.LightningModule, tmp_path: Path, **arguments: Any) -> pl.Trainer:

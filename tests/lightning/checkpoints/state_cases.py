@@ -180,7 +180,6 @@ class Job:
         return bool(self.saved_by) and KINDS[self.saved_by].sharded and not isinstance(strategy, AMPStrategy)
 
     def checkpoint(self, folder: Path) -> Path | None:
-        """What it goes on from."""
         file = "converted.ckpt" if self.reads_file else "3.ckpt"
         return folder / self.source / file if self.saved_by else None
 
@@ -238,7 +237,6 @@ def regroup(rank: int, ranks: int, meet: Path) -> bool:
 
 
 def convert_all(folder: Path) -> None:
-    """A file beside every directory."""
     for directory in folder.glob("*/3.ckpt"):
         if directory.is_dir() and not directory.with_name("converted.ckpt").exists():
             convert_checkpoint(directory, directory.with_name("converted.ckpt"))
@@ -288,7 +286,6 @@ def part_of(rows: list[int], add: float = 0.0) -> Part:
 
 
 def broadcast(value: Any) -> Any:
-    """Rank 0's value."""
     held = [value]
     dist.broadcast_object_list(held)
     return held[0]
@@ -303,8 +300,6 @@ def scattered(rank: int, path: Path) -> bool:
 
 
 class Broken(dict[Any, Tensor]):
-    """Boxes on a disk that is full."""
-
     def __getitem__(self, offsets: Any) -> Tensor:
         raise OSError(28, "No space left on device")
 

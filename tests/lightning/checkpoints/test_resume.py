@@ -76,8 +76,7 @@ def whole_checkpoint(folder: Path, job: Job, step: int) -> dict[str, Any]:
     if path.is_dir():
         convert_checkpoint(path, path.with_name(f"whole{step}.ckpt"))
         path = path.with_name(f"whole{step}.ckpt")
-    checkpoint: dict[str, Any] = torch.load(path, weights_only=True)
-    return checkpoint
+    return torch.load(path, weights_only=True)
 
 
 def differences(found: Any, expected: Any, place: str = "") -> list[str]:

@@ -272,8 +272,6 @@ class Plain(torch.optim.AdamW):
 
 
 class Counts(Plain):
-    """Its steps, in an attribute."""
-
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters)
         self.kept, self.steps, self.past = list(parameters), torch.zeros(()), list[int]()

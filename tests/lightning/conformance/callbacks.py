@@ -27,32 +27,17 @@ from torch import Tensor, nn
 
 from lightning_amp.errors import AmpError
 from lightning_amp.lightning.consistency import replicas as save_guard
-from tests.lightning.conformance.cases import (
-    CASE,
-    EVERY,
-    NODES,
-    STRATA,
-    TRAINED,
-    WIDE,
-    Batch,
-    Outcome,
-    Site,
-    Tiny,
-    feature,
-    fit,
-    fits,
-    trained,
-)
+from tests.lightning.conformance import cases
 
 
-@feature("EarlyStopping", checked=TRAINED + ", the epoch that it stops at")
-def early_stopping(site: Site) -> Outcome:
+@cases.feature("EarlyStopping", checked=cases.TRAINED + ", the epoch that it stops at")
+def early_stopping(site: cases.Site) -> cases.Outcome:
     stop = EarlyStopping("val_loss", mode="max", patience=1)
-    found = fit(site, max_epochs=6, limit_val_batches=2, callbacks=[stop])
+    found = cases.fit(site, max_epochs=6, limit_val_batches=2, callbacks=[stop])
     return found | {"stopped": stop.stopped_epoch, "best": stop.best_score}
 
 
-def checkpoint(path: Path | str) -> Outcome:
+def checkpoint(path: Path | str) -> cases.Outcome:
     """What a checkpoint file holds of the model and its optimisers."""
     read = torch.load(path, weights_only=True)
     found = {f"file {name}": value for name, value in read["state_dict"].items()}
@@ -63,49 +48,51 @@ def checkpoint(path: Path | str) -> Outcome:
     return found | {"steps": read["global_step"]}
 
 
-@feature("ModelCheckpoint: top-k by a monitored loss, last", checked="files, scores, contents", plans=EVERY)
-def top_k(site: Site) -> Outcome:
+@cases.feature("ModelCheckpoint: top-k by a monitored loss, last", checked="files, scores, contents", plans=cases.EVERY)
+def top_k(site: cases.Site) -> cases.Outcome:
     saver = ModelCheckpoint(site.folder, filename="{epoch}-{step}", monitor="val_loss", save_top_k=2, save_last=True)
-    fit(site, max_epochs=4, limit_val_batches=2, callbacks=[saver], enable_checkpointing=True)
+    cases.fit(site, max_epochs=4, limit_val_batches=2, callbacks=[saver], enable_checkpointing=True)
     files = sorted(file.name for file in site.folder.glob("*.ckpt"))
     scores = sorted(value.item() for value in saver.best_k_models.values())
     found = {"files": files, "scores": torch.tensor(scores), "best": Path(saver.best_model_path).name}
     return found | checkpoint(saver.best_model_path) | checkpoint(site.folder / "last.ckpt")
 
 
-@feature("resuming from ckpt_path", plans=EVERY)
-def resumed(site: Site) -> Outcome:
+@cases.feature("resuming from ckpt_path", plans=cases.EVERY)
+def resumed(site: cases.Site) -> cases.Outcome:
     saver = ModelCheckpoint(site.folder, filename="{epoch}", save_top_k=-1)
-    fit(site, callbacks=[saver], enable_checkpointing=True)
-    module = Tiny()
+    cases.fit(site, callbacks=[saver], enable_checkpointing=True)
+    module = cases.Tiny()
     site.trainer(max_epochs=4).fit(module, site.loader(), ckpt_path=site.folder / "epoch=1.ckpt")
-    return trained(site, module)
+    return cases.trained(site, module)
 
 
-@feature("save_checkpoint on every rank, load_from_checkpoint", checked="contents, loaded parameters", plans=EVERY)
-def saved_by_hand(site: Site) -> Outcome:
-    module, trainer = Tiny(), site.trainer()
+@cases.feature(
+    "save_checkpoint on every rank, load_from_checkpoint", checked="contents, loaded parameters", plans=cases.EVERY
+)
+def saved_by_hand(site: cases.Site) -> cases.Outcome:
+    module, trainer = cases.Tiny(), site.trainer()
     trainer.fit(module, site.loader())
     path = site.folder / "hand.ckpt"
     trainer.save_checkpoint(path)
-    loaded = Tiny.load_from_checkpoint(path).state_dict()
+    loaded = cases.Tiny.load_from_checkpoint(path).state_dict()
     return checkpoint(path) | {f"loaded {name}": value for name, value in loaded.items()}
 
 
 ALONE = "rank 0 saves a checkpoint, and ranks [1] did not within"
 
 
-@feature(
+@cases.feature(
     "save_checkpoint on rank 0 alone",
     checked="contents, where there is one rank",
     against="one",
-    plans=EVERY,
-    refused={"2": ALONE, WIDE: ALONE, STRATA: ALONE, NODES: ALONE},
+    plans=cases.EVERY,
+    refused={"2": ALONE, cases.WIDE: ALONE, cases.STRATA: ALONE, cases.NODES: ALONE},
     note="under ddp it waits for ever",
 )
-def saved_alone(site: Site) -> Outcome:
+def saved_alone(site: cases.Site) -> cases.Outcome:
     trainer, patience, told = site.trainer(max_epochs=1), save_guard.PATIENCE_S, ""
-    trainer.fit(Tiny(), site.loader())
+    trainer.fit(cases.Tiny(), site.loader())
     save_guard.PATIENCE_S = 0.3
     try:
         if site.rank == 0:
@@ -121,153 +108,151 @@ def saved_alone(site: Site) -> Outcome:
     return checkpoint(site.folder / "together.ckpt")
 
 
-@feature("checkpoints in the middle of an epoch", checked="files, contents of the last", plans=EVERY)
-def saved_within(site: Site) -> Outcome:
+@cases.feature("checkpoints in the middle of an epoch", checked="files, contents of the last", plans=cases.EVERY)
+def saved_within(site: cases.Site) -> cases.Outcome:
     saver = ModelCheckpoint(site.folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
-    fit(site, callbacks=[saver], enable_checkpointing=True)
+    cases.fit(site, callbacks=[saver], enable_checkpointing=True)
     files = sorted(file.name for file in site.folder.glob("*.ckpt"))
     return {"files": files} | checkpoint(site.folder / files[-1])
 
 
-@feature("AsyncCheckpointIO", checked="contents")
-def saved_aside(site: Site) -> Outcome:
+@cases.feature("AsyncCheckpointIO", checked="contents")
+def saved_aside(site: cases.Site) -> cases.Outcome:
     saver = ModelCheckpoint(site.folder, filename="{epoch}", save_top_k=-1)
-    fit(site, callbacks=[saver], enable_checkpointing=True, plugins=[AsyncCheckpointIO()])
+    cases.fit(site, callbacks=[saver], enable_checkpointing=True, plugins=[AsyncCheckpointIO()])
     site.gather(None)
     return checkpoint(site.folder / "epoch=1.ckpt")
 
 
-def _double() -> Tiny:
+def _double() -> cases.Tiny:
     """Lightning copies the module for averaging before it converts it to the Trainer's precision."""
-    return Tiny().double()
+    return cases.Tiny().double()
 
 
 BUFFERS = "it copies buffers too, and the plan has replaced some"
 AVERAGED = "is not supported: it averages whole parameters, and S2 has sharded"
 
 
-fits(
+cases.fits(
     "StochasticWeightAveraging",
     _double,
     trainer=lambda: {"max_epochs": 4, "callbacks": [StochasticWeightAveraging(1e-2, swa_epoch_start=1)]},
-    checked=TRAINED + ", averaged",
-    plans=EVERY,
-    refused={WIDE: AVERAGED},
+    checked=cases.TRAINED + ", averaged",
+    plans=cases.EVERY,
+    refused={cases.WIDE: AVERAGED},
 )
-fits(
+cases.fits(
     "WeightAveraging",
     _double,
     trainer=lambda: {"callbacks": [WeightAveraging()]},
-    checked=TRAINED + ", averaged",
-    plans=EVERY,
-    refused={WIDE: AVERAGED, NODES: BUFFERS},
+    checked=cases.TRAINED + ", averaged",
+    plans=cases.EVERY,
+    refused={cases.WIDE: AVERAGED, cases.NODES: BUFFERS},
 )
 
 
-@feature(
+@cases.feature(
     "EMAWeightAveraging, with validation and checkpoints",
-    checked=TRAINED + ", averaged; contents of the file",
-    plans=EVERY,
-    refused={WIDE: AVERAGED, NODES: BUFFERS},
+    checked=cases.TRAINED + ", averaged; contents of the file",
+    plans=cases.EVERY,
+    refused={cases.WIDE: AVERAGED, cases.NODES: BUFFERS},
 )
-def ema(site: Site) -> Outcome:
+def ema(site: cases.Site) -> cases.Outcome:
     saver = ModelCheckpoint(site.folder, filename="{epoch}", save_top_k=-1)
     options: dict[str, Any] = {"limit_val_batches": 2, "enable_checkpointing": True}
-    found = fit(site, _double(), callbacks=[EMAWeightAveraging(decay=0.8), saver], **options)
+    found = cases.fit(site, _double(), callbacks=[EMAWeightAveraging(decay=0.8), saver], **options)
     return found | checkpoint(site.folder / "epoch=1.ckpt")
 
 
-class Backbone(Tiny):
+class Backbone(cases.Tiny):
     """With a layer under the name that BackboneFinetuning wants."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = nn.Linear(CASE.dim, CASE.dim)
+        self.backbone = nn.Linear(cases.CASE.dim, cases.CASE.dim)
 
-    def encode(self, batch: Batch) -> Tensor:
-        latent: Tensor = self.backbone(super().encode(batch))
-        return latent
+    def encode(self, batch: cases.Batch) -> Tensor:
+        return self.backbone(super().encode(batch))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
 
 
-@feature("BackboneFinetuning: layers unfrozen in the middle", against="one")
-def finetuning(site: Site) -> Outcome:
+@cases.feature("BackboneFinetuning: layers unfrozen in the middle", against="one")
+def finetuning(site: cases.Site) -> cases.Outcome:
     thaw = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01, verbose=False)
-    return fit(site, Backbone(), max_epochs=3, callbacks=[thaw])
+    return cases.fit(site, Backbone(), max_epochs=3, callbacks=[thaw])
 
 
-fits(
+cases.fits(
     "ModelPruning",
     _double,
     trainer=lambda: {"callbacks": [ModelPruning("l1_unstructured", amount=0.3)]},
-    plans=EVERY,
-    refused=dict.fromkeys(EVERY, "ModelPruning is not supported: it has chosen its layers already"),
+    plans=cases.EVERY,
+    refused=dict.fromkeys(cases.EVERY, "ModelPruning is not supported: it has chosen its layers already"),
 )
 
 
 def logged(folder: Path) -> list[dict[str, str]]:
-    """Rows of the metrics of the only version in a folder."""
     (file,) = folder.rglob("metrics.csv")
     with file.open() as lines:
         return list(csv.DictReader(lines))
 
 
-@feature("LearningRateMonitor, CSVLogger", checked="every rate in the file")
-def rates(site: Site) -> Outcome:
+@cases.feature("LearningRateMonitor, CSVLogger", checked="every rate in the file")
+def rates(site: cases.Site) -> cases.Outcome:
     logger = CSVLogger(site.folder)
-    fit(site, callbacks=[LearningRateMonitor("step")], logger=logger, log_every_n_steps=1)
+    cases.fit(site, callbacks=[LearningRateMonitor("step")], logger=logger, log_every_n_steps=1)
     site.gather(None)
     return {"rates": [row["lr-SGD"] for row in logged(site.folder)]}
 
 
-@feature("DeviceStatsMonitor", checked=TRAINED + "; the file has the host's memory")
-def device_stats(site: Site) -> Outcome:
+@cases.feature("DeviceStatsMonitor", checked=cases.TRAINED + "; the file has the host's memory")
+def device_stats(site: cases.Site) -> cases.Outcome:
     logger = CSVLogger(site.folder)
-    found = fit(site, callbacks=[DeviceStatsMonitor(cpu_stats=True)], logger=logger, log_every_n_steps=1)
+    found = cases.fit(site, callbacks=[DeviceStatsMonitor(cpu_stats=True)], logger=logger, log_every_n_steps=1)
     site.gather(None)
     return found | {"memory": any("cpu_vm_percent" in name for name in logged(site.folder)[0])}
 
 
-@feature(
+@cases.feature(
     "LR finder: Tuner.lr_find",
     checked="rates tried, losses, the suggestion; the module is as before",
     against="ddp",
     note="the losses are those of a rank's own cells, as under ddp",
 )
-def lr_find(site: Site) -> Outcome:
-    module, trainer = Tiny(), site.trainer()
+def lr_find(site: cases.Site) -> cases.Outcome:
+    module, trainer = cases.Tiny(), site.trainer()
     options: dict[str, Any] = {"num_training": 12, "min_lr": 1e-3, "max_lr": 0.3, "early_stop_threshold": None}
     found = Tuner(trainer).lr_find(module, site.loader(), **options)
     assert found is not None
     losses = torch.tensor(found.results["loss"], dtype=torch.float64)
     suggestion = found.suggestion(skip_begin=1, skip_end=1)
-    start = Tiny().state_dict()
+    start = cases.Tiny().state_dict()
     same = all(torch.equal(value, start[name].to(value.dtype)) for name, value in module.state_dict().items())
     rates = torch.tensor(found.results["lr"], dtype=torch.float64)
     return {"rates": rates, "losses": losses, "suggestion": suggestion, "as before": same}
 
 
-@feature("LR finder: LearningRateFinder", checked=TRAINED + ", the rate that was found")
-def lr_finder(site: Site) -> Outcome:
-    module = Tiny()
+@cases.feature("LR finder: LearningRateFinder", checked=cases.TRAINED + ", the rate that was found")
+def lr_finder(site: cases.Site) -> cases.Outcome:
+    module = cases.Tiny()
     finder = LearningRateFinder(min_lr=1e-3, max_lr=0.3, num_training_steps=14, early_stop_threshold=None)
-    return fit(site, module, callbacks=[finder]) | {"lr": module.lr}
+    return cases.fit(site, module, callbacks=[finder]) | {"lr": module.lr}
 
 
 TUNED = "Tuning the batch size is currently not supported with distributed strategies"
 
 
-@feature(
+@cases.feature(
     "batch-size scaler: Tuner.scale_batch_size",
     checked="the refusal",
     against="one",
-    refused={"1": TUNED, "2": TUNED, WIDE: TUNED},
+    refused={"1": TUNED, "2": TUNED, cases.WIDE: TUNED},
     note="Lightning's own refusal of all distributed strategies; `lightning_amp.plan(...).largest_batch()` answers it",
 )
-def scale_batch_size(site: Site) -> Outcome:
-    Tuner(site.trainer()).scale_batch_size(Tiny(), site.loader(), max_trials=1)
+def scale_batch_size(site: cases.Site) -> cases.Outcome:
+    Tuner(site.trainer()).scale_batch_size(cases.Tiny(), site.loader(), max_trials=1)
     return {}
 
 
@@ -276,9 +261,9 @@ class Writer(BasePredictionWriter):
         torch.save(predictions, Path(trainer.default_root_dir) / f"part{trainer.global_rank}.pt")
 
 
-@feature("BasePredictionWriter", checked="what the ranks of the data axis have written")
-def writer(site: Site) -> Outcome:
-    site.trainer(callbacks=[Writer("epoch")]).predict(Tiny(), site.loader(), return_predictions=False)
+@cases.feature("BasePredictionWriter", checked="what the ranks of the data axis have written")
+def writer(site: cases.Site) -> cases.Outcome:
+    site.trainer(callbacks=[Writer("epoch")]).predict(cases.Tiny(), site.loader(), return_predictions=False)
     site.gather(None)
     files = sorted(site.folder.glob("part*.pt"))[:: site.model_ranks]
     rows = sorted(row for file in files for batch in torch.load(file) for row in batch)
@@ -286,8 +271,6 @@ def writer(site: Site) -> Outcome:
 
 
 class Fails(Callback):
-    """Raises in a hook, on every rank."""
-
     def __init__(self, error: type[BaseException]) -> None:
         self.error = error
         self.told: list[str] = []
@@ -300,11 +283,11 @@ class Fails(Callback):
         self.told.append(type(exception).__name__)
 
 
-@feature("OnExceptionCheckpoint", checked="contents")
-def saved_on_exception(site: Site) -> Outcome:
+@cases.feature("OnExceptionCheckpoint", checked="contents")
+def saved_on_exception(site: cases.Site) -> cases.Outcome:
     saver = OnExceptionCheckpoint(site.folder, "failed")
     try:
-        fit(site, callbacks=[Fails(ArithmeticError), saver], enable_checkpointing=True)
+        cases.fit(site, callbacks=[Fails(ArithmeticError), saver], enable_checkpointing=True)
     except ArithmeticError:
         return checkpoint(site.folder / "failed.ckpt")
     return {"failed": False}

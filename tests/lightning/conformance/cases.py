@@ -55,8 +55,7 @@ class Tiny(LightningModule):
         self.losses: list[Tensor] = []
 
     def encode(self, batch: Batch) -> Tensor:
-        latent: Tensor = self.encoder(batch["x"].log1p())
-        return latent
+        return self.encoder(batch["x"].log1p())
 
     def loss(self, batch: Batch) -> Tensor:
         arguments = {name: batch[name] for name in ("batch", "library", "x")}
@@ -120,17 +119,14 @@ class Site:
         return trainer_of(self.strategy(), rank=self.rank, ranks=self.ranks, **options)
 
     def part(self, batch: Batch) -> Batch:
-        """This rank's cells of a batch."""
         n = len(batch["x"]) // self.data_ranks
         return {name: value[self.data_rank * n :][:n] for name, value in batch.items()}
 
     def loader(self, *, steps: int = STEPS, seed: int = 6) -> DataLoader[Any]:
-        """This rank's part of every batch."""
         parts = [self.part(batch) for batch in batches(steps, seed=seed)]
         return DataLoader(parts, batch_size=None)  # type: ignore[arg-type]
 
     def gather(self, value: Any) -> list[Any]:
-        """A value of every rank of the data axis, on every rank."""
         if self.ranks == 1:
             return [value]
         found: list[Any] = [None] * self.ranks
@@ -154,7 +150,6 @@ def batches(steps: int = STEPS, *, seed: int = 6) -> list[Batch]:
 
 
 def fit(site: Site, module: Tiny | None = None, **options: Any) -> Outcome:
-    """Train, with validation if limit_val_batches is among the options."""
     module = module or Tiny()
     trainer = site.trainer(**options)
     validation = site.loader(steps=2, seed=9) if "limit_val_batches" in options else None
@@ -201,8 +196,6 @@ FEATURES: dict[str, Feature] = {}
 def feature(
     name: str, *, refused: Mapping[str, str] | None = None, **options: Any
 ) -> Callable[[Callable[[Site], Outcome]], Callable[[Site], Outcome]]:
-    """Add a row."""
-
     def add(run: Callable[[Site], Outcome]) -> Callable[[Site], Outcome]:
         assert name not in FEATURES, f"{name} is there twice"
         FEATURES[name] = Feature(name=name, run=run, refused=refused or {}, **options)

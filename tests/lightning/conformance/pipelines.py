@@ -10,43 +10,29 @@ from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, Model
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
+from tests.lightning.conformance import cases
 from tests.lightning.conformance.callbacks import checkpoint
-from tests.lightning.conformance.cases import (
-    CHUNKED,
-    N_FEATURES,
-    PIPELINE,
-    RECOMPUTED,
-    TRAINED,
-    Batch,
-    Outcome,
-    Site,
-    Tiny,
-    feature,
-    fit,
-    fits,
-    trained,
-)
 
-ONLY: dict[str, Any] = {"plans": (PIPELINE,)}
+ONLY: dict[str, Any] = {"plans": (cases.PIPELINE,)}
 
 
-class Layered(Tiny):
+class Layered(cases.Tiny):
     """A list of blocks instead of a decoder, a layer that is used before and after them, and values of each epoch."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         LightningModule.__init__(self)
         torch.manual_seed(4)
         self.lr, self.losses, self.seen = 0.05, [], torchmetrics.MeanMetric()
-        self.encoder = nn.Linear(N_FEATURES, 8)
+        self.encoder = nn.Linear(cases.N_FEATURES, 8)
         self.blocks = nn.Sequential(
             *(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh()) for _ in range(4)), *blocks
         )
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: cases.Batch) -> Tensor:
         h = self.blocks(self.encode(batch))
         return (h @ self.encoder.weight - batch["x"]).square().mean()
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: cases.Batch, batch_idx: int) -> Tensor:
         loss: Tensor = super().training_step(batch, batch_idx)
         self.seen(loss.detach())
         self.log("seen", self.seen, on_step=False, on_epoch=True)
@@ -56,7 +42,7 @@ class Layered(Tiny):
             self.log(f"cells_{reduce_fx}", value, on_step=False, on_epoch=True, **options)
         return loss
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
+    def predict_step(self, batch: cases.Batch, batch_idx: int) -> Any:
         return self.blocks(self.encode(batch))
 
 
@@ -71,12 +57,14 @@ class Spread(nn.Module):
         return x + (x.unsqueeze(-1) * self.weight).tanh().mean(-1)
 
 
-fits("stages: fit", Layered, plans=(PIPELINE, RECOMPUTED))
-fits("stages: fit, blocks in chunks", lambda: Layered(Spread(), Spread()), plans=(CHUNKED,))
+cases.fits("stages: fit", Layered, plans=(cases.PIPELINE, cases.RECOMPUTED))
+cases.fits("stages: fit, blocks in chunks", lambda: Layered(Spread(), Spread()), plans=(cases.CHUNKED,))
 
 
-@feature("stages: fit, validate, test and predict with one Trainer", checked=TRAINED + ", logged loss", **ONLY)
-def evaluated(site: Site) -> Outcome:
+@cases.feature(
+    "stages: fit, validate, test and predict with one Trainer", checked=cases.TRAINED + ", logged loss", **ONLY
+)
+def evaluated(site: cases.Site) -> cases.Outcome:
     module, trainer = Layered(), site.trainer(max_epochs=1, num_sanity_val_steps=2)
     trainer.fit(module, site.loader(), site.loader(seed=9))
     (valid,) = trainer.validate(module, site.loader(), verbose=False)
@@ -84,16 +72,16 @@ def evaluated(site: Site) -> Outcome:
     found = torch.cat(trainer.predict(module, site.loader()))  # type: ignore[arg-type]
     # of two ranks of the data axis each has its own cells
     predicted = torch.stack(site.gather(found.square().mean())).mean()
-    return trained(site, module) | valid | tested | {"predicted": predicted}
+    return cases.trained(site, module) | valid | tested | {"predicted": predicted}
 
 
-fits(
+cases.fits(
     "stages: accumulation and clipping by the global norm",
     Layered,
     trainer={"accumulate_grad_batches": 3, "gradient_clip_val": 0.02},
     **ONLY,
 )
-fits(
+cases.fits(
     "stages: clipping by value",
     Layered,
     trainer={"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"},
@@ -101,30 +89,32 @@ fits(
 )
 
 
-@feature("stages: self.log with sync_dist, and a metric", checked="what the Trainer holds after the run", **ONLY)
-def logged(site: Site) -> Outcome:
+@cases.feature("stages: self.log with sync_dist, and a metric", checked="what the Trainer holds after the run", **ONLY)
+def logged(site: cases.Site) -> cases.Outcome:
     trainer = site.trainer()
     trainer.fit(Layered(), site.loader())
     return {name: value.double() for name, value in trainer.callback_metrics.items()}
 
 
-@feature("stages: ModelCheckpoint, EarlyStopping", checked="contents, the epoch that it stops at", **ONLY)
-def saved(site: Site) -> Outcome:
+@cases.feature("stages: ModelCheckpoint, EarlyStopping", checked="contents, the epoch that it stops at", **ONLY)
+def saved(site: cases.Site) -> cases.Outcome:
     stop = EarlyStopping("val_loss", mode="max", patience=1)
     saver = ModelCheckpoint(site.folder, monitor="val_loss", filename="best")
     callbacks = [stop, saver]
-    found = fit(site, Layered(), max_epochs=6, limit_val_batches=2, callbacks=callbacks, enable_checkpointing=True)
+    found = cases.fit(
+        site, Layered(), max_epochs=6, limit_val_batches=2, callbacks=callbacks, enable_checkpointing=True
+    )
     return found | checkpoint(saver.best_model_path) | {"stopped": stop.stopped_epoch}
 
 
-@feature("stages: resuming from ckpt_path", **ONLY)
-def resumed(site: Site) -> Outcome:
+@cases.feature("stages: resuming from ckpt_path", **ONLY)
+def resumed(site: cases.Site) -> cases.Outcome:
     saver = ModelCheckpoint(site.folder, filename="{epoch}", save_top_k=-1)
-    fit(site, Layered(), callbacks=[saver], enable_checkpointing=True)
+    cases.fit(site, Layered(), callbacks=[saver], enable_checkpointing=True)
     module = Layered()
     path = next(Path(site.folder).glob("epoch=0*.ckpt"))
     site.trainer().fit(module, site.loader(), ckpt_path=str(path))
-    return trained(site, module)
+    return cases.trained(site, module)
 
 
 class Thawed(Layered):
@@ -133,31 +123,34 @@ class Thawed(Layered):
         return self.encoder
 
 
-@feature("stages: BackboneFinetuning", against="one", **ONLY)
-def thawed(site: Site) -> Outcome:
+@cases.feature("stages: BackboneFinetuning", against="one", **ONLY)
+def thawed(site: cases.Site) -> cases.Outcome:
     callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01)
-    return fit(site, Thawed(), callbacks=[callback], max_epochs=3)
+    return cases.fit(site, Thawed(), callbacks=[callback], max_epochs=3)
 
 
-@feature("stages: precision bf16-mixed", rtol=2e-2, **ONLY)
-def half(site: Site) -> Outcome:
-    return {name: value.double() for name, value in fit(site, Layered(), precision="bf16-mixed").items()}
+@cases.feature("stages: precision bf16-mixed", rtol=2e-2, **ONLY)
+def half(site: cases.Site) -> cases.Outcome:
+    return {name: value.double() for name, value in cases.fit(site, Layered(), precision="bf16-mixed").items()}
 
 
-@feature(
-    "stages: precision 16-mixed (loss scaling)", refused={PIPELINE: "before the loss is scaled"}, rtol=2e-2, **ONLY
+@cases.feature(
+    "stages: precision 16-mixed (loss scaling)",
+    refused={cases.PIPELINE: "before the loss is scaled"},
+    rtol=2e-2,
+    **ONLY,
 )
-def scaled(site: Site) -> Outcome:
+def scaled(site: cases.Site) -> cases.Outcome:
     module = Layered()
     site.trainer(precision=None, plugins=[MixedPrecision("16-mixed", "cpu")]).fit(module, site.loader())
-    return {name: value.double() for name, value in trained(site, module).items()}
+    return {name: value.double() for name, value in cases.trained(site, module).items()}
 
 
-fits(
+cases.fits(
     "stages: BatchNorm",
     lambda: Layered(nn.BatchNorm1d(8)),
     against="one",
-    refused={PIPELINE: "BatchNorm layers"},
+    refused={cases.PIPELINE: "BatchNorm layers"},
     **ONLY,
 )
 
@@ -165,19 +158,19 @@ fits(
 class ByHand(Layered):
     automatic_optimization = False
 
-    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+    def training_step(self, batch: cases.Batch, batch_idx: int) -> None:  # type: ignore[override]
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(super().training_step(batch, batch_idx))
         optimizer.step()
 
 
-fits("stages: manual optimisation", ByHand, **ONLY)
-fits(
+cases.fits("stages: manual optimisation", ByHand, **ONLY)
+cases.fits(
     "stages: StochasticWeightAveraging",
     Layered,
     trainer=lambda: {"max_epochs": 3, "callbacks": [StochasticWeightAveraging(0.01)]},
-    refused={PIPELINE: "StochasticWeightAveraging"},
+    refused={cases.PIPELINE: "StochasticWeightAveraging"},
     **ONLY,
 )
 
@@ -187,6 +180,6 @@ class Quasinewton(Layered):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
-@feature("stages: LBFGS", against="one", rtol=1e-7, refused={PIPELINE: "depends on all parameters"}, **ONLY)
-def quasinewton(site: Site) -> Outcome:
-    return fit(site, Quasinewton(), max_epochs=1)
+@cases.feature("stages: LBFGS", against="one", rtol=1e-7, refused={cases.PIPELINE: "depends on all parameters"}, **ONLY)
+def quasinewton(site: cases.Site) -> cases.Outcome:
+    return cases.fit(site, Quasinewton(), max_epochs=1)

@@ -127,7 +127,6 @@ def run_all(folder: Path, names: list[str] | None = None, *, few: bool = False) 
 
 
 def differences(found: Outcome, expected: Outcome, rtol: float) -> list[str]:
-    """What differs between two outcomes."""
     if "error" in found or "error" in expected:
         return [f"{o['error']}\n{o['where']}" for o in (found, expected) if "error" in o]
     wrong = [f"{name}: only in one of them" for name in found.keys() ^ expected.keys()]
@@ -155,7 +154,6 @@ class Row:
 
 
 def judge(feature: Feature, processes: list[Found]) -> Row:
-    """Compare the outcomes of one feature."""
     cells: dict[str, str] = {}
     messages: dict[str, str] = {}
     problems: list[str] = []
@@ -233,7 +231,6 @@ NAMES = {WIDE: "W", STRATA: "T", NODES: "N", PIPELINE: "P", RECOMPUTED: "R", CHU
 
 
 def document(rows: list[Row]) -> str:
-    """docs/reference/conformance.md."""
     rows = sorted(rows, key=lambda row: ORDER.index(row.feature.run.__module__.rpartition(".")[2]))
     head = HEAD.format(wide=WIDE, strata=STRATA, nodes=NODES, pipeline=PIPELINE, recomputed=RECOMPUTED, chunked=CHUNKED)
     columns = "| feature | 1 rank | 2 ranks | 2 ranks, model axis | compared | note |"
@@ -269,7 +266,6 @@ def _tolerance(feature: Feature) -> str:
 
 
 def main() -> None:
-    """Run everything; print the table, or write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
     asked = parser.parse_args()

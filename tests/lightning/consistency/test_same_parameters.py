@@ -133,8 +133,6 @@ ALSO = ("validates", "saves", "nothing")
 
 
 class ByHand(Maps):
-    """Clips gradients by a norm that it takes by itself."""
-
     def __init__(self, asks: bool) -> None:
         super().__init__()
         self.asks = asks

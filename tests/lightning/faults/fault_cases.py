@@ -24,12 +24,14 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from tests.any_module import QUIET
+from tests.optimised import Optimised
 
 SAVED_EVERY = 2
 AT = 5
@@ -111,7 +113,7 @@ class Numbers(Dataset[Tensor]):
         return self.x[index]
 
 
-class Model(LightningModule):
+class Model(Optimised, by=torch.optim.Adam, lr=0.1):
     """Two layers, and faults; in a list where they are to be stages."""
 
     def __init__(self, case: Case, folder: Path) -> None:
@@ -145,14 +147,10 @@ class Model(LightningModule):
         if self.fail("training_step", self.global_step) and self.case.how == "nan":
             self.last.weight.data.fill_(torch.nan)
         y = self.layers(batch) if hasattr(self, "layers") else self.last(self.first(batch))
-        loss: Tensor = y.square().mean()
-        return loss
+        return y.square().mean()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.fail("validation_step")
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.1)
 
     def loader(self) -> DataLoader[Tensor]:
         return DataLoader(
@@ -188,9 +186,6 @@ def fit(case: Case, folder: Path, *, devices: int) -> None:
         num_nodes=case.nodes,
         max_steps=case.steps,
         strategy=AMPStrategy(**case.settings),
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
         callbacks=[
             FailingSave(),
@@ -200,6 +195,7 @@ def fit(case: Case, folder: Path, *, devices: int) -> None:
         val_check_interval=AT if validates else None,
         limit_val_batches=1.0 if validates else 0,
         default_root_dir=folder,
+        **QUIET | {"enable_checkpointing": True},
     )
     os.environ["RANK_OF_CASE"] = str(trainer.global_rank)
     trainer.fit(model, ckpt_path=folder / case.resume if case.resume else None)
@@ -313,7 +309,6 @@ def run_scripts(
 
 
 def wait_for(done: Callable[[], bool], folder: Path, *, limit: float = LIMIT_S) -> float:
-    """Wait, and say how long after the fault, or the call, it was."""
     begin = since = time.monotonic()
     seen = False
     while not done() and time.monotonic() - begin < limit:

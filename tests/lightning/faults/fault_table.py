@@ -132,7 +132,6 @@ ROWS = (
 
 
 def run(row: Row, folder: Path) -> Outcome:
-    """Inject one fault."""
     if not row.launched:
         return run_group(row.case, folder)
 
@@ -167,7 +166,6 @@ def said(text: str) -> list[str]:
 
 
 def cells(row: Row, seconds: str) -> list[str]:
-    """A row of the table."""
     return [row.what, f"{row.says} ...", seconds, row.saved.removesuffix(".ckpt") or "none was due"]
 
 

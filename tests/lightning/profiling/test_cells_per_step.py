@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, random_split
@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, random
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.strategy.strategy_cases import trainer_of
+from tests.optimised import Optimised
 from tests.ranks import run_ranks
 from tests.techniques.sharded_cases import Case, Model
 
@@ -39,9 +40,7 @@ def raises() -> DataLoader[Any]:
     raise AttributeError("no dataset yet")
 
 
-class Own(LightningModule):
-    """Serves its own cells."""
-
+class Own(Optimised, by=torch.optim.SGD, lr=0.1):
     started = False
 
     def __init__(self, loader: Callable[[], Any], *layers: nn.Module) -> None:
@@ -62,9 +61,6 @@ class Own(LightningModule):
         cells = batch if isinstance(batch, torch.Tensor) else next(iter(batch.values()))
         self.seen.append(cells)
         return self.layers(cells).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Data(LightningDataModule):
@@ -117,8 +113,6 @@ def test_the_cells_of_a_data_module_are_known() -> None:
 
 
 class Counting(Own):
-    """Counts the calls of its hook, which may draw."""
-
     def __init__(self, draws: bool) -> None:
         super().__init__(lambda: DataLoader(CELLS, batch_size=2))  # type: ignore[arg-type]
         self.draws, self.calls, self.drawn = draws, 0, 0.0

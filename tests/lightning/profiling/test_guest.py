@@ -139,8 +139,6 @@ class Items(Dataset[Tensor]):
 
 
 class Order(Sampler[int]):
-    """Counts how often it is read."""
-
     def __init__(self) -> None:
         self.n_orders = 0
 

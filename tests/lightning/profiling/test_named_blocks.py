@@ -5,7 +5,6 @@ plan's peak is measured, training is as before, and what cannot be a block is re
 import re
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from lightning_amp.footprint.find_blocks import blocks_with_own_parameters, find
 from lightning_amp.techniques.pipeline.run.blocks import blocks_for_stages
 from tests.any_module import Meter
 from tests.lightning.strategy.strategy_cases import trainer_of
+from tests.optimised import Optimised
 
 WIDTH, ROWS = 16, 512
 
@@ -31,7 +31,7 @@ class Res(nn.Module):
         return x + self.inner(x)
 
 
-class Attributes(pl.LightningModule):
+class Attributes(Optimised, by=torch.optim.Adam):
     """Parts are attributes; one part is never called."""
 
     def __init__(self) -> None:
@@ -42,9 +42,6 @@ class Attributes(pl.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         one = self.down1(self.enter(batch))
         return (self.up2(self.up1(self.down2(one))) + one).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters())
 
 
 def _fit(strategy: Any) -> tuple[Attributes, Meter, Any]:

@@ -25,9 +25,10 @@ from lightning_amp.lightning.profiling.loaders import example_batch
 from lightning_amp.lightning.steps.cells import OwnCells
 from tests.lightning.profiling.test_guest import forget_what_was_said, trainer_of
 from tests.lightning.strategy.strategy_cases import same
+from tests.optimised import Optimised
 
 
-class Profiled(pl.LightningModule):
+class Profiled(Optimised, by=torch.optim.SGD, lr=0.1):
     """Does something in its first step, which is that of the profile."""
 
     def __init__(self, does: Callable[[], Any]) -> None:
@@ -37,9 +38,6 @@ class Profiled(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.does()
         return self.net(batch).sum()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Ends(pl.Callback):

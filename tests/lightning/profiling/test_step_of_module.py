@@ -91,8 +91,6 @@ class ByRow(Blocks):
 
 
 class Swapped(Blocks):
-    """Calls a block with parameters that are none of its own."""
-
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         other = {name: 2 * p for name, p in self.net[1].named_parameters()}
         return functional_call(self.net[0], other, (self.net(batch),)).square().mean()
@@ -203,8 +201,6 @@ SHAPE = "512x32"
 
 
 class Late(Deep):
-    """Its layers are made when a fit begins."""
-
     def __init__(self) -> None:
         pl.LightningModule.__init__(self)
         self.blocks = None  # type: ignore[assignment]

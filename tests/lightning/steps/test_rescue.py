@@ -5,7 +5,6 @@ a run in which memory did not end; where that cannot be, the error is raised, or
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -20,6 +19,7 @@ from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.any_module import make
 from tests.lightning.strategy.strategy_cases import Meter, of_example, same, trainer_of
+from tests.optimised import Optimised
 from tests.ranks import run_ranks
 from tests.techniques.recompute.test_beside_decoder import Run
 from tests.techniques.sharded_cases import Case
@@ -39,7 +39,7 @@ class Ends(torch.autograd.Function):
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
 
 
-class Deep(pl.LightningModule):
+class Deep(Optimised, by=torch.optim.Adam, lr=0.05):
     """Blocks with everything that a batch changes beside parameters: buffers, metrics, logs, random streams.
 
     Args:
@@ -87,9 +87,6 @@ class Deep(pl.LightningModule):
         if self._ends("update", args[1]):
             raise torch.OutOfMemoryError("tried to allocate 3 GiB")
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.05)
-
 
 def fit(module: Deep, strategy: Any, *, rank: int = 0, ranks: int = 1, **options: Any) -> dict[str, Any]:
     """What a run of two epochs leaves."""
@@ -111,7 +108,6 @@ def fit(module: Deep, strategy: Any, *, rank: int = 0, ranks: int = 1, **options
 
 
 def on_rank(rank: int, ranks: int, ends_on: tuple[int, ...], where: str) -> dict[str, Any]:
-    """A run on ranks, on some of which memory ends."""
     module = Deep((where, 1) if rank in ends_on else None)
     strategy = AMPStrategy(rescue=True, share_batch_statistics=False)
     return fit(module, strategy, rank=rank, ranks=ranks)
@@ -133,8 +129,7 @@ def test_a_rescued_run_leaves_what_a_plain_run_leaves(where: str, batch: int) ->
         assert same(found[name], plain[name]), name
     assert found["logged"] == pytest.approx(plain["logged"], rel=1e-12)
     assert found["means"] == pytest.approx(plain["means"], rel=1e-12), "of both epochs, and the buffer"
-    for name, value in plain["state"].items():
-        torch.testing.assert_close(found["state"][name], value, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found["state"], plain["state"], rtol=1e-12, atol=1e-14)
 
 
 def test_a_budget_on_a_cpu_is_held_by_counting() -> None:
@@ -149,8 +144,7 @@ def test_a_budget_on_a_cpu_is_held_by_counting() -> None:
     assert found["plan"].strategies == ("S1", "recompute")
     assert lean.live.peak <= budget
     assert same(found["random"], plain["random"])
-    for name, value in plain["parameters"].items():
-        torch.testing.assert_close(found["parameters"][name], value, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found["parameters"], plain["parameters"], rtol=1e-10, atol=1e-12)
 
 
 class RunOut(Run):
@@ -183,33 +177,25 @@ def test_a_decoder_is_rescued_by_another_of_the_plans_that_were_compared(monkeyp
     chosen = next(one for one in strategy.plan.candidates if one.verdict == "chosen")
     assert set(strategy.plan.strategies) != set(chosen.strategies)
     assert strategy.plan.predicted_peak_bytes < chosen.peak_bytes
-    for name, value in plain.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found, plain, rtol=1e-9, atol=1e-12)
 
 
-def test_in_the_update_the_error_is_raised() -> None:
+@pytest.mark.parametrize(("where", "rescue"), [("update", True), ("forward", False)])
+def test_in_the_update_and_without_rescue_the_error_is_raised(where: str, rescue: bool) -> None:
     with pytest.raises(torch.OutOfMemoryError, match="3 GiB"):
-        fit(Deep(("update", 1)), AMPStrategy(rescue=True))
+        fit(Deep((where, 1)), AMPStrategy(rescue=rescue))
 
 
-def test_where_there_is_no_leaner_plan_the_error_is_raised_once() -> None:
+@pytest.mark.parametrize(("leaner", "tried"), [("", 2), ("another plan, which needs as much", 4)])
+def test_the_error_is_raised_without_a_leaner_plan_and_after_three(
+    leaner: str, tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if leaner:
+        monkeypatch.setattr(InstalledPlan, "_leaner", lambda self: leaner)
     module = Deep(("forward", 1), times=9)
     with pytest.raises(torch.OutOfMemoryError, match="3 GiB"), pytest.warns(UserWarning, match="runs again"):
         fit(module, AMPStrategy(rescue=True))
-    assert module.times == 7
-
-
-def test_no_more_than_three_plans_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InstalledPlan, "_leaner", lambda self: "another plan, which needs as much")
-    module = Deep(("forward", 1), times=9)
-    with pytest.raises(torch.OutOfMemoryError, match="3 GiB"), pytest.warns(UserWarning, match="runs again"):
-        fit(module, AMPStrategy(rescue=True))
-    assert module.times == 9 - 4
-
-
-def test_without_rescue_the_error_is_raised() -> None:
-    with pytest.raises(torch.OutOfMemoryError, match="3 GiB"):
-        fit(Deep(("forward", 1)), AMPStrategy())
+    assert module.times == 9 - tried
 
 
 @pytest.mark.full
@@ -221,8 +207,7 @@ def test_ranks_run_a_batch_again_together(tmp_path: Path) -> None:
             assert "recompute" in one["strategies"]
             assert "recompute" not in other["strategies"]
             assert same(one["random"], other["random"])
-            for name, value in other["state"].items():
-                torch.testing.assert_close(one["state"][name], value, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(one["state"], other["state"], rtol=1e-12, atol=1e-14)
 
 
 def refused(**options: Any) -> Any:

@@ -74,8 +74,6 @@ class Blocks(Regression):
 
 
 class SharedBlock(Blocks):
-    """One block, called three times."""
-
     def through(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for _ in range(3):
@@ -84,8 +82,6 @@ class SharedBlock(Blocks):
 
 
 class Frozen(Blocks):
-    """One block and the shared weight do not learn."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks[1].requires_grad_(False)
@@ -230,7 +226,6 @@ def checked(rank: int, ranks: int) -> tuple[dict[str, Tensor], list[float]]:
 
 
 def mixed(rank: int) -> Found:
-    """Half precision, under ddp and under fsdp."""
     found = {}
     data = Case(Blocks, cells=EVEN).batches(rank)
     single = [{"rna": {key: value.float() for key, value in b["rna"].items()}} for b in data]

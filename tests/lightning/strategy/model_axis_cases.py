@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torchmetrics
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -20,6 +20,7 @@ from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 from tests.lightning.strategy import strategy_cases
+from tests.optimised import Optimised
 from tests.techniques.sharded_cases import Case, decoder
 
 Found = dict[str, Any]
@@ -34,7 +35,7 @@ CELLS = [(4, 4), (5, 3), (2, 6), (7, 1), (3, 3)]
 """Cells of the two ranks of a data axis, step by step."""
 
 
-class Maps(LightningModule):
+class Maps(Optimised, by=torch.optim.Adam, lr=1e-2):
     """A wide encoder with batch statistics, a stratified decoder, a draw in every step, and all kinds of metrics."""
 
     def __init__(self) -> None:
@@ -78,9 +79,6 @@ class Maps(LightningModule):
         self.read = sorted(self.rows.compute().tolist())
         self.rows.reset()
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=1e-2)
-
 
 class Failing(Maps):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -92,16 +90,13 @@ class Failing(Maps):
 class DrawsOnRankZero(Callback):
     """As a picture of one's own would."""
 
-    def on_train_batch_end(  # type: ignore[override]
-        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         draws = (lambda: torch.rand(3), random.random, np.random.random)
         if trainer.is_global_zero:
             draws[batch_idx % 3]()
 
 
 def batches(data_rank: int | None) -> list[Batch]:
-    """The batches of a data rank, or their union."""
     generator = torch.Generator().manual_seed(6)
     found = []
     for step, sizes in enumerate(CELLS):

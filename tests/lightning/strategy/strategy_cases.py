@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from tests.any_module import QUIET, Meter, make
+from tests.optimised import Optimised
 
 EVEN: list[tuple[int, ...]] = [(4, 4)] * 7
 UNEVEN: list[tuple[int, ...]] = [(4, 4), (5, 3), (2, 6), (7, 1), (3, 3), (1, 2), (6, 2)]
@@ -58,7 +59,7 @@ class RunningRanks(ClusterEnvironment):
         return 0
 
 
-class Regression(LightningModule):
+class Regression(Optimised, by=torch.optim.SGD, lr=0.2, momentum=0.9):
     """Automatic optimisation of a mean over cells; `spare` is used by no loss."""
 
     def __init__(self) -> None:
@@ -73,15 +74,9 @@ class Regression(LightningModule):
         rna = batch["rna"]
         return (self.body(rna["x"]) - rna["y"]).square().mean()
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
     def on_after_backward(self) -> None:
         grads = [p.grad.flatten() for p in self.parameters() if p.grad is not None]
         self.norms.append(torch.cat(grads).norm().item())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
 
 
 class Normalised(Regression):
@@ -223,8 +218,6 @@ def trainer_of(strategy: Any, *, rank: int = 0, ranks: int = 1, **options: Any) 
 
 
 class Batches(Dataset[Any]):
-    """Batches that are ready, of an example's shape."""
-
     def __init__(self, batch: Any, n: int = 4) -> None:
         self.batches = [moved(batch, k) for k in range(n)]
 
@@ -244,7 +237,7 @@ def moved(batch: Any, k: int) -> Any:
     return type(batch)(moved(value, k) for value in batch)
 
 
-class Small(pl.LightningModule):
+class Small(Optimised, by=torch.optim.Adam, lr=0.1):
     """A chain and its loss, which it shows; keeps what it has seen."""
 
     def __init__(self, *, width: int = 7) -> None:
@@ -260,9 +253,6 @@ class Small(pl.LightningModule):
         loss = self.loss(batch)
         self.log("loss", loss, prog_bar=True)
         return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
 def fitted(module: Any, data: Any, strategy: Any, **options: Any) -> dict[str, Any]:
@@ -294,7 +284,6 @@ def same(one: Any, other: Any) -> bool:
 
 
 def of_example(name: str, strategy: Any, meter: Meter | None = None) -> dict[str, Any]:
-    """Three steps of an example in float64."""
     module, batch = make(name)
     torch.manual_seed(1)
     callbacks = [] if meter is None else [meter]

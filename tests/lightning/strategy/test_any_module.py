@@ -140,8 +140,6 @@ UNREAD = {"stream": "the data set is a stream ('Stream')", "order that is read o
 
 
 class Two(Small):
-    """Of two loaders."""
-
     def loss(self, batch: Any) -> Tensor:
         self.seen.append(batch)
         return super().loss(batch["a"]) + F.mse_loss(self.net(batch["b"]), batch["b"][:, :2])
@@ -176,8 +174,6 @@ def test_the_run_notices_nothing(name: str) -> None:
 
 
 class Manual(Small):
-    """Steps two optimisers itself."""
-
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -195,8 +191,6 @@ class Manual(Small):
 
 
 class Branching(Small):
-    """Looks at a value."""
-
     def loss(self, batch: Any) -> Tensor:
         loss = super().loss(batch)
         return 2 * loss if loss.item() > 1 else loss
@@ -274,13 +268,7 @@ def talking(rank: int, ranks: int) -> list[Any]:
     found = []
     for own in (False, True):
         torch.manual_seed(0)
-        run = fitted(
-            Talking(own=own),
-            DataLoader(CELLS, batch_size=2),  # type: ignore[arg-type]
-            AMPStrategy(),
-            rank=rank,
-            ranks=ranks,
-        )
+        run = fitted(Talking(own=own), DataLoader(CELLS, batch_size=2), AMPStrategy(), rank=rank, ranks=ranks)
         found.append((run["plan"].diagnosis, run["plan"].notes, run["steps"]))
     return found
 

@@ -29,6 +29,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.any_module import Meter, make
 from tests.each import BEFORE_A_RELEASE
 from tests.lightning.strategy.strategy_cases import Batches, fitted, same
+from tests.optimised import Optimised
 from tests.ranks import run_ranks
 
 WIDTH, ROWS = 32, 64
@@ -38,8 +39,6 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Net(pl.LightningModule):
-    """Four blocks and a head."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -76,8 +75,6 @@ class Checked(Net):
 
 
 class Depth(Net):
-    """Leaves blocks out at random."""
-
     def __init__(self, draw: Any) -> None:
         super().__init__()
         self.draw = draw
@@ -236,7 +233,7 @@ TIGHT = 1e-3
 SIZES: dict[str, dict[str, int]] = {"gene_transformer": {"cells": 4, "length": 24}}
 
 
-class Chain(pl.LightningModule):
+class Chain(Optimised, by=torch.optim.SGD, lr=0.1):
     """Of layers with small gradients, which are copied into one buffer to be averaged; nothing else takes as much."""
 
     def __init__(self, *, by_hand: bool) -> None:
@@ -256,9 +253,6 @@ class Chain(pl.LightningModule):
         self.manual_backward(loss)
         optimizer.step()
         return None
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def module_of(name: str) -> tuple[pl.LightningModule, Any]:

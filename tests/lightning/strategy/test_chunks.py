@@ -20,6 +20,7 @@ from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from tests.any_module import Meter
 from tests.lightning.strategy.strategy_cases import fitted, of_example, same, trainer_of
+from tests.optimised import Optimised
 from tests.ranks import run_ranks
 from tests.techniques.chunk.small_blocks import Attention
 from tests.techniques.chunk.words import Words
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 BUDGET = 700_000
 
 
-class Stack(pl.LightningModule):
+class Stack(Optimised, by=torch.optim.Adam, lr=0.01):
     """Blocks of attention over a long sequence, with dropout between them."""
 
     def __init__(self, *, dropout: float = 0.1, layers: int = 3) -> None:
@@ -51,9 +52,6 @@ class Stack(pl.LightningModule):
         self.most = max(self.most, live.peak)
 
     test_step = predict_step = validation_step
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
 def rows(n: int = 4, *, batch_size: int = 2) -> DataLoader[Any]:
@@ -104,7 +102,7 @@ def test_evaluation_runs_by_the_plan_of_the_fit() -> None:
     assert all(amp < 0.7 * plain for amp, plain in zip(most["amp"], most["plain"], strict=True))
 
 
-class Reader(pl.LightningModule):
+class Reader(Optimised, by=torch.optim.Adam, lr=0.01):
     """A language model that learns what its forward returns; its head is most of what a step takes."""
 
     def __init__(self) -> None:
@@ -115,9 +113,6 @@ class Reader(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.model(batch, labels=batch)[0]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
 def texts(n: int = 16) -> DataLoader[Any]:
@@ -238,8 +233,7 @@ class Other(pl.LightningModule):
         self.layer = nn.Linear(16, 16)
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        found: Tensor = self.layer(batch)
-        return found
+        return self.layer(batch)
 
 
 @pytest.mark.parametrize("other", [Other, lambda: Stack(layers=1)])

@@ -256,7 +256,6 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore")]
 
 
 def pair(rank: int, ranks: int, folder: Path) -> Found:
-    """Everything on two ranks; after one process."""
     warnings.simplefilter("ignore")
     parts = AMPStrategy(strategies="fsdp", save_distributed_checkpoint=True)
     found: Found = {"ways": ways(rank, ranks, WAYS), "mixed": mixed(rank), "offloaded": offloaded(rank)}
@@ -279,7 +278,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> Found:
-    """Everything on one process with plain Lightning."""
     return {"saved": saved(0, 1, folder / "plain"), "ways": ways(None, 1, WAYS)}
 
 

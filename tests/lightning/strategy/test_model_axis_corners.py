@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -23,6 +23,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.techniques.hic.rows import RowParallelLinear
 from tests.lightning.strategy.model_axis_cases import ALL, CASE, N_FEATURES, batches, trainer_of
+from tests.optimised import Optimised
 from tests.ranks import run_ranks
 from tests.techniques.sharded_cases import Case, decoder
 
@@ -33,7 +34,7 @@ BATCHES = batches(None)[:3]
 RTOL = 1e-9
 
 
-class Corner(LightningModule):
+class Corner(Optimised, by=torch.optim.Adam, lr=1e-2):
     """An encoder and a decoder, as a user may write them."""
 
     def __init__(self) -> None:
@@ -50,22 +51,14 @@ class Corner(LightningModule):
         """What this corner has beside."""
 
     def cells(self, x: Tensor) -> Tensor:
-        u: Tensor = self.encoder(x.log1p())
-        return u
+        return self.encoder(x.log1p())
 
     def library(self, batch: Batch) -> Tensor:
         return batch["library"]
 
     def loss(self, batch: Batch) -> Tensor:
         arguments = {"batch": batch["batch"], "library": self.library(batch), "x": batch["x"]}
-        loss: Tensor = self.decoder(self.cells(batch["x"]), self.v, **arguments)
-        return loss
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
-        return self.loss(batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=1e-2)
+        return self.decoder(self.cells(batch["x"]), self.v, **arguments)
 
 
 class Means(Corner):
@@ -95,8 +88,7 @@ class TwoDecoders(Corner):
 
 class Checkpointed(Corner):
     def loss(self, batch: Batch) -> Tensor:
-        loss: Tensor = checkpoint(super().loss, batch, use_reentrant=False)
-        return loss
+        return checkpoint(super().loss, batch, use_reentrant=False)
 
 
 class Penalty(Corner):
@@ -242,7 +234,6 @@ def everything(rank: int, ranks: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of one process, and of each of two ranks."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     return [*run_ranks(everything, 1, Path(one), timeout=120), *run_ranks(everything, 2, Path(two), timeout=240)]
 

@@ -37,8 +37,6 @@ class Data(pl.LightningDataModule):
 
 
 class Named(Data):
-    """Gives its batches names."""
-
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return {"x": batch}
 

@@ -198,7 +198,6 @@ def cells() -> Any:
 
 
 def fitted(folder: Path, caplog: pytest.LogCaptureFixture, *, logger: bool = True, **options: Any) -> list[str]:
-    """The lines that a fit says."""
     caplog.clear()
     own: dict[str, Any] = {"max_steps": -1, "log_every_n_steps": 1, "default_root_dir": folder}
     trainer_of(AMPStrategy(**options), logger=CSVLogger(folder) if logger else False, **own).fit(Small(), cells())

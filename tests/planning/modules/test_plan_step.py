@@ -3,7 +3,6 @@
 import pickle
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,13 +20,12 @@ from lightning_amp.techniques.chunk.look import block_tables
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from tests.graph.nasty_blocks import Custom
+from tests.optimised import Optimised
 from tests.planning import profiles as sizes
 from tests.techniques.chunk.small_blocks import Attention, FeedForward
 
 
-class Deep(pl.LightningModule):
-    """Blocks of which each keeps much."""
-
+class Deep(Optimised, by=torch.optim.Adam):
     def __init__(self) -> None:
         super().__init__()
         blocks = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6)]
@@ -35,9 +33,6 @@ class Deep(pl.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.blocks(batch).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters())
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +120,7 @@ def test_a_step_that_is_not_run_has_no_profile() -> None:
             profile_module(module, batch)
 
 
-class Blocks(pl.LightningModule):
-    """Blocks one after the other."""
-
+class Blocks(Optimised, by=torch.optim.Adam):
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
@@ -137,9 +130,6 @@ class Blocks(pl.LightningModule):
             batch = block(batch)
         return batch.square().mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters())
-
 
 def forms_of(module: Blocks, batch: Tensor) -> ChunkForms:
     step = count_step(module, batch, ())
@@ -148,7 +138,6 @@ def forms_of(module: Blocks, batch: Tensor) -> ChunkForms:
 
 
 def rules(forms: ChunkForms, chosen: dict[str, int]) -> list[Rule]:
-    """What a plan has for them."""
     found = []
     for name, number in chosen.items():
         if number == RECOMPUTED or forms.form(name, number).again:
@@ -193,8 +182,7 @@ def test_a_mixture_of_all_forms_trains_to_the_same_numbers() -> None:
     loss = module.training_step(batch, 0)
     found = [loss, *torch.autograd.grad(loss, list(module.parameters()))]
     assert {"blocks.0", "blocks.1", "blocks.2"} == {one.fqn for one in installed.overridden}
-    for one, other in zip(found, right, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-14)
     installed.undo()
     assert not any("forward" in vars(block) for block in module.blocks)
 

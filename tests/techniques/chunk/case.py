@@ -75,7 +75,6 @@ def numbers(region: Region) -> Iterator[Region]:
 
 
 def every(regions: Sequence[Region]) -> list[Region]:
-    """All regions in all numbers of chunks."""
     return [some for region in regions for some in numbers(region)]
 
 

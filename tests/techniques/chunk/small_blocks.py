@@ -9,13 +9,10 @@ from torch.nn import functional as F
 
 
 def x_of(*shape: int, seed: int = 0) -> Tensor:
-    """Values that need a gradient."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
 class Attention(nn.Module):
-    """Scores and their softmax are made whole."""
-
     def __init__(self, dim: int = 8, heads: int = 2) -> None:
         super().__init__()
         self.heads = heads
@@ -28,8 +25,6 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """With layer norm and residual."""
-
     def __init__(self, dim: int = 6) -> None:
         super().__init__()
         self.norm, self.wide, self.narrow = (nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim))
@@ -47,8 +42,6 @@ class NoBias(FeedForward):
 
 
 class Convolution(nn.Module):
-    """Samples are cut, with group norm."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4)

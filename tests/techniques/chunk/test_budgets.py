@@ -58,8 +58,6 @@ def test_blocks_of_the_example_modules(name: str) -> None:
 
 
 class Denoise(nn.Module):
-    """The loss of the U-Net of the examples."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = load("unet").UNet()
@@ -199,8 +197,7 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += x.shape[1] == 2
-        y: Tensor = self.inner(x)
-        return y
+        return self.inner(x)
 
 
 class InTwoWays(nn.Module):
@@ -211,8 +208,7 @@ class InTwoWays(nn.Module):
         self.blocks = nn.ModuleList([Counting()])
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.blocks[0](x) + self.blocks[0](x[:, :2]).sum()
-        return y
+        return self.blocks[0](x) + self.blocks[0](x[:, :2]).sum()
 
 
 def test_a_block_that_is_no_graph_in_one_of_its_calls_is_in_chunks_in_none() -> None:

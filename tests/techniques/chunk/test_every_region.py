@@ -37,85 +37,12 @@ def test_every_region_of_small_blocks_is_exact(name: str, regions: Any) -> None:
 
 
 class Does(nn.Module):
-    """A function of x and of a linear layer."""
-
     def __init__(self, run: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
         self.run, self.linear = run, nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Any:
         return self.run(self, x)
-
-
-def later(m: Any, x: Tensor) -> Tensor:
-    y = m.linear(x)
-    return F.silu(y).cumsum(1) + y
-
-
-def view_later(m: Any, x: Tensor) -> Tensor:
-    y = m.linear(x)
-    v = y.transpose(1, 2)
-    return F.silu(y) @ v
-
-
-def view_within(m: Any, x: Tensor) -> Tensor:
-    """The same memory once cut and once whole: pieces of the sum may not be written over it."""
-    y = m.linear(x)
-    weight = y @ y.transpose(1, 2)
-    return torch.sigmoid(y) + weight
-
-
-def own_transpose(m: Any, x: Tensor) -> Tensor:
-    y = m.linear(x)
-    return y + y.transpose(1, 2)
-
-
-def no_copy(m: Any, x: Tensor) -> Tensor:
-    """Of one row nothing is copied: then `y` is the argument's memory, where chunks are that small."""
-    y = x.transpose(0, 1).contiguous()
-    return F.silu(y).exp()
-
-
-def reshaped(m: Any, x: Tensor) -> Any:
-    y = x.flatten(1)
-    return F.silu(y) * 2
-
-
-def expanded(m: Any, x: Tensor) -> Tensor:
-    y = m.linear(x)[:, :1].expand(-1, 6, -1)
-    return F.silu(y).exp()
-
-
-def returned(m: Any, x: Tensor) -> Any:
-    y = m.linear(x)
-    return F.silu(y).exp(), y, x, F.dropout(x, 0.5, False)
-
-
-def residual(m: Any, x: Tensor) -> Tensor:
-    x = F.dropout(x, 0.5, False)
-    return m.linear(F.silu(m.linear(x) + x)) + x
-
-
-def two_results(m: Any, x: Tensor) -> Any:
-    y = m.linear(x)
-    return F.silu(y), y.exp()
-
-
-def broadcast_with(m: Any, x: Tensor) -> Tensor:
-    y, one = m.linear(x), m.linear(x[:, :1])
-    return one.exp() + y
-
-
-def one_place_for_two(m: Any, x: Tensor) -> Any:
-    y = m.linear(x).exp()
-    return y.sin(), y.cos()
-
-
-def before_the_pieces(m: Any, x: Tensor) -> Tensor:
-    """`b` is needed whole, so it is computed before the pieces that read `y`."""
-    y = m.linear(x)
-    a, b = y.exp(), F.silu(y)
-    return a @ b.transpose(1, 2)
 
 
 def changed(m: Any, x: Tensor) -> Tensor:
@@ -125,9 +52,31 @@ def changed(m: Any, x: Tensor) -> Tensor:
     return z.exp() * y
 
 
-RUNS = (later, view_later, view_within, own_transpose, no_copy, reshaped, expanded, returned)
-RUNS += (residual, two_results, broadcast_with, changed, one_place_for_two, before_the_pieces)
-TRAPS = {run.__name__: (lambda run=run: Does(run), lambda: (torch.randn(3, 6, 6),)) for run in RUNS}
+def residual(m: Any, x: Tensor) -> Tensor:
+    x = F.dropout(x, 0.5, False)
+    return m.linear(F.silu(m.linear(x) + x)) + x
+
+
+RUNS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "later": lambda m, x: F.silu(y := m.linear(x)).cumsum(1) + y,
+    "view_later": lambda m, x: F.silu(y := m.linear(x)) @ y.transpose(1, 2),
+    # the same memory once cut and once whole: pieces of the sum may not be written over it
+    "view_within": lambda m, x: (y := m.linear(x)) @ y.transpose(1, 2) + torch.sigmoid(y),
+    "own_transpose": lambda m, x: (y := m.linear(x)) + y.transpose(1, 2),
+    # of one row nothing is copied: then the argument of silu is that of the block, where chunks are that small
+    "no_copy": lambda m, x: F.silu(x.transpose(0, 1).contiguous()).exp(),
+    "reshaped": lambda m, x: F.silu(x.flatten(1)) * 2,
+    "expanded": lambda m, x: F.silu(m.linear(x)[:, :1].expand(-1, 6, -1)).exp(),
+    "returned": lambda m, x: (F.silu(y := m.linear(x)).exp(), y, x, F.dropout(x, 0.5, False)),
+    "residual": residual,
+    "two_results": lambda m, x: (F.silu(y := m.linear(x)), y.exp()),
+    "broadcast_with": lambda m, x: ((y := m.linear(x)), m.linear(x[:, :1]).exp() + y)[1],
+    "changed": changed,
+    "one_place_for_two": lambda m, x: ((y := m.linear(x).exp()).sin(), y.cos()),
+    # what the product reads whole is computed before the pieces that read `y`
+    "before_the_pieces": lambda m, x: (y := m.linear(x)).exp() @ F.silu(y).transpose(1, 2),
+}
+TRAPS = {name: (lambda run=run: Does(run), lambda: (torch.randn(3, 6, 6),)) for name, run in RUNS.items()}
 
 
 @pytest.mark.full

@@ -193,8 +193,6 @@ class Normed(nn.Module):
 
 
 class InPlace(FeedForward):
-    """Changes memory that it has made."""
-
     def forward(self, x: Tensor) -> Tensor:
         x = (x + 0).mul_(2)
         return self.narrow(F.relu(self.wide(x), inplace=True) + 1).exp()

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 from tests.graph.calls import difference
 from tests.graph.nasty_blocks import Custom
 from tests.lightning.strategy.strategy_cases import trainer_of
+from tests.optimised import Optimised
 from tests.techniques.chunk.small_blocks import Attention, FeedForward, x_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -39,7 +39,6 @@ def rule(budget_bytes: int, fqn: str = "*.0") -> Rule:
 
 
 def step_bytes(run: Any, x: torch.Tensor) -> int:
-    """Most bytes of forward and backward pass beyond the gradient of the result."""
     with torch.no_grad():
         seed = torch.ones_like(run(x))
     with LiveBytes() as live:
@@ -297,9 +296,7 @@ def test_code_that_is_wrong_is_refused(wrong: str, monkeypatch: pytest.MonkeyPat
         run(block, x)
 
 
-class Trained(pl.LightningModule):
-    """A stack whose blocks a plan puts in chunks."""
-
+class Trained(Optimised, by=torch.optim.Adam):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -312,9 +309,6 @@ class Trained(pl.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.steps += 1
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters())
 
 
 @pytest.mark.usefixtures("wrong_rule")

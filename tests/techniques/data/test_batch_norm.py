@@ -79,7 +79,6 @@ def make(name: str) -> nn.Sequential:
 
 
 def batches(name: str, step: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Inputs and loss weights per rank."""
     generator = torch.Generator().manual_seed(step)
     shapes = [(n, 4, *LAYERS[name].position) for n in LAYERS[name].cells]
     x = [3 + torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]

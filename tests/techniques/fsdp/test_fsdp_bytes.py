@@ -1,5 +1,6 @@
 """Claim: the predicted peak of a rank under fsdp is that of the meter; what is gathered together is every parameter
-once; what is not supported is refused."""
+once; what is not supported is refused.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,9 +31,11 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.techniques.fsdp.bytes_of_ranks import fsdp_peak_bytes
 from lightning_amp.techniques.fsdp.fully_sharded import FullySharded, refuse_swapped
 from lightning_amp.techniques.fsdp.look import refuse, units_of
-from tests.any_module import QUIET, Meter, make
-from tests.lightning.strategy.fsdp_features import Blocks, Several
-from tests.lightning.strategy.strategy_cases import RunningRanks
+from tests.any_module import Meter, make
+from tests.lightning.strategy.fsdp_features import Blocks, Found, Several, ways
+from tests.lightning.strategy.strategy_cases import EVEN, Case, trainer_of
+from tests.lightning.strategy.test_fsdp import close
+from tests.optimised import Optimised
 from tests.ranks import run_ranks
 from tests.techniques.chunk.small_blocks import Attention
 
@@ -40,9 +43,7 @@ NAMES = ("wide_mlp", "gene_transformer", "stack")
 ADDED_UP = {1: NAMES, 2: ("wide_mlp", "stack")}
 
 
-class Stack(LightningModule):
-    """Equal blocks between layers of the root's."""
-
+class Stack(Optimised, by=torch.optim.Adam):
     def __init__(self, dim: int = 64, layers: int = 6) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(32, dim), nn.Linear(dim, 8)
@@ -55,9 +56,6 @@ class Stack(LightningModule):
         for block in self.blocks:
             x = x + block(x)
         return self.last(x).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters())
 
 
 class Attentive(Stack):
@@ -80,17 +78,8 @@ def fit(
 ) -> tuple[Meter, ModuleProfile]:
     """Train a module; the meter of its second step, and what the monitor has measured."""
     meter, monitor = Meter(added_up), StratumMemoryMonitor(dirpath=mkdtemp(), plot=False)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        strategy=strategy,
-        plugins=[RunningRanks(rank, ranks)],
-        use_distributed_sampler=False,
-        max_epochs=1,
-        accumulate_grad_batches=added_up,
-        callbacks=[meter, monitor],
-        **QUIET,
-    )
+    options = {"use_distributed_sampler": False, "max_steps": -1, "accumulate_grad_batches": added_up}
+    trainer = trainer_of(strategy, rank=rank, ranks=ranks, callbacks=[meter, monitor], **options)
     trainer.fit(module, loader)
     assert monitor.measured_step is not None
     return meter, monitor.measured_step
@@ -246,3 +235,50 @@ def test_a_block_that_is_called_with_other_parameters_is_refused() -> None:
     block(x)
     with pytest.raises(ModelError, match=r"'blocks.0' is called with other parameters than its own"):
         functional_call(block, {name: 2 * p for name, p in block.named_parameters()}, (x,))
+
+
+# Claim: blocks that `module.compile()` has compiled in place train under fsdp as they do on one process.
+
+CALLS = list[object]()
+
+
+class Block(nn.Module):
+    """torch compiles no Sequential in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.back = nn.Linear(5, 7), nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(self.wide(x).tanh())
+
+
+class Compiled(Blocks):
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3)).double()
+        for block in self.blocks if in_place else ():
+            block.compile(backend=compiled)
+
+
+def compiled(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+    CALLS.append(graph)
+    return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+def trained(rank: int | None, ranks: int) -> Found:
+    torch.compiler.reset()
+    CALLS.clear()
+    cases = {name: Case(partial(Compiled, name == "compiled"), cells=EVEN) for name in ("plain", "compiled")}
+    found = ways(rank, ranks, cases)
+    assert CALLS, "blocks were compiled"
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_blocks_train_as_on_one_process(tmp_path: Path) -> None:
+    one = trained(None, 1)
+    for rank, found in enumerate(run_ranks(trained, 2, tmp_path)):
+        for name, state in found.items():
+            close(state, one[name], f"{name}, rank {rank}")

@@ -175,8 +175,6 @@ class Dropping(LocalAttention):
 
 
 class Stopping(LocalAttention):
-    """Another gradient."""
-
     def forward(self, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
         return super().forward(q, k.detach() + 0 * k, values)
 

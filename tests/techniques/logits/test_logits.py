@@ -17,6 +17,7 @@ from lightning_amp import AMPStrategy
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.techniques.logits import loss, pending
 from lightning_amp.techniques.logits.install import in_chunks
+from tests.dist.table.odd import twice
 from tests.ranks import run_ranks
 from tests.techniques.replay.models import MODELS, Llama, difference, fit, plain
 from tests.techniques.replay.test_fit import by_hand, on_ranks
@@ -111,19 +112,6 @@ WHOLE: dict[str, Step] = {
     "a transform": lambda h, x, y: torch.vmap(lambda a, b: F.cross_entropy(h(a), b))(x, y).square().sum(),
     "checkpointed": lambda h, x, y: checkpoint(lambda x: entropy(h(x), y), x, use_reentrant=False),
 }
-
-
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
-
-
-twice = Twice.apply
 
 
 def inferred(call: Callable[[], Tensor]) -> Tensor:

@@ -26,7 +26,6 @@ class Plain(nn.Module):
 
 
 def of(name: str, forward: Callable[[Any, Tensor], Tensor]) -> Any:
-    """A block with another forward."""
     return type(name, (Plain,), {"forward": forward, "__module__": __name__})
 
 
@@ -73,8 +72,6 @@ class PowerIteration(Plain):
 
 
 class OtherBuffer(Plain):
-    """Puts another tensor in the place of a buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(DIM))
@@ -97,8 +94,6 @@ class Counter(Plain):
 
 
 class PlainTensor(Plain):
-    """Changes a tensor that is no buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = torch.ones(DIM, dtype=torch.float64)
@@ -159,8 +154,6 @@ LOGGED: list[float] = []
 
 
 class Logging(pl.LightningModule):
-    """Logs in its forward pass."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(DIM, DIM)
@@ -203,8 +196,6 @@ class Remembers(Plain):
 
 
 class Memory(Plain):
-    """Keeps something in an object of its own."""
-
     class Store:
         def __init__(self) -> None:
             self.n = 0

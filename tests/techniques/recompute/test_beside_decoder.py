@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from lightning_amp.techniques.recompute.row import RecomputeBlock
 from lightning_amp.techniques.table import in_order
 from tests.any_module import Meter
 from tests.lightning.strategy.strategy_cases import trainer_of
+from tests.optimised import Optimised
 from tests.ranks import run_ranks
 from tests.techniques.chunk.small_blocks import Attention
 from tests.techniques.sharded_cases import Case, Model, Results, differences, make_plan, model_mesh, train
@@ -99,19 +99,13 @@ def test_a_part_of_the_decoder_is_no_block_outside(fqn: str) -> None:
     assert not any("forward" in vars(child) for child in model.modules())
 
 
-class Run(pl.LightningModule):
-    """The model under a Trainer."""
-
+class Run(Optimised, by=torch.optim.RMSprop, lr=2e-3):
     def __init__(self, case: Case = CASE) -> None:
         super().__init__()
         self.model = Encoded(case)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self.model()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.RMSprop(self.parameters(), lr=2e-3)
+        return self.model()
 
 
 def by_name(rank: int, ranks: int, asked: str) -> dict[str, Any]:
@@ -157,6 +151,5 @@ class NoEncoders(Run):
 def test_by_name_without_blocks_outside_is_refused(asked: str, why: str) -> None:
     with pytest.raises(PlanError, match=why):
         trainer_of(AMPStrategy(strategies=asked), max_steps=2).fit(
-            NoEncoders(),
-            DataLoader(torch.zeros(4, 1), batch_size=2),  # type: ignore[arg-type]
+            NoEncoders(), DataLoader(torch.zeros(4, 1), batch_size=2)
         )

@@ -1,5 +1,6 @@
 """Claim: a module whose blocks are recomputed trains to the same numbers, and its forward passes leave the same traces;
-a block for which that cannot be is refused."""
+a block for which that cannot be is refused.
+"""
 
 import copy
 import pickle
@@ -8,16 +9,24 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import InstallError
+from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.installing.install import Installed, install_rules
+from lightning_amp.techniques.chunk.run.chunk_module import chunk
+from lightning_amp.techniques.data.batch_norm import share_batch_statistics
 from lightning_amp.techniques.recompute.row import RecomputeBlock
+from tests.any_module import NAMES, QUIET, make
+from tests.ranks import CountCollectives, run_ranks
 from tests.techniques.recompute import nasty
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -172,8 +181,6 @@ def test_one_block_is_called_twice_in_a_step(kind: type[nn.Module]) -> None:
 
 
 class Nested(nn.Module):
-    """Tensors in and out in every way."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nasty.Plain()
@@ -234,23 +241,15 @@ def another_mode_afterwards(net: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-def in_eval(net: nn.Module, x: Tensor) -> Tensor:
-    return mean(net.eval(), x)
+WAYS: dict[str, Loss] = {
+    **{way.__name__: way for way in (penalty, twice, in_parts, in_bfloat16, another_mode_afterwards)},
+    "in_eval": lambda net, x: mean(net.eval(), x),
+    "not_all_of_it": lambda net, x: (net(x), mean(net.get_submodule("blocks.0"), x))[1],
+    "without_gradient": lambda net, x: (net(x.detach()) ** 2).mean() + x.sum(),
+}
 
 
-def not_all_of_it(net: nn.Module, x: Tensor) -> Tensor:
-    """A loss that some blocks have no part in."""
-    net(x)
-    return mean(net.get_submodule("blocks.0"), x)
-
-
-def without_gradient(net: nn.Module, x: Tensor) -> Tensor:
-    return (net(x.detach()) ** 2).mean() + x.sum()
-
-
-@pytest.mark.parametrize(
-    "loss", [penalty, twice, in_parts, in_bfloat16, another_mode_afterwards, in_eval, not_all_of_it, without_gradient]
-)  # fmt: skip
+@pytest.mark.parametrize("loss", WAYS.values(), ids=WAYS)
 def test_every_way_to_differentiate(loss: Loss) -> None:
     torch.manual_seed(0)
     same(Net(nasty.Dropout(), nasty.BatchNorm(), nasty.Dropout()), loss)
@@ -375,3 +374,109 @@ def test_what_the_first_step_writes_into_an_object_is_judged_by_the_results() ->
     net.blocks[0].config.scale = 2.0
     with pytest.raises(InstallError, match="'config' has been changed in place since the forward pass"):
         loss.backward()
+
+
+# Claim: blocks whose parameters `fully_shard` has split over ranks are recomputed with the parameters they had, and
+# blocks that share batch statistics with those that their first pass has received.
+
+
+def differences(rank: int, world: int) -> list[float]:
+    """The largest difference from one process, for every order and way to shard."""
+    mesh, found = init_device_mesh("cpu", (world,)), []
+    for reshard in (True, False):
+        for before in (True, False):
+            torch.manual_seed(0)
+            net = Net(nasty.Dropout(), nasty.BatchNorm(), nasty.Dropout()).double()
+            eager = copy.deepcopy(net)
+            if before:
+                recompute(net)
+            for block in (*net.blocks, net):
+                fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+            if not before:
+                recompute(net)
+            pairs = zip(train(net, mean), train(eager, mean), strict=True)
+            found.append(max(float((_whole(a) - b).abs().max()) for a, b in pairs))
+    return found
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def shared_statistics(rank: int, world: int, by_hand: bool) -> tuple[bool, list[int]]:
+    """Whether every bit is that of blocks that do not run again, and the collectives of a forward pass, of a backward
+    pass, and of another backward pass through the same graph; `by_hand` a block was given to `lightning_amp.chunk`."""
+    torch.manual_seed(rank)
+    last = nasty.BatchNorm()
+    if by_hand:
+        last = chunk(nn.Sequential(nasty.Plain(), last), torch.zeros(5, nasty.DIM), budget="1MiB")
+    net = Net(nasty.BatchNorm(), nasty.Plain(), last).double()
+    share_batch_statistics(net, init_device_mesh("cpu", (world,)))
+    kept = copy.deepcopy(net)
+    recompute(net)
+    same = all(map(torch.equal, train(net, mean), train(kept, mean)))
+    counts = []
+    with CountCollectives() as mode:
+        loss = mean(net, torch.randn(4, nasty.DIM, dtype=torch.float64))
+    counts.append(mode.total)
+    for retain in (True, False):
+        with CountCollectives() as mode:
+            loss.backward(retain_graph=retain)
+        counts.append(mode.total)
+    return same, counts
+
+
+def on_ranks(rank: int, world: int) -> tuple[list[float], list[tuple[bool, list[int]]]]:
+    return differences(rank, world), [shared_statistics(rank, world, by_hand) for by_hand in (False, True)]
+
+
+@pytest.mark.ranks
+def test_blocks_of_sharded_parameters_and_statistics_that_are_sent_once(tmp_path: Any) -> None:
+    for found, shared in run_ranks(on_ranks, 2, tmp_path, timeout=120):
+        assert max(found) < 1e-12
+        assert shared == [(True, [2, 2, 2])] * 2
+
+
+STEPS = 3
+
+
+class Seen(pl.Callback):
+    """Gradients of every step, and what was logged."""
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.found += [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.found.append(trainer.callback_metrics["loss"].clone())
+
+
+def as_double(batch: Any) -> Any:
+    return torch.utils._pytree.tree_map(
+        lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, batch
+    )
+
+
+def trained(name: str, names: Any) -> list[Tensor]:
+    module, batch = make(name)
+    module.double()
+    recompute(module, [fqn for fqn in find_blocks(module) if names(fqn)])
+    seen = Seen()
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, **QUIET, callbacks=[seen])
+    pl.seed_everything(3)
+    trainer.fit(module, torch.utils.data.DataLoader([as_double(batch)] * STEPS, batch_size=None))
+    return [*seen.found, *module.state_dict().values()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_eight_modules_train_to_the_same_numbers(name: str) -> None:
+    draw = random.Random(0)
+    expected = trained(name, lambda fqn: False)
+    for chosen in (lambda fqn: True, lambda fqn: draw.random() < 0.5):
+        found = trained(name, chosen)
+        assert len(found) == len(expected) > 3 * STEPS
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)

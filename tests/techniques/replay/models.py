@@ -5,35 +5,26 @@ from functools import cache
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from tests.any_module import QUIET, Meter
+from tests.optimised import Optimised
 
 
-class Trained(LightningModule):
-    """Three steps of AdamW."""
-
+class Trained(Optimised, by=torch.optim.AdamW, lr=1e-3):
     def loss(self, batch: Any) -> Tensor:
-        """Of a batch."""
         raise NotImplementedError
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The loss, logged."""
         loss = self.loss(batch)
         self.log("train", loss)
         return loss
 
-    def configure_optimizers(self) -> Any:
-        """AdamW."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
 
 class Residual(nn.Module):
-    """Two convolutions, with a shortcut."""
-
     def __init__(self, before: int, after: int, stride: int = 1) -> None:
         super().__init__()
         self.one, self.two = nn.Conv2d(before, after, 3, stride, 1), nn.Conv2d(after, after, 3, 1, 1)
@@ -41,14 +32,11 @@ class Residual(nn.Module):
         self.shortcut = nn.Conv2d(before, after, 1, stride) if (before, stride) != (after, 1) else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same channels or more, of each place or each other one."""
         inner = functional.relu(self.norm1(self.one(x)))
         return functional.relu(self.norm2(self.two(inner)) + self.shortcut(x))
 
 
 class UNet(Trained):
-    """Two levels, parts as attributes."""
-
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.stem, self.down1 = nn.Conv2d(1, width, 3, 1, 1), Residual(width, width)
@@ -59,7 +47,6 @@ class UNet(Trained):
         self.out = nn.Conv2d(width, 1, 1)
 
     def loss(self, batch: Tensor) -> Tensor:
-        """Of images [b, 1, h, w]."""
         one = self.down1(self.stem(batch))
         two = self.down2(one)
         up = self.up2(torch.cat([self.grow2(self.middle(self.down3(two))), two], 1))
@@ -68,8 +55,6 @@ class UNet(Trained):
 
 
 class ResNet(Trained):
-    """Eight residual parts as attributes, and a head."""
-
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.stem, self.norm = nn.Conv2d(1, width, 3, 1, 1), nn.BatchNorm2d(width)
@@ -80,7 +65,6 @@ class ResNet(Trained):
         self.head = nn.Linear(8 * width, 10)
 
     def loss(self, batch: Tensor) -> Tensor:
-        """Of images [b, 1, h, w]; the class is that of the largest mean of a column."""
         x = functional.relu(self.norm(self.stem(batch)))
         for part in (self.a1, self.a2, self.b1, self.b2, self.c1, self.c2, self.d1, self.d2):
             x = part(x)
@@ -88,8 +72,6 @@ class ResNet(Trained):
 
 
 class WaveNet(Trained):
-    """Dilated convolutions in lists, joined in `loss`."""
-
     def __init__(self, width: int = 16, layers: int = 10) -> None:
         super().__init__()
         self.stem, self.out = nn.Conv1d(1, width, 1), nn.Conv1d(width, 1, 1)
@@ -99,7 +81,6 @@ class WaveNet(Trained):
         self.skips = nn.ModuleList(nn.Conv1d(width, width, 1) for _ in dilations)
 
     def loss(self, batch: Tensor) -> Tensor:
-        """Of waves [b, 1, n]."""
         x, total = self.stem(batch), torch.zeros((), dtype=batch.dtype)
         for one, gate, skip in zip(self.filters, self.gates, self.skips, strict=True):
             inner = skip(one(x).tanh() * gate(x).sigmoid())
@@ -108,8 +89,6 @@ class WaveNet(Trained):
 
 
 class Rotary(nn.Module):
-    """A layer of Llama's form."""
-
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads, self.first, self.second = heads, nn.RMSNorm(width), nn.RMSNorm(width)
@@ -118,7 +97,6 @@ class Rotary(nn.Module):
         self.down = nn.Linear(3 * width, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Of rows [b, n, width], with the angles of positions."""
         b, n, width = x.shape
         y = self.first(x)
         q, k, v = (part(y).view(b, n, self.heads, -1).transpose(1, 2) for part in (self.q, self.k, self.v))
@@ -140,7 +118,6 @@ class Llama(Trained):
         self.norm = nn.RMSNorm(width)
 
     def loss(self, batch: Tensor) -> Tensor:
-        """Of words [b, n]."""
         x, n = self.embed(batch[:, :-1]), batch.shape[1] - 1
         size = x.shape[-1] // self.layer0.heads
         steps = torch.arange(n, dtype=x.dtype)[:, None] / 10 ** (torch.arange(size // 2, dtype=x.dtype) / size)
@@ -165,7 +142,6 @@ class Points(Trained):
             setattr(self, f"norm{i}", nn.LayerNorm(width))
 
     def loss(self, batch: Tensor) -> Tensor:
-        """Of points [b, n, 3]."""
         x = self.enter(batch)
         for i in range(4):
             y = getattr(self, f"norm{i}")(x)
@@ -194,13 +170,8 @@ def fit(name: str, strategy: Any, *, steps: int, double: bool = False, **options
     if double:
         module = module.double()
         data = data.double() if data.is_floating_point() else data
-    trainer = Trainer(
-        strategy=strategy,
-        max_epochs=1,
-        callbacks=[meter],
-        precision="64-true" if double else "32-true",
-        **{"accelerator": "cpu", "devices": 1, **QUIET, **options},
-    )
+    options = {"accelerator": "cpu", "devices": 1, "precision": "64-true" if double else "32-true", **QUIET, **options}
+    trainer = Trainer(strategy=strategy, max_epochs=1, callbacks=[meter], **options)
     torch.manual_seed(1)
     trainer.fit(module, DataLoader(data, len(data) // steps))
     return module, meter, getattr(trainer.strategy, "plan", None)
@@ -208,12 +179,10 @@ def fit(name: str, strategy: Any, *, steps: int, double: bool = False, **options
 
 @cache
 def plain(name: str, *, double: bool = False) -> tuple[Trained, int]:
-    """The module after two steps without a technique, and its peak."""
     module, meter, _ = fit(name, "auto", steps=2, double=double)
     return module, meter.live.peak
 
 
 def difference(one: Trained, other: Trained) -> float:
-    """The largest of a parameter or buffer."""
     pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)

@@ -3,18 +3,18 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 
 from tests.lightning.strategy.test_fsdp import whole
+from tests.optimised import Optimised
 
 DIM, LENGTH, WORDS = 8, 11, 7
 
 
-class Steps(pl.LightningModule):
+class Steps(Optimised, by=torch.optim.SGD, lr=0.05, momentum=0.9):
     """All four steps, which write down their losses; trained in float64 by SGD with momentum."""
 
     def __init__(self) -> None:
@@ -44,9 +44,6 @@ class Steps(pl.LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return self(batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
 class Text(Steps):

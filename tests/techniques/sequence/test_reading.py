@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import anndata
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, Trainer, seed_everything
+from lightning.pytorch import LightningDataModule, seed_everything
 from scipy import sparse
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -21,9 +20,9 @@ import lightning_amp
 from lightning_amp import AMPStrategy, DataError, ShardedTensor, ShardError, SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.planning.plan.plan import Plan
-from tests.lightning.strategy.strategy_cases import RunningRanks
+from tests.lightning.strategy.strategy_cases import trainer_of
+from tests.optimised import Optimised
 from tests.ranks import run_ranks
-from tests.techniques.sequence.test_sequence import QUIET
 
 GENES = 13
 
@@ -79,7 +78,7 @@ class WholeGenes(OwnGenes):
         return DataLoader(cells, batch_size=4, collate_fn=lambda rows: {"x": torch.stack(rows)})
 
 
-class Autoencoder(pl.LightningModule):
+class Autoencoder(Optimised, by=torch.optim.SGD, lr=0.05, momentum=0.9):
     """Counts of all genes; `read` picks x from the batch."""
 
     def __init__(self, features: int = GENES) -> None:
@@ -109,9 +108,6 @@ class Autoencoder(pl.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-
 
 class OnRna(Autoencoder):
     def read(self, batch: Any) -> Tensor:
@@ -121,19 +117,11 @@ class OnRna(Autoencoder):
 def trained(module: Any, data: Any, rank: int, ranks: int, **options: Any) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     seed_everything(3, verbose=False)
-    given: dict[str, Any] = {"devices": 1}
-    if ranks > 1:
-        strategy = AMPStrategy(**{"strategies": "sequence", "model_parallel_size": ranks, **options})
-        given = {"strategy": strategy, "devices": ranks, "plugins": [RunningRanks(rank, ranks)]}
-    trainer = Trainer(
-        **QUIET | given,
-        accelerator="cpu",
-        max_steps=3,
-        precision="64-true",
-        limit_val_batches=2,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
+    strategy = (
+        AMPStrategy(**{"strategies": "sequence", "model_parallel_size": ranks, **options}) if ranks > 1 else "auto"
     )
+    given = {"max_epochs": None, "precision": "64-true", "limit_val_batches": 2, "num_sanity_val_steps": 0}
+    trainer = trainer_of(strategy, rank=rank, ranks=ranks, use_distributed_sampler=False, **given)
     trainer.fit(module, datamodule=data)
     plan = getattr(trainer.strategy, "plan", None)
     (val,) = trainer.validate(module, datamodule=data, verbose=False)
@@ -182,8 +170,7 @@ def test_parts_that_ranks_have_read_train_as_whole_rows_do(tmp_path: Path) -> No
             assert one["seen"] == ["Tensor" if name == "whole" else "ShardedTensor"] * 3, name
             assert one["val"] == pytest.approx(expected["val"], rel=1e-12), name
             assert one["losses"] == pytest.approx(expected["losses"], rel=1e-12), name
-            for key, value in expected["state"].items():
-                torch.testing.assert_close(one["state"][key], value, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(one["state"], expected["state"], rtol=1e-12, atol=1e-14)
         # a batch that is cut already is planned: a rank holds no whole one
         plans = {name: Plan.from_json(one["plan"]) for name, one in found.items()}
         assert not any(plan.uncounted for plan in plans.values()), rank

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -23,8 +23,8 @@ from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.plan.plan import MeshShape, Plan
 from lightning_amp.techniques.sequence.row import SequenceParallel
 from lightning_amp.techniques.table import in_order
-from tests.any_module import QUIET, Meter
-from tests.lightning.strategy.strategy_cases import RunningRanks
+from tests.any_module import Meter
+from tests.lightning.strategy.strategy_cases import trainer_of
 from tests.ranks import run_ranks
 from tests.techniques.sequence.cases import CASES, RANDOM, TWO_DIMS, WIDE, Case, Noisy, Normed, Picture, Text
 
@@ -42,13 +42,11 @@ def run(
     if rows != slice(None):
         batches = [batch[rows] for batch in batches]
     loader, meter = DataLoader(batches, batch_size=None), Meter()  # type: ignore[arg-type]
-    given: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 1, "num_sanity_val_steps": 0, "callbacks": [meter]}
-    if ranks > 1:
-        own = {"strategies": "sequence", "model_parallel_size": ranks, **case.options, **options}
-        given |= {"strategy": AMPStrategy(**own), "devices": ranks, "plugins": [RunningRanks(rank, ranks)]}
-    else:
-        given["devices"] = 1
-    trainer = Trainer(**QUIET | given, use_distributed_sampler=False)
+    own = {"strategies": "sequence", "model_parallel_size": ranks, **case.options, **options}
+    trainer = trainer_of(
+        AMPStrategy(**own) if ranks > 1 else "auto", rank=rank, ranks=ranks, callbacks=[meter],
+        num_sanity_val_steps=0, use_distributed_sampler=False,
+    )  # fmt: skip
     module = case.module().double()
     module.gradients = [] if gradients else None
     trainer.fit(module, loader, loader)
@@ -71,8 +69,7 @@ def close(found: dict[str, Any], right: dict[str, Any]) -> None:
     assert found["losses"] == pytest.approx(right["losses"], rel=1e-12)
     same_training(found, right)
     assert found["metrics"] == pytest.approx(right["metrics"], rel=1e-12)
-    for one, other in zip(found["predicted"], right["predicted"], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found["predicted"], right["predicted"], rtol=1e-10, atol=1e-12)
 
 
 def same_training(found: dict[str, Any], right: dict[str, Any]) -> None:
@@ -334,18 +331,16 @@ def trained(
     warnings.simplefilter("ignore")
     seed_everything(5, verbose=False)
     batches = [CASES["text"].batch() for _ in range(4)]
-    given: dict[str, Any] = {"accelerator": "cpu", "max_epochs": epochs, "use_distributed_sampler": False, "devices": 1}
     if options.pop("averages", False):
-        given["callbacks"] = [EMAWeightAveraging(decay=0.5)]
+        options["callbacks"] = [EMAWeightAveraging(decay=0.5)]
     strategies = options.pop("strategies", "sequence")
     module = ByHand() if options.pop("by_hand", False) else Text()
     if options["precision"] == "64-true":
         # Lightning loads a checkpoint before it converts a module
         module = module.double()
-    if ranks > 1:
-        given["devices"], given["plugins"] = ranks, [RunningRanks(rank, ranks)]
-        given["strategy"] = AMPStrategy(strategies=strategies, model_parallel_size=ranks, **CASES["text"].options)
-    trainer = Trainer(**QUIET | given | options)
+    own = {"strategies": strategies, "model_parallel_size": ranks, **CASES["text"].options}
+    options |= {"max_epochs": epochs, "max_steps": -1, "use_distributed_sampler": False}
+    trainer = trainer_of(AMPStrategy(**own) if ranks > 1 else "auto", rank=rank, ranks=ranks, **options)
     trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=ckpt)  # type: ignore[arg-type]
     if save:
         trainer.save_checkpoint(save)
@@ -368,10 +363,8 @@ def test_what_a_trainer_does_around_a_step_is_exact(tmp_path: Path) -> None:
     for name, options in OPTIONS.items():
         right, near = trained(0, 1, **options), 2e-2 if "bf16" in name else 1e-10
         for rank in found:
-            for key, value in right.items():
-                torch.testing.assert_close(rank[name][key], value, rtol=near, atol=near)
+            torch.testing.assert_close(rank[name], right, rtol=near, atol=near)
     right = trained(0, 1, epochs=2, precision="64-true")
     for ranks in (1, 3):
         found = run_ranks(going_on, ranks, tmp_path, str(tmp_path))
-        for key, value in right.items():
-            torch.testing.assert_close(found[-1][key], value, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(found[-1], right, rtol=1e-10, atol=1e-12)

@@ -85,7 +85,6 @@ def collectives_are_counted(mesh: DeviceMesh) -> None:
 
 
 def count(case: Case, strategies: tuple[str, ...], mesh: DeviceMesh) -> tuple[Counter[str], Counter[str]]:
-    """Collectives of forward and of backward."""
     model = Model(case)
     install(model, make_plan(strategies, mesh["model"].size()), mesh)
     with CountCollectives() as forward:

@@ -20,25 +20,14 @@ from lightning_amp.techniques.hic.nodes.decoder import HaloAttention, share_anch
 from lightning_amp.techniques.hic.rows import DomainParallel
 from lightning_amp.techniques.ranks.shards import shard_anchors
 from tests.ranks import CountCollectives, run_ranks
-from tests.techniques.sharded_cases import (
-    Case,
-    Model,
-    Results,
-    differences,
-    fake_mesh,
-    make_plan,
-    mean_gradients,
-    model_mesh,
-    reference,
-    sharded,
-)
+from tests.techniques import sharded_cases
 
 FEW = {0: 1, 1: 2, 2: 3}
 STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shuffled(Case):
+class Shuffled(sharded_cases.Case):
     """Features in no order of their anchors, and several with the same anchor."""
 
     def nodes(self) -> list[list[int]]:
@@ -47,19 +36,19 @@ class Shuffled(Case):
         return [r[torch.randperm(len(r), generator=generator)].tolist() for r in rows]
 
 
-LOCAL, FULL = Case(), Case(key="full_attention")
+LOCAL, FULL = sharded_cases.Case(), sharded_cases.Case(key="full_attention")
 """23 anchors: 11 and 12 on two ranks, 7, 8 and 8 on three."""
 
-CASES: dict[str, tuple[Case, tuple[str, ...]]] = {
-    "one batch, no head": (Case(n_batches=1, head=False), ("S4", "nodes")),
-    "few features": (Case(features=FEW), ("S4", "nodes")),
+CASES: dict[str, tuple[sharded_cases.Case, tuple[str, ...]]] = {
+    "one batch, no head": (sharded_cases.Case(n_batches=1, head=False), ("S4", "nodes")),
+    "few features": (sharded_cases.Case(features=FEW), ("S4", "nodes")),
     "any order": (Shuffled(), ("nodes",)),
     "any order, S4": (Shuffled(chained=True), ("S4", "nodes", "stream")),
-    "binarized": (Case(binarized=True), ("nodes", "recompute")),
-    "one cell": (Case(cells=1, n_batches=1), ("S3", "nodes")),
-    "whole buckets": (Case(anchors=25, variant="paper"), ("nodes",)),
-    "one bucket each": (Case(anchors=18), ("nodes",)),
-    "S3 inside": (Case(), ("nodes", "S3")),
+    "binarized": (sharded_cases.Case(binarized=True), ("nodes", "recompute")),
+    "one cell": (sharded_cases.Case(cells=1, n_batches=1), ("S3", "nodes")),
+    "whole buckets": (sharded_cases.Case(anchors=25, variant="paper"), ("nodes",)),
+    "one bucket each": (sharded_cases.Case(anchors=18), ("nodes",)),
+    "S3 inside": (sharded_cases.Case(), ("nodes", "S3")),
     "full, recompute": (Shuffled(key="full_attention"), ("nodes", "recompute")),
 }
 CASES_BY_RANKS = {
@@ -69,32 +58,35 @@ CASES_BY_RANKS = {
 """The forms that test_exactness_matrix.py does not have."""
 
 
-def body(rank: int, world_size: int, expected: dict[str, Results]) -> dict[str, list[str]]:
-    mesh = model_mesh(world_size)
+def body(rank: int, world_size: int, expected: dict[str, sharded_cases.Results]) -> dict[str, list[str]]:
+    mesh = sharded_cases.model_mesh(world_size)
     if world_size == 3:
         the_mean_has_gradients(mesh)
         what_is_not_used_has_no_gradient(mesh)
-    return {name: differences(sharded(*CASES[name], mesh, STEPS), results) for name, results in expected.items()}
+    return {
+        name: sharded_cases.differences(sharded_cases.sharded(*CASES[name], mesh, STEPS), results)
+        for name, results in expected.items()
+    }
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("world_size", CASES_BY_RANKS)
 def test_loss_gradients_and_steps_are_those_of_one_device(world_size: int, tmp_path: Path) -> None:
-    expected = {name: reference(CASES[name][0], STEPS) for name in CASES_BY_RANKS[world_size]}
+    expected = {name: sharded_cases.reference(CASES[name][0], STEPS) for name in CASES_BY_RANKS[world_size]}
     for found in run_ranks(body, world_size, tmp_path, expected, timeout=180):
         assert found == {name: [] for name in expected}
 
 
 def the_mean_has_gradients(mesh: DeviceMesh) -> None:
-    for case in (Case(features=FEW, chained=True), Shuffled()):
-        expected = mean_gradients(case)
-        assert differences(mean_gradients(case, ("S4", "nodes"), mesh), expected) == []
+    for case in (sharded_cases.Case(features=FEW, chained=True), Shuffled()):
+        expected = sharded_cases.mean_gradients(case)
+        assert sharded_cases.differences(sharded_cases.mean_gradients(case, ("S4", "nodes"), mesh), expected) == []
 
 
 def what_is_not_used_has_no_gradient(mesh: DeviceMesh) -> None:
     """Not one of zeros: weight decay would act on it."""
-    model = Model(Case(binarized=True))
-    install(model, make_plan(("nodes",), 3), mesh)
+    model = sharded_cases.Model(sharded_cases.Case(binarized=True))
+    install(model, sharded_cases.make_plan(("nodes",), 3), mesh)
     model.u.requires_grad_(False)
     model().backward()
     assert model.u.grad is None
@@ -106,9 +98,9 @@ def what_is_not_used_has_no_gradient(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize(("rank", "neighbours"), [(0, 1), (1, 2), (2, 1)])
 def test_what_is_sent_is_counted(rank: int, neighbours: int) -> None:
     """No more than a bucket to each neighbour; anchors are 5, 10 and 8."""
-    case, mesh = Case(), fake_mesh(rank=rank, ranks=3)
-    model = Model(case)
-    install(model, make_plan(("S4", "nodes"), 3), mesh)
+    case, mesh = sharded_cases.Case(), sharded_cases.fake_mesh(rank=rank, ranks=3)
+    model = sharded_cases.Model(case)
+    install(model, sharded_cases.make_plan(("S4", "nodes"), 3), mesh)
     cells, strata, attending, number = case.cells, len(case.distances), 2, 8
     with CountCollectives() as forward:
         loss = model()
@@ -133,14 +125,14 @@ def test_what_is_sent_is_counted(rank: int, neighbours: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_what_a_ring_sends_is_counted(ranks: int) -> None:
     """Keys and values in all steps but the last; backward with their gradients, which also go the last step home."""
-    model, number, attending = Model(FULL), 8, 2
-    install(model, make_plan(("S4", "nodes"), ranks), fake_mesh(rank=0, ranks=ranks))
+    model, number, attending = sharded_cases.Model(FULL), 8, 2
+    install(model, sharded_cases.make_plan(("S4", "nodes"), ranks), sharded_cases.fake_mesh(rank=0, ranks=ranks))
     with CountCollectives() as forward:
         loss = model()
     with CountCollectives() as backward:
         loss.backward()
     # what is sent is of every rank in turn
-    sizes = [len(own) for own in shard_anchors(23, 1, fake_mesh(rank=0, ranks=ranks)["model"]).owned]
+    sizes = [len(own) for own in shard_anchors(23, 1, sharded_cases.fake_mesh(rank=0, ranks=ranks)["model"]).owned]
     held = [sizes[-step % ranks] for step in range(ranks)]
     steps = ranks - 1
     for found, calls, rows in (
@@ -181,7 +173,7 @@ class Order(TorchDispatchMode):
 def test_inner_buckets_are_attended_while_rows_are_under_way(
     rank: int, forward: list[str], backward: list[str]
 ) -> None:
-    rows = shard_anchors(45, 5, fake_mesh(rank=rank, ranks=3)["model"])
+    rows = shard_anchors(45, 5, sharded_cases.fake_mesh(rank=rank, ranks=3)["model"])
     attention = HaloAttention(LocalAttention(4, 5), rows)
     # a node between, as there is before attention in a key
     q, k, values = (2 * torch.ones(len(rows.own), 4, requires_grad=True) for _ in range(3))
@@ -195,12 +187,12 @@ def test_inner_buckets_are_attended_while_rows_are_under_way(
 
 def test_a_part_is_kept() -> None:
     """Of keys, scores and likelihood; at each border no more than some buckets."""
-    case = Case(distances=(0, 1), dim=4, anchors=400, window=5, cells=10, n_batches=1)
+    case = sharded_cases.Case(distances=(0, 1), dim=4, anchors=400, window=5, cells=10, n_batches=1)
 
     def kept(strategies: tuple[str, ...]) -> float:
-        model = Model(case)
+        model = sharded_cases.Model(case)
         if strategies:
-            install(model, make_plan(strategies, 4), fake_mesh(rank=1, ranks=4))
+            install(model, sharded_cases.make_plan(strategies, 4), sharded_cases.fake_mesh(rank=1, ranks=4))
         model()
         with LiveBytes() as live:
             loss = model()
@@ -218,7 +210,7 @@ def small(**changes: Any) -> StratifiedDecoder:
 
 
 def test_refuses_hooks_and_buckets_of_two_sizes() -> None:
-    mesh, decoder = fake_mesh(rank=0, ranks=2), small(stratum_index=[1, 2])
+    mesh, decoder = sharded_cases.fake_mesh(rank=0, ranks=2), small(stratum_index=[1, 2])
     attention = decoder.strata[1].get_submodule("key.attention")
     # a profiler's hooks cannot be copied
     attention.register_forward_hook(lambda *_: None)

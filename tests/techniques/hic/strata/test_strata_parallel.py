@@ -22,34 +22,22 @@ from lightning_amp.techniques.hic.rows import StrataParallel, StreamStrata
 from lightning_amp.techniques.hic.strata.thread_pool import run_in_order, workers_for
 from tests.planning.profiles import hic, profile, rna
 from tests.ranks import CountCollectives, run_ranks
-from tests.techniques.sharded_cases import (
-    Case,
-    Model,
-    Results,
-    assert_same,
-    differences,
-    gradient,
-    make_plan,
-    model_mesh,
-    reference,
-    sharded,
-    train,
-)
+from tests.techniques import sharded_cases
 
-FIVE = Case(distances=(0, 1, 3, 4, 6), n_batches=2)
+FIVE = sharded_cases.Case(distances=(0, 1, 3, 4, 6), n_batches=2)
 CASES = {"one row, no head": replace(FIVE, n_batches=1, head=False), "binarized": replace(FIVE, binarized=True)}
 FORMS = [(), ("stream",)]
 """Beside those of test_exactness_matrix.py."""
 
 
 def compare_all(rank: int, world_size: int) -> list[str]:
-    mesh, wrong = model_mesh(world_size), []
+    mesh, wrong = sharded_cases.model_mesh(world_size), []
     for name, case in CASES.items():
-        expected = reference(case, steps=2)
+        expected = sharded_cases.reference(case, steps=2)
         for form in FORMS:
             specs = {"strata": StrataParallel(ends="1,5")} if form else {}
-            found = sharded(case, (*form, "strata"), mesh, steps=2, specs=specs)
-            wrong += [f"{name} {form}: {line}" for line in differences(found, expected)]
+            found = sharded_cases.sharded(case, (*form, "strata"), mesh, steps=2, specs=specs)
+            wrong += [f"{name} {form}: {line}" for line in sharded_cases.differences(found, expected)]
     return wrong
 
 
@@ -70,10 +58,10 @@ def test_equals_one_device_sends_little_and_refuses_runs_that_do_not_fit(tmp_pat
 
 
 def count(rank: int, world_size: int) -> tuple[dict[str, int], int, list[str]]:
-    mesh = model_mesh(world_size)
-    model = Model(FIVE)
+    mesh = sharded_cases.model_mesh(world_size)
+    model = sharded_cases.Model(FIVE)
     specs = {"strata": StrataParallel(ends="2,5")}
-    installed = install(model, make_plan(("stream", "strata"), world_size, specs), mesh)
+    installed = install(model, sharded_cases.make_plan(("stream", "strata"), world_size, specs), mesh)
     seen: list[str] = []
     for k, stratum in enumerate(model.decoder.strata):
         stratum.register_forward_hook(lambda *_, k=k: seen.append(str(k)))
@@ -84,11 +72,11 @@ def count(rank: int, world_size: int) -> tuple[dict[str, int], int, list[str]]:
 
 
 def refuse(rank: int, world_size: int) -> list[str]:
-    messages, mesh = [], model_mesh(world_size)
+    messages, mesh = [], sharded_cases.model_mesh(world_size)
     for ends in ("5", "2,4", "0,5", "2,x", "3,2", ""):
-        made = make_plan(("strata",), world_size, {"strata": StrataParallel(ends=ends)})
+        made = sharded_cases.make_plan(("strata",), world_size, {"strata": StrataParallel(ends=ends)})
         with pytest.raises(InstallError) as caught:
-            install(Model(FIVE), made, mesh)
+            install(sharded_cases.Model(FIVE), made, mesh)
         messages.append(str(caught.value))
     return messages
 
@@ -126,7 +114,7 @@ def test_more_ranks_than_strata_are_refused() -> None:
     assert (made.mesh.data, made.mesh.model) == (2, 2), "not asked for so many"
 
 
-MANY = Case(distances=(0, 1, 3, 4, 5, 6, 7, 8))
+MANY = sharded_cases.Case(distances=(0, 1, 3, 4, 5, 6, 7, 8))
 THREADED = {
     "independent": MANY,
     "one row for all cells": replace(MANY, n_batches=1, head=False),
@@ -142,17 +130,17 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-def installed(case: Case, workers: int) -> Model:
-    model = Model(case)
+def installed(case: sharded_cases.Case, workers: int) -> sharded_cases.Model:
+    model = sharded_cases.Model(case)
     spec = StreamStrata(cells=3, workers=workers)
     techniques = ("fused", "sparse", "stream") if case.key == "attention" else ("sparse", "stream")
-    install(model, make_plan(techniques, 1, {"stream": spec}))
+    install(model, sharded_cases.make_plan(techniques, 1, {"stream": spec}))
     return model
 
 
-def one_thread(case: Case) -> Results:
+def one_thread(case: sharded_cases.Case) -> sharded_cases.Results:
     torch.set_num_threads(1)
-    found = train(installed(case, 1), 2)
+    found = sharded_cases.train(installed(case, 1), 2)
     torch.set_num_threads(3)
     return found
 
@@ -171,12 +159,12 @@ def test_equals_one_after_the_other(form: str) -> None:
     seen: set[int] = set()
     for stratum in model.decoder.strata:
         stratum.register_forward_hook(lambda *_: seen.add(threading.get_ident()))
-    found = train(model, 2)
+    found = sharded_cases.train(model, 2)
     assert len(seen) > 1, "the strata ran in several threads"
     assert threading.get_ident() not in seen
     assert threads_elsewhere() == torch.get_num_threads() == 3
-    assert_same(found, reference(case, 2), rtol=1e-12)
-    again, alone = train(installed(case, 3), 2), one_thread(case)
+    sharded_cases.assert_same(found, sharded_cases.reference(case, 2), rtol=1e-12)
+    again, alone = sharded_cases.train(installed(case, 3), 2), one_thread(case)
     assert all(torch.equal(found[name], again[name]) for name in found), "the same in every run"
     if not case.chained:
         assert all(torch.equal(found[name], alone[name]) for name in found)
@@ -193,8 +181,10 @@ def test_own_strata_of_a_rank(own: range, chained: bool) -> None:
         model.zero_grad()
         if len(own):
             total.backward()
-        found.append({"total": total.detach()} | {n: gradient(p).clone() for n, p in model.named_parameters()})
-    assert_same(*found, rtol=1e-12)
+        found.append(
+            {"total": total.detach()} | {n: sharded_cases.gradient(p).clone() for n, p in model.named_parameters()}
+        )
+    sharded_cases.assert_same(*found, rtol=1e-12)
 
 
 def test_half_precision_products() -> None:
