@@ -1,4 +1,4 @@
-"""Install `logits`: linear layers of the training step put off their products."""
+"""Install `logits`: linear layers of the training step defer their matrix products."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -15,19 +15,20 @@ from lightning_amp.techniques.put_methods import method_of, refuse_unseen
 
 
 def install(module: nn.Module, spec: object, mesh: object) -> Change:
-    """Replace the training step of a LightningModule by one that puts off products of linear layers."""
+    """Replace the training step of a LightningModule by one that defers the products of linear layers."""
     refuse_unseen("logits", module)
     return Change({}, methods={"training_step": in_chunks(method_of(module, "training_step"))})
 
 
 def in_chunks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A training step that puts off products of linear layers."""
+    """Return a training step that defers the products of linear layers."""
 
     @wraps(step)
     def run(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
         put_off, utils = PutOff(), cast(Any, functorch_utils)
         unwrap = utils.unwrap_dead_wrappers
-        # what autograd Functions call first of all: they read their arguments in C++, where no mode sees it
+        # autograd Functions call this first; they read their arguments in C++, where no torch function mode intercepts
+        # them
         utils.unwrap_dead_wrappers = lambda given: unwrap(tree_map(values, given))
         try:
             with put_off:
