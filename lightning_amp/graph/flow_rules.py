@@ -369,8 +369,7 @@ sums_over("sum", "nansum")(lambda call: [[(0, d)] for d in reduced_dims(call)])
 
 @sums_over("matmul", "mm", "bmm")
 def _sum_of_products(call: OperatorCall) -> Follows:
-    """Sum over columns of the first and rows of the second argument; not for addmm, whose addend each piece would add.
-    """
+    """Sum over columns of the first and rows of the second argument; not for addmm: each piece would add its addend."""
     a, b = call.shapes[:2]
     return [[(0, len(a) - 1), (1, max(len(b) - 2, 0))]]
 
