@@ -34,7 +34,7 @@ class OperatorRow:
         backward_bytes: Peak memory while its backward runs, beyond these gradients and `hidden_bytes`; negative if
             hidden memory is freed before the gradients are allocated.
         needs_grad: Whether its result has a gradient.
-        dims: Dims that its result's dims follow; None if its operator has no rule, so that it cannot be cut.
+        dims: Dims that its result's dims follow; None without a rule for its operator, which then cannot be cut.
         sums: Dims of its arguments that it sums over.
         writes: Rows whose memory it changes in place, running statistics included.
         random: Whether it draws random numbers.

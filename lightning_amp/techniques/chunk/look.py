@@ -25,8 +25,7 @@ from lightning_amp.techniques.contract.protocol import INSIDE, StepToPlan, norma
 def block_tables(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool = False) -> list[Table | str]:
     """Return for every call the table by which a `chunk` rule would be planned, or the reason why there is none.
 
-    Calls of the same class and signature share one table. So do blocks whose tables are equal, such as the blocks of a
-    list.
+    Calls of the same class and signature share one table; so do blocks with equal tables, such as those of a list.
 
     With `shared`, ranks exchange batch statistics, which a table cannot contain.
     """

@@ -52,6 +52,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     stretches = replays.stretches
     if isinstance(stretches, str):
         return stretches
+    # replays change only what autograd keeps; the rest of the peak reduces their budget
     rest = draft.peak_bytes - stretches.all_saved
     cuts = replays.choose(None if budget is None else budget - rest)
     if isinstance(cuts, str):

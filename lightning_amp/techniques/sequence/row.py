@@ -39,6 +39,7 @@ def asked(spec: SequenceParallel, request: Any) -> tuple[SequenceParallel, bool]
             f"sequence_sizes={given!r} was given; allowed are 'even', 'causal', and the sizes of the"
             " ranks' parts, such as [5, 7]"
         )
+    # the dims are then chosen by counting the step, see `options` in install.py
     if dims == "auto" and not grid:
         return replace(spec, sizes=sizes), False
     if not (isinstance(dims, Mapping) and dims and all(map(_is_dims, dims.values()))):
@@ -48,6 +49,7 @@ def asked(spec: SequenceParallel, request: Any) -> tuple[SequenceParallel, bool]
             " two dims, or {'batch': 1} where the batch is a tensor"
         )
     written = written_dims({path: _each(own) for path, own in dims.items()})
+    # `grid` has one axis for each dim of a tensor, so it is given exactly if a tensor has two
     two = any(len(_each(own)) == 2 for own in dims.values())
     if two != bool(grid):
         raise PlanError(

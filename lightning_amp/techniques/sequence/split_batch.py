@@ -45,6 +45,7 @@ class HowToSplit:
                 )
             if path not in self.dims:
                 return x
+            # a tensor that is sharded already is not sharded again, but counts as present
             found.append(path)
             return x if isinstance(x, ShardedTensor) else self.tensor(path, x)
 

@@ -70,9 +70,7 @@ class RegionCandidate:
         return written_over(self._table, self.region)
 
     def cut(self, budget: int | None, forward: int, backward: int) -> tuple[int, int] | None:
-        """Return the fewest pieces that fit a budget, and the peak; without a budget, the most pieces.
-
-        `forward` and `backward` are the bytes alive in addition to a piece; None means that no number of pieces fits.
+        """Return the fewest pieces (without a budget, the most) that fit with the given bytes, and the peak; or None.
         """
         lengths = self._lengths
         if budget is None:

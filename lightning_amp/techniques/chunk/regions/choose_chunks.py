@@ -34,8 +34,8 @@ MOST_ROWS = 60_000
 """Largest number of rows of all compared regions of a table, overlaps counted; the examples have 45,000 at most.
 
 This limits work by count, so that plans do not depend on the clock. With a tenth of it, the U-Net and the Geneformer of
-the examples did not fit into 20 % of their bytes, and planning blocks of 200 to 1,600 rows took 0.7 to 1.3 times as
-long.
+the examples did not fit into 20 % of their bytes, and blocks of 200 to 1,600 rows took 0.7 to 1.3 times as long to
+plan.
 """
 KNOWN = 4
 """Number of tables whose searches are cached."""

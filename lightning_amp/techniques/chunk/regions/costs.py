@@ -56,6 +56,7 @@ class Seconds:
             again += self._rates.overhead_seconds + self._moved(moved)
         outputs = region.outputs(self._table)
         copies = sum(self._moved(2 * self._result[i]) + n * self._rates.overhead_seconds for i in outputs)
+        # neighbours of a piece are computed on both sides, except at the ends
         beside = (n - 1) * 2 * region.reach / region.units * sum(self.rows[i] for i in inside)
         forward = (n - 1) * again + copies + beside
         if not self._train:
@@ -99,6 +100,7 @@ def paper_cost(table: Table, region: Region, weights: Weights = WEIGHTS) -> floa
     n_rows = sum(row.kind == OPERATOR for row in table.rows)
     flops = sum(table.rows[i].flops for i in inside)
     macro = weights.nodes * len(inside) / n_rows + weights.flops * flops / max(table.flops, 1)
+    # `+ 1` keeps the density of a block without floating point operations finite
     density = (flops / len(inside) + 1) / (table.flops / n_rows + 1)
     strides = [
         prod(table.rows[i].shape[region.dims[i] :]) / prod(table.rows[i].shape)

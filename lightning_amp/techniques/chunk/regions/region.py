@@ -150,6 +150,7 @@ def written_from(table: Table) -> list[frozenset[int]]:
 def may_write(rows: Sequence[OperatorRow], i: int, k: int, read: Collection[int]) -> bool:
     """Return whether row i may be written into the memory of row k, while all rows in `read` are being read."""
     row, old = rows[i], rows[k]
+    # `free` is 0 in training, where nothing is overwritten
     if not row.free or row.dtype != old.dtype or prod(row.shape) != prod(old.shape):
         return False
     alike = rows[old.storage].n_bytes == row.n_bytes
@@ -172,6 +173,7 @@ def written_over(table: Table, region: Region) -> dict[int, int]:
         for k in inputs:
             if i in region.sums or k not in region.dims or k in found.values():
                 continue
+            # equally many pieces side by side occupy the same bytes
             beside = [prod(rows[j].shape[: region.dims[j]]) for j in (i, k)]
             if beside[0] == beside[1] and may_write(rows, i, k, inputs):
                 found[i] = k

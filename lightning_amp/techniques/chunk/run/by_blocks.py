@@ -68,6 +68,7 @@ def plan_blocks(
         own = [call for call, other in zip(calls, found, strict=True) if other is capture]
         fullest, outside_bytes = max(own, key=lambda one: one[1])
         try:
+            # tensors outside of the block stay alive while it runs
             own_bytes = budget_bytes - outside_bytes
             lowered, chosen = lower_within(capture, own_bytes, costs=costs)
             by_key[capture.key] = Checked(lowered, own_bytes, chosen.whole_bytes)

@@ -33,9 +33,9 @@ from lightning_amp.techniques.chunk.run.module_chunks import no_part_of_the_step
 from lightning_amp.techniques.chunk.run.smaller_call import Call, smaller_calls
 
 RTOL = 1e-10
-"""Largest allowed difference, relative to the largest of all results, or of all gradients.
+"""Largest allowed difference, as a share of the largest of all results, or of all gradients.
 
-The scale is common because a tensor that is zero up to rounding has none. Another order of summation gives about 1e-15.
+The scale is common because a tensor that is zero up to rounding has none. Another order of sums gives about 1e-15.
 """
 KINDS = ("result", "buffer", "gradient")
 LARGE = 16
@@ -142,10 +142,7 @@ class Checked:
 def _outcome(
     block: nn.Module, call: Call, made: Lowered, *, own: bool, without: frozenset[str] = frozenset()
 ) -> Outcome:
-    """Return results, buffers and gradients by name, of the block's own or the generated forward.
-
-    Gradients of the parameters in `without` are omitted.
-    """
+    """Return results, buffers and gradients (but `without`) by name, of the block's own or the generated forward."""
     values, spec = tree_flatten(call)
     changed = made.capture.changed
     # buffers are always copied: BatchNorm kernels write to their statistics without a new version

@@ -3,8 +3,8 @@
 The module is captured as one graph if possible, otherwise block by block (the children of its lists and sequences).
 Regions of the graph are chosen that meet the budget in the least time (regions/), and the forward that runs them is
 generated (lower.py). A graph holds for one signature (graph/guards.py): a call with other shapes, dtypes, settings or
-modes is planned separately before it runs. There is no fallback: a module that cannot be captured, or cannot meet the
-budget, raises an error.
+modes is planned separately before it runs. If neither the module nor a block can be captured, or the budget cannot be
+met, an error is raised. Exception: a rule's block that needs more than planned runs with the least bytes, and warns.
 """
 
 import copy

@@ -131,6 +131,7 @@ def run_region(region: ChunkedRegion, inputs: Sequence[Tensor]) -> list[Tensor]:
         if output.over is not None:
             wholes.append(inputs[output.over].view(output.shape))
             continue
+        # only sums accumulate; concatenated chunks are written once, so 16 bits suffice
         dtype = torch.float32 if output.dim is None and output.dtype in NARROW else output.dtype
         whole = torch.empty_strided(output.shape, output.stride, dtype=dtype, device=inputs[0].device)
         # zeros if chunks are summed

@@ -23,14 +23,13 @@ from lightning_amp.techniques.chunk.run.planned import plan_graph
 from lightning_amp.techniques.rates_of import rates_of
 
 MANY = 8
-"""Number of blocks with children above which a module is planned block by block, if that fits the budget.
-
-Equal blocks are planned once, while the time to plan one graph grows with the square of its operators.
+"""Blocks with children above which a module is planned block by block: equal blocks are planned once, while the time to
+plan one graph grows with the square of its operators.
 """
 OFTEN = 64
 """Number of signatures of a block after which a warning says that each of them has to be planned."""
 KEPT = 4096
-"""Number of plans of all blocks that are cached; the oldest is removed first."""
+"""Plans of all blocks that are cached; the oldest is removed first."""
 
 
 class InChunks:
@@ -90,8 +89,7 @@ class InChunks:
             key = self._budget_bytes, self.train, call
             if key not in self.known:
                 self.known[key] = self._plan(own, args, kwargs, call)
-                # bounds memory if every call has a new signature, such as in a block that appends to a list in every
-                # step
+                # bounds memory if every call has a new signature, as for a block that appends to a list
                 self._n_planned += 1
                 if self._n_planned == OFTEN:
                     warnings.warn(

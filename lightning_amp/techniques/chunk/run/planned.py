@@ -127,6 +127,7 @@ def _nested(capture: Capture, budget_bytes: int, costs: CostModel, which: str, *
         outer = outermost(table)
         if outer is None:
             return None
+        # the full results are alive while every sample runs
         beside = sum(result_bytes(table.rows[i]) for i in outer.outputs(table))
 
         def plan(piece: Capture) -> Found:
@@ -139,6 +140,7 @@ def _nested(capture: Capture, budget_bytes: int, costs: CostModel, which: str, *
         least_bytes = measured_bytes(lowered)
         if least_bytes > budget_bytes:
             raise _over(capture, least_bytes, "", budget_bytes)
+        # an unlimited budget gives a plan without regions, for the values of the original block
         whole = choose_chunks(table, 2**62, train=False, costs=costs)
     found = replace(whole, regions=(outer,), peak_bytes=least_bytes, seconds=outer.n_chunks * inner.seconds)
     if torch.is_grad_enabled():
