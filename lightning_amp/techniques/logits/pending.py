@@ -31,7 +31,7 @@ from lightning_amp.footprint.live_bytes import has_storage
 from lightning_amp.techniques.logits.loss import Rows, cross_entropy, largest
 
 LEAST_CHUNKS = 8
-"""Least ratio of outputs to inputs of a deferred layer: hidden layers have about 4, vocabulary heads more."""
+"""Least ratio of outputs to inputs at which deferring saves much: hidden layers have about 4, vocabulary heads more."""
 MOVED = (
     "the gradient of logits was taken where it cannot be handed on to their layer, as by torch.autograd.grad, or by an"
     " operator that torch does not see in Python. Leave 'logits' out of the strategies"

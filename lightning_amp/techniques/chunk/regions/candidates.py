@@ -70,8 +70,7 @@ class RegionCandidate:
         return written_over(self._table, self.region)
 
     def cut(self, budget: int | None, forward: int, backward: int) -> tuple[int, int] | None:
-        """Return the fewest pieces (without a budget, the most) that fit with the given bytes, and the peak; or None.
-        """
+        """Return the fewest pieces (the most without a budget) that fit with the given bytes, and the peak; or None."""
         lengths = self._lengths
         if budget is None:
             return self.region.units, self._peak(1, forward, backward)

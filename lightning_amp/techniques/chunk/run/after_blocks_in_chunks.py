@@ -34,7 +34,7 @@ class AfterBlocksInChunks(InChunks):
 
     def __init__(self, budget_bytes: int, n_calls: int) -> None:
         super().__init__(budget_bytes, train=True)
-        # only the code after the blocks is captured, and `_to_the_last_block` checks the calls of the blocks
+        # not all of the module is captured: its blocks are not, and the capture checks the modules outside of them
         self.captures_whole = False
         self._n_calls = n_calls
 
