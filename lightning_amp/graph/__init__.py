@@ -1,1 +1,1 @@
-"""Capture blocks of any module, and analyse what their operators do to memory and to dimensions."""
+"""Capture blocks of any module as operator graphs, and determine memory use and dims of their operators."""

@@ -1,11 +1,12 @@
-"""Treat what a module computes after its last block as a block: the head of a language model, with its loss.
+"""Capture what a module computes after its last block like a block: the head of a language model, with its loss.
 
     forward(tokens, labels):  embedding -> block 1 -> ... -> block n -> norm -> head -> loss
                                                              |-------- AfterBlocks ---------|
 
-Its arguments are those of the module and what the last block returns. Its forward is the module's own, in which the
-last block returns that, and the blocks before it nothing that can be read: a module whose result depends on them by
-another way than through the last block cannot be captured. What comes before the last block is left out of its graph.
+`AfterBlocks` takes the module's arguments and the result of the last block. It runs the module's own forward, in which
+the last block returns this result, and earlier blocks return placeholders. A module whose result depends on earlier
+blocks in another way than through the last block cannot be captured. Operators before the last block are removed from
+the graph.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,14 +24,14 @@ from lightning_amp.footprint.forward_overrides import overrides_of, set_override
 
 
 class AfterBlocks(nn.Module):
-    """The module's forward pass from its last block's result on.
+    """The module's forward pass, starting from the result of its last block.
 
-    Its own parameters and buffers are those that the module has outside of its blocks, themselves.
+    It has the parameters and buffers that the module has outside of its blocks; they are shared, not copied.
 
     Args:
-        owner: The module; it stays as it is.
-        before: Of every call of a block but the last one, in order, its name and its result with a `Like` in the place
-            of every tensor.
+        owner: The module; it does not change.
+        before: For every block call except the last, in order: its name, and its result with a `Like` in place of each
+            tensor.
     """
 
     def __init__(self, owner: nn.Module, before: Sequence[tuple[str, Any]]) -> None:
@@ -40,7 +41,7 @@ class AfterBlocks(nn.Module):
         self._before = tuple(before)
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
-        """What the module returns for its arguments and the result of its last block."""
+        """Return the module's result for its arguments and the result of its last block."""
         blocks, stand_in = find_blocks(self.owner), _known_results(self._before, result)
         for fqn, block in blocks.items():
             block.forward = partial(stand_in, fqn)
@@ -52,10 +53,10 @@ class AfterBlocks(nn.Module):
 
 
 def _known_results(before: Sequence[tuple[str, Any]], result: Any) -> Callable[..., Any]:
-    """What is called in the place of all blocks in one forward pass."""
+    """Return the function that replaces all blocks in one forward pass."""
     calls, leaves = iter((*before, None)), [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     fake = next((leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)), None)
-    # what is drawn before the last block is not drawn where the rest is computed
+    # code before the last block runs a second time: the random state is reset afterwards, as if it drew nothing
     cuda = {leaf.device for leaf in leaves if leaf.is_cuda}
     drawn = [] if fake else [torch.get_rng_state(), *map(torch.cuda.get_rng_state, cuda)]
 
@@ -71,25 +72,25 @@ def _known_results(before: Sequence[tuple[str, Any]], result: Any) -> Callable[.
         if name != fqn:
             raise RuntimeError(f"block {fqn!r} is called where {name or 'no other one'!r} was called before")
         if fake is None:
-            # nothing depends on it, or there would be no graph; of fewer positions it has to fit
+            # its values are not used, or the capture would have failed; its shape must suit a call with fewer positions
             given = [leaf.detach() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             return tree_map(lambda leaf: given[0] if isinstance(leaf, Like) and given else leaf, like)
         with unseen(), fake:
-            # not made where operators are written down, so that what is computed of it is seen to be of a constant
+            # made without recording, so that a result computed from it counts as a constant, which a capture refuses
             return tree_map(lambda leaf: leaf.make() if isinstance(leaf, Like) else leaf, like)
 
     return stand_in
 
 
 def _without(module: nn.Module, blocks: set[int], known: dict[int, nn.Module]) -> nn.Module:
-    """The module with its own parameters and settings, and with blocks that have nothing but settings.
+    """Return a copy of the module that shares its parameters and settings, with blocks that have only settings.
 
-    Hooks of the module itself run around whatever its forward is; those of what it has outside blocks stay, and are in
-    the way of a capture.
+    Hooks of the module itself run around its forward and are omitted. Hooks of submodules outside of blocks stay, and
+    prevent a capture.
     """
     if id(module) in known:
         return known[id(module)]
-    # no `copy.copy`: what fully_shard has put on a module belongs to that module alone
+    # not `copy.copy`: the state that fully_shard adds belongs to the original module only
     kind, left_out = own_class(module)
     inside, first = id(module) in blocks, not known
     found = known[id(module)] = object.__new__(kind)
@@ -97,7 +98,7 @@ def _without(module: nn.Module, blocks: set[int], known: dict[int, nn.Module]) -
     for name, value in vars(module).items():
         if name in left_out or (name == "forward" and (inside or first)):
             continue
-        # a block stands for what it has returned: it is not run, so it needs no parameters and no hooks
+        # a block only returns a stored result, so it needs no parameters and no hooks
         bare = name in empty or ("_hooks" in name and (inside or first))
         vars(found)[name] = type(value)() if bare else value
     if "forward" in vars(found) and (overrides := overrides_of(module)):
@@ -109,15 +110,15 @@ def _without(module: nn.Module, blocks: set[int], known: dict[int, nn.Module]) -
 
 
 def leave_out_before(graph: Graph, results: int) -> str:
-    """Take out of the graph of an `AfterBlocks` what is not needed after the last block; why not, "" where it was.
+    """Remove operators before the last block from the graph of an `AfterBlocks`; return why not, or "" if removed.
 
-    So many of its last arguments are the tensors of the last block's result.
+    `results` is the number of tensors in the last block's result, which are the last arguments of the graph.
     """
     nodes = list(graph.nodes)
     given = [node for node in nodes if node.op == "placeholder"]
     at = {node: k for k, node in enumerate(nodes)}
-    # operators before the first one that reads the last block's result were computed on the way to the blocks
-    # the arguments of the module are placeholders too: only the last ones are what the last block has returned
+    # operators before the first reader of the last block's result were computed before the blocks; the module's own
+    # arguments come first among the placeholders
     reads = [at[user] for node in given[len(given) - results :] for user in node.users]
     first = min(reads, default=len(nodes))
     before = [node for node in nodes[:first] if node.op == "call_function"]
@@ -127,10 +128,10 @@ def leave_out_before(graph: Graph, results: int) -> str:
         needed.update(new)
         waiting += new
     kept = [node for node in before if node in needed]
-    # what changes a tensor, or is no operator on tensors
+    # operators that change a tensor, or that are not tensor operators
     touched = [n for n in before if not isinstance(n.target, OpOverload) or n.target._schema.is_mutable]
     drawn = [node for node in kept if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]
-    # what is kept runs a second time: it may not draw anew, nor read what another has changed meanwhile
+    # kept operators run a second time: they must not draw random numbers, nor read a tensor that was changed since
     if kept and (touched or drawn):
         return f"what it computes after its blocks needs what {(drawn or touched)[0].target} did before them"
     for node in reversed(before):

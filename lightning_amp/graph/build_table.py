@@ -1,6 +1,6 @@
-"""Build a Table from a captured graph: run every operator alone on fake tensors and measure its memory.
+"""Build a Table from a captured graph: run every operator separately on fake tensors and measure its memory.
 
-Of a loop over time, equal operators on equal arguments are looked at once: those behind the first only run.
+Equal operators with equal arguments, such as in a loop over time, are measured once; the others only run.
 """
 
 from operator import getitem
@@ -18,12 +18,12 @@ from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Capture, fresh
 from lightning_amp.graph.flow import OperatorCall, Ref, dims_of, sums_of
-from lightning_amp.graph.flow import register_flow as register_flow  # public: here all of our rules are known
+from lightning_amp.graph.flow import register_flow as register_flow  # public: the built-in rules are registered here
 from lightning_amp.graph.table import INPUT, OPERATOR, PARAMETER, OperatorRow, Table
 
 
 def build_table(capture: Capture) -> Table:
-    """The table of a block that has been captured."""
+    """Return the table of a captured block."""
     assert capture.graph is not None, f"the block was not captured: {capture.reason}"
     builder = _Builder(capture)
     with QuickFakes():
@@ -33,7 +33,7 @@ def build_table(capture: Capture) -> Table:
 
 
 class _Builder:
-    """Rows so far, and a fake tensor for the result of each."""
+    """Collects rows, with a fake tensor for the result of each."""
 
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
@@ -42,11 +42,11 @@ class _Builder:
         self._of_node: dict[Node, int] = {}
         self._of_storage: dict[int, int] = {}
         self._known: dict[Any, dict[str, Any]] = {}
-        """What was found of an operator, by all that it depends on; rows are given by their place among its inputs."""
+        """Measured values of an operator by `_key`; rows are given as indices of its inputs."""
         self._outputs: tuple[int, ...] = ()
 
     def add(self, node: Node) -> None:
-        """The next node of the graph."""
+        """Add the next node of the graph."""
         if node.op == "placeholder":
             kind = PARAMETER if len(self._rows) < len(self._capture.names) else INPUT
             needs_grad = self._capture.needs_grad[len(self._rows)]
@@ -59,14 +59,14 @@ class _Builder:
             self._run(node)
 
     def table(self) -> Table:
-        """All rows, with the last use of each."""
+        """Return the table, with the last use of each row."""
         last = [0] * len(self._rows)
         for i, row in enumerate(self._rows):
             last[i] = max(last[i], i)
             for k in row["inputs"]:
                 last[k] = max(last[k], i)
         for k in self._outputs:
-            # the caller reads results of the block after all rows
+            # results of the block are read by the caller, after all rows
             last[k] = len(self._rows)
         rows = tuple(OperatorRow(last_use=last[i], **row) for i, row in enumerate(self._rows))
         return Table(block=self._capture.kind.__name__, rows=rows, outputs=self._outputs)
@@ -76,7 +76,7 @@ class _Builder:
         self._of_node[node] = i
         tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
         new = {id(t.untyped_storage()): t.untyped_storage() for t in tensors}
-        # memory that an earlier row has made is that row's: this one is a view of it
+        # memory of an earlier row belongs to that row: this row is a view of it
         new = {key: s for key, s in new.items() if key not in self._of_storage}
         for key in new:
             self._of_storage[key] = i
@@ -96,7 +96,7 @@ class _Builder:
         )
 
     def _run(self, node: Node) -> None:
-        """Run an operator on leaves that lie in the memory of the rows it reads."""
+        """Run an operator on leaves that share the memory of the rows it reads."""
         inputs, leaves = [], list[Tensor]()
 
         def leaf(given: Node) -> Any:
@@ -104,9 +104,8 @@ class _Builder:
             inputs.append(self._of_node[given])
             if not isinstance(value, Tensor):
                 return value
-            # a leaf, for the backward pass of this operator alone; in the same memory, so that views are seen
-            # each reader of a value gets a separate leaf: were it the same one, gradients of two arguments could not be
-            # told apart
+            # a leaf, for the backward pass of this operator alone, in the same memory, so that views are detected
+            # every argument gets a separate leaf, so that gradients of two arguments are separate
             leaves.append(value.detach().requires_grad_(value.requires_grad))
             return leaves[-1]
 
@@ -119,19 +118,18 @@ class _Builder:
         else:
             result, kept, found = _looked_at(node, args, kwargs, leaves)
             self._put(node, result, kind=OPERATOR, op=op)
-            # what the operator keeps for its backward pass was noted by storage, before its result had a row: of memory
-            # that is known by now, the row answers for the bytes, and only the rest is counted as hidden
-            # in the memory of no row: a mask, a copy in another layout, statistics
+            # memory of a row is counted by that row; only the rest is hidden: a mask, a copy with other strides,
+            # statistics
             hidden = [tensor for memory, tensor in kept.items() if memory not in self._of_storage]
             own = len(self._rows) - 1
             places = {self._of_storage[memory] for memory in kept if memory in self._of_storage}
-            # what stands here would be alive in the backward pass below
+            # local names would keep their tensors alive during the backward pass below
             kept.clear()
             call = _call(node, args, kwargs, leaves, self._rows[-1]["shape"])
             found |= {
                 "writes": (*found["writes"], *_updated(call)),
                 "random": _draws(node, call),
-                # rows by the first input that lies in their memory; -1 for its own
+                # by the index of the first input in that memory; -1 for its own
                 "saved": tuple(
                     -1 if home == own else next(n for n, k in enumerate(inputs) if self._rows[k]["storage"] == home)
                     for home in places
@@ -150,18 +148,18 @@ class _Builder:
             "writes": tuple(tensors[n] for n in found["writes"]),
             "saved": tuple(sorted(len(self._rows) - 1 if n < 0 else homes[n] for n in found["saved"])),
         }
-        # results as the next operators' arguments, without the graph behind them
+        # results become arguments of the next operators, detached from their autograd graph
         self._values[-1] = tree_map(
             lambda v: v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v, self._values[-1]
         )
 
 
 def _key(node: Node, leaves: list[Tensor]) -> Any:
-    """All that is found of an operator depends on this; None where it reads several results in one."""
+    """Return a key of all that an operator's measurement depends on; None if an argument is a list of tensors."""
     if len(leaves) < len(node.all_input_nodes):
-        # a list of tensors is no leaf, and its kinds are not in the key
+        # a list of tensors is not a leaf, so its shapes and dtypes are not in the key
         return None
-    # strides and offsets count too: a kernel copies what does not lie as it needs it
+    # strides and offsets matter: a kernel copies tensors with unsuitable strides
     memory: dict[int, int] = {}
     tensors = tuple(
         (
@@ -180,7 +178,7 @@ def _key(node: Node, leaves: list[Tensor]) -> Any:
 
 
 def _called(node: Node, args: Any, kwargs: Any) -> Any:
-    """What an operator returns."""
+    """Return the operator's result; in-place operators with gradients run on aliases."""
     schema = getattr(node.target, "_schema", None)
     if schema is not None and schema.is_mutable and torch.is_grad_enabled():
         alias: Any = _NoLeaf.apply
@@ -191,11 +189,11 @@ def _called(node: Node, args: Any, kwargs: Any) -> Any:
 def _looked_at(
     node: Node, args: Any, kwargs: Any, leaves: list[Tensor]
 ) -> tuple[Any, dict[int, Tensor], dict[str, Any]]:
-    """What an operator returns and keeps for its backward pass, and some of its row; it writes to leaves by number."""
+    """Run an operator; return its result, the tensors it keeps, and part of its row (`writes` index leaves)."""
     live, kept = LiveBytes(), dict[int, Tensor]()
 
     def keep(tensor: Tensor) -> Tensor:
-        # the alias keeps the storage, so that its id is no other one's
+        # the alias keeps the storage alive, so that its id is not reused
         kept[id(tensor.untyped_storage())] = alias = tensor.detach()
         return alias
 
@@ -212,12 +210,12 @@ def _looked_at(
 
 
 def _backward(result: Any, values: list[Any], leaves: list[Tensor], hidden: list[Tensor]) -> dict[str, Any]:
-    """Memory of the operator's own backward pass, which lets go of what the operator kept as it goes on."""
+    """Measure the operator's own backward pass, which frees the kept tensors in `hidden` as it proceeds."""
     results = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None]
     asked = [t for t in leaves if t.requires_grad]
     if not results or not asked:
         return {"grad_bytes": (0,) * len(values)}
-    # gradients that come in are there before the backward pass, and count for the rows that they come from
+    # incoming gradients are allocated before, and are counted by other rows
     seeds = [torch.empty_like(t) for t in results]
     live = LiveBytes()
     live.watch(hidden)
@@ -225,7 +223,7 @@ def _backward(result: Any, values: list[Any], leaves: list[Tensor], hidden: list
     hidden.clear()
     with live:
         grads = torch.autograd.grad(results, asked, seeds, allow_unused=True)
-    # a gradient in the memory of one that came in, as that of a view or of a sum, takes none
+    # a gradient that shares memory with an incoming one, as for a view or a sum, takes no memory
     given = {id(seed.untyped_storage()) for seed in seeds}
     by_leaf = {id(t): g for t, g in zip(asked, grads, strict=True)}
     tensors = iter(leaves)
@@ -238,7 +236,7 @@ def _backward(result: Any, values: list[Any], leaves: list[Tensor], hidden: list
 
 
 class _NoLeaf(torch.autograd.Function):
-    """The same memory as a tensor that may be changed in place: autograd allows that for no leaf and no view of one."""
+    """Alias of a leaf that may be changed in place, which autograd allows for neither a leaf nor its views."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -250,7 +248,7 @@ class _NoLeaf(torch.autograd.Function):
 
 
 def _updated(call: OperatorCall) -> tuple[int, ...]:
-    """Arguments that are running statistics which a call updates; on fake tensors no version tells."""
+    """Return the arguments that are running statistics updated by a call; fake tensors keep their version."""
     if not (call.arguments.get("training") or call.arguments.get("use_input_stats")):
         return ()
     places = (call.ref("running_mean"), call.ref("running_var"))
@@ -258,7 +256,7 @@ def _updated(call: OperatorCall) -> tuple[int, ...]:
 
 
 def _draws(node: Node, call: OperatorCall) -> bool:
-    """Whether a call draws random numbers: its operator may, and no argument says that it does not."""
+    """Return whether a call draws random numbers: its operator can, and no argument disables it."""
     tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     if not tagged and "dropout_p" not in call.arguments:
         return False
@@ -267,7 +265,7 @@ def _draws(node: Node, call: OperatorCall) -> bool:
 
 
 def _call(node: Node, args: Any, kwargs: Any, leaves: list[Tensor], result: tuple[int, ...]) -> OperatorCall:
-    """The call as flow rules see it."""
+    """Return the call in the form that flow rules take."""
     places = {id(leaf): Ref(k) for k, leaf in enumerate(leaves)}
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
 

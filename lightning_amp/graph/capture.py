@@ -1,15 +1,15 @@
-"""Capture blocks of a module as graphs of operators, once per class and signature, and run them in place of the block.
+"""Capture blocks of a module as operator graphs, once per class and signature.
 
-A block is a child of a ModuleList or Sequential. It is run once on fake tensors while every operator is written down
-above autograd, so the graph is differentiated as the block's own forward is. Parameters and buffers are arguments of
-the graph: one graph serves all blocks of the same class and signature, and updates their own buffers.
+A block is a child of a ModuleList or Sequential. It runs once on fake tensors, while every operator is recorded above
+autograd, so the graph is differentiated like the block's own forward. Parameters and buffers are arguments of the
+graph: one graph serves all blocks with the same class and signature, and updates the buffers of each.
 
-What Python decides is fixed in a graph. A graph is used where everything is as it was when it was captured: shapes,
-dtypes, other arguments, training mode, gradient mode, autocast, and attributes of the block; elsewhere the block is
-captured again. A block that cannot be captured runs as it is, and `Capture.reason` says why.
+A graph fixes the decisions of Python code. It is used only if everything is as in the capture: shapes, dtypes, other
+arguments, training mode, gradient mode, autocast, and attributes of the block. Otherwise the block is captured again.
+If a block cannot be captured, `Capture.reason` says why.
 
-Known limits: a branch on a global variable or on the clock is not seen, and neither are hooks of all modules, a seed
-under `torch.random.fork_rng`, and of an argument whether it is a leaf or of a class derived from Tensor.
+Known limits: not detected are branches on a global variable or on the clock, global module hooks, a seed under
+`torch.random.fork_rng`, and whether an argument is a leaf or of a subclass of Tensor.
 """
 
 import copy
@@ -45,20 +45,20 @@ from lightning_amp.graph.rewrites import REWRITES
 
 
 class CannotCapture(Exception):
-    """The reason why a block stays as it is; never leaves this package."""
+    """Reason why a block cannot be captured; never leaves this package."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capture:
-    """What became of one class and signature.
+    """Result of capturing one class and signature.
 
     Attributes:
         kind: Class of the block.
-        key: All that the graph depends on.
+        key: Everything that the graph depends on.
         names: Parameters and buffers, in the order of the graph's first arguments.
-        reason: Why there is no graph, "" where there is one.
-        graph: Operators; None where there is a reason.
-        output: How the graph's results nest in what the block returns.
+        reason: Why there is no graph; "" if there is one.
+        graph: Operators; None if there is a reason.
+        output: Tree structure of the block's result, for the graph's flat results.
         needs_grad: Whether each of the graph's arguments has a gradient.
         changed: Parameters, buffers ("norm.running_mean") and inputs ("input 0") that the block changes in place.
     """
@@ -74,23 +74,23 @@ class Capture:
 
     @property
     def nodes(self) -> list[Node]:
-        """The rows of the table: all nodes of the graph but the one that returns the results."""
+        """Rows of the table: all nodes of the graph except the output node."""
         assert self.graph is not None, f"the block was not captured: {self.reason}"
         return [node for node in self.graph.graph.nodes if node.op != "output"]
 
     def arguments(self) -> list[Tensor]:
-        """New tensors of the kinds of the graph's arguments, fake within a fake mode."""
+        """Return new tensors like the graph's arguments, fake in a fake mode."""
         return [fresh(node.meta["val"]) for node in self.nodes if node.op == "placeholder"]
 
 
 class Captures:
-    """The cache: a graph, or a reason for none, per class and signature."""
+    """Cache of captures by class and signature."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Capture] = {}
 
     def of(self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Capture:
-        """The capture for a call; made on the first call of its kind."""
+        """Return the capture for a call; it is made on the first call with its signature."""
         key = signature(block, args, kwargs)
         if key not in self._known:
             self._known[key] = capture(block, args, kwargs, key=key)
@@ -98,10 +98,10 @@ class Captures:
 
 
 def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, key: Any) -> Capture:
-    """Write down the operators of a call; where that is not possible, say why."""
+    """Record the operators of a call; if that is not possible, return the reason."""
     common = {"kind": type(block), "key": key, "names": tuple(state_of(block))}
     try:
-        # what a graph would leave out, or what no capture survives
+        # things that a graph would omit, or that make a capture fail
         for name, child in block.named_modules():
             place = f"its submodule {name!r}" if name else "it"
             if is_compiled(child):
@@ -110,13 +110,13 @@ def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *,
                 raise CannotCapture(f"{place} has an attribute 'to', which hides the method of that name")
             if hooks := hooked([child]):
                 raise CannotCapture(f"{place} has hooks ({hooks[0]}), which are Python")
-        # a library's warning says nothing of the block, also where warnings are errors
+        # warnings of libraries are ignored, also where the user turns warnings into errors
         with failures_unlogged(), warnings.catch_warnings(action="ignore"), as_before(block):
             return Capture(**common, **_trace(block, args, kwargs))
     except CannotCapture as reason:
         return Capture(**common, reason=str(reason))
     except Exception as error:
-        # any error: whatever a forward does that fake tensors cannot do, the block runs as it is
+        # any error: if a forward does not run on fake tensors, it is not captured
         first = str(error).strip().partition("\n")[0]
         return Capture(**common, reason=f"its forward cannot run on fake tensors: {type(error).__name__}: {first}")
 
@@ -128,8 +128,7 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     found: dict[str, Any] = {}
 
     def call(*tensors: Tensor) -> list[Any]:
-        # parameters and buffers come first, then the tensors of the call
-        # state is shorter: what is left of the tensors are those of the call
+        # parameters and buffers come first; zip stops there, and the other tensors are those of the call
         own = dict(zip(state, tensors, strict=False))
         given = [objects.get(i, value) for i, value in enumerate(values)]
         for i, tensor in zip(at, tensors[len(own) :], strict=True):
@@ -141,7 +140,7 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             results, found["output"] = tree_flatten(functional_call(twin, own, call_args, call_kwargs))
         if python.reason:
             raise CannotCapture(python.reason)
-        # `self.mean = ...` of a buffer is a new tensor, which no operator of the graph writes to the block
+        # `self.mean = ...` replaces a buffer by a new tensor, and no operator of the graph would update the block
         replaced = [name for name, tensor in zip(own, tensors, strict=False) if own[name] is not tensor]
         if replaced := [*replaced, *(state.keys() ^ state_of(twin).keys())]:
             raise CannotCapture(f"its forward replaces its parameter or buffer {replaced[0]!r}; write to it in place")
@@ -157,12 +156,12 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
     made: dict[int, Tensor] = {}
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        # two arguments that are one tensor stay one
+        # an object that is passed twice stays one tensor
         given_tensors = [*state.values(), *(values[i] for i in at)]
         if any(t.layout is not torch.strided for t in given_tensors):
             raise CannotCapture("it has, or is called with, a tensor that is not dense")
         tensors = [made.setdefault(id(t), fresh(t).requires_grad_(t.requires_grad)) for t in given_tensors]
-    # what the forward changes of other objects than tensors, it changes in a copy
+    # the forward runs with copies, so that other objects than tensors do not change
     twin, objects = copy_of(block, fake), _copied(values)
     held = {i: described(value, states=True) for i, value in objects.items()}
     before, drawn, seed = settings_of(twin), random_state(), torch.get_rng_state()
@@ -172,7 +171,7 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             raise CannotCapture(f"its forward changes the attribute {first_change(before, after)!r}")
         if not same_random(drawn, random_state()):
             raise CannotCapture("its forward draws from Python's or NumPy's random numbers")
-        # operators without values draw nothing: this is a seed, which is no operator
+        # operators on fake tensors draw nothing, so the state changes only by a seed, which is not an operator
         if not torch.equal(seed, torch.get_rng_state()):
             raise CannotCapture("its forward sets the seed of torch's random numbers")
         for i, value in objects.items():
@@ -182,7 +181,7 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         set_random(drawn)
         torch.set_rng_state(seed)
     for node in reversed(graph.graph.nodes):
-        # a sum that was only tried
+        # unused result of a rewrite that was not applied
         if node.target in REWRITES and not node.users:
             graph.graph.erase_node(node)
     if isinstance(block, AfterBlocks):
@@ -196,7 +195,7 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if found["custom"]:
         raise CannotCapture(f"its forward has the autograd Function {found['custom']!r}, whose backward is its own")
     constants = [node for node in graph.graph.nodes if node.op == "get_attr"]
-    # a constant of a `torch.tensor(...)` in the forward is made anew in every call, by an operator of this name
+    # `torch.tensor(...)` in a forward gives a new constant in every call, by an operator of this name
     if not all("lift_fresh" in str(user.target) for node in constants for user in node.users):
         raise CannotCapture("its forward uses a tensor that is neither an argument nor a parameter nor a buffer")
     return {
@@ -223,20 +222,20 @@ NUMBERS = (
 
 
 class _NoPython(TorchFunctionMode):
-    """Refuses what no operator shows: hooks on tensors, leaves, and numbers that are read of tensors with values."""
+    """Raise CannotCapture for tensor hooks, changes of requires_grad, and numbers read from tensors with values."""
 
     reason = ""
-    """Stays where the forward itself catches what is raised here, and goes on."""
+    """Kept, because the forward may catch the exception raised here."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # whether a tensor is told that it requires gradients, and does so already
+        # allowed if requires_grad does not change
         wants = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
         told = func in (Tensor.requires_grad_, REQUIRES) and bool(wants) == bool(args[0].requires_grad)
         if func in PYTHON and not told:
             self.reason = f"its forward calls {PYTHON[func]!r} of a tensor, which is Python"
-        # arguments, parameters and buffers are fake here: a number of another tensor would become a constant, which
-        # stays when that tensor is written to
+        # arguments, parameters and buffers are fake. A number of another tensor would become a constant of the graph,
+        # which does not follow later writes to that tensor
         if _as_number(args, kwargs) if func not in NUMBERS else not any(isinstance(arg, FakeTensor) for arg in args):
             self.reason = "its forward reads a number of a tensor that is no argument, parameter or buffer"
         if self.reason:
@@ -245,7 +244,7 @@ class _NoPython(TorchFunctionMode):
 
 
 def _as_number(args: Any, kwargs: Any) -> bool:
-    """Whether a tensor with values stands for a number, as in an index or a shape; the first argument is none."""
+    """Return whether a tensor with values is used as a number, as in an index or a shape; the first argument is not."""
     leaves = [
         part
         for leaf in tree_leaves((args[1:], kwargs))
@@ -255,7 +254,7 @@ def _as_number(args: Any, kwargs: Any) -> bool:
 
 
 def _copied(values: Sequence[Any]) -> dict[int, Any]:
-    """Copies of the arguments that are objects, by place: what a forward writes into them is not to be seen."""
+    """Return copies of arguments that are objects, by position: writes must not reach the originals."""
     found, memo = dict[int, Any](), dict[int, Any]()
     for i, value in enumerate(values):
         if not isinstance(value, (*PLAIN, *OPAQUE)):
@@ -268,14 +267,14 @@ def _copied(values: Sequence[Any]) -> dict[int, Any]:
 
 
 def _custom_functions(results: Sequence[Any]) -> str:
-    """The name of a Python autograd Function behind results, "" if there is none."""
+    """Return the name of a Python autograd Function behind the results; "" if there is none."""
     waiting = [r.grad_fn for r in results if isinstance(r, Tensor) and r.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
         if isinstance(node, PythonNode):
             return node.name().removesuffix("Backward")
-        # autograd's graph is walked, not the list of operators, which shows a Function only by what it runs
+        # searched in autograd's graph: in the list of operators, only the operators that a Function runs appear
         new = {parent for parent, _ in node.next_functions if parent is not None} - seen
         seen |= new
         waiting += new
@@ -283,5 +282,5 @@ def _custom_functions(results: Sequence[Any]) -> str:
 
 
 def fresh(tensor: Tensor) -> Tensor:
-    """New memory laid out as a tensor is, fake within a fake mode: a fake tensor of another mode cannot be copied."""
+    """Return new memory with a tensor's strides, fake in a fake mode: fake tensors of another mode cannot be copied."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

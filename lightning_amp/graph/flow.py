@@ -1,11 +1,12 @@
-"""Define which dim of an operator's result follows which dim of its arguments: one rule per operator, no torch.
+"""Define flow rules: which dim of an operator's result follows which dim of its arguments. Does not import torch.
 
-A dim of a result follows a dim of an argument if a piece of the result needs only the same piece of the argument. What
-no rule says, does not flow: a sum over a dim ends it, and so does an operator that no rule knows. It is never guessed.
+A dim of a result follows a dim of an argument if a piece of the result requires only the same piece of the argument.
+Without a rule, no dim of an operator follows, and a dim that is summed over has no dim in the result. Flow is never
+guessed.
 
-A dim that is split, or merged with others, follows by its outermost factor: in pieces whose number divides it.
+A dim that is split or merged follows by its outermost factor: the number of pieces must divide it.
 
-A second table of rules says which dims an operator sums over: where these are cut, results of pieces add up.
+A second table of rules defines which dims an operator sums over: if these are cut, the results of pieces add up.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,7 @@ Follows = list[list[tuple[int, int]]]
 
 
 class Ref(NamedTuple):
-    """Stands for the k-th tensor among an operator's arguments."""
+    """Placeholder for the k-th tensor among an operator's arguments."""
 
     k: int
 
@@ -31,9 +32,9 @@ class OperatorCall:
     """One call of an operator.
 
     Attributes:
-        op: Its name without overload, such as "linear".
-        shapes: Of its tensor arguments.
-        result: Shape of its result; of several results, the first.
+        op: Name without overload, such as "linear".
+        shapes: Shapes of its tensor arguments.
+        result: Shape of its result; for several results, of the first.
         arguments: All arguments by name, defaults included; a tensor is a Ref.
     """
 
@@ -43,13 +44,13 @@ class OperatorCall:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def ref(self, name: str) -> int | None:
-        """Place among the tensors of an argument; None where it is None."""
+        """Return the index of an argument among the tensors; None if the argument is not a tensor."""
         found = self.arguments.get(name)
         return found.k if isinstance(found, Ref) else None
 
 
 FlowRule = Callable[[OperatorCall], Follows]
-"""Also of a sum: then every list is one group of (tensor argument, dim) that are summed over together."""
+"""A rule for flow or for sums; for sums, each list is a group of (tensor argument, dim) that are summed together."""
 RULES: dict[str, FlowRule] = {}
 SUM_RULES: dict[str, FlowRule] = {}
 
@@ -59,9 +60,9 @@ def register_flow(*ops: str) -> Callable[[FlowRule], FlowRule]:
 
     Operators are named as in `torch.ops.aten`, or "namespace::name" for those of another library.
 
-    The rule gets an OperatorCall, and returns for every dim of the result the pairs (tensor argument, dim) that it
-    follows. Plans rely on it: a piece of the result has to be what the operator makes of the same pieces of these
-    arguments. Where it is not, the block is refused with an InstallError before it computes anything in chunks.
+    The rule takes an OperatorCall, and returns for every dim of the result the pairs (tensor argument, dim) that it
+    follows. Plans rely on it: a piece of the result must equal the operator's result for the same pieces of these
+    arguments. If it does not, an InstallError is raised before the block computes anything in chunks.
 
     Example: an operator sorts every row; result rows follow the argument's rows, columns follow nothing.
 
@@ -84,10 +85,10 @@ def register_flow(*ops: str) -> Callable[[FlowRule], FlowRule]:
 
 
 def dims_of(call: OperatorCall) -> Dims | None:
-    """What the dims of a result follow; None where the operator has no rule.
+    """Return the dims that the dims of a result follow; None if the operator has no rule.
 
     Raises:
-        ModelError: A rule says something of dims that are not there.
+        ModelError: A rule returned a wrong number of dims, or dims that do not exist.
     """
     rule = RULES.get(call.op)
     if rule is None:
@@ -103,7 +104,7 @@ def dims_of(call: OperatorCall) -> Dims | None:
 
 
 def sums_over(*ops: str) -> Callable[[FlowRule], FlowRule]:
-    """Add the rule of what operators sum over, in addition to their rule of dims."""
+    """Register a rule for the dims that operators sum over, in addition to their flow rule."""
 
     def add(rule: FlowRule) -> FlowRule:
         SUM_RULES.update(dict.fromkeys(ops, rule))
@@ -113,25 +114,25 @@ def sums_over(*ops: str) -> Callable[[FlowRule], FlowRule]:
 
 
 def sums_of(call: OperatorCall) -> Sums:
-    """Groups of dims that a call sums over; none where its operator has no such rule."""
+    """Return the groups of dims that a call sums over; empty without a rule."""
     rule = SUM_RULES.get(call.op)
     return tuple(tuple(group) for group in rule(call)) if rule else ()
 
 
 def nothing(call: OperatorCall) -> Follows:
-    """No dim follows any."""
+    """Return that no dim follows any other."""
     return [[] for _ in call.result]
 
 
 def broadcast(shape: Shape, k: int, result: Shape) -> Iterator[tuple[int, tuple[int, int]]]:
-    """The dims of a result that follow an argument which is broadcast to it, as (dim, follows)."""
-    # a dim of size 1 that is broadcast follows nothing: every piece needs it whole
+    """Yield the dims of a result that follow an argument which is broadcast to it, as (dim, (argument, its dim))."""
+    # a dim of size 1 that is broadcast follows nothing, because every piece needs it whole
     offset = len(result) - len(shape)
     return ((d + offset, (k, d)) for d, n in enumerate(shape) if d + offset >= 0 and n == result[d + offset])
 
 
 def collect(result: Shape, pairs: Iterable[tuple[int, tuple[int, int]]]) -> Follows:
-    """Pairs of (dim, follows) by dim."""
+    """Group pairs of (dim, followed dim) by dim."""
     found: Follows = [[] for _ in result]
     for dim, source in pairs:
         found[dim].append(source)
@@ -139,17 +140,17 @@ def collect(result: Shape, pairs: Iterable[tuple[int, tuple[int, int]]]) -> Foll
 
 
 def same_but(call: OperatorCall, without: Iterable[int]) -> Follows:
-    """Every dim follows that of the first argument, but some."""
+    """Return that every dim except `without` follows that of the first argument."""
     ends = {d % len(call.result) for d in without} if call.result else set()
     return [[] if d in ends else [(0, d)] for d in range(len(call.result))]
 
 
 def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
-    """The dims of two shapes in groups of equal products, dims of size 1 left out."""
+    """Group the dims of two shapes such that products are equal in each group; dims of size 1 are omitted."""
     left = [d for d, n in enumerate(before) if n != 1]
     right = [d for d, n in enumerate(after) if n != 1]
     groups, a, b = [], list[int](), list[int]()
-    # the side with fewer entries takes its next dim, until both have as many: then a group is complete
+    # the side with the smaller product takes its next dim; a group is complete when the products are equal
     while left or right:
         if left and (not right or prod(before[d] for d in a) <= prod(after[d] for d in b)):
             a.append(left.pop(0))

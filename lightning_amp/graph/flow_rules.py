@@ -1,6 +1,6 @@
-"""Register the dim rules of operators, by kind, and over which dims they sum.
+"""Register flow rules of aten operators: which dims of a result follow which dims of arguments, or sum over them.
 
-`embedding_bag` has none: which rows are in one bag depends on values.
+`embedding_bag` has no rule: which rows belong to a bag depends on values.
 """
 
 from lightning_amp.graph.flow import (
@@ -29,18 +29,18 @@ from lightning_amp.graph.flow import (
     *("lerp", "clamp_min", "clamp_max", "broadcast_to"),
 )
 def _pointwise(call: OperatorCall) -> Follows:
-    """Also where the arguments are broadcast: what has one value for all is needed whole."""
+    """Every dim follows that of all arguments, except those that are broadcast along it and needed whole."""
     pairs = [pair for k, shape in enumerate(call.shapes) for pair in broadcast(shape, k, call.result)]
     return collect(call.result, pairs)
 
 
-# no tensor goes in
+# operators without a tensor argument
 register_flow("arange", "zeros", "ones", "full", "empty", "scalar_tensor")(nothing)
 
 
 @register_flow("linear")
 def _linear(call: OperatorCall) -> Follows:
-    """Rows follow the input, columns the weight's rows and the bias; a vector as weight leaves rows alone."""
+    """Rows follow the input, columns follow the weight's rows and the bias. With a 1-dim weight there are only rows."""
     last = len(call.result) - 1
     if len(call.shapes[1]) == 1:
         return same_but(call, [])
@@ -50,7 +50,7 @@ def _linear(call: OperatorCall) -> Follows:
 
 @register_flow("matmul", "mm", "bmm", "addmm", "baddbmm")
 def _product(call: OperatorCall) -> Follows:
-    """[..., row, k] times [..., k, column]; what is added is broadcast."""
+    """[..., row, k] @ [..., k, column]; an added tensor is broadcast."""
     first = 1 if call.op in ("addmm", "baddbmm") else 0
     a, b = call.shapes[first], call.shapes[first + 1]
     if min(len(a), len(b)) < 2:
@@ -69,7 +69,7 @@ def _product(call: OperatorCall) -> Follows:
 
 @register_flow("einsum")
 def _einsum(call: OperatorCall) -> Follows:
-    """A letter of the result follows that letter of every argument; a dim of size 1 may be broadcast."""
+    """A letter of the result follows the same letter of every argument, unless that dim has size 1 and is broadcast."""
     letters, right = _letters(call)
     return [
         [(k, d) for k, d, x in letters if x == own and call.shapes[k][d] == call.result[i]]
@@ -78,9 +78,9 @@ def _einsum(call: OperatorCall) -> Follows:
 
 
 def _letters(call: OperatorCall) -> tuple[list[tuple[int, int, str]], str]:
-    """(argument, dim, letter) of an einsum, and the letters of its result; none where they are not written out."""
+    """Return (argument, dim, letter) of an einsum and the letters of its result; empty if they are implicit."""
     left, arrow, right = str(call.arguments["equation"]).replace(" ", "").partition("->")
-    # without an arrow the result's letters are only implied, and dots stand for any number of dims
+    # without an arrow the result's letters are implicit, and dots represent any number of dims
     if not arrow or "." in left:
         return [], ""
     return [(k, d, x) for k, part in enumerate(left.split(",")) for d, x in enumerate(part)], right
@@ -88,7 +88,7 @@ def _letters(call: OperatorCall) -> tuple[list[tuple[int, int, str]], str]:
 
 @register_flow("scaled_dot_product_attention")
 def _attention(call: OperatorCall) -> Follows:
-    """Queries [..., row, e], keys [..., column, e], values [..., column, column of the result]; a mask is broadcast."""
+    """Queries [..., row, e], keys [..., column, e], values [..., column, result column]; a mask is broadcast."""
     last = len(call.result) - 1
     pairs = [(last - 1, (0, last - 1)), (last, (2, last))]
     for k in range(3):
@@ -99,10 +99,10 @@ def _attention(call: OperatorCall) -> Follows:
         pairs += [(d, source) for d, source in broadcast(call.shapes[mask], mask, rows) if d < last]
     found = collect(call.result, pairs)
     if call.arguments.get("enable_gqa"):
-        # several heads in a row share a key: a piece of the heads has to have its own part of the keys
+        # consecutive query heads share a key head: a piece of the heads needs the matching piece of the key heads
         found[-3] += [(k, len(call.shapes[k]) - 3) for k in (1, 2) if call.shapes[k][-3] not in (1, call.result[-3])]
     if call.arguments.get("is_causal"):
-        # a causal row is determined by its number, which a piece of the rows does not know
+        # a causal mask depends on the row index in the full tensor, which a piece does not have
         found[last - 1] = []
     return found
 
@@ -112,12 +112,12 @@ def _attention(call: OperatorCall) -> Follows:
     *("glu", "topk", "sort", "argsort", "_fft_c2c", "_fft_r2c", "_fft_c2r"),
 )
 def _along_some(call: OperatorCall) -> Follows:
-    """All dims but those that they go along, the last if none is named; the results of several are equal."""
+    """All dims follow, except those of `dim` (by default the last); several results have equal dims."""
     dim = call.arguments.get("dim", -1)
     return same_but(call, dim if isinstance(dim, list) else [dim])
 
 
-# the last dims are normalised
+# layer_norm normalizes the last dims; group_norm and instance_norm normalize each sample
 register_flow("layer_norm", "rms_norm")(lambda call: same_but(call, range(-len(call.arguments["normalized_shape"]), 0)))
 # each sample is normalised by itself
 register_flow("group_norm", "instance_norm")(lambda call: same_but(call, range(1, len(call.result))))
@@ -125,7 +125,7 @@ register_flow("group_norm", "instance_norm")(lambda call: same_but(call, range(1
 
 @register_flow("batch_norm")
 def _batch_norm(call: OperatorCall) -> Follows:
-    """Each channel by itself, with its weight, bias and running statistics; in evaluation each value."""
+    """Channels follow all arguments; in evaluation mode, the other dims follow the input."""
     found = same_but(call, [] if not call.arguments["training"] else [0, *range(2, len(call.result))])
     # all other arguments are vectors over channels
     found[1] += [(k, 0) for k in range(1, len(call.shapes))]
@@ -137,13 +137,13 @@ CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution", *(f"conv_transpose{
 
 @register_flow(*CONVOLUTIONS)
 def _convolution(call: OperatorCall) -> Follows:
-    """Samples follow the input, channels the weight's and the bias; positions look at their neighbours."""
+    """Samples follow the input, channels follow the weight and the bias. Positions follow only with kernel size 1."""
     found = nothing(call)
     if len(call.shapes[0]) != len(call.shapes[1]):  # one sample, without a dim of samples
         return found
     found[0] = [(0, 0)]
     stride, padding = (call.arguments.get(name) for name in ("stride", "padding"))
-    # a kernel of size 1 that does not move looks at no neighbour
+    # a kernel of size 1 with stride 1 reads no neighbours
     if isinstance(stride, list) and isinstance(padding, list) and set(stride) == {1} and not any(padding):
         for d, size in enumerate(call.shapes[1][2:], start=2):
             found[d] = [(0, d)] if size == 1 and call.shapes[0][d] == call.result[d] else []
@@ -154,7 +154,7 @@ def _convolution(call: OperatorCall) -> Follows:
 
 
 def is_transposed(call: OperatorCall) -> bool:
-    """Whether a convolution is one of those that go the other way."""
+    """Return whether a convolution is transposed."""
     return "transpose" in call.op or bool(call.arguments.get("transposed", False))
 
 
@@ -165,7 +165,7 @@ def is_transposed(call: OperatorCall) -> bool:
     *("_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
 )
 def _of_positions(call: OperatorCall) -> Follows:
-    """Samples and channels stay apart; so do positions of which a whole number becomes one, or which become several."""
+    """Samples and channels follow; positions too if whole windows become one, or one becomes several."""
     rank = len(call.result)
     found = same_but(call, range(rank - int(call.op.removesuffix("_aa")[-2]), rank))
     if call.op in ("avg_pool2d", "max_pool2d"):
@@ -175,7 +175,7 @@ def _of_positions(call: OperatorCall) -> Follows:
         whole = apart and all(n == k * m for n, k, m in zip(call.shapes[0][-2:], kernel, call.result[-2:], strict=True))
     else:
         nearest = call.op == "upsample_nearest2d" and call.arguments.get("output_size") is None
-        # by 1.4 two positions become two, and both are the first one
+        # a factor of 1.4 makes two positions from two, and both copy the first
         nearest = nearest and all(float(scale).is_integer() for scale in call.arguments["scale_factors"])
         whole = nearest and all(m % n == 0 for n, m in zip(call.shapes[0][2:], call.result[2:], strict=True))
     return [[(0, d)] for d in range(rank)] if whole and rank == 4 else found
@@ -186,7 +186,7 @@ def _of_positions(call: OperatorCall) -> Follows:
     *("max", "min", "argmax", "argmin", "median", "nanmedian", "mode", "kthvalue", "linalg_vector_norm", "norm"),
 )
 def _reduction(call: OperatorCall) -> Follows:
-    """All dims but those that are reduced; of two tensors value by value."""
+    """All dims follow except those that are reduced; with two tensors the operator is elementwise."""
     if len(call.shapes) > 1:
         return _pointwise(call)
     gone = reduced_dims(call)
@@ -196,16 +196,16 @@ def _reduction(call: OperatorCall) -> Follows:
 
 
 def reduced_dims(call: OperatorCall) -> list[int]:
-    """Dims of the argument that a reduction goes over."""
+    """Return the dims of the argument that are reduced."""
     dim, rank = call.arguments.get("dim"), len(call.shapes[0])
-    if dim == [] and call.op in ("all", "any"):  # of which no dims are none, and not all
+    if dim == [] and call.op in ("all", "any"):  # for these, an empty list means no dims; for others, all dims
         return []
     return [d % rank for d in ([dim] if isinstance(dim, int) else dim or range(rank))]
 
 
 @register_flow("transpose", "t", "permute")
 def _reorder(call: OperatorCall) -> Follows:
-    """Dims change places."""
+    """Dims are permuted."""
     rank = len(call.result)
     order = list(range(rank))
     if call.op == "permute":
@@ -218,11 +218,11 @@ def _reorder(call: OperatorCall) -> Follows:
 
 @register_flow("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as")
 def _reshape(call: OperatorCall) -> Follows:
-    """Dims that are merged or split follow by their outermost factor; dims of size 1 follow none."""
+    """Merged or split dims follow by their outermost factor; dims of size 1 follow none."""
     found = nothing(call)
     for before, after in groups(call.shapes[0], call.result) if 0 not in call.result else ():
         if before and after:
-            # entries that follow each other share the outermost index; a piece along an inner one would be scattered
+            # contiguous entries share the outermost index; a piece along an inner dim would be scattered
             found[after[0]] = [(0, before[0])]
             if call.op == "view_as":  # the other one has the sizes of the result
                 found[after[0]].append((1, after[0]))
@@ -231,14 +231,14 @@ def _reshape(call: OperatorCall) -> Follows:
 
 @register_flow("slice", "narrow", "split", "split_with_sizes", "chunk", "cat", "unbind", "select", "stack", "getitem")
 def _parts(call: OperatorCall) -> Follows:
-    """All dims but the one that is cut or put together; the results of several are equal."""
+    """All dims follow except the one that is split or concatenated; several results have equal dims."""
     if call.op == "getitem":
         return same_but(call, [])
     dim = call.arguments.get("dim") or 0
     if call.op in ("select", "unbind"):
         gone = dim % len(call.shapes[0])
         return [[(0, d)] for d in range(len(call.shapes[0])) if d != gone]
-    # `cat` leaves out what has the shape (0,), whatever the shapes of the others are
+    # `cat` ignores arguments of shape (0,), whatever the shapes of the others
     whole = [k for k, shape in enumerate(call.shapes) if shape != (0,) or len(call.result) == 1]
     sources = whole if call.op in ("cat", "stack") else (0,)
     dim %= len(call.result)
@@ -248,13 +248,13 @@ def _parts(call: OperatorCall) -> Follows:
 
 @register_flow("embedding")
 def _embedding(call: OperatorCall) -> Follows:
-    """Rows follow the indices, columns the table's."""
-    # gradients of a row are divided by how often all of the indices name it
+    """Rows follow the indices, columns follow the table's columns."""
+    # with scale_grad_by_freq, a row's gradient is divided by its count among all indices
     alone = not call.arguments.get("scale_grad_by_freq")
     return [*([(1, d)] if alone else [] for d in range(len(call.result) - 1)), [(0, 1)]]
 
 
-# each index of one dim is normalised over all other dims
+# each index of the given dim is normalized over all other dims
 register_flow("renorm")(
     lambda call: same_but(call, {*range(len(call.result))} - {call.arguments["dim"] % len(call.result)})
 )
@@ -262,17 +262,17 @@ register_flow("renorm")(
 
 @register_flow("cross", "linalg_cross")
 def _cross(call: OperatorCall) -> Follows:
-    """All dims of both but that of the three components: the first of size 3 if none is named."""
+    """All dims follow both arguments, except that of the three components; by default the first dim of size 3."""
     dim = call.arguments["dim"]
     dim = call.result.index(3) if dim is None else dim % len(call.result)
     return [[] if d == dim else follows for d, follows in enumerate(_pointwise(call))]
 
 
-# all dims but those that are turned; without any the values are turned as one row
+# without dims, the flattened tensor is rolled
 register_flow("roll")(lambda call: same_but(call, call.arguments["dims"] or range(len(call.result))))
 
 
-# rows and columns are determined by their numbers
+# a triangle depends on row and column indices; `pad` lists dims from the last one backwards
 register_flow("tril", "triu")(lambda call: same_but(call, [-2, -1]))
 # all dims but those that are padded, which are named from the last one backwards
 register_flow("pad", "constant_pad_nd")(
@@ -282,16 +282,16 @@ register_flow("pad", "constant_pad_nd")(
 
 @register_flow("gather")
 def _gather(call: OperatorCall) -> Follows:
-    """All dims but the one that is looked up along, where the index has as many there as the tensor."""
+    """All dims follow, except `dim`, where index and tensor have equal sizes."""
     dim = call.arguments["dim"] % max(len(call.result), 1)
-    # an index that is shorter in a dim reads only the begin of the tensor: pieces of the two would not meet
+    # a shorter index reads only the beginning of the tensor, so equal pieces of both would not correspond
     same = [a == b for a, b in zip(*call.shapes, strict=True)]
     return [[(0, d), (1, d)] if same[d] and d != dim else [] for d in range(len(call.result))]
 
 
 @register_flow("index_select")
 def _index_select(call: OperatorCall) -> Follows:
-    """The dim that is looked up along follows the index."""
+    """`dim` follows the index; all other dims follow the tensor."""
     dim = call.arguments["dim"] % max(len(call.result), 1)
     return [[(1, 0)] if d == dim and call.shapes[1] else [(0, d)] for d in range(len(call.result))]
 
@@ -305,7 +305,7 @@ def _distances(call: OperatorCall) -> Follows:
     return collect(call.result, pairs)
 
 
-# samples and channels of the image; positions follow the grid
+# samples and channels follow the image, positions follow the grid
 register_flow("grid_sampler")(
     lambda call: [[(0, 0), (1, 0)], [(0, 1)], *([(1, d)] for d in range(1, len(call.result) - 1))]
 )
@@ -313,7 +313,7 @@ register_flow("grid_sampler")(
 
 @register_flow("bucketize", "searchsorted")
 def _looked_up(call: OperatorCall) -> Follows:
-    """Values follow the tensor that is compared with the borders, rows of borders and of their order too."""
+    """All dims follow the values; batch dims of `searchsorted` also follow the boundaries and their sorter."""
     k = call.ref("self")
     found = [[(k, d)] for d in range(len(call.result))] if k is not None else nothing(call)
     rows = len(call.shapes[0]) - 1 if call.op == "searchsorted" else 0
@@ -323,14 +323,14 @@ def _looked_up(call: OperatorCall) -> Follows:
 
 @register_flow("prelu")
 def _channels(call: OperatorCall) -> Follows:
-    """The weight is that of channels, or one for all."""
+    """Channels also follow the weight, unless one weight is shared by all."""
     channels = [(1, 0)] if call.shapes[1:] and call.shapes[1] not in ((), (1,)) else []
     return [[(0, d), *(channels if d == 1 else [])] for d in range(len(call.result))]
 
 
 @register_flow("diagonal", "diagonal_copy", "diag_embed", "view_as_real", "view_as_complex")
 def _of_last(call: OperatorCall) -> Follows:
-    """All dims but two that become one, or the last, which becomes two."""
+    """All dims follow, except the two diagonal dims, or the last dim of real pairs."""
     rank = len(call.shapes[0])
     gone = [range(rank)[call.arguments[name]] for name in ("dim1", "dim2")] if "diagonal" in call.op else [rank - 1]
     if call.op == "view_as_real":
@@ -346,7 +346,7 @@ def _of_last(call: OperatorCall) -> Follows:
     *("linalg_cholesky_ex", "_linalg_solve_ex", "linalg_solve_triangular", "_linalg_slogdet", "linalg_pinv"),
 )
 def _matrices(call: OperatorCall) -> Follows:
-    """Each matrix by itself, where all arguments have the same dims before: some results are those of one argument."""
+    """Batch dims follow all arguments if these have equal batch dims: some results depend on a single argument."""
     batches = {shape[:-2] for shape in call.shapes}
     batch = len(batches.pop()) if len(batches) == 1 else 0
     return [[(k, d) for k in range(len(call.shapes))] if d < batch else [] for d in range(len(call.result))]
@@ -354,14 +354,14 @@ def _matrices(call: OperatorCall) -> Follows:
 
 @register_flow(*(f"max_{kind}{n}d{more}" for kind, more in (("pool", "_with_indices"), ("unpool", "")) for n in (2, 3)))
 def _of_places(call: OperatorCall) -> Follows:
-    """Samples and channels; places of largest values are numbers in the whole of their channel."""
+    """Samples and channels follow all arguments; positions do not, because indices count in the full channel."""
     first = len(call.result) - int(call.op.removesuffix("_with_indices")[-2])
     return [[(k, d) for k in range(len(call.shapes))] if d < first else [] for d in range(len(call.result))]
 
 
 @register_flow("im2col", "col2im")
 def _of_samples(call: OperatorCall) -> Follows:
-    """Samples stay apart, where there is a dim of samples."""
+    """Samples follow the input, if there is a dim of samples."""
     samples = len(call.result) == (3 if call.op == "im2col" else 4)
     return [[(0, 0)] if samples and d == 0 else [] for d in range(len(call.result))]
 
@@ -372,20 +372,20 @@ sums_over("sum", "nansum")(lambda call: [[(0, d)] for d in reduced_dims(call)])
 
 @sums_over("matmul", "mm", "bmm")
 def _sum_of_products(call: OperatorCall) -> Follows:
-    """Columns of the first with rows of the second; what addmm adds would be added with every piece."""
+    """Sum over columns of the first and rows of the second argument; not for addmm: each piece would add its addend."""
     a, b = call.shapes[:2]
     return [[(0, len(a) - 1), (1, max(len(b) - 2, 0))]]
 
 
 @sums_over("linear")
 def _sum_of_features(call: OperatorCall) -> Follows:
-    """Features of the input with the weight's columns; a bias would be added with every piece."""
+    """Sum over features of the input and columns of the weight, without bias: every piece would add it."""
     return [] if len(call.shapes) > 2 else [[(0, len(call.shapes[0]) - 1), (1, len(call.shapes[1]) - 1)]]
 
 
 @sums_over(*CONVOLUTIONS)
 def _sum_of_channels(call: OperatorCall) -> Follows:
-    """Channels of the input with those of the weight, without a bias."""
+    """Sum over channels of the input and of the weight, without a bias and with one group."""
     alone = len(call.shapes) == 2 and len(call.shapes[0]) == len(call.shapes[1])
     alone = alone and call.arguments.get("groups", 1) == 1
     return [[(0, 1), (1, 1 - int(is_transposed(call)))]] if alone else []
@@ -393,7 +393,7 @@ def _sum_of_channels(call: OperatorCall) -> Follows:
 
 @sums_over("einsum")
 def _sum_of_letters(call: OperatorCall) -> Follows:
-    """A letter that the result lacks, in all arguments; a dim of size 1 is broadcast."""
+    """Sum over each letter that the result lacks, in all arguments except those of size 1, which are broadcast."""
     letters, right = _letters(call)
     places: dict[str, list[tuple[int, int]]] = {}
     for k, d, letter in letters:

@@ -1,11 +1,12 @@
-"""Compute the key of a block's graph: a new key requires a new graph.
+"""Compute the key of a block's graph: a call with another key requires another graph.
 
-Shapes, strides, dtypes, devices and gradients of arguments, parameters and buffers; which of them are one tensor; other
-arguments; training mode and all attributes of the block and its submodules, their classes, and whether they have hooks;
-what objects among all these hold, such as a configuration or a module that is no submodule, and what functions have
-closed over; gradient mode, default dtype and autocast.
+The key contains: shapes, strides, dtypes, devices and requires_grad of arguments, parameters and buffers; which of them
+are the same tensor; other arguments; training mode, attributes, classes and hooks of the block and its submodules;
+contents of all these objects, such as a configuration, a module that is not a submodule, or the closure of a function;
+gradient mode, default dtype and autocast.
 
-Known limits: attributes of classes, and of objects more than `DEPTH` deep; what other objects of C hold.
+Known limits: attributes of classes, objects nested deeper than `DEPTH`, and contents of other C objects are not in the
+key.
 """
 
 from collections import deque
@@ -31,22 +32,21 @@ from lightning_amp.footprint.recompute_state import slots_of, state_of_generator
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 INTERNAL = frozenset(name for name, value in vars(nn.Module()).items() if not isinstance(value, PLAIN))
 INTERNAL |= {"_trainer", "_fabric", "_flat_weights", "_flat_weight_refs"}
-"""Attributes that every module has, of which only hooks matter here; a Trainer, which changes with every step; and what
-an LSTM or another RNN gathers anew when its parameters are others."""
+"""Attributes that are not in the key: those of every module, except hooks; a Trainer, which changes in every step; and
+the weight lists that an RNN rebuilds when its parameters change."""
 ITEMS = (list, tuple, set, frozenset, deque, bytearray)
 OPAQUE = (nn.Module, Tensor, type, ModuleType, FunctionType, Trainer, DataLoader, Dataset, *OWNERS)
-"""Of these, it matters only which one it is; of a module that is no submodule also its settings, and of a function what
-it has closed over."""
+"""Classes compared by identity; other modules also by their settings, and functions by their closure."""
 DEPTH = 5
-"""How many objects deep it is looked at what they hold."""
+"""Levels of nested objects whose contents are in the key."""
 _Module = tuple[str, nn.Module]
-"""Start of the names within, and the module."""
+"""Prefix of the names inside the module, and the module."""
 _Setting = tuple[str, type, tuple[str, ...], tuple[type, ...], tuple[Any, ...], bool]
-"""Start of the names within, class, names, classes and keys of attributes, and whether it has hooks."""
+"""Prefix of the names, class, attribute names, their classes and keys, and whether the module has hooks."""
 
 
 class _Same:
-    """Equal for one and the same object, which is kept: another one cannot take its address."""
+    """Equality by identity. Keeps the object alive, so that its address is not reused."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -59,12 +59,12 @@ class _Same:
 
 
 def signature(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """All that a graph of this call depends on, as a key."""
+    """Return a key of everything that a graph of this call depends on."""
     values, spec = tree_flatten((tuple(args), dict(kwargs)))
     modules = _modules_of(block)
     state = _state_of(modules)
     tensors = [*state.values(), *(value for value in values if isinstance(value, Tensor))]
-    # by place and not by id: the key outlives the tensors, and others may take their addresses
+    # by position and not by id: the key outlives the tensors, and their addresses may be reused
     first: dict[int, int] = {}
     return (
         type(block),
@@ -76,24 +76,24 @@ def signature(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
         autocast_now(),
-        # which tensors are one and the same, by the first of them
+        # which tensors are identical, by the position of the first
         tuple([first.setdefault(id(tensor), k) for k, tensor in enumerate(tensors)]),
     )
 
 
 def state_of(block: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, in the order in which a graph takes them."""
+    """Return parameters and buffers by name, in the order in which a graph takes them."""
     return _state_of(_modules_of(block))
 
 
 def settings_of(block: nn.Module) -> list[_Setting]:
-    """Of a block and its submodules: class, attributes on which a branch may depend, and whether they have hooks."""
+    """Return class, attributes and presence of hooks of a block and its submodules, as compared after a capture."""
     modules = _modules_of(block)
     return _settings_of(modules, _state_of(modules), states=True)
 
 
 def first_change(before: list[_Setting], after: list[_Setting]) -> str:
-    """The first attribute that differs between two lists of settings; "?" if none does."""
+    """Return the first attribute that differs between two lists of settings; "?" if none does."""
     was, now = (
         {start + name: found for start, _, *held, _ in settings for name, *found in zip(*held, strict=True)}
         for settings in (before, after)
@@ -102,7 +102,7 @@ def first_change(before: list[_Setting], after: list[_Setting]) -> str:
 
 
 def _modules_of(block: nn.Module) -> list[_Module]:
-    """As `named_modules`, which takes three times as long."""
+    """Like `named_modules`, which takes three times as long."""
     found, seen = list[_Module](), set[int]()
 
     def walk(start: str, module: nn.Module) -> None:
@@ -117,7 +117,7 @@ def _modules_of(block: nn.Module) -> list[_Module]:
 
 
 def _state_of(modules: Sequence[_Module]) -> dict[str, Tensor]:
-    """As `named_parameters` and `named_buffers`: a tensor that has several names has the first of them."""
+    """Like `named_parameters` and `named_buffers`: a tensor with several names has the first of them."""
     found: dict[str, Tensor] = {}
     for kind in ("_parameters", "_buffers"):
         seen = set[int]()
@@ -130,11 +130,11 @@ def _state_of(modules: Sequence[_Module]) -> dict[str, Tensor]:
 
 
 STATES = -1
-"""Among the ids of objects that were seen: states of generators count too, which any draw in the process changes."""
+"""Key in `seen`: the states of generators are compared too, which any draw in the process changes."""
 
 
 def _settings_of(modules: Sequence[_Module], state: Mapping[str, Tensor], *, states: bool = False) -> list[_Setting]:
-    # by name: what one block holds of its own parts is the same as what another one holds of its own
+    # submodules and state are entered by name, so that equal blocks have equal keys
     seen: dict[int, Any] = {id(own): name for own_of in (modules, state.items()) for name, own in own_of}
     if states:
         seen[STATES] = True
@@ -148,7 +148,7 @@ def _settings(modules: Sequence[_Module], seen: dict[int, Any]) -> list[_Setting
         names, hooks = _names(tuple(own))
         values: Sequence[Any] = list(map(own.__getitem__, names))
         kinds = tuple(map(type, values))
-        # called in every step: what most modules have is looked through in C
+        # runs in every step, so the common case is checked with few Python operations
         if not _all_plain(kinds):
             held = list(_held(child, zip(names, kinds, values, strict=True), seen))
             names, kinds, values = zip(*held, strict=True)
@@ -157,12 +157,12 @@ def _settings(modules: Sequence[_Module], seen: dict[int, Any]) -> list[_Setting
 
 
 def _held(module: nn.Module, own: Iterable[tuple[str, type, Any]], seen: dict[int, Any]) -> Iterator[tuple[Any, ...]]:
-    """Names, classes and keys of a module's attributes."""
+    """Yield names, classes and keys of a module's attributes."""
     for name, kind, value in own:
         if _first_of(kind) is PLAIN:
             yield name, kind, value
         elif name == "forward" and (overrides := overrides_of(module)):
-            # the object in which they are set is another in every copy
+            # compared by its overrides, because each copy of a module has another `forward` object
             yield name, kind, tuple((one.position, _Same(one.run)) for one in overrides)
         else:
             yield name, kind, _plain(value, seen, DEPTH)
@@ -170,9 +170,9 @@ def _held(module: nn.Module, own: Iterable[tuple[str, type, Any]], seen: dict[in
 
 @cache
 def _names(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Of a module's attributes those that not every module has, and those of hooks."""
+    """Return the attribute names that not every module has, and the names of hook attributes."""
     hooks = tuple(name for name in names if name[0] == "_" and name.endswith("_hooks"))
-    # with two underscores: what torch keeps of a module, such as the state of fully_shard
+    # names with two underscores are torch's own, such as the state of fully_shard
     return tuple(name for name in names if name not in INTERNAL and name not in hooks and name[:2] != "__"), hooks
 
 
@@ -182,7 +182,7 @@ def _all_plain(kinds: Collection[type]) -> bool:
 
 
 def described(value: Any, *, states: bool = False) -> tuple[Any, ...]:
-    """What a graph depends on of an argument; with `states` of random generators too, to see whether it draws."""
+    """Return the key of an argument; with `states` also of random generators, to detect whether a forward draws."""
     if isinstance(value, Tensor):
         return _tensor(value)
     found: tuple[Any, ...] = _plain(value, {STATES: True} if states else {}, DEPTH)
@@ -191,47 +191,46 @@ def described(value: Any, *, states: bool = False) -> tuple[Any, ...]:
 
 def _tensor(value: Tensor) -> tuple[Any, ...]:
     laid_out = value.stride() if value.layout is torch.strided else value.layout
-    # the device with its number: an operator that makes a tensor has it as an argument
+    # the device includes its index, which is an argument of operators that make tensors
     return "tensor", value.shape, laid_out, value.dtype, value.device, value.requires_grad
 
 
 @cache
 def _first_of(kind: type) -> Any:
-    """Of the groups of classes the first that has this one; a class that is looked up costs less than `isinstance`."""
+    """Return the first group of classes that contains a class; cached, because `isinstance` takes longer."""
     groups = (PLAIN, nn.Module, ITEMS, Mapping, np.ndarray, ReferenceType, FunctionType, OPAQUE)
     return next((group for group in groups if issubclass(kind, group)), None)
 
 
 def _plain(value: Any, seen: dict[int, Any], depth: int) -> Any:
-    """A key of a value; `seen` are objects that stand in it already, with what stands for them from then on."""
+    """Return the key of a value; `seen` maps ids of objects that are in the key already to their keys."""
     of: Any = type(value)
     kind, group = of.__name__, _first_of(of)
     if group is PLAIN:
-        # 1, 1.0 and True are equal, and make different graphs
+        # 1, 1.0 and True are equal, but give different graphs
         return kind, value
-    # by the set of classes: a list that grows is not to leave an entry in the cache for each of its lengths
+    # by the set of classes, so that a growing list does not add a cache entry for each length
     if group is ITEMS and _all_plain(frozenset(kinds := tuple(map(type, value)))):
         return kind, kinds, tuple(value)
     if group in (ITEMS, Mapping):
         if id(value) in seen:
             return kind, seen[id(value)]
-        # while it is looked through, for it may hold itself; afterwards another one may take its address
+        # only during the walk, because it may contain itself; afterwards its address may be reused
         seen[id(value)] = "itself"
         items = [*value, *value.values()] if group is Mapping else value
         found = tuple([_plain(item, seen, depth) for item in items])
         del seen[id(value)]
         return kind, found
     if group is np.ndarray:
-        # which array it is does not say what it holds: it may be written to
+        # identity is not sufficient, because the array may be written to
         return kind, _Same(value), hash(value.tobytes())
-    # the reference itself is another object in every block, where what it refers to may be the same, or a part of its
-    # own
+    # by its referent: equal blocks have different reference objects
     if group is ReferenceType:
         return kind, _plain(value(), seen, depth)
     if id(value) in seen:
         return kind, seen[id(value)]
-    # a module in a plain list is no child: `train`, `to` and the walk over submodules pass it by. Its tensors need no
-    # place here, for a graph that reads one is refused as a constant
+    # a module in a plain list is not a submodule, so `train`, `to` and `modules` skip it. Its tensors are not in the
+    # key, because a graph that reads one is refused as a constant
     if group is nn.Module:
         modules = [(start, child) for start, child in _modules_of(value) if id(child) not in seen]
         seen.update((id(child), _Same(child)) for _, child in modules)
@@ -239,22 +238,22 @@ def _plain(value: Any, seen: dict[int, Any], depth: int) -> Any:
     if group is OPAQUE or depth == 0 or (group is FunctionType and not holds_something(value)):
         return kind, _Same(value)
     fixed = getattr(of, "__dataclass_params__", None)
-    # a frozen dataclass is what it holds, as a `Like` of another step
+    # a frozen dataclass is compared by its contents, such as a `Like` of another step
     same = of if fixed is not None and fixed.frozen else seen.setdefault(id(value), _Same(value))
     held = [(name, _plain(item, seen, depth - 1)) for name, item in _contents(value)]
-    # for the comparison after a capture: the first number that a forward draws would be a constant of the graph
+    # for the comparison after a capture: a number that the forward draws would become a constant of the graph
     return kind, same, tuple(held), state_of_generator(value) if STATES in seen else None
 
 
 def _contents(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, by name."""
+    """Yield what an object holds, by name."""
     kind: Any = type(value)
     if kind is FunctionType:
         yield "", (value.__defaults__, value.__kwdefaults__, *map(contents, value.__closure__ or ()))
         return
     if hasattr(value, "__dict__"):
         yield from vars(value).items()
-    # not by `__reduce_ex__`, which names the same things for more classes: it is user code, and what it makes is new
-    # each time, so that no key would ever be found again
+    # not by `__reduce_ex__`, which covers more classes: it is user code and returns new objects, so keys would never
+    # match
     for name in slots_of(kind):
         yield name, getattr(value, name, None)

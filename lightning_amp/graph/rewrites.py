@@ -1,15 +1,15 @@
-"""Rewrite captured operators as others with the same values that can be cut into pieces.
+"""Rewrite captured operators as others with equal values that can be cut into pieces; register flow rules of losses.
 
-    several views of several tensors    each by itself: a table has one memory for all results of an operator
-    a mean of everything                the sum, divided once by how many values there are
-    a loss with reduction="mean"        the loss with reduction="sum", divided once by the number of values or rows;
-                                        of classes by the number, or the summed weight, of those not to be ignored
-    a sum in the memory of all losses   the losses, then their sum: memory that is counted, and let go of
+    several views of several tensors    separate views: a table has one memory for all results of an operator
+    a mean of all entries               the sum, divided once by the number of entries
+    a loss with reduction="mean"        the loss with reduction="sum", divided once by the number of values or rows; for
+                                        classes, by the number or total weight of those that are not ignored
+    a sum in the memory of all losses   the losses, then their sum, so that their memory is counted and freed
 
-A sum is over pieces what it is over all, a mean is not. A mean whose result has 16 bits stays one: its sum may have no
-room in them.
+A sum over pieces equals the sum over all; a mean does not. A mean with a 16-bit result is not rewritten, because its
+sum may overflow.
 
-Rules of losses: dims follow by value or by row without reduction, and pieces add up with reduction="sum".
+Rules of losses: without reduction, dims follow elementwise or by row; with reduction="sum", pieces add up.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,17 +27,17 @@ BY_VALUE = (
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss"),
     *("hinge_embedding_loss", "margin_ranking_loss"),
 )
-"""Losses that compare value with value; arguments are broadcast."""
+"""Elementwise losses; their arguments are broadcast."""
 BY_CLASS = ("cross_entropy_loss", "nll_loss_nd")
 """Losses of [row, class, ...] with classes [row, ...] or probabilities of the same shape; a weight is per class."""
 BY_ROW = ("multi_margin_loss", "multilabel_margin_loss", "cosine_embedding_loss", "triplet_margin_loss")
-"""Losses of [row, ...] with anything of as many rows; a weight is per class."""
+"""Losses of [row, ...] with other arguments that have as many rows; a weight is per class."""
 NONE, SUM = 0, 2
 
 
 @register_flow(*BY_VALUE, *BY_CLASS, *BY_ROW)
 def _loss(call: OperatorCall) -> Follows:
-    """Without reduction every dim of the result is one that would be summed over."""
+    """Without reduction, every dim of the result follows the dims that would be summed over."""
     if call.arguments["reduction"] != NONE:
         return nothing(call)
     groups = _groups(call)
@@ -46,14 +46,14 @@ def _loss(call: OperatorCall) -> Follows:
 
 @sums_over(*BY_VALUE, *BY_CLASS, *BY_ROW)
 def _sum_of_losses(call: OperatorCall) -> Follows:
-    """With reduction="sum"."""
+    """With reduction="sum", each dim of the losses is summed over."""
     return _groups(call) if call.arguments["reduction"] == SUM else []
 
 
 def _groups(call: OperatorCall) -> Follows:
-    """By dim of the losses without reduction: where they lie in the arguments."""
+    """Return for every dim of the unreduced losses the matching dims of the arguments."""
     if call.op in BY_VALUE:
-        # what the arguments are broadcast to
+        # shape to which the arguments are broadcast
         rank = max(map(len, call.shapes))
         sizes = [max(s[d - rank] for s in call.shapes if rank - d <= len(s)) for d in range(rank)]
         pairs = [p for k, shape in enumerate(call.shapes) for p in broadcast(shape, k, tuple(sizes))]
@@ -62,7 +62,7 @@ def _groups(call: OperatorCall) -> Follows:
     if len(a) < 2:
         return []
     if call.op in BY_CLASS:
-        # probabilities have the dim of classes too
+        # probabilities have a class dim too
         return [[(0, d), (1, d - (d > 0 and len(a) > len(b)))] for d in range(len(a)) if d != 1]
     compared = [k for k in range(len(call.shapes)) if k != call.ref("weight")]
     return [[(k, 0) for k in compared]] if all(call.shapes[k][:1] == a[:1] for k in compared) else []
@@ -71,7 +71,7 @@ def _groups(call: OperatorCall) -> Follows:
 aten = torch.ops.aten
 MEAN = 1
 WIDE = (torch.float32, torch.float64)
-"""Of narrower types kernels add up in 32 bits, and round once."""
+"""Dtypes that are rewritten; for narrower ones, kernels accumulate in 32 bits and round once."""
 
 
 def _common_shape(tensors: Sequence[Tensor]) -> Any:
@@ -79,29 +79,29 @@ def _common_shape(tensors: Sequence[Tensor]) -> Any:
 
 
 def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
-    """Of everything."""
+    """Mean over all entries."""
     return aten.sum.default(x, dtype=dtype) / x.numel() if (dtype or x.dtype) in WIDE else NotImplemented
 
 
 def _mean_loss(name: str) -> Callable[..., Any]:
-    """What is run in the place of a loss that may be a mean."""
+    """Return the replacement of a loss that may be a mean."""
     op = getattr(aten, name).default
     names = [argument.name for argument in op._schema.arguments]
     defaults = {argument.name: argument.default_value for argument in op._schema.arguments}
 
     def rewritten(*args: Any, **kwargs: Any) -> Any:
         given = defaults | dict(zip(names, args, strict=False)) | kwargs
-        # their own sum would hold the memory of all losses for as long as it lives
+        # the operator's own sum would keep the memory of all losses while it lives
         again = given["reduction"] == SUM and name in RESIZED
         shapes = [value.shape for key, value in given.items() if isinstance(value, Tensor) and key != "weight"]
-        # whether it is known how many losses there are
+        # whether the number of losses is known
         if name in BY_ROW:
             known = len(shapes[0]) == 2 and len({shape[:1] for shape in shapes}) == 1
         else:
             known = name in BY_VALUE or len(shapes[0]) > 1
         if not again and (given["reduction"] != MEAN or not known):
             return NotImplemented
-        # the sum over all, which pieces add up to; divided below by what all have in common
+        # the sum over all losses, to which pieces add up; it is divided below by a common count
         total = op(**given | {"reduction": NONE if name in RESIZED else SUM})
         if total.dtype not in WIDE:
             return NotImplemented
@@ -113,7 +113,7 @@ def _mean_loss(name: str) -> Callable[..., Any]:
 
 
 def _count(name: str, given: dict[str, Any]) -> Any:
-    """What the sum of losses is divided by."""
+    """Return the number by which the sum of losses is divided."""
     tensors = [value for value in given.values() if isinstance(value, Tensor)]
     target = tensors[1]
     if name in BY_VALUE:
@@ -125,7 +125,7 @@ def _count(name: str, given: dict[str, Any]) -> Any:
     counted, weight = target != given["ignore_index"], given["weight"]
     if weight is None:
         return counted.sum()
-    # ignored classes may be outside of the table: they look up the first row, and count nothing
+    # ignored classes may be outside of the table: they look up row 0, with weight 0
     weights = F.embedding(target.masked_fill(~counted, 0), weight.detach().unsqueeze(1)).squeeze(-1)
     return (weights * counted).sum()
 
@@ -137,4 +137,4 @@ REWRITES: dict[Any, Callable[..., Any]] = {
     aten.mean.default: _mean,
     **{getattr(aten, name).default: _mean_loss(name) for name in (*BY_VALUE, *BY_CLASS, *BY_ROW)},
 }
-"""By operator: what is run in its place while a forward is written down; NotImplemented leaves it as it is."""
+"""Replacement of each operator while a forward is recorded; NotImplemented keeps the operator."""

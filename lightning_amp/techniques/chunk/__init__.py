@@ -1,1 +1,1 @@
-"""Run parts of any module in chunks under a byte budget (AutoChunk): prediction, regions, generated code."""
+"""Run regions of any module in chunks within a memory budget (AutoChunk): prediction, regions, generated code."""

@@ -1,17 +1,17 @@
-"""Find the chunked forms of the blocks of a step for a Chain, when they are first needed.
+"""Compute the chunked forms of the blocks of a training step, on first use.
 
-For every distinct block the least bytes are found that it can do with in chunks, and its fastest plan for each of
-`LEVELS` budgets from there up to what it takes as it is. A form differs from the block as it is by what their tables
-say (techniques/chunk/regions), and this difference is added to what the recorded step says of the block:
+Each distinct block is planned for up to `LEVELS` budgets, from its least bytes in chunks up to its bytes without
+chunks. Each plan is a form. The difference between a form and the original block is computed from their tables
+(techniques/chunk/regions), and added to the values of the block in the recorded step:
 
     saved_bytes   of the block + saved of the table in chunks - saved of the table
-    at work       most bytes of the block + peak of the table in chunks - peak of the table
-    seconds       three forward passes of the block, times how much slower the table is in chunks
+    at work       peak of the block + peak of the table in chunks - peak of the table
+    seconds       three forward passes of the block, times the relative slowdown of the table in chunks
 
-A block that can be recomputed has each of its forms twice, recomputed besides: it then holds its inputs alone.
+A block that can be recomputed has each form a second time, with recomputation: it then keeps its inputs only.
 
-A form holds its inputs and whatever the block holds of tensors that others hold too. What is chosen by these numbers is
-counted once more with everything installed (plan_module.py).
+A form keeps its inputs, and those tensors that the block shares with others. The choice that is made with these numbers
+is counted again with everything installed (plan_module.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,24 +27,24 @@ from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.regions.region import ChunkPlan
 
 LEVELS = 5
-"""Budgets that a block is planned for."""
+"""Number of budgets that a block is planned for."""
 SPARE = 1.03
-"""Times the least bytes by a table: a rule's budget is held by a count, which may find a little more than the table."""
+"""Factor on the least bytes of a table: a rule's budget is checked by a count, which may exceed the table's."""
 NEVER = 2**60
-"""More bytes than any step has."""
+"""More bytes than any step takes."""
 PASSES = 3
-"""Forward passes that forward and backward pass take together."""
+"""Time of a forward and a backward pass, in forward passes."""
 SLOWEST = 2.0
-"""Times that of a block as it is, what a form may take that no budget asks for."""
+"""Largest slowdown of a form that is used without need, relative to the original block."""
 WORTH = 0.95
-"""Of a block's bytes: what a form may take at most."""
+"""Largest share of the block's bytes that a form may take."""
 Tables = Callable[[], Sequence[Table | str]]
-"""For every call of a block its table, or why there is none."""
+"""Returns for every call of a block its table, or the reason why there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Level:
-    """One plan of a table."""
+    """Plan of a table for one budget."""
 
     budget_bytes: int
     plan: ChunkPlan
@@ -52,7 +52,7 @@ class _Level:
 
 
 class ChunkForms:
-    """Forms in chunks of the blocks of a step; `tables` gives the tables of the chain's blocks."""
+    """Chunked forms of the blocks of a step; `tables` returns the tables of the chain's blocks."""
 
     def __init__(self, chain: Chain, tables: Tables) -> None:
         self._plain, self.tables = chain, tables
@@ -60,7 +60,7 @@ class ChunkForms:
 
     @property
     def known(self) -> bool:
-        """Whether they were looked for."""
+        """Whether the forms have been computed."""
         return "chain" in vars(self)
 
     @cached_property
@@ -85,7 +85,7 @@ class ChunkForms:
                 forms.append(form)
             moments += _moments(self._plain, i, levels, plain, of=KEPT, first=CHUNKED)
             if block.fqn in self._plain.names:
-                # recomputed besides
+                # the same forms, with recomputation
                 forms += [
                     replace(f, saved_bytes=0, keeps=block.inputs, extra_seconds=f.extra_seconds + seconds, again=True)
                     for f in forms
@@ -95,13 +95,13 @@ class ChunkForms:
         return replace(self._plain, blocks=tuple(blocks), moments=tuple(moments))
 
     def form(self, fqn: str, form: int) -> ChunkForm:
-        """One of a block's forms, by its number."""
+        """Return one of a block's forms by its number."""
         return next(block.chunks[form - CHUNKED] for block in self.chain.blocks if block.fqn == fqn)
 
     def budgets(self, fqn: str, *, slow: bool = True) -> tuple[int, ...]:
-        """Bytes that a block has plans for, from the least on; none where no part of it takes less in chunks.
+        """Return the budgets that a block has plans for, in ascending order; none if chunks do not make it smaller.
 
-        Without `slow` those are left out that make it far slower, but the fastest.
+        Without `slow`, forms that make the block much slower are omitted; if all do, the fastest is kept.
         """
         block = next((block for block in self.chain.blocks if block.fqn == fqn), None)
         forms = [form for form in block.chunks if not form.again] if block else []
@@ -112,7 +112,7 @@ class ChunkForms:
 
     @property
     def reason(self) -> str:
-        """Why no block has a form in chunks; "" where one has."""
+        """Why no block has a chunked form; "" if one has."""
         if any(block.chunks for block in self.chain.blocks):
             return ""
         if not self._plain.blocks:
@@ -121,9 +121,10 @@ class ChunkForms:
         return group_reasons((block.fqn, _in_the_way(table)) for block, table in found)
 
     def choose(self, budget_bytes: int | None, *, recompute: bool) -> FormChoice:
-        """The fastest choice within a budget, that of the least bytes where there is none.
+        """Return the fastest choice within a budget; if none fits, or without a budget, the choice of least bytes.
 
-        Where nothing has to be chosen, that of the least bytes without forms that are far slower than the block.
+        If the budget requires no form, or is None, the choice of least bytes excludes forms that are much slower than
+        the block.
         """
         found = None
         if budget_bytes is not None:
@@ -134,7 +135,7 @@ class ChunkForms:
         if key not in self._leanest:
             chain, moments = self.chain, list[ChainMoment]()
             for moment in chain.moments if key[1] else ():
-                # forms that are far slower than the block have no room
+                # forms that are much slower than the block are made too large to be chosen
                 block = None if moment.block is None else chain.blocks[moment.block]
                 slow = block and block.extra_seconds(moment.form) > (SLOWEST - 1) * PASSES * block.forward_seconds
                 moments.append(replace(moment, n_bytes=NEVER) if slow else moment)
@@ -144,7 +145,7 @@ class ChunkForms:
 
     @property
     def thinned(self) -> tuple[str, ...]:
-        """Blocks with forms in chunks that were chosen among some of their regions, for there are too many."""
+        """Blocks with too many regions to compare, whose forms use only some of them."""
         found = self._found[1]
         many = {key for key, (levels, _) in found.items() if any(level.plan.thinned for level in levels)}
         calls = zip(self._plain.blocks, self._found[0], strict=True)
@@ -152,13 +153,13 @@ class ChunkForms:
 
     @cached_property
     def _found(self) -> tuple[list[Table | str], dict[int, tuple[list[_Level], BlockBytes]]]:
-        """Tables by call, and the plans of each."""
+        """Tables by call, and the plans of each table."""
         tables = list(self.tables())
         by_name: dict[str, Table | str] = {}
         for block, table in zip(self._plain.blocks, tables, strict=True):
             first = by_name.setdefault(block.fqn, table)
             if first is not table:
-                # a rule has one budget, and unlike calls of a block need several
+                # a rule has one budget, but calls of a block with different signatures would require several
                 by_name[block.fqn] = "it is called in several ways in one step"
         tables = [by_name[block.fqn] for block in self._plain.blocks]
         known: dict[int, tuple[list[_Level], BlockBytes]] = {}
@@ -169,7 +170,7 @@ class ChunkForms:
 
 
 def _levels(table: Table) -> Iterator[_Level]:
-    """Plans of a table from the least bytes upwards, no two of them the same."""
+    """Yield the distinct plans of a table, by ascending bytes."""
     whole = block_bytes(table.rows, table.outputs).peak_bytes
     try:
         choose_chunks(table, 1, train=True)
@@ -178,7 +179,7 @@ def _levels(table: Table) -> Iterator[_Level]:
         least = round(SPARE * error.least_bytes)
     known = list[object]()
     for k in range(LEVELS if least <= WORTH * whole else 0):
-        # what is installed for this budget is then planned for the same number, and need not be looked for again
+        # rounded, so that the installed block is planned for the same budget, and the cached plan is used
         budget = rung(round(least * (whole / least) ** (k / LEVELS)))
         plan = choose_chunks(table, budget, train=True)
         if plan.regions not in known and plan.peak_bytes <= WORTH * whole:
@@ -189,11 +190,11 @@ def _levels(table: Table) -> Iterator[_Level]:
 def _moments(
     chain: Chain, i: int, levels: Sequence[_Level], plain: BlockBytes, *, of: int, first: int
 ) -> Iterator[ChainMoment]:
-    """A block at work in each of its forms: its fullest moment in the form `of`, less what its chunks take less."""
+    """Yield the peak moment of a block in each of its forms: that of form `of`, minus what the chunks save."""
     own = [moment for moment in chain.moments if moment.block == i and moment.form == of]
     if not own:
         return
-    # the moment of most bytes in all is the one that chunks have to lower, whatever else is alive then
+    # the moment with the most bytes in total, including other live tensors, is the one that chunks must lower
     fullest = max(own, key=lambda m: m.n_bytes + sum(chain.tensors[k] for k in m.alive))
     for n, level in enumerate(levels):
         less = plain.peak_bytes - level.n_bytes.peak_bytes
@@ -201,7 +202,7 @@ def _moments(
 
 
 def _in_the_way(table: Table | str) -> str:
-    """Why there is no table, or what ends the flow of dims in a block that cannot be cut."""
+    """Return why there is no table, or why the dims of a block with a table cannot be cut."""
     if isinstance(table, str):
         return table
     if table.unknown:

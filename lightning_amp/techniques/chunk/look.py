@@ -1,4 +1,4 @@
-"""Look for chunks in the blocks of a training step, and show the code that they run."""
+"""Capture the blocks of a training step, and compute their chunked forms; show the code that rules generate."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,12 +23,11 @@ from lightning_amp.techniques.contract.protocol import INSIDE, StepToPlan, norma
 
 
 def block_tables(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool = False) -> list[Table | str]:
-    """For every call the table that a rule of `chunk` would be planned by, or why there is none.
+    """Return for every call the table by which a `chunk` rule would be planned, or the reason why there is none.
 
-    Calls of one class and signature share one table, and so do blocks that differ in nothing that a table has, such as
-    their number in a list.
+    Calls of the same class and signature share one table; so do blocks with equal tables, such as those of a list.
 
-    With `shared` ranks exchange the statistics of batches, which is no operator of a table.
+    With `shared`, ranks exchange batch statistics, which a table cannot contain.
     """
     known: dict[Any, Table | str] = {}
     same: dict[Table | str, Table | str] = {}
@@ -45,7 +44,7 @@ def block_tables(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool 
 
 
 def _captured(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool = False) -> list[Capture | str]:
-    """What became of every call, or why it was not looked at."""
+    """Return the capture of every call, or the reason why it was not captured."""
     captures, fake = Captures(), QuickFakes()
     found: list[Capture | str] = []
     for call in calls:
@@ -54,7 +53,7 @@ def _captured(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool = F
             continue
         block = module.get_submodule(call.fqn)
         if any(parameter.is_meta for parameter in block.parameters()):
-            # it runs on the device of its arguments
+            # a block on the meta device is called with arguments of another device
             block = copy_of(block, fake)
         if call.before is not None:
             block = AfterBlocks(block, call.before)
@@ -71,7 +70,7 @@ def _captured(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool = F
 
 
 def look(step: StepToPlan, rows: int | None = None) -> ChunkForms:
-    """The forms of the step's blocks, for a batch of so many rows; captured when they are read first."""
+    """Return the chunked forms of the step's blocks for a batch of `rows` samples; blocks are captured on first use."""
     counted = step.step(rows)
     shared = step.shared_statistics and rows is None
 
@@ -83,12 +82,12 @@ def look(step: StepToPlan, rows: int | None = None) -> ChunkForms:
 
 
 def refusal(module: LightningModule, step: CountedStep, *, values: bool) -> str:
-    """Why no block of the step can run in chunks; "" where blocks can."""
+    """Return why no block of the step can run in chunks; "" if blocks can."""
     return step.no_second_pass
 
 
 def code(step: StepToPlan, rules: Sequence[Rule]) -> str:
-    """What the blocks run that rules name, as Python; blocks that run the same have one text."""
+    """Return the Python code of the blocks that rules name; blocks with the same code share one listing."""
     budgets = {rule.fqn: rule.spec.budget_bytes for rule in rules if isinstance(rule.spec, ChunkBlock)}
     wanted = [call for call in step.step().calls if call.fqn in budgets]
     found: dict[tuple[Any, int], tuple[str, dict[str, None]]] = {}

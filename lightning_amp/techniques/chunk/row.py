@@ -1,4 +1,4 @@
-"""Define the row of chunk in the table of techniques: its spec, and the peak and seconds of a step with it."""
+"""Define the entry of chunk in the table of techniques: its spec, and the predicted peak and time of a step with it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,13 +15,13 @@ from lightning_amp.techniques.technique import Installer, Prediction, Technique
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkBlock:
-    """Parts of a block of any module run in chunks, in both passes; or of what a module computes after its blocks.
+    """Run regions of a block in chunks, in both passes; or regions of the code that a module runs after its blocks.
 
     Attributes:
-        budget_bytes: Most bytes that it may take beyond its arguments and parameters: in training those of its
-            forward and backward pass with what is kept between them, else those of its forward pass.
-        after: Calls of blocks in a forward pass of the module, where the rule is for what follows the last of them,
-            such as head and loss; 0 for a block.
+        budget_bytes: Peak bytes allowed beyond its arguments and parameters: in training, of the forward and backward
+            pass with the tensors kept between them; otherwise of the forward pass.
+        after: For the code after the last block, such as head and loss: number of block calls in a forward pass of the
+            module; 0 for a block.
     """
 
     budget_bytes: int
@@ -29,16 +29,16 @@ class ChunkBlock:
 
 
 def forms_of(step: ProfiledStep) -> ChunkForms | None:
-    """The forms of a step's blocks; None where their operators were not looked at."""
+    """Return the chunked forms of a step's blocks; None if the blocks were not captured."""
     found: ChunkForms | None = step.facts.get("chunk")
     return found
 
 
 def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
-    """Parts of blocks run in chunks; of a plan that recomputes, every block has the better of the two, or both."""
+    """Run blocks in chunks; if the plan recomputes blocks, choose chunks, recomputation or both for each block."""
     if "logits" in draft.strategies:
         return "it is not supported together with logits"
-    # which blocks are recomputed is chosen anew, together with those that run in chunks
+    # the blocks to recompute are chosen again, together with the blocks that run in chunks
     before = [target for target in draft.targets if runs_again(target)]
     forms = forms_of(seen)
     if forms is None or forms.reason:
@@ -65,7 +65,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
 
 
 def in_chunks(forms: ChunkForms, name: str, number: int, n: int) -> Rule:
-    """What a plan has of a block in one of its forms in chunks, where so many blocks have one."""
+    """Return the rule for a block in one of its chunked forms, of `n` blocks that have one."""
     form, calls = forms.form(name, number), [b for b in forms.chain.blocks if b.fqn == name]
     seconds = sum(call.extra_seconds(number) - form.again * call.forward_seconds for call in calls)
     blocks, after = {block.fqn for block in forms.chain.blocks if not block.after}, calls[0].after
@@ -84,7 +84,7 @@ def in_chunks(forms: ChunkForms, name: str, number: int, n: int) -> Rule:
 
 def _notes(step: ProfiledStep) -> Iterator[str]:
     forms = forms_of(step)
-    # those of a step that fits as it is were not looked for
+    # not computed for a step that fits without chunks
     if forms is not None and forms.known and forms.thinned:
         yield f"{forms.thinned[0]!r} has more regions that could run in chunks than are compared"
 

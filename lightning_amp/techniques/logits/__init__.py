@@ -1,1 +1,1 @@
-"""Cross-entropy of a linear layer's outputs in chunks of rows, without the whole logits."""
+"""Compute cross-entropy of a linear layer's outputs in chunks of rows, without storing all logits."""

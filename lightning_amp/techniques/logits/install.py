@@ -1,4 +1,4 @@
-"""Install `logits`: linear layers of the training step put off their products."""
+"""Install `logits`: linear layers of the training step defer their matrix products."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -16,13 +16,13 @@ from lightning_amp.techniques.put_methods import method_of, refuse_unseen
 
 
 def install(module: nn.Module, spec: object, mesh: object) -> Change:
-    """Replace the training step of a LightningModule by one that puts off products of linear layers."""
+    """Replace the training step of a LightningModule by one that defers the products of linear layers."""
     refuse_unseen("logits", module)
     return Change({}, methods={"training_step": in_chunks(method_of(module, "training_step"))})
 
 
 def in_chunks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A training step that puts off products of linear layers."""
+    """Return a training step that defers the products of linear layers."""
 
     @wraps(step)
     def run(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
@@ -31,7 +31,7 @@ def in_chunks(step: Callable[..., Any]) -> Callable[..., Any]:
         def computed(given: Any) -> Any:
             return unwrap(tree_map(values, given))
 
-        # what autograd Functions call first of all: they read their arguments in C++, where no mode sees it
+        # autograd Functions call this first; they read their arguments in C++, where no torch function mode sees them
         with replacing(functorch_utils, unwrap_dead_wrappers=computed), put_off:
             found = step(module, *args, **kwargs)
         found = tree_map(values, found)

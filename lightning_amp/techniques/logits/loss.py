@@ -1,12 +1,12 @@
 """Compute cross-entropy of a linear layer's outputs, and its gradients, in chunks of rows.
 
 With x [n, d], weight [v, d] and targets [n], a chunk has about n d / v rows, so that its logits have as many entries as
-x. The forward pass keeps the losses of rows; the backward pass computes the logits of a chunk again, and adds up
+x. The forward pass keeps the loss of every row. The backward pass recomputes the logits of each chunk:
 
     grad x_i       = grad logits_i @ weight
     grad weight    = sum over chunks of grad logits_i^T @ x_i
 
-Numbers differ from those of whole logits by the order in which chunks are added up.
+Results differ from those with full logits only by the order of summation over chunks.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,21 +28,21 @@ WRITTEN = (
 )
 After = Callable[[Tensor], Tensor]
 linear: Any = torch.ops.aten.linear.default
-"""Not `F.linear`, whose calls are put off while the step runs."""
+"""The operator, not `F.linear`, whose calls are deferred during the step."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rows:
-    """What the outputs of a linear layer are computed from.
+    """Inputs of a linear layer, from which its outputs are computed in chunks of rows.
 
     Attributes:
-        x: [..., d].
+        x: Input [..., d].
         weight, bias: [v, d], and [v] or None.
-        dtype: In which the product is computed.
-        casts: Whether the type is that of autocast.
-        after: What is computed value by value from the product.
+        dtype: Dtype of the product.
+        casts: Whether autocast sets this dtype.
+        after: Elementwise functions that are applied to the product.
         moved: Whether classes are dim 1 of the outputs.
-        given: What the layer was called with, and autograd's counts of writes to it.
+        given: Tensors that the layer was called with, and their autograd versions.
     """
 
     x: Tensor
@@ -56,25 +56,25 @@ class Rows:
 
     @classmethod
     def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None) -> "Rows":
-        """Of a call of `F.linear`, under the autocast of now."""
+        """Make rows from the arguments of `F.linear`, under the current autocast."""
         on = [dtype for _, enabled, dtype in autocast_now((x.device.type,)) if enabled]
         to = on[0] if on and x.dtype != torch.float64 else None
         given = tuple((t, t._version) for t in (x, weight, bias) if t is not None)
         return cls(x=x, weight=weight, bias=bias, dtype=to or x.dtype, casts=to is not None, given=given)
 
     def check(self) -> None:
-        """Refuse, with a ModelError, inputs that were changed in place since the layer was called."""
+        """Raise ModelError if an input was changed in place since the layer was called."""
         if any(t._version != version for t, version in self.given):
             raise ModelError(WRITTEN)
 
     @property
     def n_rows(self) -> int:
-        """All rows."""
+        """Number of rows."""
         return self.x.numel() // max(1, self.x.shape[-1])
 
     @property
     def chunk_rows(self) -> int:
-        """Rows whose outputs have as many entries as x."""
+        """Rows per chunk, such that its outputs have as many entries as x."""
         return max(1, self.x.numel() // max(1, len(self.weight)))
 
     @property
@@ -83,24 +83,24 @@ class Rows:
         return any(t is not None and t.requires_grad for t in (self.x, self.weight, self.bias))
 
     def product(self) -> Tensor:
-        """The outputs, before what is computed from them value by value."""
+        """Return the product, before elementwise functions."""
         self.check()
         with _autocast_to(self.x.device.type, self.dtype if self.casts else None):
             return cast(Tensor, linear(self.x, self.weight, self.bias))
 
     def detached(self) -> "Rows":
-        """Without gradients."""
+        """Return the rows without gradients."""
         bias = None if self.bias is None else self.bias.detach()
         return replace(self, x=self.x.detach(), weight=self.weight.detach(), bias=bias)
 
     def chunks(self, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Rows of x and of other tensors, chunk by chunk."""
+        """Yield rows of x and of other tensors, chunk by chunk."""
         flat = self.x.detach().reshape(-1, self.x.shape[-1])
         return zip(*(torch.split(t, self.chunk_rows) for t in (flat, *more)), strict=True)
 
 
 def largest(rows: Rows) -> Tensor:
-    """The number of the largest output of every row."""
+    """Return the index of the largest output of every row."""
     rows.check()
     with torch.no_grad():
         weight, bias = _computed_in(rows)
@@ -118,7 +118,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """As `F.cross_entropy` of the outputs; None where it is not supported in chunks, or is a mistake."""
+    """Compute `F.cross_entropy` of the outputs; return None if the arguments are invalid or not supported."""
     known = size_average is None and reduce is None and reduction in ("none", "sum", "mean")
     if not known or not isinstance(target, Tensor) or target.requires_grad:
         return None
@@ -140,13 +140,13 @@ def cross_entropy(
     losses = cast(Tensor, _RowLosses.apply(rows.x, rows.weight, rows.bias, of_rows, rows, loss))  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses.view(shape)
-    # short types would lose what small rows add
+    # 16-bit types would lose the contributions of small losses
     sums = losses.float() if losses.dtype in (torch.float16, torch.bfloat16) else losses
     found = sums.sum()
     if reduction == "mean" and classes:
         counts = of_rows != ignore_index
         if weight is not None:
-            # `ignore_index` is no row of the weights, which are read for all targets before some are left out
+            # `ignore_index` is not an index of the weights, so it is replaced for the lookup
             counts = torch.where(counts, weight[of_rows.masked_fill(~counts, 0).long()], 0)
         found = found / counts.sum()
     elif reduction == "mean":
@@ -155,14 +155,14 @@ def cross_entropy(
 
 
 class _RowLosses(torch.autograd.Function):
-    """The loss of every row: x, weight, bias and targets -> [n]."""
+    """Loss of every row: x, weight, bias and targets -> [n]."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, rows: Rows, loss: Any
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias, target)
-        # not `rows` itself: autograd keeps its tensors already
+        # not `rows` itself, because its tensors are saved already
         ctx.loss, ctx.given = loss, (rows.dtype, rows.after)
         ctx.autocast = autocast_now((x.device.type,))
         of_weight, of_bias = _computed_in(rows)
@@ -172,11 +172,11 @@ class _RowLosses(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, target = ctx.saved_tensors
         dtype, after = ctx.given
-        # autograd has compared the versions of what it saved: `given` is not needed here
+        # `given` is not needed, because autograd compares the versions of saved tensors
         rows = Rows(x=x, weight=weight, bias=bias, dtype=dtype, after=after)
         of_weight, of_bias = _computed_in(rows)
         if torch.is_grad_enabled():
-            # gradients that are differentiated again need a graph, which is that of whole logits
+            # gradients that are differentiated again require a graph, so all logits are computed at once
             with autocast_again(ctx.autocast):
                 losses = ctx.loss(_outputs(rows, x.reshape(-1, x.shape[-1]), of_weight, of_bias), target)
             needed = [t for t, need in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if need]
@@ -184,14 +184,14 @@ class _RowLosses(torch.autograd.Function):
             return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None, None
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         for_x = torch.empty(rows.n_rows, x.shape[-1], dtype=x.dtype, device=x.device) if wants_x else None
-        # sums of many chunks in half precision would lose what small ones add
+        # 16-bit sums over many chunks would lose small contributions
         wide = torch.promote_types(weight.dtype, torch.float32)
         for_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         for_bias = torch.zeros_like(bias, dtype=wide) if wants_bias and bias is not None else None
         at = 0
         for part, t, of_rows in rows.chunks(target, grad):
-            # a leaf: autograd differentiates the loss and `after` alone, and the products of the module's docstring
-            # follow by hand
+            # a leaf: autograd differentiates only the loss and `after`; the products of the module docstring follow
+            # explicitly
             product = linear(part.to(dtype), of_weight, of_bias).requires_grad_()
             with torch.enable_grad(), autocast_again(ctx.autocast):
                 outputs = product
@@ -199,13 +199,13 @@ class _RowLosses(torch.autograd.Function):
                     outputs = call(outputs)
                 losses = ctx.loss(outputs, t)
             (of_product,) = torch.autograd.grad(losses, product, of_rows)
-            # before the products below, so that one chunk of logits is alive at a time
+            # freed before the products below, so that only one chunk of logits is alive
             del outputs, losses, product
             if for_x is not None:
                 for_x[at : at + len(part)] = of_product @ of_weight
             if for_weight is not None:
                 if for_weight.dtype == dtype:
-                    # in place: for every chunk a product by itself would be as large as the weight
+                    # in place, because a separate product for each chunk would be as large as the weight
                     for_weight.addmm_(of_product.T, part)
                 else:
                     for_weight += of_product.T @ part.to(dtype)
@@ -218,12 +218,12 @@ class _RowLosses(torch.autograd.Function):
 
 
 def _autocast_to(kind: str, dtype: torch.dtype | None) -> AbstractContextManager[None]:
-    """Autocast to a type; with None there is none."""
+    """Set autocast to a dtype; None disables it."""
     return autocast_again(tuple((kind, dtype is not None, dtype or of_now) for _, _, of_now in autocast_now((kind,))))
 
 
 def _computed_in(rows: Rows) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias in the type of the product, cast once for all chunks."""
+    """Return weight and bias in the dtype of the product, cast once for all chunks."""
     return rows.weight.to(rows.dtype), None if rows.bias is None else rows.bias.to(rows.dtype)
 
 

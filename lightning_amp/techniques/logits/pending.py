@@ -1,14 +1,14 @@
-"""Put off products of linear layers with more outputs than inputs, until the step reads them.
+"""Defer products of linear layers with more outputs than inputs, until the step reads them.
 
-`F.linear` returns a `Pending` tensor, which has no values. Views that keep the last dim, casts and products with a
-number are noted; cross-entropy runs in chunks of rows (loss.py); all else that reads it computes the product, once, and
-goes on with that, so that a step has the values and gradients that it has without. Views and copies of it are computed
-at the same moment: what is written into one of them next is seen by the views, and not by the copies.
+`F.linear` returns a `Pending` tensor without values. It records views that keep the last dim, casts and products with a
+number. Cross-entropy of it runs in chunks of rows (loss.py). Any other function first computes the product, once, and
+then uses it, so values and gradients of the step do not change. Views and copies are computed at the same time: a later
+write to one of them changes the views, but not the copies.
 
-A whole product is computed in these cases too, for it would be read too late:
+The full product is also computed in these cases, because it would be read too late:
 
-    the step has ended, and something still has it      an attribute, or what the step returns
-    an autograd Function gets it                        which would not see where it comes from
+    the step has ended, and the tensor is still referenced     by an attribute, or as a result of the step
+    the tensor is passed to an autograd Function               which would bypass its autograd graph
 """
 
 import weakref
@@ -31,7 +31,7 @@ from lightning_amp.footprint.live_bytes import has_storage
 from lightning_amp.techniques.logits.loss import Rows, cross_entropy, largest
 
 LEAST_CHUNKS = 8
-"""Outputs by inputs of a layer, below which little is spared: of hidden layers there are four, of a vocabulary more."""
+"""Least ratio of outputs to inputs at which deferring saves much: hidden layers have about 4, vocabulary heads more."""
 MOVED = (
     "the gradient of logits was taken where it cannot be handed on to their layer, as by torch.autograd.grad, or by an"
     " operator that torch does not see in Python. Leave 'logits' out of the strategies"
@@ -42,16 +42,16 @@ METADATA = {
     *(getattr(Tensor, name).__get__ for name in ("is_sparse", "is_quantized", "is_meta", "layout")),
     Tensor.__hash__,
 }
-"""What the wrapper says of itself."""
+"""Metadata that the wrapper answers itself."""
 DATA = {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
-"""Ways to a tensor's memory whose writes autograd does not count."""
+"""Accessors to a tensor's memory; autograd does not count writes through them."""
 
 
 class Pending(Tensor):
-    """The outputs of a linear layer, not computed yet.
+    """Outputs of a linear layer that are not computed yet.
 
     Attributes:
-        rows: What they are computed from.
+        rows: Inputs from which they are computed.
     """
 
     rows: Rows
@@ -63,9 +63,9 @@ class Pending(Tensor):
     def of(
         rows: Rows, shape: Any, dtype: torch.dtype, base: "tuple[Pending, Callable[[Tensor], Tensor]] | None" = None
     ) -> "Pending":
-        """A tensor of a shape; with `base` a view or copy of another one, and how to make it."""
+        """Make a tensor of a shape; `base` has the tensor that it is a view or copy of, and how to make it."""
         if not torch.is_grad_enabled():
-            # what reads it with gradients has none to hand on
+            # without gradients now, so it has none to pass on later
             rows = rows.detached()
         found = Tensor._make_wrapper_subclass(
             Pending, shape, dtype=dtype, device=rows.x.device, requires_grad=rows.requires_grad
@@ -79,12 +79,12 @@ class Pending(Tensor):
         return found
 
     def made(self) -> Tensor:
-        """The product; the first call computes it, and all its views and copies."""
+        """Return the product; the first call computes it, with all its views and copies."""
         if self._made is None:
-            # in the order in which they were noted: what a view is of is made before it
+            # in the order of creation: the base of a view is computed first
             for one in (ref() for ref in self._family):
                 if one is not None:
-                    # metrics may be what reads it first, without gradients
+                    # the first reader may be a metric, which runs without gradients
                     with torch.inference_mode(False), torch.set_grad_enabled(one.rows.requires_grad):
                         one._made = one.rows.product() if one._of is None else one._of[1](one._of[0].made())
         assert self._made is not None, "it is one of its family"
@@ -94,7 +94,7 @@ class Pending(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Note a view, run cross-entropy in chunks, or compute the product and call the function."""
+        """Record a view, run cross-entropy in chunks, or compute the product and call the function."""
         kwargs = kwargs or {}
         if func in METADATA:
             with disable_torch_function():
@@ -104,7 +104,7 @@ class Pending(Tensor):
             try:
                 given = signature(handler).bind(*args, **kwargs)
             except TypeError:
-                # arguments in another form than the handler's
+                # arguments that the handler does not accept
                 given = None
             found = NotImplemented if given is None else handler(*given.args, **given.kwargs)
             if found is not NotImplemented:
@@ -117,12 +117,12 @@ class Pending(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse what has come past `__torch_function__`: autograd has not seen the product."""
+        """Raise ModelError: the operator bypassed `__torch_function__`, so autograd has not recorded the product."""
         raise ModelError(MOVED)
 
 
 def values(x: Any) -> Any:
-    """The product in place of a tensor without values."""
+    """Return the product of a pending tensor; return anything else unchanged."""
     return x.made() if isinstance(x, Pending) else x
 
 
@@ -131,7 +131,7 @@ def _refuse_gradient(grad: Tensor) -> Tensor:
 
 
 class PutOff(TorchFunctionMode):
-    """Products of linear layers are put off while it is on."""
+    """Torch function mode that defers products of linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,10 +139,10 @@ class PutOff(TorchFunctionMode):
         self._saving = top_saving_hooks(False)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Put off a linear layer, or call the function."""
+        """Defer a linear layer, or call the function."""
         kwargs = kwargs or {}
         if func in DATA and has_storage(args[0]):
-            # before the write: no version would show that a product comes after it
+            # before the write, which does not change the version that `Rows.check` compares
             self.compute(of=args[0])
         found = self._put_off(*args, **kwargs) if func is F.linear else None
         return func(*args, **kwargs) if found is None else found
@@ -152,26 +152,26 @@ class PutOff(TorchFunctionMode):
         if not all(map(has_storage, given)) or x.dim() < 2 or weight.dim() != 2:
             return None
         if top_saving_hooks(False) != self._saving:
-            # what is checkpointed runs again in the backward pass, and has to compute in the same order
+            # a checkpointed function runs again in the backward pass, and must compute in the same order
             return None
         if torch.is_inference_mode_enabled() or any(t.is_inference() for t in given) or in_transform():
-            # tensors of inference mode do not say when they are written to, and torch.func differentiates in its way
+            # inference tensors have no version counter, and torch.func differentiates by itself
             return None
         if not torch.is_grad_enabled() and any(t.requires_grad for t in given):
-            # of an autograd Function, perhaps, whose output gets its gradient
+            # possibly inside an autograd Function, whose output receives the gradient
             return None
         if weight.shape[0] < LEAST_CHUNKS * weight.shape[1] or x.numel() < LEAST_CHUNKS * x.shape[-1]:
             return None
         rows = Rows.of(x, weight, bias)
         if not rows.casts and any(t.dtype != rows.dtype for t in given):
-            # torch refuses types that differ, where no autocast makes them one
+            # torch raises an error for unequal dtypes without autocast
             return None
         found = Pending.of(rows, (*x.shape[:-1], weight.shape[0]), rows.dtype)
         self._alive.append(weakref.ref(found))
         return found
 
     def compute(self, of: Tensor | None = None) -> None:
-        """Compute products that are put off, with the parameters of now: all of them, or those of one tensor."""
+        """Compute deferred products with the current parameters: all, or those with an input in the memory of `of`."""
         memory = None if of is None else of.untyped_storage()._cdata
         for found in (ref() for ref in self._alive):
             if found is not None and memory in (None, *(t.untyped_storage()._cdata for t, _ in found.rows.given)):
@@ -179,7 +179,7 @@ class PutOff(TorchFunctionMode):
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {}
-"""By function -> what a Pending gives; NotImplemented: compute the product."""
+"""By function: handler of a Pending tensor. If it returns NotImplemented, the product is computed."""
 
 
 def _handles(*names: str, gets_function: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -228,7 +228,7 @@ def _contiguous(x: Pending) -> Any:
 @_handles("__getitem__")
 def _indexed(x: Pending, index: Any) -> Any:
     items = index if isinstance(index, tuple) else (index,)
-    # not True and False, which are masks
+    # bool indices are masks, which are not supported
     if x.rows.moved or not all(type(i) in (slice, int) or i is Ellipsis for i in items):
         return NotImplemented
     if Ellipsis in items:
@@ -247,7 +247,7 @@ def _indexed(x: Pending, index: Any) -> Any:
 
 @_handles("transpose", "swapaxes", "movedim")
 def _transposed(x: Pending, a: Any, b: Any) -> Any:
-    # [rows, places, words] -> [rows, words, places], as cross-entropy takes them
+    # [rows, positions, classes] -> [rows, classes, positions], as cross-entropy expects
     if x.dim() != 3 or x.rows.moved or not isinstance(a, int) or {a % 3, b % 3} != {1, 2}:
         return NotImplemented
     return _with_classes_second(x)
@@ -271,7 +271,7 @@ BY_VALUE = ("float", "double", "half", "bfloat16", "to", "mul", "div", "__mul__"
 
 @_handles(*BY_VALUE, gets_function=True)
 def _after(func: Any, x: Pending, *args: Any) -> Any:
-    """A function that computes value by value comes after the product, in each chunk."""
+    """Apply an elementwise function after the product, in each chunk."""
     kinds = torch.dtype if func is Tensor.to else float | int
     if not all(isinstance(a, kinds) for a in args):
         return NotImplemented

@@ -1,4 +1,4 @@
-"""The row of logits: its spec, and what it predicts."""
+"""Define the entry of logits in the table of techniques: its spec, and the predicted peak and time with it."""
 
 from dataclasses import dataclass, replace
 
@@ -11,18 +11,16 @@ from lightning_amp.techniques.technique import Installer, Prediction, Technique
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkLogits:
-    """Cross-entropy of a linear layer's outputs runs in chunks of rows, in the forward and in the backward pass."""
+    """Run cross-entropy of a linear layer's outputs in chunks of rows, in the forward and in the backward pass."""
 
 
 RULE = Rule(fqn="", spec=ChunkLogits(), strategy="logits", why="counted")
 WORTH = 0.02
-"""Of the peak: what is less is not worth the seconds."""
+"""Least saving, as a share of the peak, that is worth the additional time."""
 
 
 def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
-    """Cross-entropy runs in chunks of rows, and the product with a linear layer's weight once more in the backward
-    pass.
-    """
+    """Run cross-entropy in chunks of rows; this repeats the linear layer's product in the backward pass."""
     if "fsdp" in draft.strategies:
         return "it is not supported together with fsdp"
     if seen.counted is None:

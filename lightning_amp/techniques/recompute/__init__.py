@@ -1,1 +1,1 @@
-"""Techniques for blocks of any module, which keep their class, their names and their parameters."""
+"""Activation checkpointing of blocks of any module; blocks keep their class, names and parameters."""

@@ -1,18 +1,18 @@
-"""recompute: nothing of a block is kept for the backward pass but its inputs, and there its forward runs again.
+"""Install activation checkpointing: a block keeps only its inputs, and its forward runs again in the backward pass.
 
-Exact: the same computation twice (torch.utils.checkpoint, non-reentrant), with the same random numbers, precision and
-mode, and with what the block reads as it was (recompute_state.py). What a forward pass does to buffers, attributes
-and logs happens once, and batch statistics of all ranks are sent once (ranks/received.py). What shrinks: all that
-the block keeps, to its inputs. The price: its forward pass a second time, up to the last tensor that the backward pass
-needs.
+Exact: the same computation runs twice (torch.utils.checkpoint, non-reentrant), with the same random numbers, precision,
+mode and state of everything that the block reads (recompute_state.py). Changes of buffers, attributes and logs by a
+forward pass happen once, and batch statistics are exchanged between ranks once (ranks/received.py). The activations
+that the block keeps shrink to its inputs. The cost is a second forward pass, up to the last tensor that the backward
+pass needs.
 
-A stratum of a decoder is such a block: all that K strata keep becomes what one keeps, and v. Where the loss is computed
-inside of the strata, `stream` keeps as little and computes everything once.
+A stratum of a decoder is such a block: the activations of K strata shrink to those of one, and v. If the loss is
+computed inside the strata, `stream` keeps as little and computes everything once.
 
-A block that cannot be computed twice exactly is refused: when the technique is installed, or in its first forward pass.
-After the first recomputation of a block its results are compared with those of the first pass.
+A block that cannot be computed twice exactly raises an error, at installation or in its first forward pass. After the
+first recomputation of a block, its results are compared with those of the first pass.
 
-Without gradients, as in validation, the block runs as it is.
+Without gradients, as in validation, the block runs unchanged.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,12 +37,12 @@ from lightning_amp.techniques.recompute.row import RecomputeBlock, RecomputeStra
 
 
 def refusal(module: nn.Module, step: CountedStep, *, values: bool) -> str:
-    """Why no block of a counted step can run again; "" where blocks can."""
+    """Return why no block of a counted step can run again; "" if blocks can."""
     return step.no_second_pass
 
 
 def recompute_block(module: nn.Module, spec: RecomputeBlock, mesh: object) -> Change:
-    """Compute a block again in the backward pass.
+    """Install recomputation on a block.
 
     Raises:
         InstallError: The block has something that cannot run twice.
@@ -54,10 +54,10 @@ def recompute_block(module: nn.Module, spec: RecomputeBlock, mesh: object) -> Ch
 
 
 def recompute_strata(decoder: DecomposedDecoder, spec: RecomputeStrata, mesh: object) -> Change:
-    """Compute a decoder's strata again in the backward pass, each as a block.
+    """Install recomputation on each stratum of a decoder.
 
     Raises:
-        InstallError: They are not run by a loop over strata, or have something that cannot run twice.
+        InstallError: The strata do not run in a loop, or have something that cannot run twice.
     """
     walk_of(decoder, "recompute", once=True)
     for k, stratum in enumerate(decoder.strata):
@@ -68,7 +68,7 @@ def recompute_strata(decoder: DecomposedDecoder, spec: RecomputeStrata, mesh: ob
 
 @dataclass
 class RecomputedForward:
-    """What runs a block's forward twice; made by `recompute_block` and `recompute_strata`.
+    """Override that runs a block's forward twice; made by `recompute_block` and `recompute_strata`.
 
     Attributes:
         fqn: Name of the block, for messages.
@@ -82,14 +82,14 @@ class RecomputedForward:
     compared: bool = False
 
     def installed_at(self, fqn: str, plans: object) -> None:
-        """Note the block's name."""
+        """Set the block's name."""
         self.fqn = fqn
 
     def __call__(self, forward: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """What `forward` returns of the block.
+        """Return the result of `forward` for the block.
 
         Raises:
-            InstallError: The block changes what cannot be put back before its second pass.
+            InstallError: The block changes state that cannot be restored before its second pass.
         """
         if not torch.is_grad_enabled():
             return forward(block, *args, **kwargs)
@@ -101,15 +101,15 @@ class RecomputedForward:
         received = list[Any]()
 
         def run(*leaves: Any) -> Any:
-            # the first call is the forward pass, any later one is made by `checkpoint` in the backward pass
+            # the first call is the forward pass; `checkpoint` makes later ones in the backward pass
             if next(passes, None):
                 with first_pass(received):
                     return forward(block, *args, **kwargs)
-            # the caller may have changed its lists and dictionaries meanwhile
+            # the caller may have changed its lists and dictionaries since
             given_args, given_kwargs = tree_unflatten(list(leaves), first.containers)
-            # where results are compared, an object may be another in what the block does not read: the first step of
-            # HuggingFace's classifiers writes the kind of their loss into the config that all blocks hold
-            # (on other devices than the CPU a difference within ROUNDING is not distinguished from one of kernels)
+            # if results are compared, objects may change in parts that the block does not read: in the first step,
+            # classifiers of HuggingFace write the kind of their loss into the config that all blocks share
+            # (on devices other than the CPU, a difference within ROUNDING cannot be distinguished from that of kernels)
             stale = first.stale(objects=not compare)
             if stale:
                 raise InstallError(
@@ -123,7 +123,7 @@ class RecomputedForward:
                 self._compare(name, expected.pop(), digests(found))
             return found
 
-        # what is compared is the whole result, so the second pass must not end at the last tensor that was saved
+        # the complete result is compared, so the second pass must not stop early at the last saved tensor
         result = checkpoint(run, *first.arguments, use_reentrant=False, early_stop=not compare)
         reason = first.settle()
         if reason:
@@ -133,7 +133,7 @@ class RecomputedForward:
         return result
 
     def _compare(self, name: str, expected: Sequence[Any], found: Sequence[Any]) -> None:
-        """Refuse a block whose second pass is another function, for a reason that nobody has seen."""
+        """Raise InstallError if the second pass gives other results, for a reason that no check has detected."""
         if not same_digests(expected, found):
             raise InstallError(
                 _refusal(
@@ -147,7 +147,7 @@ class RecomputedForward:
 
 @contextmanager
 def _requiring_grad_as_before(before: Iterable[tuple[nn.Parameter, bool]]) -> Iterator[None]:
-    """Let parameters require gradients as they did in the first pass, until the end: a frozen one would keep less."""
+    """Context that restores requires_grad of parameters as in the first pass: frozen parameters save fewer tensors."""
     changed = [parameter for parameter, needed in before if parameter.requires_grad != needed]
     for parameter in changed:
         parameter.requires_grad_(not parameter.requires_grad)

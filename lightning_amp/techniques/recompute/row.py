@@ -1,4 +1,4 @@
-"""The row of activation checkpointing: its spec, what it predicts, its options."""
+"""Define the entry of activation checkpointing in the table of techniques: its specs and its prediction."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -13,18 +13,18 @@ from lightning_amp.techniques.technique import Installer, Prediction, Technique,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecomputeStrata:
-    """Nothing of a stratum is kept for the backward pass, where it is computed again."""
+    """Keep no activations of a stratum for the backward pass, and compute it again there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecomputeBlock:
-    """Nothing of a block of any module is kept for the backward pass but its inputs; there it is computed again."""
+    """Keep only the inputs of a block of any module for the backward pass, and compute it again there."""
 
     again: ClassVar[bool] = True
 
 
 def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
-    """Blocks keep nothing but their inputs, and run again in the backward pass."""
+    """Let blocks keep only their inputs, and run again in the backward pass."""
     chain = draft.chain or seen.chain
     if not chain.names:
         return chain.all_fixed or "the step calls no child of a list or a sequence of modules; blocks= names others"
@@ -39,7 +39,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
 
 
 def _blocks(chain: Chain, budget: int) -> tuple[str, ...]:
-    """The fastest choice within a budget, or that with the least bytes; at least one block where any may help."""
+    """Return the fastest choice within a budget, or that with the fewest bytes; at least one block if any may help."""
     budget = max(0, budget)
     found = choose(chain, budget) or leanest(chain, at_least=budget)
     return found.recomputed or chain.names

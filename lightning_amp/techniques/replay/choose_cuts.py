@@ -1,21 +1,21 @@
-"""Choose where the segments of a training step end: the least time of replays under a bound of bytes.
+"""Choose the segments of a training step that are replayed: the least replay time under a memory bound.
 
-Of a segment [p, q) it is known (`stretches_of` in install.py)
+For a segment [p, q) of operators the following is known (`stretches_of` in install.py):
 
-    out     bytes of storages made in it that are read after it: held from here on, whatever the segment is
-    saved   bytes of those and of what autograd saves of it: held from here on if the segment is kept; if it is
-            replayed, only while the backward pass is in it
-    time    of its operators, if it is replayed
-    at work most bytes that its operators hold at once, and the time of those that lead to each saved tensor: if it is
-            replayed for one tensor after the other
+    out     bytes of storages that it makes and that are read after it: held afterwards, for any kind of segment
+    saved   bytes of those and of the tensors that autograd saves from it: held afterwards if the segment is kept; if it
+            is replayed, only while the backward pass is in it
+    time    time of its operators, if it is replayed
+    at work peak of its operators, and the time of those that lead to each saved tensor: if it is replayed for one
+            tensor at a time
 
-so that held + saved (or at work) <= bound has to be true of every segment, with held the bytes that the segments before
-hold. That is a shortest path over places and bytes held, found by dynamic programming. Places are those between
-operators across which few bytes are carried; bytes are counted in parts of the bound. What a rank then really holds is
-counted on the step with the segments in it.
+Every segment must satisfy held + saved (or at work) <= bound, where held is what the segments before it hold. The
+choice is a shortest path over (place, bytes held), found by dynamic programming. Places are positions between operators
+where few bytes are alive; bytes are counted in units of bound / PARTS. The actual bytes of a rank are then counted on
+the step with the chosen segments.
 
-A backward pass inside the step, as of manual optimization, frees what autograd saved before it: no segment goes across,
-and held from there on is only what is read later, whatever the segments before are.
+A backward pass inside the step, as in manual optimization, frees the tensors that autograd saved before it. No segment
+crosses it, and afterwards only tensors that are read later are held, for any segments before it.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,25 +27,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 KEPT, AT_ONCE, ONE_BY_ONE = 0, 1, 2
-"""Kinds of stretches: as it is, replayed as a whole, or anew for each tensor that the backward pass asks for."""
+"""Kinds of segments: not replayed, replayed as a whole, or replayed for each tensor that the backward pass reads."""
 PARTS = 256
-"""Of a bound, in which bytes held are counted."""
+"""Number of units in which bytes held are counted, up to the bound."""
 CLOSE = 0.01
-"""Part of the bytes to which the least bound is found."""
+"""Precision of the least bound, as a share of all saved bytes."""
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Stretches:
-    """What segments between any two places hold and take.
+    """Bytes and times of the segments between any two places.
 
     Attributes:
         places: Places among operators, from 0 to the end.
         out, saved: [p, q] bytes of the segment from places[p] to places[q].
-        seconds: [p, q] of its operators.
-        at_work: [p, q] bytes while the backward pass is in it, one tensor after the other.
-        one_by_one_seconds: [p, q] of all replays then.
-        borders: Of the places, those at which a backward pass frees what was saved.
+        seconds: [p, q] time of its operators.
+        at_work: [p, q] bytes while the backward pass is in it, replayed for one tensor at a time.
+        one_by_one_seconds: [p, q] time of all replays in that case.
+        borders: Indices of places at which a backward pass frees saved tensors.
     """
 
     places: Array
@@ -57,10 +57,10 @@ class Stretches:
     borders: tuple[int, ...] = ()
 
     def of_kind(self, kind: int) -> tuple[Array, Array, Array]:
-        """Of segments of a kind, [p, q]: bytes in their backward pass, bytes held from then on, seconds of replays."""
+        """Return for segments of a kind, [p, q]: bytes in their backward pass, bytes held afterwards, replay time."""
         if kind == KEPT:
             return self.saved, self.saved, np.zeros_like(self.seconds)
-        # what has no operators is not run again
+        # a segment without operators is not replayed
         empty = self.seconds == 0
         if kind == AT_ONCE:
             return self.saved, self.out, np.where(empty, np.inf, self.seconds)
@@ -69,18 +69,18 @@ class Stretches:
 
     @property
     def all_saved(self) -> int:
-        """Most bytes that autograd keeps at once of the step as it is."""
+        """Most bytes that autograd keeps at once without replay."""
         return _most(self, [])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cuts:
-    """A choice.
+    """Chosen segments.
 
     Attributes:
         segments: Their ends and kinds.
         n_bytes: Most bytes of activations that are held at once.
-        seconds: What replays take.
+        seconds: Time of all replays.
     """
 
     segments: list[tuple[int, int]]
@@ -89,9 +89,9 @@ class Cuts:
 
 
 def fastest(stretches: Stretches, bound: float, *, kinds: Sequence[int] = (KEPT, AT_ONCE)) -> Cuts | None:
-    """The segments that take least time while activations take no more than a bound; None where none are within it."""
+    """Return the segments with the least time whose activations fit a bound; None if none fit."""
     aim = bound
-    # bytes held are rounded to parts of the bound, so that a choice may exceed it by a few: then less is aimed at
+    # bytes held are rounded, so a choice may exceed the bound slightly: then the aim is lowered
     while (found := _fastest(stretches, aim, kinds)) is not None and found.n_bytes > bound:
         aim -= max(found.n_bytes - bound, aim / PARTS)
     return found
@@ -99,14 +99,14 @@ def fastest(stretches: Stretches, bound: float, *, kinds: Sequence[int] = (KEPT,
 
 def _fastest(stretches: Stretches, bound: float, kinds: Sequence[int]) -> Cuts | None:
     k, unit, n = len(stretches.places), max(bound, 1) / PARTS, len(kinds)
-    # the last column is of what cannot be
+    # the last column represents impossible states
     time = np.full((k, PARTS + 2), np.inf)
     time[0, 0] = 0
     before = np.zeros((k, PARTS + 1, 3), int)
     held = np.arange(PARTS + 1)
     # [p, q, kind]
     inside, held_on, took = (np.stack(x, -1) for x in zip(*map(stretches.of_kind, kinds), strict=True))
-    # rounded, so that a choice may exceed the bound by a few parts, which `fastest` checks
+    # rounded, so that a choice may exceed the bound by a few units, which `fastest` checks
     more = np.rint(held_on / unit).astype(int)
     # the segment itself has to fit in addition to what is held
     room = (bound - inside) // unit
@@ -120,13 +120,13 @@ def _fastest(stretches: Stretches, bound: float, kinds: Sequence[int]) -> Cuts |
         at = held - more[starts, q, :, None]
         at = np.where((at >= 0) & (at <= room[starts, q, :, None]), at, PARTS + 1)
         found = (time[starts[:, None, None], at] + took[starts, q, :, None]).reshape(n * len(starts), -1)
-        # the first of the fastest: in the order of places, and of kinds
+        # the first minimum, in the order of places and kinds
         best = found.argmin(0)
         time[q, :-1] = found[best, held]
         came_from = at.reshape(n * len(starts), -1)[best, held]
         before[q] = np.stack([starts[best // n], came_from, np.array(kinds)[best % n]], 1)
         if q in stretches.borders:
-            # all choices hold the same bytes from a border on, so that only the fastest goes on, with these bytes
+            # all choices hold the same bytes after a border, so only the fastest one is continued
             border, h, read = q, int(np.argmin(time[q, :-1])), int(np.rint(stretches.out[0, q] / unit))
             fewest = min(read, PARTS), time[q, h], before[q, h].copy()
             time[q] = np.inf
@@ -142,7 +142,7 @@ def _fastest(stretches: Stretches, bound: float, kinds: Sequence[int]) -> Cuts |
         q = p
     segments.reverse()
     while segments and segments[-1][1] == KEPT:
-        # as is what comes after the last
+        # the rest of the step is kept anyway
         segments.pop()
     return Cuts(segments=segments, n_bytes=_most(stretches, segments), seconds=seconds)
 
@@ -151,7 +151,7 @@ def _most(stretches: Stretches, segments: list[tuple[int, int]]) -> int:
     held, most, p = 0.0, 0.0, 0
     of = {kind: stretches.of_kind(kind) for kind in {KEPT, *(kind for _, kind in segments)}}
     ends = [(int(np.searchsorted(stretches.places, end)), kind) for end, kind in segments]
-    # as is what comes after the last segment, up to each border and the end
+    # after the last segment everything is kept, up to each border and the end
     kept_from = ends[-1][0] if ends else 0
     ends += [(q, KEPT) for q in (*stretches.borders, len(stretches.places) - 1) if q > kept_from]
     for q, kind in ends:
@@ -162,7 +162,7 @@ def _most(stretches: Stretches, segments: list[tuple[int, int]]) -> int:
 
 
 def least(stretches: Stretches, *, kinds: Sequence[int] = (KEPT, AT_ONCE)) -> Cuts:
-    """The segments with the fewest bytes, up to a part CLOSE of all."""
+    """Return the segments with the fewest bytes, up to a share CLOSE of all."""
     low, high = 0.0, float(stretches.all_saved)
     best = Cuts(segments=[], n_bytes=stretches.all_saved, seconds=0.0)
     while high - low > CLOSE * stretches.all_saved:
@@ -171,16 +171,16 @@ def least(stretches: Stretches, *, kinds: Sequence[int] = (KEPT, AT_ONCE)) -> Cu
         if found is None:
             low = middle
         else:
-            # the choice may take less than it was allowed: the search goes on below what it takes
+            # the choice may take less than the bound: the search continues below its bytes
             best, high = found, min(middle, found.n_bytes)
     return best
 
 
 class Replays:
-    """The choices that a step has.
+    """Choices of segments for a step.
 
     Args:
-        look: Records the step, or says why it cannot.
+        look: Records the step, or returns why that is not possible.
     """
 
     def __init__(self, look: Callable[[], Stretches | str]) -> None:
@@ -189,14 +189,14 @@ class Replays:
 
     @cached_property
     def stretches(self) -> Stretches | str:
-        """What stretches of the step hold, or why it is not known."""
+        """Bytes and times of the step's segments, or the reason why they are unknown."""
         return self._look()
 
     def choose(self, bound: int | None) -> Cuts | str:
-        """The fastest choice with activations within a bound, or that of the fewest bytes.
+        """Return the fastest choice whose activations fit a bound, or that with the fewest bytes if none fits.
 
-        None is for the fewest bytes of segments that are replayed at once: one tensor after the other takes several
-        times as long, which only a bound asks for.
+        With None, return the fewest bytes without segments of kind ONE_BY_ONE: these take several times as long, and
+        are only used for a bound.
         """
         stretches = self.stretches
         if isinstance(stretches, str):
@@ -205,7 +205,7 @@ class Replays:
             for some in ((KEPT, AT_ONCE), (KEPT, AT_ONCE, ONE_BY_ONE)):
                 if (cuts := fastest(stretches, bound, kinds=some)) and cuts.segments:
                     return cuts
-        # what is kept counts in the forward pass too, which the bound does not include
+        # kept segments also add to the forward pass, which the bound does not include
         kinds: tuple[int, ...] = (KEPT, AT_ONCE) if bound is None else (ONE_BY_ONE,)
         if kinds not in self._least:
             self._least[kinds] = least(stretches, kinds=kinds)

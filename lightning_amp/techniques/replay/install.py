@@ -1,7 +1,7 @@
-"""Install `replay`: the training step runs with its operators recorded, first once to find what may be replayed.
+"""Install `replay`: record the operators of the training step, and replay segments of it in the backward pass.
 
-The first run records the step as one segment. Its tape says when each storage is made, when it is read last, and
-whether autograd saves it; from this follows what any stretch of the step holds and takes.
+To choose the segments, the step is first recorded as one segment. The tape shows when each storage is made, when it is
+last read, and whether autograd saves it. From this follow the bytes and times of any segment of the step.
 """
 
 import weakref
@@ -33,14 +33,14 @@ from lightning_amp.techniques.replay.segment import Handle, Kept
 from lightning_amp.techniques.replay.tape import Tape
 
 PLACES = 120
-"""At most so many places at which a segment may end."""
+"""Largest number of places at which a segment may end."""
 
 
 class Look(Tape):  # type: ignore[no-untyped-call]
-    """Records a step as one segment, with the seconds of its operators.
+    """Record a step as one segment, with the time of its operators.
 
     Args:
-        rates: Of the device.
+        rates: Rates of the device.
     """
 
     def __init__(self, rates: OperatorRates) -> None:
@@ -52,38 +52,38 @@ class Look(Tape):  # type: ignore[no-untyped-call]
         self._rates, self._read = rates, list[tuple[weakref.ref[Kept], int]]()
 
     def _pack(self, x: Tensor) -> Kept:
-        """Note what is saved and when; a step may end the graph of a loss before it ends itself."""
+        """Record that a tensor is saved, and when; the loss graph may be freed before the step ends."""
         ref = self._ref(x)
         if ref is not None:
             self.saved[ref.slot] = self.at
         return Kept(x, version_of(x))
 
     def _unpack(self, kept: Handle | Kept) -> Tensor:
-        """Note what a backward pass inside of the step reads."""
+        """Record the tensors that a backward pass inside the step reads."""
         if isinstance(kept, Kept) and (ref := self._ref(kept.tensor)) is not None:
             self._read.append((weakref.ref(kept), ref.slot))
         return super()._unpack(kept)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run and record an operator, and say what it takes."""
+        """Run and record an operator, with its predicted time."""
         before = self.at
         found = super().__torch_dispatch__(func, types, args, kwargs)
         if autograd_node() is None:
-            # a backward pass that keeps its graph, as for second derivatives, keeps what it has replayed
+            # a backward pass that keeps its graph, as for second derivatives, also keeps the replayed tensors
             self.stay |= {slot: before for kept, slot in self._read if kept() is not None}
             self._read.clear()
-            # of whole storages: a replay that is hardly faster is not worth its recording
+            # full storages are counted, which overestimates the time: a replay with little gain is not worth recording
             moved = sum(storage.nbytes() for _, storage in storages_of(tensors_of((args, kwargs, found))))
             self.seconds += [0.0] * (before + 1 - len(self.seconds))
             self.seconds[before] += self._rates.seconds(func, args, kwargs or {}, found, moved)
         elif not torch.is_grad_enabled():
-            # with gradients the graph stays, for a second backward pass
+            # with gradients enabled, the graph is kept for a second backward pass
             self.backwards.add(before)
         return found
 
 
 def stretches_of(look: Look) -> Stretches:
-    """What was recorded, by segments."""
+    """Compute the bytes and times of all segments from the recorded step."""
     segment, n = look.segment, look.at + 1
     assert segment is not None, "the step is recorded as one segment"
     seconds = look.seconds + [0.0] * (n - len(look.seconds))
@@ -91,37 +91,36 @@ def stretches_of(look: Look) -> Stretches:
     n_bytes = np.array([slot.n_bytes for slot in segment.slots], float)
     saved = np.zeros(len(segment.slots), bool)
     for operator in reversed(segment.operators):
-        # in reverse, so that the first that makes a storage counts; what it reads too is a view of a known one
+        # in reverse, so that the first operator that makes a storage counts; results that are also read are views
         made[list(operator.makes - operator.reads)] = operator.at
     for operator in segment.operators:
         both = list(operator.reads | operator.makes | operator.writes)
         last[both] = np.maximum(last[both], operator.at)
     for slot, place in look.saved.items():
         saved[slot] = True
-        # by the operator before, or the one after as its argument
+        # place - 1: tensors are saved by the operator before, or by the one after as its argument
         last[slot] = max(last[slot], place - 1)
     for slot, place in look.stay.items():
-        # until a later backward pass frees it
+        # kept until a later backward pass frees it
         last[slot] = max(last[slot], min((border for border in look.backwards if border > place), default=n) - 1)
     borders = sorted(place for place in look.backwards if 0 < place < n)
     places = np.union1d(_places(made, last, n_bytes, np.array(seconds), n), np.array(borders, int))
     birth, death = np.searchsorted(places, made, "right") - 1, np.searchsorted(places, last, "right") - 1
     k = len(places)
-    # [b, l]: made in stretch b, read last in stretch l
+    # [b, l]: made in stretch b, last read in stretch l
     by_life, by_saved = np.zeros((k, k)), np.zeros((k, k))
     np.add.at(by_life, (birth, death), n_bytes)
     np.add.at(by_saved, (birth[saved], death[saved]), n_bytes[saved])
-    # [b, q]: bytes that stretch b makes and that are read last in stretch q or later; saved ones, read last before q
-    # summed from the right: over all last uses from q on
+    # [b, q]: bytes made in stretch b and last read in stretch q or later; saved bytes last read before q
     later = np.cumsum(by_life[:, ::-1], 1)[:, ::-1]
     sooner = np.cumsum(by_saved, 1) - by_saved
-    # read in a stretch from q on; saved, and read in none of them
+    # bytes read in stretch q or later; with saved bytes that are not
     out = _between(later)
     kept = out + _between(sooner)
-    # took[i] is the time of the operators before i, so that made + 1 includes the one that makes a storage
+    # took[i] is the time of the operators before i; made + 1 includes the operator that makes a storage
     took = np.concatenate([[0], np.cumsum(seconds)])
     since = took[places]
-    # of every saved storage what leads to it from the begin of its stretch
+    # for every saved storage, the time of the operators from the beginning of its stretch up to it
     until, n_saved = (
         _between(np.tile(np.bincount(birth[saved], weights, k)[:, None], k))
         for weights in (took[made[saved] + 1], None)
@@ -138,7 +137,7 @@ def stretches_of(look: Look) -> Stretches:
 
 
 def _at_work(places: Array, made: Array, last: Array, n_bytes: Array) -> Array:
-    """[p, q] most bytes that a forward pass of the stretch [p, q) holds at once of what it makes."""
+    """Return [p, q]: peak bytes of storages made in the stretch [p, q) while it runs forward."""
     k, n = len(places), int(places[-1])
     found = np.zeros((k, k))
     for p in range(k - 1):
@@ -146,14 +145,14 @@ def _at_work(places: Array, made: Array, last: Array, n_bytes: Array) -> Array:
         changes = np.zeros(n + 2)
         np.add.at(changes, made[inside], n_bytes[inside])
         np.add.at(changes, np.minimum(last[inside], n) + 1, -n_bytes[inside])
-        # the sum of what was made and not read for the last time, up to each operator, and the largest so far
+        # bytes made and not read for the last time, up to each operator, and their maximum so far
         highest = np.maximum.accumulate(changes.cumsum()[places[p] : n])
         found[p, p + 1 :] = highest[places[p + 1 :] - places[p] - 1]
     return found
 
 
 def _between(by_place: Array) -> Array:
-    """[b, q] of stretches -> [p, q], the sum over the stretches b of [p, q)."""
+    """Sum [b, q] over the stretches b of [p, q), for every [p, q]."""
     sums = np.concatenate([np.zeros((1, by_place.shape[1])), np.cumsum(by_place, 0)])
     q = np.arange(by_place.shape[1])
     found: Array = sums[q, q][None, :] - sums[:-1]
@@ -161,8 +160,8 @@ def _between(by_place: Array) -> Array:
 
 
 def _places(made: Array, last: Array, n_bytes: Array, seconds: Array, n: int) -> Array:
-    """Of stretches of the step with equal shares of bytes and time, the places with the fewest bytes across each."""
-    # bytes that are made before a place and read at it or later
+    """Return the places with the fewest live bytes, one in each stretch of equal shares of bytes and time."""
+    # bytes made before a place and read at it or later
     across = np.zeros(n + 2)
     np.add.at(across, made + 1, n_bytes)
     np.add.at(across, last + 1, -n_bytes)
@@ -180,7 +179,7 @@ def _places(made: Array, last: Array, n_bytes: Array, seconds: Array, n: int) ->
 def install(module: nn.Module, spec: ReplayOperators, mesh: object) -> Change:
     """Replace the training step of a LightningModule by one whose segments are replayed."""
     refuse_unseen("replay", module)
-    # the replays of the first call are compared
+    # the replays of the first call are compared with the saved values
     step, first = method_of(module, "training_step"), iter((True,))
 
     @wraps(step)
@@ -195,15 +194,15 @@ def install(module: nn.Module, spec: ReplayOperators, mesh: object) -> Change:
 
 @contextmanager
 def recorded(tape: Tape, module: nn.Module) -> Iterator[None]:
-    """Record what a module's step does on a tape."""
-    # on several ranks they share the statistics of their batches, and compute by other operators
+    """Record the operators of a module's step on a tape."""
+    # on several ranks they share batch statistics, and run other operators than in the plan
     norms = [child for child in module.modules() if isinstance(child, AnyBatchNorm)]
     with tape.as_one(norms), tape, tape.hooks():
         yield
 
 
 def look(step: StepToPlan) -> Callable[[tuple[Rule, ...]], Replays]:
-    """Rules -> the choices of the step with these rules installed, recorded when they are read first."""
+    """Return a function from rules to the choices of the step with these rules, recorded on first use."""
     known: dict[tuple[tuple[str, Spec], ...], Replays] = {}
 
     def replays(rules: tuple[Rule, ...]) -> Replays:
@@ -214,7 +213,7 @@ def look(step: StepToPlan) -> Callable[[tuple[Rule, ...]], Replays]:
 
 
 def _stretches(step: StepToPlan, rules: tuple[Rule, ...]) -> Stretches | str:
-    """What stretches of the step hold and take, or why it is not known."""
+    """Return bytes and times of the step's segments, or the reason why they are unknown."""
     found = list[Stretches]()
 
     def count(module: LightningModule, batch: Any, **options: Any) -> None:
@@ -224,13 +223,13 @@ def _stretches(step: StepToPlan, rules: tuple[Rule, ...]) -> Stretches | str:
         def training_step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
             automatic = module.automatic_optimization
             if automatic:
-                # what a module makes once, as tables of positions, is no part of later steps
+                # objects that a module makes only once, such as position tables, are not part of later steps
                 plain(module, *args, **kwargs)
             look = Look(step.operator_rates())
             with recorded(look, module):
                 loss = plain(module, *args, **kwargs)
             found.append(stretches_of(look))
-            # one that optimises by itself has the state of its optimisers in the second step
+            # with manual optimization, optimizer state exists from the second step on
             if automatic or len(found) == 2:
                 raise EnoughSeen
             return loss

@@ -1,4 +1,4 @@
-"""Define the row of replay in the table of techniques: the fastest replays within the budget are added to a plan."""
+"""Define the entry of replay in the table of techniques: its spec, and the predicted peak and time with it."""
 
 from dataclasses import dataclass, replace
 
@@ -10,37 +10,38 @@ from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, KEPT, ONE_BY_ON
 from lightning_amp.techniques.technique import Installer, Prediction, Technique
 
 RECORDED = 3e-5
-"""Seconds that it takes to record an operator, of one core of a server's processor."""
+"""Seconds to record an operator, on one core of a server CPU."""
 
 MARKS = {KEPT: "-", AT_ONCE: "", ONE_BY_ONE: "+"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayOperators:
-    """Stretches of the training step keep what they read, and their operators run again in the backward pass.
+    """Segments of the training step keep only the tensors they read; their operators run again in the backward pass.
 
     Attributes:
-        ends: Where stretches end, as places among the operators of the forward pass: "120,180-,300+". One with "-" is
-            kept as it is; so is what comes after the last. One with "+" runs again for each of its tensors.
+        ends: Ends of segments, as places among the operators of the forward pass: "120,180-,300+". A segment marked "-"
+            is kept without replay, as is the rest of the step. A segment marked "+" is replayed for each of its
+            tensors.
     """
 
     ends: str
 
     @property
     def segments(self) -> list[tuple[int, int]]:
-        """The places, and the kind of the stretch before."""
+        """The ends and kinds of segments."""
         kinds = {mark: kind for kind, mark in MARKS.items()}
         ends = [(end.rstrip("-+"), end) for end in self.ends.split(",") if end]
         return [(int(place), kinds[end.removeprefix(place)]) for place, end in ends]
 
 
 def written(segments: list[tuple[int, int]]) -> str:
-    """Segments as a plan has them."""
+    """Return segments in the text form of a plan."""
     return ",".join(f"{end}{MARKS[kind]}" for end, kind in segments)
 
 
 def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
-    """Stretches of the step are computed again in the backward pass, whatever code they are."""
+    """Replay segments of the step in the backward pass, for any code."""
     others = [name for name in draft.strategies if name != "logits"]
     if others:
         return f"it is not supported together with {' and '.join(others)}"
@@ -51,6 +52,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     stretches = replays.stretches
     if isinstance(stretches, str):
         return stretches
+    # replays change only what autograd keeps; the rest of the peak reduces their budget
     rest = draft.peak_bytes - stretches.all_saved
     cuts = replays.choose(None if budget is None else budget - rest)
     if isinstance(cuts, str):

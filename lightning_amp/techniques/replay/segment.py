@@ -1,6 +1,6 @@
-"""Record the operators of a part of a training step, and run them again to recompute the tensors that they make.
+"""Define a segment of a recorded training step, and replay its operators to recompute the tensors that they make.
 
-An operator can run a second time if it is known what it writes to and which generators it draws from (`how_of`).
+An operator can run again if it is known which arguments it writes to and which generators it draws from (`how_of`).
 """
 
 import weakref
@@ -22,13 +22,13 @@ from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, ONE_BY_ONE
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """What a kind of operator does.
+    """Properties of an operator that its replay depends on.
 
     Attributes:
         replayable: Whether it may run a second time.
         draws: Whether it draws random numbers.
-        in_place: Whether it returns nothing but what it has written to.
-        writes: Places and names of arguments that it writes to; None for all of its tensors.
+        in_place: Whether it only returns arguments that it has written to.
+        writes: Positions and names of arguments that it writes to; None for all of its tensors.
     """
 
     replayable: bool
@@ -37,7 +37,7 @@ class How:
     writes: tuple[tuple[int, str], ...] | None
 
     def written(self, args: Any, kwargs: Any) -> list[Tensor]:
-        """The tensors that it writes to."""
+        """Return the tensors that it writes to."""
         if self.writes is None:
             return tensors_of((args, kwargs))
         return tensors_of([args[i] if i < len(args) else kwargs.get(name) for i, name in self.writes])
@@ -45,11 +45,11 @@ class How:
 
 @cache
 def how_of(func: Any) -> How:
-    """What an operator does, which is looked up once."""
+    """Return the properties of an operator; cached."""
     if not isinstance(func, OpOverload):
         return How(replayable=False, draws=False, in_place=False, writes=())
     collective = func.namespace in COLLECTIVES
-    # schemas of batch norms do not say that they write to their statistics
+    # schemas of batch norm do not declare that it writes to running statistics
     writes = (
         (i, argument.name)
         for i, argument in enumerate(func._schema.arguments)
@@ -60,34 +60,34 @@ def how_of(func: Any) -> How:
         draws=torch.Tag.nondeterministic_seeded in func.tags,
         in_place=all(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)
         and func._schema.is_mutable,
-        # schemas of collectives do not say what they write to
+        # schemas of collectives do not declare what they write to
         writes=None if collective else tuple(writes),
     )
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor is given by its place in a storage."""
+    """Return whether a tensor is fully described by storage, dtype, shape, strides and offset."""
     return has_storage(x) and not x.is_conj() and not x.is_neg()
 
 
 def copied(x: Tensor) -> Tensor:
-    """A copy that lies in memory as the tensor does."""
+    """Return a copy with the same strides."""
     copy = x.clone()
     if copy.stride() == x.stride():
         return copy
-    # `clone` keeps the strides of dense tensors alone: one with gaps or overlaps is a view of a copy of its whole
+    # `clone` keeps the strides of dense tensors only: a tensor with gaps or overlaps becomes a view of a copy of its
     # storage
     n = x.untyped_storage().nbytes() // x.element_size()
     return x.as_strided((n,), (1,), 0).clone().as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def draws_of(kwargs: Any) -> list[tuple[torch.Generator, Tensor]]:
-    """The generators that an operator may draw from, with their states."""
+    """Return the generators that an operator may draw from, with their states."""
     if (given := kwargs.get("generator")) is not None:
         return [(given, given.get_state())]
     found = [torch.default_generator]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        # the operator may make its tensor on a device that no argument is on
+        # the operator may make its tensor on another device than its arguments
         found += torch.cuda.default_generators
     return [(generator, generator.get_state()) for generator in found]
 
@@ -104,14 +104,14 @@ UNSEEN = (
 ALLOCATIONS = {
     getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 }
-"""Operators whose results have no values yet."""
+"""Operators whose results are uninitialized."""
 Geometry = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
-"""Type, shape, strides and offset of a tensor in its storage."""
+"""Dtype, shape, strides and offset of a tensor in its storage."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A tensor of the segment: the number of its storage, and how it lies in it."""
+    """A tensor made in the segment: the index of its storage, and its geometry."""
 
     slot: int
     geometry: Geometry
@@ -119,25 +119,25 @@ class StorageRef:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Outside:
-    """A tensor that the segment reads and has not made; `copied` after a write to it, when it has the old values."""
+    """A tensor that the segment reads and did not make; `copied` if it is a copy made before a write."""
 
     tensor: Tensor
     copied: bool = False
     source: "weakref.ref[Tensor] | None" = None
-    """The tensor that was read, whose version says of later writes; `tensor`, which is detached, has its own."""
+    """The tensor that was read, whose version shows later writes; `tensor` is detached and has a separate version."""
     version: int = 0
 
 
 @dataclass(eq=False, slots=True)
 class Operator:
-    """One operator of a tape.
+    """One recorded operator.
 
     Attributes:
-        at: Its place among all operators of the step.
-        args, kwargs: With a StorageRef or an Outside in place of every tensor.
+        at: Place among all operators of the step.
+        args, kwargs: Arguments, with a StorageRef or an Outside in place of every tensor.
         draws: Generators that it draws from, with their states.
-        results: The storage of each result that the segment has made, None for others.
-        reads, writes, makes: Numbers of storages.
+        results: Index of the storage of each result made in the segment; None for others.
+        reads, writes, makes: Indices of storages.
     """
 
     func: Any
@@ -153,15 +153,15 @@ class Operator:
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """A storage that a segment has made.
+    """A storage made in a segment.
 
     Attributes:
-        storage: The storage, as long as it is alive.
+        storage: The storage, while it is alive.
         n_bytes: Its size.
-        small: Whether its operator makes something far larger, as a norm whose statistics are small.
-        written: Whether an operator after the one that made it has written to it.
-        version: The largest of autograd's version counters that a write has left.
-        dtypes: Types of the tensors that operators of the tape return of it.
+        small: Whether another result of its operator is much larger, as for the statistics of a norm.
+        written: Whether a later operator has written to it.
+        version: Largest autograd version after a write.
+        dtypes: Dtypes of the tensors that recorded operators return in it.
     """
 
     storage: "weakref.ref[torch.UntypedStorage]"
@@ -174,12 +174,12 @@ class Slot:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Handle:
-    """What autograd keeps in place of a tensor.
+    """Object that autograd saves in place of a tensor.
 
     Attributes:
-        version: Of the tensor, by autograd's counter.
-        digest: Of its values, where the replay is compared.
-        value: The tensor, once its segment was replayed or a later one has written to its storage.
+        version: Autograd version of the tensor.
+        digest: Digest of its values, if the replay is compared.
+        value: The tensor, once its segment is replayed, or before an unrecorded write to its storage.
     """
 
     segment: "Segment"
@@ -191,19 +191,19 @@ class Handle:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Kept:
-    """What autograd keeps in place of any other tensor."""
+    """Object that autograd saves in place of a tensor that is not replayed."""
 
     tensor: Tensor
     version: int
 
 
 class Segment:
-    """The operators of a stretch of the step.
+    """Recorded operators of a stretch of the step.
 
     Args:
-        alive: Tensors from outside of all segments, by their storage.
+        alive: Tensors that segments read and did not make, by their storage.
         kind: AT_ONCE or ONE_BY_ONE.
-        compares: Whether handles have digests, which the replay has to give again.
+        compares: Whether handles have digests, with which the replay is compared.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class Segment:
         self._alive = alive
 
     def value(self, handle: Handle) -> Tensor:
-        """The tensor of a handle; replays the segment where it has not got one."""
+        """Return the tensor of a handle; replay the segment if it has none."""
         if self.slots[handle.ref.slot].version > handle.version:
             raise ModelError(CHANGED)
         if handle.value is None:
@@ -227,7 +227,7 @@ class Segment:
         return handle.value
 
     def keep(self, number: int, alias: Tensor) -> None:
-        """Give handles of a storage their values, before something that is not in the tape writes to it."""
+        """Set the values of handles of a storage before an unrecorded write to it."""
         self.slots[number].written = True
         for ref in self.handles:
             handle = ref()
@@ -235,23 +235,23 @@ class Segment:
                 dtype, shape, strides, offset = handle.ref.geometry
                 if dtype != alias.dtype:
                     raise ModelError(CHANGED)
-                # no copy: after the write `value` raises by the version, as autograd does without the tape
+                # not copied: after the write, `value` raises because of the version, as autograd does without replay
                 handle.value = alias.as_strided(shape, strides, offset)
 
     def _replay(self, slot: int) -> None:
-        """Give values to all handles, or to those of a storage."""
+        """Set the values of all handles, or of those of one storage."""
         left = [handle for ref in self.handles if (handle := ref()) is not None and handle.value is None]
         handles = left if self.kind == AT_ONCE else [handle for handle in left if handle.ref.slot == slot]
         values: dict[tuple[int, torch.dtype], Tensor] = {}
         keep = {handle.ref.slot for handle in handles}
         needed = self._needed(keep, values)
-        # a replay holds no more than the forward pass did: storages end with the last operator that reads them
+        # a replay holds no more than the forward pass: storages are freed after the last operator that reads them
         last = {slot: i for i, operator in enumerate(needed) for slot in operator.reads | operator.makes}
         ends: dict[int, list[int]] = {}
         for slot, i in last.items():
             if slot not in keep:
                 ends.setdefault(i, []).append(slot)
-        # recorded below autograd and autocast, and so run below them: autocast would cast arguments a second time
+        # recorded below autograd and autocast, and replayed there: autocast would cast arguments a second time
         with torch.no_grad(), force_dispatch_keys(included_keys(), excluded_keys() | AUTOGRAD_AND_AUTOCAST):
             for i, operator in enumerate(needed):
                 self._run(operator, values)
@@ -265,11 +265,11 @@ class Segment:
         self.replayed = True
         self.handles = [ref for ref in self.handles if (one := ref()) is not None and one.value is None]
         if not self.handles:
-            # what is left of it are the values of handles
+            # only the values of handles are still needed
             self.operators, self.outside = [], {}
 
     def _needed(self, slots: set[int], values: dict[tuple[int, torch.dtype], Tensor]) -> list[Operator]:
-        """The operators that lead to storages; of those that are alive as they were, `values` gets the tensors."""
+        """Return the operators that make storages; tensors of storages that still exist unchanged go to `values`."""
         needed, wanted = list[Operator](), set[int]()
 
         def want(slot: int) -> None:
@@ -280,10 +280,10 @@ class Segment:
 
         for slot in slots:
             want(slot)
-        # backwards: whether an operator is needed depends on those after it that read what it makes
+        # in reverse: an operator is needed if a later needed operator reads its result
         for operator in reversed(self.operators):
             made = {slot for slot in operator.makes | operator.writes if slot in wanted}
-            # `values` has the tensors of a storage that others still keep (`_still_there`): no operator has to make it
+            # not needed if `values` has the tensors, because the storage still exists (`_still_there`)
             if any((slot, dtype) not in values for slot in made for dtype in self.slots[slot].dtypes):
                 needed.append(operator)
                 for slot in operator.reads:
@@ -291,10 +291,10 @@ class Segment:
         return needed[::-1]
 
     def _still_there(self, slot: Slot) -> Iterator[Tensor]:
-        """Tensors in a storage that others keep, if nobody has written to it."""
+        """Yield existing tensors in a storage, unless it was written to."""
         storage = slot.storage()
         if storage is not None and not slot.written:
-            # a later segment may hold what this one has made, as something from outside
+            # a later segment may hold a tensor of this one as an outside tensor
             for ref in self._alive.get(id(storage), ()):
                 one = ref()
                 if one is not None and not one.copied and is_plain(one.tensor):
@@ -305,14 +305,14 @@ class Segment:
             if type(one) is Outside:
                 read = None if one.copied or one.source is None else one.source()
                 if read is not None and version_of(read) != one.version:
-                    # after the step, as by a hook before the backward pass
+                    # changed after the step, such as by a hook before the backward pass
                     raise ModelError(CHANGED)
-                # what an operator writes to has to be there for the next replay
+                # copied, because the operator may write to it, and the next replay needs the old value
                 return copied(one.tensor) if one.copied and self.kind == ONE_BY_ONE else one.tensor
             return _tensor(cast(StorageRef, one), values)
 
         args, kwargs = mapped(operator.args, tensor), mapped(operator.kwargs, tensor)
-        # generators draw what they drew, and go on as if they had not
+        # generators are set to the recorded state for the operator, and restored afterwards
         now = [generator.get_state() for generator, _ in operator.draws]
         for generator, state in operator.draws:
             generator.set_state(state)
@@ -322,12 +322,12 @@ class Segment:
             for (generator, _), state in zip(operator.draws, now, strict=True):
                 generator.set_state(state)
         if self.compares and operator.func.overloadpacket in ALLOCATIONS:
-            # memory that was free may still have what an unseen write has left there
+            # uninitialized memory may still contain the result of an undetected write, which would hide it
             for made in tensors_of(found):
                 made.fill_(torch.nan if made.is_floating_point() or made.is_complex() else 1)
         for result, slot in zip(tensors_of(found), operator.results, strict=True):
             if slot is not None:
-                # what an operator has written in place is there already, under the same key
+                # in-place results are present already, under the same key
                 values.setdefault((slot, result.dtype), result)
 
 
@@ -340,7 +340,7 @@ def _tensor(ref: StorageRef, values: dict[tuple[int, torch.dtype], Tensor]) -> T
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Arguments of an operator with what stands for tensors changed."""
+    """Apply a function to the tensors, and their placeholders, in an operator's arguments."""
     kind = type(value)
     if kind is StorageRef or kind is Outside or isinstance(value, Tensor):
         return change(value)

@@ -1,23 +1,24 @@
 """Record the operators of a training step in segments, and replay a segment when the backward pass needs its tensors.
 
-A dispatch mode sees the operators below autograd and autocast. In a segment that is replayed autograd keeps a handle
-in place of every tensor that the segment has made, and the tape keeps the operators, with
+A dispatch mode records the operators below autograd and autocast. In a replayed segment, autograd saves a handle in
+place of every tensor that the segment has made. The tape keeps the operators, with
 
-    tensors of the segment     by the number of their storage, with shape, strides and offset
-    all other tensors          as they are: what earlier segments made, parameters, the batch
+    tensors of the segment     as index of their storage, with shape, strides and offset
+    all other tensors          directly: tensors of earlier segments, parameters, the batch
 
-When the first handle is requested, the operators that lead to tensors with handles run again; or for every handle
-those that lead to it, which holds less and takes longer. Nothing is known of modules, so a step may compute in any way:
-by functions, by layers of a list, by branches. Where a segment ends changes what is held, and no result.
+When the backward pass requests the first handle, the operators that lead to tensors with handles run again. Segments of
+kind ONE_BY_ONE run only those that lead to each handle, which holds less memory and takes longer. Recording is
+independent of modules, so a step may contain any code: functions, layers of a list, branches. The place where a segment
+ends changes the memory, and not the results.
 
-Exactness rests on these rules:
+Exactness depends on these rules:
 
-    random numbers              the generator's state is kept with every operator that draws, and put back
-    writes inside a segment     are replayed in their order; the backward pass finds the last values, or fails, as it
-                                does without the tape: autograd's version counters are compared
-    writes to other tensors     are not replayed: what tapes hold of the old values is copied before the write
-    collectives, operators of   run once; what they return counts as made outside of the segment
-    higher order, subclasses
+    random numbers              the generator's state is stored with every operator that draws, and restored
+    writes inside a segment     are replayed in order; the backward pass gets the final values, or fails as it would
+                                without the tape: autograd's version counters are compared
+    writes to other tensors     are not replayed: old values that tapes hold are copied before the write
+    collectives, higher-order   run once; their results count as made outside of the segment
+    operators, subclasses
 """
 
 import weakref
@@ -50,17 +51,17 @@ from lightning_amp.techniques.replay.segment import (
 )
 
 SMALL = 64
-"""How many times smaller than the largest result of its operator a small one is."""
+"""A result is small if its operator's largest result is at least this many times larger."""
 
 
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records a training step in segments; `hooks` are what autograd saves its tensors by.
+    """Dispatch mode that records a training step in segments; the step must also run in its `hooks`.
 
     Args:
-        ends: Places among the operators of the step at which segments end, and the kinds of the segments; what comes
-            after the last of them is kept.
-        compares: Whether replays have to give the values that were saved; writes that torch does not see, as of a
-            kernel of Triton, are found so.
+        ends: Places among the operators of the step at which segments end, and the kinds of the segments; the rest of
+            the step is kept.
+        compares: Whether replays must equal the saved values; this detects writes that torch does not record, such as
+            by a Triton kernel.
     """
 
     supports_higher_order_operators = True
@@ -88,7 +89,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._inside -= 1
             self.at += not self._inside
 
-        # calls may be nested: `_inside` counts them, and the outermost is one place
+        # calls may be nested: `_inside` is their depth, and the outermost call is one place
         hooks = [module.register_forward_pre_hook(begins) for module in modules]
         hooks += [module.register_forward_hook(ends, always_call=True) for module in modules]
         try:
@@ -98,7 +99,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 hook.remove()
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """What the forward pass has to run in, with the mode itself."""
+        """Return the saved-tensor hooks in which the forward pass must run, in addition to this mode."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _begin(self) -> None:
@@ -109,9 +110,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _pack(self, x: Tensor) -> Any:
         self._note_versions()
         segment = self.segment
-        # a segment that was replayed may have let go of its operators, so that it can make nothing that is saved later
+        # a replayed segment may have freed its operators, so later tensors of it are kept
         ref = None if segment is None or segment.replayed else self._ref(x)
-        # to make the statistics of a norm again takes the whole norm
+        # recomputing the statistics of a norm would require the complete norm
         small = segment is not None and ref is not None and segment.slots[ref.slot].small
         if segment is None or ref is None or (small and segment.kind == ONE_BY_ONE):
             return Kept(x, version_of(x))
@@ -129,7 +130,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return kept.tensor
 
     def _digest_saved(self) -> None:
-        """Note the values of what was saved: after the next operator, which may be the one that makes them."""
+        """Compute digests of saved tensors, after the next operator, which may be the one that makes them."""
         for handle, tensor in self._just_saved:
             handle.digest = digests(tensor.detach())
         self._just_saved.clear()
@@ -141,13 +142,13 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._digest_saved()
 
     def _note_versions(self) -> None:
-        """Read the counters of what the last operator has written, which autograd counts up when it has returned."""
+        """Read the versions of tensors that the last operator wrote; autograd increments them after it has returned."""
         for slot, tensor in self._just_written:
             slot.version = max(slot.version, version_of(tensor))
         self._just_written.clear()
 
     def _ref(self, x: Tensor) -> StorageRef | None:
-        """A tensor of this segment, None of any other."""
+        """Return the reference to a tensor of this segment; None for other tensors."""
         if not is_plain(x):
             return None
         found = self._known.get(id(x.untyped_storage()))
@@ -165,7 +166,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._ends.pop(0)
             self._begin()
         if self.segment is not None and self.segment.replayed:
-            # a backward pass inside of the step
+            # after a backward pass inside the step
             self._begin()
         how = how_of(func)
         written = how.written(args, kwargs)
@@ -174,18 +175,18 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         whole = how.replayable and all(map(has_storage, tensors))
         for t in written:
             if self._is_own(t) and not (whole and self._ref(t)):
-                # no replay can repeat it: the storage is one from outside from here on
+                # this write cannot be replayed: from here on, the storage counts as made outside
                 made, number = self._known.pop(id(t.untyped_storage()))
                 made.keep(number, t.detach())
                 self._just_written.append((made.slots[number], t))
-        # what lies outside is not written a second time
+        # writes to outside tensors are not repeated
         needless = how.in_place and not any(self._is_own(t) for t in written)
         if segment is None or not whole or needless:
             self._before_write(written)
             found = func(*args, **kwargs)
             self._next()
             return found
-        # a result in one of these storages is a view, or was written in place
+        # a result in one of these storages is a view or was written in place
         given, own = {id(t.untyped_storage()) for t in tensors}, set[int]()
 
         def kept(x: Tensor) -> StorageRef | Outside:
@@ -195,7 +196,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             own.add(ref.slot)
             return ref
 
-        # before `_before_write`, which copies what is noted here of the storages that the operator writes to
+        # before `_before_write`, which copies the tensors recorded here if the operator writes to their storage
         kept_args, kept_kwargs = mapped(args, kept), mapped(kwargs, kept)
         self._before_write(written)
         draws = draws_of(kwargs) if how.draws else []
@@ -205,7 +206,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for slot, tensor in own_writes:
             segment.slots[slot].written = True
             self._just_written.append((segment.slots[slot], tensor))
-        # a view is described by its place in a storage, and has not to be made
+        # a view is described by its geometry, so it need not be replayed
         if new or own_writes:
             segment.operators.append(
                 Operator(
@@ -224,21 +225,21 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def _next(self) -> None:
-        """Go on to the next place; what optimisers do in a step has none, for not all steps do the same."""
+        """Advance to the next place; operators of optimizers have none, because they may differ between steps."""
         self._digest_saved()
         self.at += torch.is_grad_enabled() and not self._inside
 
     def _is_own(self, x: Tensor) -> bool:
-        """Whether this segment has made the tensor's storage."""
+        """Return whether this segment has made the tensor's storage."""
         if not has_storage(x):
             return False
         found = self._known.get(id(x.untyped_storage()))
         return found is not None and found[0] is self.segment
 
     def _outside(self, segment: Segment, leaf: Tensor, written: Sequence[Tensor]) -> Outside:
-        """What a tape keeps of an argument that its segment has not made."""
+        """Return the entry of an argument that the segment has not made."""
         if any(leaf is t for t in written):
-            # the replay must not write to it
+            # copied, because the replay must not write to the original
             return Outside(copied(leaf.detach()), copied=True)
         key = (
             id(leaf.untyped_storage()),
@@ -251,19 +252,19 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             leaf.is_neg(),
         )
         one = segment.outside.get(key)
-        # not every write counts the version up
+        # an entry that was copied has old values, even if the version is unchanged: not every write increments it
         if one is None or one.copied:
             one = segment.outside[key] = Outside(leaf.detach(), source=weakref.ref(leaf), version=version_of(leaf))
             self._alive.setdefault(key[0], []).append(weakref.ref(one))
         return one
 
     def _before_write(self, tensors: Iterable[Tensor]) -> None:
-        """Copy what tapes hold of tensors that are about to be written."""
+        """Copy the tensors that tapes hold in storages that are about to be written to."""
         for tensor in tensors:
             if not has_storage(tensor):
                 continue
             key = id(tensor.untyped_storage())
-            # all that any tape holds of this storage gets one copy, before the first write
+            # each entry of this storage, in any tape, is copied once, before the first write
             for ref in self._alive.pop(key, ()):
                 one = ref()
                 if one is not None:
@@ -274,7 +275,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._just_written.append((segment.slots[number], tensor))
 
     def _results(self, segment: Segment, results: Sequence[Tensor], given: set[int]) -> tuple[list[int | None], bool]:
-        """The slots of results, and whether one is new, or is the first of its type in one."""
+        """Return the slots of results, and whether one is new, or has a new dtype in its slot."""
         numbers, new = list[int | None](), False
         for tensor in results:
             number = None
@@ -284,10 +285,10 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     number = self._new_slot(segment, storage)
                 elif (there := self._known.get(id(storage))) is not None and there[0] is segment:
                     number = there[1]
-            # a lazy conjugate is more than its place in a storage
+            # a lazy conjugate is not described by its geometry
             if number is not None and (tensor.is_conj() or tensor.is_neg()):
                 number = None
-            # a replay finds values by storage and type, so a view as another type needs its operator
+            # a replay finds values by storage and dtype, so a view with another dtype needs its operator
             if number is not None and tensor.dtype not in segment.slots[number].dtypes:
                 segment.slots[number].dtypes.add(tensor.dtype)
                 new = True
@@ -299,7 +300,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return numbers, new
 
     def _new_slot(self, segment: Segment, storage: torch.UntypedStorage) -> int:
-        # the address may be used again once the storage is gone, so that its entries end with it
+        # the address may be reused when the storage is freed, so its entries are removed then
         key, known, alive = id(storage), self._known, self._alive
 
         def forget(_: object) -> None:

@@ -1,1 +1,1 @@
-"""Sequence and domain parallelism: every sample is split over the ranks of the model axis; the module is unedited."""
+"""Sequence and domain parallelism: shard every sample over the ranks of the model axis, without editing the module."""

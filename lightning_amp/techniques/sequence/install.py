@@ -1,4 +1,4 @@
-"""Install `sequence`: the steps of a LightningModule run on batches whose tensors are split over the model axis."""
+"""Install `sequence`: steps of a LightningModule run on batches whose tensors are sharded over the model axis."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,12 +23,12 @@ from lightning_amp.techniques.sharded_step import RUNNING, run_sharded, tensors
 
 
 def step_of(step: Callable[..., Any], name: str, how: HowToSplit) -> Callable[..., Any]:
-    """A step of a LightningModule that splits its batch, and returns whole tensors."""
+    """Return a step of a LightningModule that shards its batch, and returns replicated tensors."""
 
     @wraps(step)
     def split(module: nn.Module, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if RUNNING.get():
-            # another step has called it, with what may be no batch
+            # called by another step, possibly with something other than a batch
             return step(module, batch, *args, **kwargs)
         return run_sharded(name, lambda: step(module, how.batch(batch), *args, **kwargs), module, how.axes)
 
@@ -36,19 +36,19 @@ def step_of(step: Callable[..., Any], name: str, how: HowToSplit) -> Callable[..
 
 
 MOST_TRIED = 6
-"""Ways to split a batch that are counted, a second or so for each."""
+"""Number of ways to shard a batch that are counted, at about a second each."""
 
 
 def install(module: LightningModule, spec: SequenceParallel, mesh: DeviceMesh | MeshAxis) -> dict[str, Any]:
-    """What the module's steps are replaced by, by name.
+    """Return the replacements of the module's steps, by name.
 
     Args:
         module: The LightningModule.
-        spec: Which dims are split.
+        spec: Dims that are sharded.
         mesh: The ranks of the model axis.
 
     Raises:
-        InstallError: A step that was replaced by the user, a parameter with hooks, or a torch that is too old.
+        InstallError: A step is set on the instance, a parameter has hooks, or torch is too old.
     """
     if skip_one_torch_function is None:
         raise InstallError(f"sequence requires torch 2.13 or newer, found {torch.__version__}; leave it out")
@@ -71,13 +71,13 @@ def install(module: LightningModule, spec: SequenceParallel, mesh: DeviceMesh | 
                 " define it in the class"
             )
         if getattr(type(module), name, None) is not getattr(LightningModule, name, None):
-            # a copy of the module has a method that is bound to the copy
+            # bound to this module; copies of the module rebind it
             changed[name] = MethodType(step_of(getattr(type(module), name), name, how), module)
     return changed
 
 
 def axes_of(mesh: DeviceMesh | MeshAxis, grid: str) -> tuple[MeshAxis, ...]:
-    """The axes that dims are split over: the mesh, or the two axes of a grid of its ranks."""
+    """Return the axes that dims are sharded over: the mesh, or the two axes of a grid of its ranks."""
     sizes = read_grid(grid, mesh.size if isinstance(mesh, MeshAxis) else mesh.size())
     if len(sizes) == 1:
         return (axis_of(mesh),)
@@ -93,18 +93,18 @@ def axes_of(mesh: DeviceMesh | MeshAxis, grid: str) -> tuple[MeshAxis, ...]:
 
 
 def options(batch: Any, spec: SequenceParallel, ranks: int, look: object = None) -> list[SequenceParallel]:
-    """Specs that split a batch over so many ranks: all tensors with a dim of one length, longest first.
+    """Return specs that shard a batch over `ranks` ranks: all tensors with a dim of one length, longest first.
 
-    The first dim of a tensor is that of the samples, unless no other one is long enough.
+    The first dim of a tensor is that of the samples, and is used only if no other dim is long enough.
     """
     found = dict[str, None]()
     shapes = [(path, tuple(tensor.shape)) for path, tensor in tensors(batch)]
     for first in (1, 0):
-        # a dim of one length in several tensors is one dim of the samples, such as the tokens of ids and labels
+        # equal lengths in several tensors are treated as the same dim, such as the tokens of ids and labels
         lengths = {n for _, shape in shapes for n in shape[first:] if n >= ranks}
         for n in sorted(lengths, reverse=True):
             places = {path: [d for d in range(first, len(shape)) if shape[d] == n] for path, shape in shapes}
-            # of a square image one dim or the other
+            # for a square image, one dim or the other
             for k in range(max(map(len, places.values()))):
                 dims = ((path, own[min(k, len(own) - 1)]) for path, own in places.items() if own)
                 found[written_dims({path: (dim,) for path, dim in dims})] = None

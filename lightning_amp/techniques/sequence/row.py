@@ -1,4 +1,4 @@
-"""The row of `sequence` in the table of techniques, and the spec that its rule has in a plan."""
+"""Define the entry of `sequence` in the table of techniques, and the spec of its rule in a plan."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,13 +10,13 @@ from lightning_amp.techniques.technique import Technique
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceParallel:
-    """Dims of the batch's tensors are split over the model axis.
+    """Shard dims of the batch's tensors over the model axis.
 
     Attributes:
-        dims: Tensors and their dims, such as "ids:1,labels:1"; a path through dictionaries, tuples and attributes has
-            dots: "0.image:2". Two dims of a tensor, "image:2/3", are split over the two axes of `grid`.
-        sizes: "even", "causal" (parts of equal work in causal attention), or the parts' sizes, such as "5,7".
-        grid: Ranks along the first and the second dim, such as "2x2"; "" where one dim is split.
+        dims: Tensors and their dims, such as "ids:1,labels:1". A path through dictionaries, tuples and attributes has
+            dots: "0.image:2". Two dims of a tensor, "image:2/3", are sharded over the two axes of `grid`.
+        sizes: "even", "causal" (shards of equal work in causal attention), or the shards' sizes, such as "5,7".
+        grid: Ranks along the first and the second dim, such as "2x2"; "" if one dim is sharded.
     """
 
     dims: str = ""
@@ -25,10 +25,10 @@ class SequenceParallel:
 
 
 def asked(spec: SequenceParallel, request: Any) -> tuple[SequenceParallel, bool]:
-    """The spec with `sequence_dim`, `sequence_sizes` and `sequence_grid` of a request, and whether it has dims.
+    """Return the spec with `sequence_dim`, `sequence_sizes` and `sequence_grid` of a request, and whether it has dims.
 
     Raises:
-        PlanError: A value outside what is allowed.
+        PlanError: A value is not allowed.
     """
     dims, grid = getattr(request, "sequence_dim", "auto"), getattr(request, "sequence_grid", "")
     given = sizes = getattr(request, "sequence_sizes", "even")
@@ -39,6 +39,7 @@ def asked(spec: SequenceParallel, request: Any) -> tuple[SequenceParallel, bool]
             f"sequence_sizes={given!r} was given; allowed are 'even', 'causal', and the sizes of the"
             " ranks' parts, such as [5, 7]"
         )
+    # the dims are then chosen by counting the step, see `options` in install.py
     if dims == "auto" and not grid:
         return replace(spec, sizes=sizes), False
     if not (isinstance(dims, Mapping) and dims and all(map(_is_dims, dims.values()))):
@@ -48,6 +49,7 @@ def asked(spec: SequenceParallel, request: Any) -> tuple[SequenceParallel, bool]
             " two dims, or {'batch': 1} where the batch is a tensor"
         )
     written = written_dims({path: _each(own) for path, own in dims.items()})
+    # `grid` has one axis for each dim of a tensor, so it is given exactly if a tensor has two
     two = any(len(_each(own)) == 2 for own in dims.values())
     if two != bool(grid):
         raise PlanError(
@@ -58,7 +60,7 @@ def asked(spec: SequenceParallel, request: Any) -> tuple[SequenceParallel, bool]
 
 
 def written_dims(dims: Mapping[str, tuple[int, ...]]) -> str:
-    """Dims as a plan has them: "ids:1,image:2/3"; `read_dims` is the reverse."""
+    """Return dims in the text form of a plan: "ids:1,image:2/3"; `read_dims` is the inverse."""
     return ",".join(f"{path}:{'/'.join(map(str, own))}" for path, own in dims.items())
 
 

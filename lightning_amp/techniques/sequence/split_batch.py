@@ -1,4 +1,4 @@
-"""Split the tensors of a batch over the ranks: which dims, in which sizes."""
+"""Shard the tensors of a batch over the ranks, along given dims and in given sizes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from lightning_amp.techniques.sharded_step import tensors
 
 @dataclass(frozen=True, kw_only=True)
 class HowToSplit:
-    """What a rule of `sequence` says, read.
+    """Parsed spec of a `sequence` rule.
 
     Attributes:
         dims: Path of a tensor in the batch -> its dims, one for each axis.
-        sizes: "even", "causal" or the sizes of the parts.
-        axes: The mesh axes that the first, second dim of a tensor are split over.
+        sizes: "even", "causal" or the sizes of the shards.
+        axes: Mesh axes over which the first and the second dim of a tensor are sharded.
     """
 
     dims: Mapping[str, tuple[int, ...]]
@@ -30,10 +30,10 @@ class HowToSplit:
     axes: tuple[MeshAxis, ...]
 
     def batch(self, batch: Any) -> Any:
-        """The batch with its tensors split; those that are split already, and all others, are as they were.
+        """Return the batch with the tensors in `dims` sharded; other tensors, and those already sharded, do not change.
 
         Raises:
-            ShardError: None of the tensors to split is in the batch, or one is split over other ranks.
+            ShardError: The batch has none of the tensors, or one is sharded over other ranks.
         """
         found = list[str]()
 
@@ -45,6 +45,7 @@ class HowToSplit:
                 )
             if path not in self.dims:
                 return x
+            # a tensor that is sharded already is not sharded again, but counts as present
             found.append(path)
             return x if isinstance(x, ShardedTensor) else self.tensor(path, x)
 
@@ -58,7 +59,7 @@ class HowToSplit:
         return changed
 
     def tensor(self, path: str, x: Tensor) -> Tensor:
-        """A tensor split along its dims; whole along those that have fewer indices than ranks."""
+        """Return a tensor sharded along its dims; it stays replicated along dims with fewer indices than ranks."""
         splits = list[Split]()
         for axis, dim in zip(self.axes, self.dims[path], strict=False):
             if not -x.dim() <= dim < x.dim():
@@ -85,17 +86,17 @@ class HowToSplit:
 
 
 def causal_sizes(n: int, size: int) -> tuple[int, ...]:
-    """Parts of equal work where index i attends to i + 1 indices: borders at n * sqrt(rank / ranks)."""
+    """Return shard sizes of equal work if index i attends to i + 1 indices: borders are at n * sqrt(rank / ranks)."""
     ends = [isqrt(n * n * (rank + 1) // size) for rank in range(size)]
-    # every rank has an index
-    # Borders stay apart: where two of them round to one, the borders after them are less than one index apart, so that
-    # the upper bound, which rises by one, lies below the first of the two.
+    # every rank has at least one index
+    # Borders remain distinct: if two of them round to the same number, later borders are less than one index apart, so
+    # that the upper bound, which rises by one, lies below the first of the two.
     ends = [min(max(end, rank + 1), n - size + rank + 1) for rank, end in enumerate(ends)]
     return tuple(b - a for a, b in zip([0, *ends], ends, strict=False))
 
 
 def read_dims(text: str) -> dict[str, tuple[int, ...]]:
-    """Dims as a plan has them: "ids:1,image:2/3"."""
+    """Parse dims from the text form of a plan: "ids:1,image:2/3"."""
     found = dict[str, tuple[int, ...]]()
     for part in filter(None, text.split(",")):
         path, _, dims = part.rpartition(":")
@@ -104,7 +105,7 @@ def read_dims(text: str) -> dict[str, tuple[int, ...]]:
 
 
 def read_grid(text: str, size: int) -> tuple[int, ...]:
-    """Ranks along each split dim; a PlanError where they do not make as many ranks as there are."""
+    """Parse the ranks along each sharded dim; raises PlanError if their product is not the number of ranks."""
     grid = tuple(int(n) for n in text.split("x")) if text else (size,)
     if prod(grid) != size:
         raise PlanError(f"a grid of {text} ranks was given for {size} ranks of the model axis; change one of them")

@@ -1,1 +1,1 @@
-"""Choose which operators of a captured block run piece by piece, and in how many pieces; without torch."""
+"""Choose which operators of a captured block run piece by piece, and in how many pieces; does not import torch."""

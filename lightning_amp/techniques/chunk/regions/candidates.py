@@ -1,4 +1,4 @@
-"""Define a region that may be chosen, with the numbers that the choice needs."""
+"""Define a candidate region, with the bytes and cost from which `choose_chunks` chooses."""
 
 from bisect import bisect_right
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from lightning_amp.techniques.chunk.regions.region import Region, piece_length, 
 
 Cost = Callable[[Region], float]
 STEP = 1.15
-"""Ratio of two lengths of a piece that are worth telling apart."""
+"""Ratio of two piece lengths that are tried."""
 
 
 class RegionCandidate:
     """A region, and its bytes and cost in any number of pieces.
 
     Attributes:
-        region: In the most pieces.
-        outputs: Rows that it hands on.
-        output_bytes: Of their results.
+        region: The region, in the most pieces.
+        outputs: Rows that are read after the region.
+        output_bytes: Size of their results.
         learns: Whether it has a backward pass.
     """
 
@@ -30,24 +30,24 @@ class RegionCandidate:
         self.output_bytes = sum(result_bytes(table.rows[i]) for i in self.outputs)
         self._table, self._cost = table, cost
         self._work: dict[int, tuple[int, int]] = {}
-        # numbers of pieces of one length take the same bytes
+        # cached by length: numbers of pieces with the same piece length take the same bytes
         self._lengths = _lengths(region.units)
         self._costs: dict[int, tuple[Region, float]] = {}
         self._plain, self.learns = plain, train and any(table.rows[i].needs_grad for i in self.outputs)
 
     @cached_property
     def least_cost(self) -> float:
-        """Of all numbers of pieces: that of two."""
+        """Lower bound of the cost over all numbers of pieces: the cost of two."""
         return self.with_pieces(min(2, self.region.units))[1]
 
     @cached_property
     def inputs(self) -> tuple[int, ...]:
-        """Rows that it reads."""
+        """Rows that the region reads."""
         return self.region.inputs(self._table)
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """While its backward runs: gradients that wait, and those of its inputs."""
+        """Pending gradients, and gradients of the inputs, while the backward pass of the region runs."""
         if not self.learns:
             return 0
         read = (self._table.rows[i] for i in self.inputs)
@@ -55,7 +55,7 @@ class RegionCandidate:
 
     @cached_property
     def before(self) -> list[tuple[int, list[int]]]:
-        """Rows computed before the pieces, with the rows that are still to be read after each."""
+        """Rows computed before the pieces, each with the rows that are still to be read after it."""
         rows, region, found = self._table.rows, self.region, list[tuple[int, list[int]]]()
         there = [k for k in range(region.first) if rows[k].kind == OPERATOR]
         for n, i in enumerate(region.before):
@@ -66,30 +66,30 @@ class RegionCandidate:
 
     @cached_property
     def over(self) -> dict[int, int]:
-        """Of outputs the inputs in whose memory they are written."""
+        """Outputs that overwrite an input, with that input."""
         return written_over(self._table, self.region)
 
     def cut(self, budget: int | None, forward: int, backward: int) -> tuple[int, int] | None:
-        """The fewest pieces within a budget besides so many bytes, and the peak; without a budget the most pieces."""
+        """Return the fewest pieces (the most without a budget) that fit with the given bytes, and the peak; or None."""
         lengths = self._lengths
         if budget is None:
             return self.region.units, self._peak(1, forward, backward)
         if max(forward, backward) > budget or self._peak(1, forward, backward) > budget:
             return None
-        # no longer piece takes less
+        # bisect is valid because bytes grow with the length of a piece
         longest = lengths[bisect_right(lengths, budget, lo=1, key=lambda n: self._peak(n, forward, backward)) - 1]
         n_chunks = len(pieces(self.region.units, -(-self.region.units // longest)))
         return n_chunks, self._peak(longest, forward, backward)
 
     def with_pieces(self, n_chunks: int) -> tuple[Region, float]:
-        """The region in so many pieces, and its cost."""
+        """Return the region in `n_chunks` pieces, and its cost."""
         if n_chunks not in self._costs:
             region = replace(self.region, n_chunks=n_chunks)
             self._costs[n_chunks] = region, self._cost(region)
         return self._costs[n_chunks]
 
     def _peak(self, length: int, forward: int, backward: int) -> int:
-        """Beside so many bytes, with pieces of so many units."""
+        """Return the peak with pieces of `length` units, in addition to the bytes given for either pass."""
         if length not in self._work:
             n_chunks = -(-self.region.units // length)
             there = self._pieces.once(n_chunks).peak_bytes + self._pieces.wide_bytes
@@ -105,7 +105,7 @@ class RegionCandidate:
 
 @lru_cache
 def _lengths(units: int) -> tuple[int, ...]:
-    """Lengths of a piece to choose from: of few units all, of many those some per cent apart."""
+    """Return the piece lengths to try: all up to a few units, then in ratios of STEP."""
     found = [1]
     while found[-1] < piece_length(units, 2):
         found.append(max(found[-1] + 1, int(found[-1] * STEP)))

@@ -1,15 +1,15 @@
-"""Choose the regions of a block to compute piece by piece under a budget, at the least cost.
+"""Choose the regions of a block that run piece by piece, to fit a memory budget at least cost.
 
-    auto    seconds at measured rates
-    paper   AutoChunk's macro and micro cost, Equations 8 to 10
+    auto    cost is the predicted time at measured rates
+    paper   cost is AutoChunk's macro and micro cost, Equations 8 to 10
 
-Candidates are regions worth choosing from. Rows above the budget are the paper's peak nodes: a region has at least one.
-It is left out if a shorter one does the same: if it begins earlier than another, though no fewer bytes are alive there
-(find_regions.py), or ends later, though its outputs are no smaller, and covers no further row above the budget. In
-training every row that saves counts as one.
+A candidate region must contain a row above the budget (a peak node in the paper); in training, every row that saves
+tensors counts as one. A region is omitted if a shorter one saves as much: if it begins earlier without fewer bytes
+alive there (find_regions.py), or if it ends later without smaller outputs and covers no further row above the budget.
 
-Both costs hold the same budget: the peak of the block's live bytes beyond its arguments and parameters, of forward and
-backward pass, by chunk_bytes.py. The same table, budget and rates get the same plan.
+The budget is the same under both costs: it bounds the peak of the block's live bytes beyond its arguments and
+parameters, in the forward and backward pass, as counted by chunk_bytes.py. The same table, budget and rates always give
+the same plan.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -29,27 +29,28 @@ from lightning_amp.techniques.chunk.regions.region_search import Label, Line
 
 POLICIES = ("auto", "paper")
 STEPS = 4
-"""Searches in which a plan that is above the budget is made smaller by what it is above."""
+"""Divisor of the excess by which the aim is lowered after a search whose plan is above the budget."""
 MOST_ROWS = 60_000
-"""Of all regions that are compared for one table, each row as often as it is in one; the examples have 45,000 at most.
+"""Largest number of rows of all compared regions of a table, overlaps counted; the examples have 45,000 at most.
 
-A bound of work, so that plans do not depend on the clock. With a tenth of it the U-Net and the Geneformer of the
-examples did not fit into 20 % of their bytes, and blocks of 200 to 1,600 rows took 0.7 to 1.3 times as long to plan.
+This limits work by count, so that plans do not depend on the clock. With a tenth of it, the U-Net and the Geneformer of
+the examples did not fit into 20 % of their bytes, and blocks of 200 to 1,600 rows took 0.7 to 1.3 times as long to
+plan.
 """
 KNOWN = 4
-"""Tables of which the search is kept."""
+"""Number of tables whose searches are cached."""
 RATIO = 1.01
-"""Of two numbers of bytes that plans are made for."""
+"""Ratio of two consecutive budgets for which plans are made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """What a plan makes as small as it can.
+    """Quantity that a plan minimizes.
 
     Attributes:
         policy: "auto" or "paper".
-        rates: Of the device.
-        weights: Of the paper's terms, under "paper".
+        rates: Rates of the device.
+        weights: Weights of the paper's terms, used with "paper".
     """
 
     policy: str = "auto"
@@ -57,17 +58,17 @@ class CostModel:
     weights: Weights = WEIGHTS
 
     def __post_init__(self) -> None:
-        """Refuse another policy, with a PlanError."""
+        """Raise PlanError if the policy is unknown."""
         if self.policy not in POLICIES:
             raise PlanError(f"policy={self.policy!r} is not supported; allowed are {POLICIES!r}")
 
 
 class OverBudget(PlanError):
-    """A budget that no plan meets.
+    """Error for a budget that no plan fits.
 
     Attributes:
-        least_bytes: Peak of the plan that takes the least.
-        least: That plan, where it is of one block.
+        least_bytes: Peak of the plan with the smallest peak.
+        least: That plan, if it is of a single block; otherwise None.
     """
 
     def __init__(self, text: str, least_bytes: int, least: ChunkPlan | None = None) -> None:
@@ -79,16 +80,16 @@ CPU_SECONDS = CostModel()
 
 
 def choose_chunks(table: Table, budget_bytes: int, *, train: bool = False, costs: CostModel = CPU_SECONDS) -> ChunkPlan:
-    """The plan of the least cost whose peak is within a budget; nothing is cut where the block fits as it is.
+    """Return the plan of least cost whose peak fits a budget; it has no regions if the block fits without.
 
     Args:
         table: A captured block; for inference captured without gradients.
-        budget_bytes: For all that lives beyond arguments and parameters, results included.
-        train: Whether a backward pass follows: regions save their inputs, and compute their rows again.
-        costs: What is made small.
+        budget_bytes: Budget of everything alive beyond arguments and parameters, results included.
+        train: Whether a backward pass follows: regions then save their inputs, and recompute their rows.
+        costs: Quantity to minimize.
 
     Raises:
-        OverBudget: The budget cannot be met; the least that can is named.
+        OverBudget: No plan fits the budget; the message has the smallest budget that fits.
     """
     search = _search(table, costs, train=train)
     found = search.within(budget_bytes)
@@ -106,13 +107,13 @@ def choose_chunks(table: Table, budget_bytes: int, *, train: bool = False, costs
 
 
 def rung(n_bytes: int) -> int:
-    """The largest number of bytes within this one that a plan is made for; of such a number it is the number."""
-    # a rung is the whole part of a power, which may have a logarithm a little below that of the power
+    """Round bytes down to the nearest budget for which plans are made; such a budget is returned unchanged."""
+    # `n_bytes + 1`: a rung is a power rounded down, so its logarithm may be slightly below that of the power
     return min(n_bytes, int(RATIO ** floor(log(n_bytes + 1, RATIO)))) if n_bytes > 1 else 1
 
 
 class _PlanSearch:
-    """What is known of a table, for all budgets."""
+    """Cached plans and candidates of one table, for all budgets."""
 
     def __init__(self, table: Table, costs: CostModel, *, train: bool) -> None:
         self._table, self._line = table, Line(table, train=train)
@@ -127,7 +128,7 @@ class _PlanSearch:
         self._plans: dict[int, ChunkPlan | None] = {}
 
     def within(self, budget_bytes: int) -> ChunkPlan | None:
-        """The plan of the least cost within a budget; None if none is found."""
+        """Return the plan of least cost that fits a budget; None if none is found."""
         if budget_bytes not in self._plans:
             self._plans[budget_bytes] = self._within(budget_bytes)
         return self._plans[budget_bytes]
@@ -140,26 +141,27 @@ class _PlanSearch:
             plan = self._plan(label)
             if plan.peak_bytes <= budget_bytes:
                 return plan
-            # its bytes of a backward pass are not exact; in small steps, or a smaller budget finds a better plan
+            # bytes of the backward pass are inexact in the search; with larger steps a smaller budget could give a
+            # better plan
             aim = min(aim, label.peak_bytes) - max(1, (plan.peak_bytes - budget_bytes) // STEPS)
         return None
 
     @cached_property
     def least(self) -> ChunkPlan:
-        """The plan of the least peak, and of those that have it one of little cost."""
-        # the rows above a guess in pieces, until no row between the two is left
+        """Plan with the smallest peak, and a low cost among those."""
+        # lower the guess until no row is left between it and the peak of the plan
         guess = self._line.plain.peak_bytes // 2
         while (found := self._line.search(self._above(guess), None)) is not None and found.peak_bytes <= guess:
             guess = found.peak_bytes - 1
         assert found is not None, "computing everything whole is always possible"
         least = self._plan(found)
-        # the line takes a little more bytes for a plan than it has
+        # with some slack, because the search counts slightly more bytes for a plan than it takes
         label = self._line.search(self._above(least.peak_bytes), int(RATIO * least.peak_bytes))
         other = least if label is None else self._plan(label)
         return other if other.peak_bytes <= least.peak_bytes and other.seconds < least.seconds else least
 
     def _above(self, budget_bytes: int) -> list[RegionCandidate]:
-        """Regions that lower the bytes of a row above a budget."""
+        """Return candidate regions that lower the bytes of a row above a budget."""
         line = self._line
         both = zip(line.plain.forward, line.plain.backward or line.plain.forward, strict=True)
         above = {i for i, pair in enumerate(both) if max(pair) > budget_bytes}
@@ -171,7 +173,7 @@ class _PlanSearch:
         return self._around[hot]
 
     def _candidate(self, region: Region) -> RegionCandidate:
-        # the search keeps its regions, so that no two have one identity
+        # `RegionSearch` keeps its regions alive, so that ids are unique
         if id(region) not in self._candidates:
             self._candidates[id(region)] = self._new(region)
         return self._candidates[id(region)]
@@ -188,7 +190,7 @@ class _PlanSearch:
 
 
 def _worth_choosing(found: Iterable[RegionCandidate], hot: Collection[int]) -> Iterator[RegionCandidate]:
-    """Without those that end later than another of the same first row and dim, and are no better."""
+    """Omit regions that end later than another with the same first row and dim, without any advantage."""
     least: dict[tuple[int, int | None], tuple[int, int]] = {}
     for candidate in sorted(found, key=lambda candidate: candidate.region.last):
         region, size = candidate.region, candidate.output_bytes
@@ -201,4 +203,4 @@ def _worth_choosing(found: Iterable[RegionCandidate], hot: Collection[int]) -> I
 
 
 _search = lru_cache(maxsize=KNOWN)(_PlanSearch)
-"""Of a table; a block is planned for many budgets, and equal blocks have equal tables."""
+"""Cached by table: a block is planned for many budgets, and equal blocks have equal tables."""

@@ -1,20 +1,20 @@
-"""Count live bytes, row by row, of a captured block with some regions in pieces; forward and backward.
+"""Count the live bytes of a captured block whose regions run in pieces, row by row, forward and backward.
 
-Two tables say it, both counted by `graph/peak.py`:
+Two tables are built, and counted by `graph/peak.py`:
 
-    one piece      the region's rows with sizes of the longest piece; its inputs are there
-    the block      every region as one row that makes nothing: it reads the region's inputs and its outputs, which rows
-                   before it have made in their whole size; while it runs, one piece's bytes are alive
+    one piece      the region's rows with the sizes of the longest piece; its inputs exist
+    the block      each region is one row without a result: it reads the region's inputs and its outputs, which rows
+                   before it allocate in full size; while it runs, the bytes of one piece are alive
 
-    forward(i in a region)   = whole tensors alive + outputs of the region + forward of one piece at i
-    backward(i in a region)  = saved + gradients that wait + gradients of the region's inputs, whole
-                               + the larger of forward (again, with what it saves) and backward of one piece at i
+    forward(i in a region)   = full tensors alive + outputs of the region + forward of one piece at i
+    backward(i in a region)  = saved + pending gradients + full gradients of the region's inputs
+                               + the larger of forward (recomputed, with what it saves) and backward of one piece at i
 
-In training a region saves its inputs only. Sums over pieces of 16-bit numbers are kept in 32 bits meanwhile.
+In training, a region saves only its inputs. Sums over pieces of 16-bit numbers are accumulated in 32 bits.
 
-What an operator needs while it runs follows the cut dim as its result does; where it reads an activation whole, a copy
-of that one may not shrink, and is counted. A piece that does not lie in one run of memory is copied where a product
-reads it. Both are upper bounds; what else is counted is exact.
+The workspace of an operator scales with the cut dim like its result. If the operator reads an activation whole, a copy
+of that activation may not shrink, and is counted in full. A non-contiguous piece is copied when a matrix product reads
+it. Both are upper bounds; everything else is exact.
 """
 
 from collections.abc import Sequence
@@ -26,17 +26,17 @@ from lightning_amp.graph.table import INPUT, OPERATOR, PARAMETER, OperatorRow, T
 from lightning_amp.techniques.chunk.regions.region import Region, piece_length, within, written_over
 
 COPYING = ("aten.linear.", "aten.matmul.", "aten.einsum.")
-"""Products that copy an argument which does not lie in one run."""
+"""Matrix products, which copy a non-contiguous argument."""
 WIDTHS = {"bool": 1, "uint8": 1, "int8": 1, "float16": 2, "bfloat16": 2, "int16": 2}
 WIDTHS |= {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16}
 NARROW = ("float16", "bfloat16")
 
 
 def chunk_bytes(table: Table, regions: Sequence[Region], *, train: bool = False) -> BlockBytes:
-    """Count a block whose regions are computed piece by piece; no two of them share a row.
+    """Count a block whose regions are computed piece by piece; no two regions share a row.
 
     Returns:
-        Bytes by the block's rows, as `graph.peak.block_bytes` counts those of the block without regions.
+        Bytes by the rows of the block, as `graph.peak.block_bytes` counts the block without regions.
     """
     outer, at = _Outer(table, train=train), 0
     for region in sorted(regions, key=lambda region: region.first):
@@ -49,22 +49,22 @@ def chunk_bytes(table: Table, regions: Sequence[Region], *, train: bool = False)
 
 
 def result_bytes(row: OperatorRow) -> int:
-    """Of a row's result in separate memory."""
+    """Return the size of a row's result in separate memory."""
     return prod(row.shape) * WIDTHS.get(row.dtype, 4)
 
 
 @dataclass(slots=True)
 class _Sizes:
-    """A row that pieces compute, and its bytes for the whole of what is cut.
+    """A row that pieces compute, and its bytes for the full size of the cut dim.
 
     Attributes:
-        summed: Whether every piece has all of its result.
-        uncut: Of activations that it reads whole, of which a copy may not shrink.
-        copied: Of arguments that it copies, because a piece of them does not lie in one run.
-        passing: Of its result where it is made in two steps then; 0 where it is not.
-        handed: Of a copy that its backward makes of its result's gradient; 0 where it makes none.
-        last_use: In inference.
-        outlives: Whether something reads its result after the region.
+        summed: Whether each piece has a result of full size.
+        uncut: Bytes of activations that it reads whole, whose copies may not shrink.
+        copied: Bytes of arguments that it copies because a piece of them is not contiguous.
+        passing: Bytes of its result if such a copy makes it run in two steps; otherwise 0.
+        handed: Bytes of a copy that its backward pass makes of its result's gradient; 0 without one.
+        last_use: Last reader in inference.
+        outlives: Whether a row after the region reads its result.
     """
 
     row: OperatorRow
@@ -83,13 +83,13 @@ class _Sizes:
 
 
 class Pieces:
-    """What a piece of a region holds: the region's inputs, its rows with the sizes of a piece, and its outputs.
+    """Table of one piece of a region: the region's inputs, its rows with the sizes of a piece, and its outputs.
 
-    In training the outputs live until the piece's backward pass; else they are copied at once, and let go of.
+    In training, outputs of a piece live until its backward pass; in inference they are copied and freed at once.
 
     Args:
         table: A captured block.
-        region: In any number of pieces.
+        region: A region, in any number of pieces.
     """
 
     def __init__(self, table: Table, region: Region) -> None:
@@ -98,9 +98,9 @@ class Pieces:
         self._place = {i: n for n, i in enumerate((*self.inputs, *self.inside))}
         self._homes = {i: self._place[i] for i in self.inputs}
         self._scattered = {i for i in self.inputs if self._is_scattered(i)}
-        """Pieces of inputs, and views of them, with parts of other pieces between their own."""
+        """Inputs whose pieces are not contiguous, and views of such pieces."""
         self._handed = {i for i in self.outputs if self._is_scattered(i)}
-        """Rows whose gradient is a piece of that of an output in that way, or a view of one."""
+        """Rows whose gradient is a non-contiguous piece of an output's gradient, or a view of one."""
         for i in reversed(self.inside):
             if i in self._handed and not any(self._old[i].grad_bytes):
                 self._handed.update(self._old[i].inputs)
@@ -113,16 +113,16 @@ class Pieces:
         self._sizes = [self._sizes_of(i, last.get(i, self._place[i])) for i in self.inside]
         sums = (table.rows[i] for i in region.sums)
         self.wide_bytes = sum(2 * result_bytes(row) for row in sums if row.dtype in NARROW)
-        """Of sums over pieces, which are kept in 32 bits meanwhile."""
+        """Bytes of sums over pieces of 16-bit numbers, which are accumulated in 32 bits."""
         self.learns = any(table.rows[i].needs_grad for i in self.outputs)
         """Whether a piece has a backward pass."""
 
     def once(self, n_chunks: int) -> BlockBytes:
-        """Bytes of the longest of so many pieces in inference."""
+        """Count the longest of `n_chunks` pieces in inference."""
         return block_bytes(*self._table(n_chunks, train=False), train=False)
 
     def again(self, n_chunks: int) -> BlockBytes:
-        """Bytes of the longest of so many pieces when it is computed again, and in its backward pass."""
+        """Count the longest of `n_chunks` pieces when it is recomputed, with its backward pass."""
         return block_bytes(*self._table(n_chunks, train=True), gradients_of_arguments=False)
 
     def _table(self, n_chunks: int, *, train: bool) -> tuple[list[PieceRow], Sequence[int]]:
@@ -140,8 +140,8 @@ class Pieces:
         for x in self._sizes:
             row, copied = x.row, sum(map(part, x.copied))
             passing = max(copied, part(x.passing))
-            # a copy that is made of an argument is saved in its place
-            # an operator that saves nothing, as of an argument that does not learn, lets go of its copy at once
+            # a copy of an argument is saved in its place; an operator that saves nothing frees its copy at once, such
+            # as one whose argument requires no gradient
             kept = copied if train and (row.saved or row.hidden_bytes) else 0
             found = PieceRow(
                 OPERATOR,
@@ -169,7 +169,7 @@ class Pieces:
         self._homes[i] = self._home(i, row.storage)
         read = [(k, self._old[k]) for k in dict.fromkeys(row.inputs)]
         product, result = row.op.startswith(COPYING), result_bytes(row)
-        # a product copies a piece that has more than two dims; a linear layer adds its bias in its own step then
+        # a product copies a piece with more than two dims; a linear layer then adds its bias in a separate step
         copied = [result_bytes(x) for k, x in read if product and k in self._scattered and len(x.shape) > 2]
         apart = copied and row.op.startswith("aten.linear.") and len(row.inputs) > 2
         handed = product and i in self._handed and len(row.shape) > 2
@@ -194,29 +194,27 @@ class Pieces:
         return dim is not None and prod(self._old[i].shape[:dim]) > 1
 
     def _home(self, i: int, storage: int) -> int:
-        """Where the memory lies that a row makes, or shares with one of its arguments."""
+        """Return the memory that a row makes, or shares with one of its arguments."""
         if storage == i:
             return self._place[i]
         return next(self._homes[k] for k in self._old[i].inputs if self._old[k].storage == storage)
 
 
 class _Outer:
-    """A block in which every region is one row."""
+    """Builds the table of a block in which each region is one row."""
 
     def __init__(self, table: Table, *, train: bool) -> None:
         self._table, self._train, self._old = table, train, table.rows
         self._rows: list[OperatorRow] = []
         self._place: dict[int, int] = {}
-        """Of rows of the block, in `_rows`."""
+        """Index in `_rows` of each row of the block."""
         self._inner: dict[int, tuple[int, int, int]] = {}
-        """Of rows that pieces compute: the row that stands for the region, and how far below its bytes they are."""
+        """For rows that pieces compute: index of the region's row, and by how much they take less, in either pass."""
 
     def count(self) -> BlockBytes:
-        """Bytes by the rows of the block as it was captured."""
+        """Return the bytes by the rows of the block as it was captured."""
         outputs = tuple(self._place[k] for k in self._table.outputs)
-        # `last_use` of the rows themselves is that of the block without regions, where an input of a region may end
-        # inside
-        # rows have other places than in the block, and regions read their inputs and outputs until they end
+        # recomputed: rows have other indices here, and a region reads its inputs and outputs until it ends
         last = {k: n for n, row in enumerate(self._rows) for k in row.inputs}
         last |= dict.fromkeys(outputs, len(self._rows))
         rows = [replace(row, last_use=last.get(n, n)) for n, row in enumerate(self._rows)]
@@ -232,16 +230,16 @@ class _Outer:
         )
 
     def whole(self, rows: Sequence[int]) -> None:
-        """Take over some rows as they are."""
+        """Copy rows that are computed whole."""
         for i in rows:
             self._put(i, self._old[i])
 
     def _put(self, i: int, row: OperatorRow) -> None:
-        """Take over row i of the block."""
+        """Copy row i of the block, with new indices."""
         self._place[i] = n = len(self._rows)
         inputs = tuple(self._place[k] for k in row.inputs)
         homes = {s: self._homes(row, s) for s in (*row.saved, row.storage) if s != i}
-        # views of one memory that a region hands on lie in several, of which any may be what is saved
+        # several outputs of a region that were views of one memory have separate memory: any of it may be saved
         saved = {h for s in row.saved for h in homes.get(s, [n])}
         storage = n if row.storage == i else homes[row.storage][0]
         over = self._place[row.over] if row.over >= 0 else -1
@@ -250,12 +248,12 @@ class _Outer:
         )
 
     def _homes(self, row: OperatorRow, storage: int) -> list[int]:
-        """Where the memory lies that a row shares with some of its arguments."""
+        """Return the memory that a row shares with some of its arguments."""
         shared = (k for k in row.inputs if self._old[k].storage == storage)
         return [self._rows[self._place[k]].storage for k in shared]
 
     def region(self, region: Region) -> None:
-        """Rows that come before the pieces, outputs, and the row that stands for all pieces."""
+        """Add the rows before the pieces, the outputs, and one row that represents all pieces."""
         self.whole([i for i in range(region.first, region.last + 1) if self._old[i].kind != OPERATOR])
         for i in region.before:
             self._put(i, replace(self._old[i], over=-1))
@@ -292,7 +290,7 @@ class _Outer:
                 needs_grad=learns,
             )
         )
-        # the one row has the most of all pieces; what each row of a piece is below that is subtracted in `count`
+        # this row has the peak of a piece; `count` subtracts the difference for each row of the piece
         for k, i in enumerate(pieces.inside, start=len(inputs)):
             beside = (max(once.forward) - once.forward[k], again.peak_bytes - max(again.forward[k], again.backward[k]))
             self._inner[i] = (n, *beside)

@@ -1,24 +1,24 @@
-"""Compute what a region costs: seconds at measured rates, or the paper's cost.
+"""Compute the cost of a region: the predicted time at measured rates, or the cost function of the paper.
 
-    row          overhead + flops / rate of products + bytes it reads and writes / rate of memory
-    in n pieces  n overheads + the same flops + the bytes of what is cut + n times those of what is read whole
-                 + for every output n overheads and its bytes once more: pieces are copied to their place
-    training     forward once, backward twice that; a region computes its forward pass again
+    row          overhead + flops / matmul rate + bytes read and written / memory rate
+    in n pieces  n overheads + the same flops + the bytes of cut tensors + n times the bytes of tensors read whole
+                 + for every output n overheads and its bytes once more, because pieces are copied to their place
+    training     forward once, backward twice that; a region recomputes its forward pass
 
-A view takes an overhead and moves nothing.
+A view takes one overhead and moves no bytes.
 
-Known limits: smaller pieces stay in a cache, which makes them faster than this says; products of very few rows do not
-reach the rate.
+Known limits: smaller pieces stay in a cache, and are then faster than predicted; matrix products with very few rows do
+not reach the rate.
 
-The paper's is AutoChunk's, Section 3.4, Equations 8 to 10; without a unit.
+The paper's cost is that of AutoChunk, Section 3.4, Equations 8 to 10. It has no unit.
 
     macro (8)   nodes x share of the block's rows + flops x share of its floating point operations
     micro (9)   density / computation density + stride / stride of the cut dim
-    cost (10)   macro + micro; that of a plan is the sum over its regions (11)
+    cost (10)   macro + micro; the cost of a plan is the sum over its regions (11)
 
-Density is operations per row, and its mean over the block is 1. The stride is that of the cut dim in the region's
-outputs, as a share of their size: cutting the outermost dim costs least. Seconds do not enter, and neither does the
-number of pieces. The paper tunes its four weights and does not print them; ours are tuned in the same way.
+Density is operations per row, relative to the block's mean. The stride is that of the cut dim in the region's outputs,
+relative to their size: cutting the outermost dim costs least. Neither time nor the number of pieces enters. The paper
+tunes its four weights but does not publish them; ours are tuned in the same way.
 """
 
 from collections.abc import Sequence
@@ -32,21 +32,21 @@ from lightning_amp.techniques.chunk.regions.region import Region, pieces
 
 
 class Seconds:
-    """Predictions for one table on one device."""
+    """Predicted times for one table on one device."""
 
     def __init__(self, table: Table, rates: Rates, *, train: bool) -> None:
         self._table, self._rates, self._train = table, rates, train
         self._result = [result_bytes(row) for row in table.rows]
         self.rows = [self._row(i) for i in range(len(table.rows))]
-        """Of every row, computed whole."""
+        """Time of every row, computed whole."""
         self.whole = sum(self.rows) * (3 if train else 1)
-        """Of the block without regions."""
+        """Time of the block without regions."""
 
     def extra(self, region: Region) -> float:
-        """What a region takes more than its rows do whole; never negative."""
+        """Return the additional time of a region compared with its rows computed whole; never negative."""
         n = len(pieces(region.units, region.n_chunks))
         inside = region.inside(self._table)
-        # what every piece but the first costs: calls, and what they read whole or add to a sum
+        # additional cost of each further piece: calls, and the bytes it reads whole or adds to a sum
         again = 0.0
         for i in inside:
             row, moved = self._table.rows[i], 0
@@ -56,15 +56,16 @@ class Seconds:
             again += self._rates.overhead_seconds + self._moved(moved)
         outputs = region.outputs(self._table)
         copies = sum(self._moved(2 * self._result[i]) + n * self._rates.overhead_seconds for i in outputs)
+        # neighbours of a piece are computed on both sides, except at the ends
         beside = (n - 1) * 2 * region.reach / region.units * sum(self.rows[i] for i in inside)
         forward = (n - 1) * again + copies + beside
         if not self._train:
             return forward
-        # again before the backward pass, and both passes in pieces
+        # the forward pass is recomputed, and both passes run in pieces
         return 4 * forward + sum(self.rows[i] for i in inside)
 
     def of(self, regions: Sequence[Region]) -> float:
-        """Of the block with some regions."""
+        """Return the time of the block with some regions."""
         return self.whole + sum(self.extra(region) for region in regions)
 
     def _row(self, i: int) -> float:
@@ -81,7 +82,7 @@ class Seconds:
 
 
 class Weights(NamedTuple):
-    """Of the paper's four terms: its alpha, beta, gamma and lambda."""
+    """Weights of the paper's four terms: its alpha, beta, gamma and lambda."""
 
     nodes: float = 1.0
     flops: float = 1.0
@@ -90,15 +91,16 @@ class Weights(NamedTuple):
 
 
 WEIGHTS = Weights(nodes=100.0)
-"""What `python -m benchmarks.chunks.autochunk --tune` finds for small models of the paper's four kinds."""
+"""Result of `python -m benchmarks.chunks.autochunk --tune` for small models of the paper's four kinds."""
 
 
 def paper_cost(table: Table, region: Region, weights: Weights = WEIGHTS) -> float:
-    """What the paper's selection makes as small as it can."""
+    """Return the cost that the paper's selection minimizes."""
     inside = region.inside(table)
     n_rows = sum(row.kind == OPERATOR for row in table.rows)
     flops = sum(table.rows[i].flops for i in inside)
     macro = weights.nodes * len(inside) / n_rows + weights.flops * flops / max(table.flops, 1)
+    # `+ 1` keeps the density of a block without floating point operations finite
     density = (flops / len(inside) + 1) / (table.flops / n_rows + 1)
     strides = [
         prod(table.rows[i].shape[region.dims[i] :]) / prod(table.rows[i].shape)

@@ -1,19 +1,17 @@
-"""Find every run of operators that can be computed piece by piece, from the last row upwards.
+"""Find every run of operators (region) that can be computed piece by piece along one dim.
 
-For a last row and a dim of it (or a sum that it is), rows are passed in reverse order. A row that a cut row reads
-cut is cut itself, if its own dim follows its arguments' and if whoever else reads it inside the run can be cut along
-with it; otherwise it is computed before the pieces. Whenever a row is cut, the run from it to the last row is a region.
-So one walk per (last row, dim) finds the regions of all first rows, where the paper's Algorithm 1 searches every pair
-of a first and a last row anew: O(rows^2) steps instead of O(rows^3). A walk passes only rows that can be cut, and ends
-where no further one can be.
+A walk starts at a last row and one of its dims (or one of its sums), and passes the rows before it in reverse order.
+If a cut row reads row r along a dim, r is cut too, provided that this dim of r follows r's arguments and that all other
+readers of r inside the run can be cut with it. Otherwise r is computed before the pieces. Whenever a row is cut, the
+run from it to the last row is a region. So one walk per (last row, dim) finds the regions of all first rows, in
+O(rows^2) steps; Algorithm 1 of the paper searches every pair of first and last row separately, in O(rows^3). A walk
+passes only rows that can be cut, and stops when there are no more.
 
-Of the legal regions with the same first and last row, those in which more rows are cut are found: a row that could be
-cut and is computed before the pieces instead costs memory and saves nothing. Where two rows cannot both be cut, the
-later one is.
+Of all legal regions with the same first and last row, that with the most cut rows is found: a row that could be cut but
+is computed before the pieces costs memory and saves nothing. If two rows cannot both be cut, the later one is.
 
-`around` leaves out regions that contain none of these rows, such as those near the peak, as the paper does. Beyond it,
-`held` leaves out regions of which a shorter one does the same, and `RegionSearch.around` thins out the others where
-they are too many to compare.
+`around` omits regions that contain none of the given rows, such as rows near the peak, as in the paper. With `held`,
+it also omits regions if a shorter one saves as much, and thins out the others if there are too many to compare.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -26,14 +24,14 @@ from lightning_amp.graph.table import OPERATOR, OperatorRow, Table
 from lightning_amp.techniques.chunk.regions.region import GETITEM, Region, reach_of, written_from
 
 FEWER = 0.7
-"""Of the stretches of a block in which regions may begin and end, those that are left where regions are too many."""
+"""Factor by which the number of stretches is reduced while there are too many regions; see `RegionSearch.around`."""
 
 
 def same_region(table: Table, region: Region) -> Region:
-    """The same rows, cut along the same dims, in a table of the same operators with other sizes.
+    """Return the region with the same rows and cut dims in a table of the same operators with other sizes.
 
     Raises:
-        PlanError: That is not legal there.
+        PlanError: The region is not legal in that table.
     """
     block, last = _Rows(table), region.last
     for dim in [region.dims[last]] if last in region.dims else [~g for g in range(len(table.rows[last].sums))]:
@@ -46,16 +44,15 @@ def same_region(table: Table, region: Region) -> Region:
 
 
 class RegionSearch:
-    """Which walks there are, and which of their regions count; a region that is found again is the same object.
+    """Enumerate legal regions of a table; a region that is found twice is the same object.
 
     Args:
         table: A captured block.
-        held: Bytes alive just before every row. With it regions are left out that begin or end with a view, and those
-            that begin earlier than another though no fewer bytes are alive there and they have no further row of those
-            that are wanted.
+        held: Bytes alive just before every row. If given, regions that begin or end with a view are omitted. A region
+            that begins earlier than another is omitted unless fewer bytes are alive there or it has another wanted row.
 
     Attributes:
-        thinned: Whether regions were left out because there were too many.
+        thinned: Whether regions were omitted because there were too many.
     """
 
     def __init__(self, table: Table, *, held: Sequence[int] | None = None) -> None:
@@ -65,13 +62,12 @@ class RegionSearch:
         self.thinned = False
 
     def around(self, wanted: Collection[int], *, most_rows: float = inf) -> list[Region]:
-        """Every legal region that has one of these rows, by last row, dim and first row, each in the most pieces.
+        """Return all legal regions that contain a wanted row, by last row, dim and first row, each in the most pieces.
 
-        That is as long as all of them together have no more than so many rows.
-
-        Where they have more, the block is divided into equal stretches, as few as it takes: in each a region may end at
-        one row only, and of those that end there and begin in one other stretch the best is left. The best row or
-        region is that behind or before which the fewest bytes are alive.
+        If these regions have more than `most_rows` rows in total, the block is divided into equal stretches, as many as
+        the limit allows. In each stretch, regions end at one row only: the one after which the fewest bytes are alive.
+        Of the regions that end there and begin in the same stretch, only the one before which the fewest bytes are
+        alive is returned.
         """
         n = len(self._block.rows)
         self._nearest, stretches = _nearest(wanted, n), n
@@ -95,7 +91,7 @@ class RegionSearch:
                     yield from self._best(self._walk(flow, dim), stretches)
 
     def _lasts(self, stretches: int) -> list[int]:
-        """Rows that a region may end at: one of each stretch, of those behind which the fewest bytes are alive."""
+        """Return rows at which a region may end: in each stretch, the one after which the fewest bytes are alive."""
         rows = enumerate(self._block.rows)
         lasts = [i for i, row in rows if row.kind == OPERATOR and self._nearest[i] >= 0 and not self._superfluous(i)]
         if self._held is None or stretches == len(self._block.rows):
@@ -109,7 +105,7 @@ class RegionSearch:
         return list(best.values())
 
     def _best(self, found: Iterator[Region], stretches: int) -> Iterator[Region]:
-        """Of the regions of one walk that begin in one stretch, that before which the fewest bytes are alive."""
+        """For each stretch, yield the region that begins in it with the fewest bytes alive before it."""
         if self._held is None or stretches == len(self._block.rows):
             yield from found
             return
@@ -124,7 +120,7 @@ class RegionSearch:
         return i * stretches // len(self._block.rows)
 
     def _walk(self, flow: "_Flow", dim: int) -> Iterator[Region]:
-        """The regions of one last row and dim."""
+        """Yield the regions of one last row and dim."""
         least, above = inf, flow.last + 1
         nearest = self._nearest[flow.last]
         for first in flow.upwards(self._block.fixed_up_to[flow.last]):
@@ -132,7 +128,7 @@ class RegionSearch:
                 continue
             if self._held and self._nearest[above - 1] < first and self._held[first] >= least:
                 continue
-            # known also where it was None: walks for other rows around the peak pass the same places again
+            # None is cached too: searches for other rows around the peak reach the same places again
             key = flow.last, dim, first
             if key not in self._found:
                 self._found[key] = flow.region(first)
@@ -142,12 +138,12 @@ class RegionSearch:
                 yield region
 
     def _superfluous(self, i: int) -> bool:
-        """Whether a region does the same without a row at its begin or end: a view costs nothing whole either."""
+        """Whether row i is a view, without which at its begin or end a region saves as much: views take no memory."""
         return self._held is not None and self._block.rows[i].storage != i
 
 
 def _nearest(wanted: Collection[int], n_rows: int) -> list[int]:
-    """For every row, the last wanted one up to it; -1 for none."""
+    """Return for every row the last wanted row up to it; -1 if there is none."""
     found, rows = list[int](), set(wanted)
     for i in range(n_rows):
         found.append(i if i in rows else found[-1] if found else -1)
@@ -155,12 +151,12 @@ def _nearest(wanted: Collection[int], n_rows: int) -> list[int]:
 
 
 class _Rows:
-    """What the walks read of a table.
+    """Data of a table that the walks need.
 
     Attributes:
-        readers: Of every row.
-        several: Rows of several results.
-        fixed_up_to: For every row, the last one up to it that is part of no region, because memory is changed in place.
+        readers: Readers of every row.
+        several: Rows with several results.
+        fixed_up_to: For every row, the last row up to it that is in no region, because memory is changed in place.
     """
 
     def __init__(self, table: Table) -> None:
@@ -180,15 +176,15 @@ class _Rows:
 
 
 class _Flow:
-    """The rows that are cut so far, going up from a last row.
+    """State of one walk: the rows that are cut so far, from the last row upwards.
 
     Attributes:
-        cut: Rows of the run that are cut, with their dim.
-        summed: Rows of the run that are summed.
-        wanted: Rows that these read cut and that are not cut themselves (so far), with the dim.
-        whole: Rows that these read whole.
-        asked: Of `wanted`, those whose other readers have not been looked at.
-        passed: The uppermost row of the run so far.
+        cut: Cut rows of the run, with their dim.
+        summed: Rows of the run whose results are summed over the pieces.
+        wanted: Rows that cut rows read in pieces and that are not cut themselves so far, with the dim.
+        whole: Rows that every piece reads completely.
+        asked: Rows of `wanted` whose other readers have not been checked.
+        passed: The first row of the run so far.
     """
 
     def __init__(self, block: _Rows, last: int) -> None:
@@ -199,17 +195,17 @@ class _Flow:
         self.whole: dict[int, int] = {}
         self.asked: list[int] = []
         self._changes: list[tuple[dict[int, int], int, int | None]] = []
-        """What was there before each change, for a row that turns out not to be cut."""
+        """Previous value of every change, to undo the changes for a row that cannot be cut."""
         self._next: list[int] = []
-        """Rows that may be cut, as a heap of their negatives: those that are wanted, and readers of what is wanted."""
+        """Rows to try, as a heap of negative indices: wanted rows, and readers of wanted rows."""
 
     def begin(self, dim: int) -> bool:
-        """Cut the last row along a dim, or sum it over its group ~dim; False if that cannot be."""
+        """Cut the last row along a dim, or sum it over its group ~dim; return False if that is not possible."""
         self.passed = self.last
         return self._add(self.last, dim)
 
     def upwards(self, end: int) -> Iterator[int]:
-        """Pass all rows that can be cut or summed, down to one behind `end`; those that are."""
+        """Pass all rows that can be cut or summed, down to the row after `end`, and yield them."""
         if self.last > end:
             yield self.last
         while self._next:
@@ -220,7 +216,7 @@ class _Flow:
                 yield i
 
     def _take(self, i: int) -> bool:
-        """Pass a row; whether it is cut or summed."""
+        """Pass a row; return whether it is cut or summed."""
         self.passed = i
         if self.block.rows[i].kind != OPERATOR:
             return False
@@ -232,11 +228,11 @@ class _Flow:
         return taken
 
     def region(self, first: int) -> Region | None:
-        """The run from a first row; None if sizes do not go together, or a row above it is cut already."""
-        # a row of several results is cut as soon as one of them is, which may be above `first`
+        """Return the run from a first row; None if its sizes have no common divisor, or an earlier row is cut."""
+        # a row with several results is cut together with all of them, and may be before `first`
         if min(self.cut, default=first) < first:
             return None
-        # what is wanted and not cut is an input of the run from here on, which pieces read cut
+        # from here on, wanted rows that are not cut are inputs of the run that are cut
         dims, units = {**self.cut, **self.wanted}, 0
         for i, d in dims.items():
             units = gcd(units, self.block.rows[i].shape[d])
@@ -256,11 +252,11 @@ class _Flow:
             n_chunks=units,
         )
         reach = reach_of(self.block.rows, region)
-        # entries besides a piece would count twice in a sum
+        # the neighbours of a piece would be counted twice in a sum
         return None if reach and self.summed else replace(region, reach=reach)
 
     def _try(self, i: int, dim: int) -> bool:
-        """Cut or sum a row with all that follows from it, or leave everything as it is."""
+        """Cut or sum a row and the rows that this requires; if not possible, undo everything and return False."""
         n_changes, n_asked = len(self._changes), len(self.asked)
         if self._add(i, dim):
             return True
@@ -274,7 +270,7 @@ class _Flow:
         return False
 
     def _set(self, rows: dict[int, int], i: int, dim: int | None) -> None:
-        """Note a row's dim, or with None forget it, so that it can be taken back."""
+        """Set the dim of a row, or remove it if None, and record the change so that it can be undone."""
         self._changes.append((rows, i, rows.get(i)))
         if dim is None:
             rows.pop(i, None)
@@ -282,11 +278,11 @@ class _Flow:
             rows[i] = dim
 
     def _along(self, i: int) -> bool:
-        """Cut a row that no cut row reads, because it reads what is cut for others; False if that cannot be."""
+        """Cut a row that no cut row reads but that reads a cut or wanted row; return False if that is not possible."""
         return any(self._try(i, dim) for dim in self._dims_of(i))
 
     def _dims_of(self, i: int) -> list[int]:
-        """Dims of a row, or groups of its sums, that follow what is cut of its arguments."""
+        """Return the dims of a row (or ~group for its sums) that follow the cut dims of its arguments."""
         row, known = self.block.rows[i], set[tuple[int, int]]()
         for k, j in enumerate(row.inputs):
             d = self.cut.get(j, self.wanted.get(j))
@@ -298,14 +294,13 @@ class _Flow:
         return dims + [~g for g, pairs in enumerate(row.sums) if known.intersection(pairs)]
 
     def _add(self, i: int, dim: int) -> bool:
-        """Cut or sum one row, then what reads it; False, with everything half done, if that cannot be."""
+        """Cut or sum one row, then its readers; return False if that is not possible, without undoing the changes."""
         row = self.block.rows[i]
         if row.random or row.dims is None or i in self.whole:
             return False
         pairs = row.sums[~dim] if dim < 0 else row.dims[dim]
-        # `dict` keeps the last dim of every argument, so that a second, other dim of the same argument is seen as
-        # unequal
-        # one tensor as two arguments, or along two of its dims, has to be cut in one way
+        # a tensor that is passed as two arguments, or read along two dims, must be cut in one way: `dict` keeps the
+        # last dim of each argument, so that a different first one fails the comparison below
         asked = dict(pairs)
         if not pairs or any(asked[k] != d for k, d in pairs):
             return False
@@ -322,8 +317,8 @@ class _Flow:
         return self._read(row, asked) and self._readers(i)
 
     def _read(self, row: OperatorRow, asked: dict[int, int]) -> bool:
-        """Ask a row's arguments for what it reads of them."""
-        # by place and not by row: `x @ x` reads one row twice, once along its rows and once whole, which no cut allows
+        """Mark a row's arguments as wanted along their dims, or as read whole; return False if that conflicts."""
+        # by argument position and not by row: `x @ x` reads one row along its rows and whole, which rules out a cut
         for k, j in enumerate(row.inputs):
             inside = j in self.cut
             if j in self.summed:
@@ -335,24 +330,24 @@ class _Flow:
                     self._set(self.wanted, j, asked[k])
                     self.asked.append(j)
                     self._note(j)
-                    # several results in one are cut with all that read them, or not at all
+                    # an operator with several results is cut with all their readers, or not at all
                     if j in self.block.several and not self._add(j, asked[k]):
                         return False
             elif inside or j in self.wanted:
                 return False
             else:
-                # from here on no row may want it cut: pieces would not have all of it
+                # recorded so that no other row can want it cut: a piece would not have all of it
                 self._set(self.whole, j, 0)
         return True
 
     def _note(self, i: int) -> None:
-        """A row that is cut or wanted, and what reads it, may be passed."""
+        """Add row i, which is cut or wanted, and its readers to the rows to try."""
         for k in (i, *self.block.readers[i]):
             if k < self.passed:
                 heappush(self._next, -k)
 
     def _readers(self, i: int) -> bool:
-        """Cut or sum whatever reads a row inside the run; a sum is read by nothing there."""
+        """Cut or sum all readers of a row inside the run; return False if one cannot be. A sum may have no reader."""
         for reader in self.block.readers[i]:
             if reader > self.last:
                 if i in self.block.several:
@@ -363,13 +358,13 @@ class _Flow:
             if reader in self.cut or reader in self.summed:
                 continue
             dims = self._dims_of(reader)
-            # a reader that could be cut in two ways is not cut: nothing here says in which
+            # a reader that could be cut along two dims is not cut, because nothing decides between them
             if len(dims) != 1 or not self._add(reader, dims[0]):
                 return False
         return True
 
     def _join(self) -> None:
-        """Cut also those rows of the run that read what others read cut, where they can be."""
+        """Cut other readers of wanted rows inside the run as well, where possible."""
         while self.asked:
             j = self.asked.pop()
             for reader in self.block.readers[j] if j in self.wanted else ():

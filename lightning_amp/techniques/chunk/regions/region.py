@@ -1,36 +1,35 @@
-"""Define `Region`, a run of operators computed piece by piece along one dim.
+"""Define `Region`, a run of operators that is computed piece by piece (in chunks) along one dim.
 
-Legend: a row is an operator or argument of `graph/table.py`, named by its index; a region is the run [first, last] of
-rows. Rows of the run are of three kinds:
+Legend: a row is an operator or argument of `graph/table.py`, given by its index; a region is the run [first, last] of
+rows. There are three kinds of rows in a region:
 
-    dims     cut: computed once per piece, its result a piece along the named dim
-    sums     summed: computed once per piece, the results of all pieces added up
-    before   not reached by the flow of the cut dim: computed once, whole, before the first piece, in their order
+    dims     cut: computed once per piece, and its result is a piece along the given dim
+    sums     summed: computed once per piece, and the results of all pieces are added
+    before   independent of the cut dim: computed once, whole, before the first piece, in order
 
-An input of the region is a row that cut or summed rows read and that is neither cut nor summed: an argument, a row
-before the run, or one of `before`. Inputs in `dims` are cut along that dim, all others are read whole by every piece.
-An output is a cut or summed row that something after the region reads, the block's results included. Outputs are
-written into memory of their whole size, piece by piece; what else a piece makes lives until its last reader within
-the piece.
+An input of the region is a row that cut or summed rows read and that is itself neither: an argument, a row before the
+run, or one of `before`. Inputs in `dims` are cut along that dim; every piece reads the others whole. An output is a cut
+or summed row that is read after the region, or a result of the block. Outputs are allocated in full size and written
+piece by piece. Other results of a piece are freed after their last reader in the piece.
 
-Legal is a region (find_regions.py finds no other; the paper is AutoChunk, Section 3.3, Equations 4 to 7)
+All regions of find_regions.py are legal. The paper (AutoChunk, Section 3.3, Equations 4 to 7) requires
     flow traceability   a cut row's dim follows that of an argument, by its operator's rule
-    unique setting      every row is cut along one dim at most, and read either cut or whole
-    output alignment    whatever is read later is cut, so that its pieces are the pieces of the result, or summed up
-    basic               something is cut, in two pieces or more
-and, beyond the paper: sums over the cut dim by +; several outputs; inputs read whole; rows computed before.
-Never in a region: rows that change memory in place, or whose memory is changed later; random rows that are cut.
+    unique setting      every row is cut along at most one dim, and is read either cut or whole
+    output alignment    what is read after the region is cut, so that its pieces form the result, or summed
+    basic               at least one row is cut, in at least two pieces
+Also allowed, beyond the paper: sums over the cut dim; several outputs; inputs read whole; rows computed before.
+Not allowed in a region: rows that change memory in place, or whose memory is changed later; random rows that are cut.
 
-The sizes of cut dims differ where dims are merged or split: a piece is a whole number of `units`, their greatest common
-divisor, and of a dim of size s the unit is s / units entries.
+Cut dims differ in size if dims are merged or split. A piece is a whole number of `units`, the greatest common divisor
+of the sizes; in a dim of size s, a unit is s / units entries.
 
-In inference a result may be written over an argument that no later operator reads: `may_write` says when. The memory
-is the block's own, and its last reader, by any view of it, is the row that writes or comes before that. An argument, a
-parameter or a result of the block is never written over.
+In inference, a result may overwrite an argument that no later operator reads (`may_write`). That memory must be the
+block's own, and its last reader, through any view, must be the writing row or an earlier one. Arguments, parameters and
+results of the block are never overwritten.
 
-A region's output may take that of an input: a piece of it is written when it has been computed, into the bytes of the
-same piece of the input. That changes nothing where the input is read cut, no other input of the region may lie in its
-memory (later pieces read it), and piece and piece are the same bytes: as many pieces side by side, as large.
+An output of a region may overwrite an input: each computed piece is written into the bytes of the same piece of the
+input. This is exact if the input is read cut, no other input of the region shares its memory (later pieces read it),
+and the pieces of both occupy the same bytes: equally many side by side, of equal size.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -47,16 +46,16 @@ class Region:
     """A run of rows, and how it is cut.
 
     Attributes:
-        first: OperatorRow.
-        last: OperatorRow, which belongs to the region.
-        dims: Of every row of the run that is cut, and of every input that is cut: the dim.
-        sums: Rows of the run whose results are added up over the pieces.
-        before: Rows of the run that are computed once, whole, before the first piece; in `dims` too where they are cut
-            when read.
-        units: Of which every piece is a whole number; in every cut dim.
-        n_chunks: Pieces, no more than units; `RegionSearch` sets the most.
-        reach: Units on either side of a piece that are computed with it, because some rows need them (`Row.near`); what
-            they give is dropped.
+        first: First row.
+        last: Last row, inclusive.
+        dims: Dim of every cut row of the run, and of every cut input.
+        sums: Rows of the run whose results are added over the pieces.
+        before: Rows of the run that are computed once, whole, before the first piece; also in `dims` if they are read
+            cut.
+        units: Units of every cut dim; a piece is a whole number of units.
+        n_chunks: Number of pieces, at most `units`; `RegionSearch` sets the maximum.
+        reach: Neighbouring units on either side of a piece that are computed with it because some rows read them
+            (`OperatorRow.near`); their results are dropped.
     """
 
     first: int
@@ -69,34 +68,34 @@ class Region:
     reach: int = 0
 
     def pieces(self) -> tuple[tuple[int, int], ...]:
-        """(start, length) of every piece in units: all as long as the first but the last, which may be shorter."""
+        """Return (start, length) of every piece in units; all are equally long, only the last may be shorter."""
         return pieces(self.units, self.n_chunks)
 
     def inside(self, table: Table) -> tuple[int, ...]:
-        """Rows that every piece computes, in their order."""
+        """Return the rows that every piece computes, in order."""
         skipped = set(self.before)
         return tuple(i for i in range(self.first, self.last + 1) if table.rows[i].kind == OPERATOR and i not in skipped)
 
     def inputs(self, table: Table) -> tuple[int, ...]:
-        """Rows that pieces read and do not compute, in their order; those in `dims` are cut."""
+        """Return the rows that pieces read and do not compute, in order; those in `dims` are cut."""
         inside = set(self.inside(table))
         return tuple(sorted({k for i in inside for k in table.rows[i].inputs} - inside))
 
     def outputs(self, table: Table) -> tuple[int, ...]:
-        """Rows of which the region hands on the whole result, in their order."""
+        """Return the rows whose full result is read after the region, in order."""
         return tuple(i for i in self.inside(table) if table.rows[i].last_use > self.last)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkPlan:
-    """What is cut in one block.
+    """Regions of one block that run in pieces, with predicted bytes and time.
 
     Attributes:
-        regions: In their order; no two share a row.
-        peak_bytes: Most bytes alive beyond the block's arguments and parameters, as `chunk_bytes` counts them.
-        seconds: Predicted, of all that the block computes.
-        whole_bytes: Peak without any region.
-        whole_seconds: Predicted without any region.
+        regions: Regions in order; no two share a row.
+        peak_bytes: Peak of the live bytes beyond the block's arguments and parameters, as counted by `chunk_bytes`.
+        seconds: Predicted time of the block.
+        whole_bytes: Peak without regions.
+        whole_seconds: Predicted time without regions.
         thinned: Whether the block has too many regions to compare all of them.
     """
 
@@ -109,18 +108,18 @@ class ChunkPlan:
 
 
 def piece_length(units: int, n_chunks: int) -> int:
-    """Units of every piece but the last."""
+    """Return the units of every piece but the last."""
     return -(-units // n_chunks)
 
 
 def pieces(units: int, n_chunks: int) -> tuple[tuple[int, int], ...]:
-    """(start, length) of every piece; no more than `n_chunks`, fewer where that many would leave one empty."""
+    """Return (start, length) of every piece; fewer than `n_chunks` if that many would leave one empty."""
     length = piece_length(units, n_chunks)
     return tuple((start, min(length, units - start)) for start in range(0, units, length))
 
 
 def reach_of(rows: Sequence[OperatorRow], region: Region) -> int:
-    """Units besides a piece that a region needs: those of its rows added up along the longest way through it."""
+    """Return the units beside a piece that it needs: the largest sum of the rows' reach along any path."""
     reach: dict[int, int] = {}
     skipped = {*region.before, *region.sums}
     for i in sorted(region.dims):
@@ -138,7 +137,7 @@ def reach_of(rows: Sequence[OperatorRow], region: Region) -> int:
 
 
 def written_from(table: Table) -> list[frozenset[int]]:
-    """For every row, the memory that it or a later row changes in place."""
+    """Return for every row the memory that this or a later row changes in place."""
     found: list[frozenset[int]] = []
     changed: frozenset[int] = frozenset()
     for row in reversed(table.rows):
@@ -149,8 +148,9 @@ def written_from(table: Table) -> list[frozenset[int]]:
 
 
 def may_write(rows: Sequence[OperatorRow], i: int, k: int, read: Collection[int]) -> bool:
-    """Whether row i may be written into the memory of row k, where all of the rows `read` are read meanwhile."""
+    """Return whether row i may be written into the memory of row k, while all rows in `read` are being read."""
     row, old = rows[i], rows[k]
+    # `free` is 0 in training, where nothing is overwritten
     if not row.free or row.dtype != old.dtype or prod(row.shape) != prod(old.shape):
         return False
     alike = rows[old.storage].n_bytes == row.n_bytes
@@ -159,12 +159,12 @@ def may_write(rows: Sequence[OperatorRow], i: int, k: int, read: Collection[int]
 
 
 def within(rows: Sequence[OperatorRow], row: OperatorRow, inside: Collection[int]) -> bool:
-    """Whether what a row is written over is made by the rows `inside`: pieces of an input are read by other pieces."""
+    """Return whether the rows `inside` make the memory that a row overwrites; an input's is read by later pieces."""
     return row.over >= 0 and set(rows[row.over].memory) <= set(inside)
 
 
 def written_over(table: Table, region: Region) -> dict[int, int]:
-    """Outputs of a region with the inputs in whose memory they are written."""
+    """Return the outputs of a region that overwrite an input, with that input."""
     rows, inputs = table.rows, region.inputs(table)
     found: dict[int, int] = {}
     if region.reach:  # the next piece reads what this one would write over
@@ -173,6 +173,7 @@ def written_over(table: Table, region: Region) -> dict[int, int]:
         for k in inputs:
             if i in region.sums or k not in region.dims or k in found.values():
                 continue
+            # equally many pieces side by side occupy the same bytes
             beside = [prod(rows[j].shape[: region.dims[j]]) for j in (i, k)]
             if beside[0] == beside[1] and may_write(rows, i, k, inputs):
                 found[i] = k

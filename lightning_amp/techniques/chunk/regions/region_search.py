@@ -1,15 +1,15 @@
-"""Search the best set of regions of a block's rows by dynamic programming with a beam.
+"""Search for the best set of non-overlapping regions of a block, by dynamic programming with a beam.
 
-A label says how the rows before a place can be computed: which memory the rows live in that are still to be read, what
-is saved for the backward pass, what it costs. From a label the line goes on by one row computed whole, or by a region
-that begins there. Of labels that leave the same behind, the cheapest goes on (in training all that save less for what
-they cost more), so that nothing is lost unless there are more than BEAM at one place.
+A label is one way to compute all rows before a place. It has the memory of the rows that are still to be read (its
+state), the bytes saved for the backward pass, and the cost. A step extends a label by one row computed whole, or by a
+region that begins at the place. Of the labels with equal state the cheapest is kept; in training, also those that cost
+more and save less. No optimum is lost unless there are more than BEAM labels at one place.
 
-What the rows still to be read live in is a state. A step from one state to the next needs the same bytes for all labels
-of that state and in all searches, besides the bytes that a label keeps already, and is computed once.
+A step between two states takes the same bytes for all labels and in all searches, apart from the bytes that the label
+already keeps for the backward pass. It is computed once.
 
-In inference the bytes of every step are those of `chunk_bytes`. In training they follow from what a label saves, and
-from the gradients that wait where nothing is cut; `choose_chunks` counts the plan that is found once more.
+In inference, the bytes of each step equal those of `chunk_bytes`. In training they are derived from the saved bytes of
+the label, and from the pending gradients of the block without regions; `choose_chunks` counts the resulting plan again.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,20 +25,20 @@ from lightning_amp.techniques.chunk.regions.chunk_bytes import result_bytes
 from lightning_amp.techniques.chunk.regions.region import Region
 
 BEAM = 64
-"""Labels at one place; with 16 of them a larger budget had a slower plan in 8 of 96 pairs."""
+"""Labels kept at one place; with 16, a larger budget gave a slower plan in 8 of 96 pairs."""
 FIRST_BEAM = 8
-"""Of a first search. What it finds bounds the second one."""
+"""Beam of a first, quick search, whose result bounds the second one."""
 
 
 @dataclass(eq=False, slots=True)
 class _State:
-    """What the rows before a place leave behind.
+    """Memory that is still needed after the rows before a place.
 
     Attributes:
-        homes: (row, memory it lies in) of rows that are still to be read; memory ~i is that of a region's output i.
-        saved: Memory of `homes` that is kept for the backward pass.
-        row: The next row computed whole.
-        regions: Regions that begin here.
+        homes: Pairs (row, its memory) of rows that are still to be read; memory ~i is that of a region's output i.
+        saved: Memory in `homes` that is also kept for the backward pass.
+        row: Step that computes the next row whole; None until computed.
+        regions: Steps of the regions that begin here.
     """
 
     homes: tuple[tuple[int, int], ...] = ()
@@ -48,14 +48,14 @@ class _State:
 
 
 class _SearchStep(NamedTuple):
-    """From one state to another; bytes are besides those of the label that are read by no row to come.
+    """Step from one state to another. Bytes do not include the `gone_bytes` of the label.
 
     Attributes:
-        after: The other state.
-        peak_bytes: Most until the pieces of the region.
-        forward_bytes, backward_bytes: Beside a piece of the region, in either pass.
-        gone_bytes: Kept for the backward pass by this step, and read by no row to come.
-        saved_bytes: Kept for the backward pass, in all.
+        after: The new state.
+        peak_bytes: Peak, before the pieces of the region.
+        forward_bytes, backward_bytes: Bytes alive in addition to a piece of the region, in either pass.
+        gone_bytes: Bytes that this step keeps for the backward pass and that no later row reads.
+        saved_bytes: All bytes kept for the backward pass.
     """
 
     after: _State
@@ -70,12 +70,12 @@ class Label(NamedTuple):
     """One way to have computed all rows before a place.
 
     Attributes:
-        cost: Of the regions so far.
-        gone_bytes: Kept for the backward pass, and read by no row to come.
-        saved_bytes: Kept for the backward pass, in all.
-        peak_bytes: Most so far.
-        regions: So far.
-        state: What it leaves behind.
+        cost: Cost of the regions so far.
+        gone_bytes: Bytes kept for the backward pass that no later row reads.
+        saved_bytes: All bytes kept for the backward pass.
+        peak_bytes: Peak so far.
+        regions: Regions so far.
+        state: Memory that is still needed.
     """
 
     cost: float = 0.0
@@ -87,15 +87,15 @@ class Label(NamedTuple):
 
 
 class Line:
-    """The rows of a table in their order, and what every step holds."""
+    """Search over the rows of one table in order, with cached states and steps."""
 
     def __init__(self, table: Table, *, train: bool) -> None:
         self.rows, self.train = table.rows, train
         self.plain = block_bytes(table.rows, table.outputs, train=train)
-        """Of the block without regions."""
+        """Bytes of the block without regions."""
         alone = [replace(row, over=-1) for row in table.rows]
         self.whole_bytes = block_bytes(alone, table.outputs, train=train).peak_bytes
-        """Peak of the block as it is: every result in separate memory."""
+        """Peak of the unmodified block, with every result in separate memory."""
         self.outputs, n = table.outputs, len(table.rows)
         # memory i is that of row i in the block as it is, and memory ~i that of row i as an output of a region
         self._size = {i: row.n_bytes for i, row in enumerate(table.rows)}
@@ -106,7 +106,7 @@ class Line:
             for place in range(n + 1)
         ]
         self.beside_saved = [0] * n
-        """What a row's backward holds besides the results and what rows up to it have saved."""
+        """Bytes of a row's backward pass in addition to the results and the tensors saved up to this row."""
         saved, hidden = set[int](), 0
         results = {s for k in table.outputs if self.is_made(s := table.rows[k].storage)}
         for i, row in enumerate(table.rows if train else ()):
@@ -118,19 +118,17 @@ class Line:
         self._states: list[dict[object, _State]] = [{} for _ in range(n + 1)]
 
     def held(self) -> list[int]:
-        """Bytes alive just before every row, without regions and without what is only saved."""
+        """Return the bytes alive just before every row, without regions and without tensors that are only saved."""
         alive = [{self.rows[k].storage for k in reads} for reads in self._reads[:-1]]
         return [sum(self.rows[s].n_bytes for s in storages if self.rows[s].kind == OPERATOR) for storages in alive]
 
     def search(self, candidates: Sequence[RegionCandidate], budget: int | None) -> Label | None:
-        """The cheapest label at the end within a budget; without one, that of the least peak. None if there is none."""
-        # a region is a step from its first row to the row behind its last
-        # a step over a region never begins inside of another one, so that regions of one plan share no row by
-        # construction
+        """Return the final label of least cost within a budget, or of least peak without one; None if there is none."""
+        # a region is a step from its first row to the row after its last, so that regions of a plan cannot overlap
         starting: dict[int, list[RegionCandidate]] = {}
         for candidate in candidates:
             starting.setdefault(candidate.region.first, []).append(candidate)
-        # no label goes on that is worse already than what a search with few labels has found
+        # the quick search gives an upper bound, which prunes labels of the second one
         found = self._search(starting, budget, FIRST_BEAM, inf)
         best = self._search(starting, budget, BEAM, inf if found is None else _measure(found, budget))
         return found if best is None else best
@@ -161,12 +159,12 @@ class Line:
             yield place + 1, self._behind(label, state.row)
         for candidate in candidates:
             if budget is not None and label.cost + candidate.least_cost > most:
-                # before its bytes are counted, which is most of the work
+                # checked before its bytes are counted, which is most of the work
                 continue
             step = state.regions.get(candidate)
             if step is None:
                 step = state.regions[candidate] = self._region(candidate, state)
-            # in as few pieces as the budget allows
+            # use as few pieces as the budget allows
             gone = label.gone_bytes
             if budget is not None and gone + step.peak_bytes > budget:
                 continue
@@ -185,7 +183,7 @@ class Line:
 
     @staticmethod
     def _behind(label: Label, step: _SearchStep) -> Label:
-        """The label behind a step."""
+        """Return the label after a step, without the cost of a region."""
         return Label(
             label.cost,
             label.gone_bytes + step.gone_bytes,
@@ -196,15 +194,14 @@ class Line:
         )
 
     def _region(self, candidate: RegionCandidate, state: _State) -> _SearchStep:
-        """Compute a region, of which bytes and cost depend on the number of its pieces."""
+        """Return the step of a region, without its pieces: `_steps` adds their bytes and cost by their number."""
         moved = _Moved(self, state)
         for i, needed in candidate.before:
             moved.row(i)
             moved.forget(needed)
         homes = moved.homes
-        # outputs are made whole before the first piece, or take the place of an input
-        # ~i and not i: a view that a region hands on is whole, separate memory, where row i as it is has none of its
-        # own
+        # outputs have their full size before the first piece, or are written over an input
+        # ~i and not i: a view that a region returns is copied to separate memory, while row i itself has none
         homes |= {i: homes[candidate.over[i]] if i in candidate.over else ~i for i in candidate.outputs}
         if candidate.learns:
             moved.saved |= {home for i in candidate.inputs if (home := homes.get(i)) is not None}
@@ -214,26 +211,26 @@ class Line:
         return step._replace(forward_bytes=forward, backward_bytes=backward)
 
     def state(self, place: int, homes: tuple[tuple[int, int], ...], saved: frozenset[int]) -> _State:
-        """The one object for what is left behind at a place."""
+        """Return the single object for equal states at a place."""
         return self._states[place].setdefault((homes, saved), _State(homes, saved))
 
     def bytes(self, homes: Collection[int]) -> int:
-        """Of some memory."""
+        """Return the total size of some memory."""
         return sum(map(self._size.__getitem__, homes))
 
     def is_made(self, home: int) -> bool:
-        """Whether memory is made by the block, and not an argument's."""
+        """Return whether memory is allocated by the block, and not an argument's."""
         return home < 0 or self.rows[home].kind == OPERATOR
 
 
 class _Moved:
-    """Rows that are computed from a state on, one after the other.
+    """Tracks memory while rows are computed one after the other from a state.
 
     Attributes:
-        homes: Memory that rows lie in.
+        homes: Memory of each row.
         saved: Memory that is kept for the backward pass.
-        gone: Bytes that are kept for it, and read by no row to come.
-        peak: Most bytes so far.
+        gone: Bytes that are kept for the backward pass and that no later row reads.
+        peak: Peak so far.
     """
 
     def __init__(self, line: Line, state: _State) -> None:
@@ -243,7 +240,7 @@ class _Moved:
         self.gone = self.peak = 0
 
     def row(self, i: int, *, over: bool = False) -> None:
-        """Compute one row whole, `over` the memory of another one where it can be."""
+        """Compute one row whole; with `over`, in the memory of the argument that it may overwrite."""
         row, homes, line = self._line.rows[i], self.homes, self._line
         homes[i] = next(iter(self._homes(i, row.storage)), None)
         if over and row.over >= 0:
@@ -256,8 +253,8 @@ class _Moved:
             self.peak = max(self.peak, self.kept() + self.gone + line.beside_saved[i])
 
     def forget(self, needed: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Let go of rows that are not needed, and return the others."""
-        # in the order of the rows, for the tuple is a part of the name of a state: equal states have to be one object
+        """Drop rows that are not needed, and return the others with their memory."""
+        # in the order of the rows, because the tuple identifies the state: equal states must be one object
         kept = tuple((k, home) for k in needed if (home := self.homes.get(k)) is not None)
         self.homes = dict(kept)
         gone = self.saved.difference(self.homes.values())
@@ -266,7 +263,7 @@ class _Moved:
         return kept
 
     def to(self, place: int, needed: Sequence[int]) -> _SearchStep:
-        """The step to a place before which these rows are needed."""
+        """Return the step to a place before which these rows are needed."""
         saved_bytes = self.gone + self._line.bytes(self.saved)
         kept = self.forget(needed)
         return _SearchStep(
@@ -274,17 +271,17 @@ class _Moved:
         )
 
     def alive(self) -> int:
-        """Bytes of all that is there, without those that are gone."""
+        """Return the bytes of all live memory, without `gone`."""
         return self._line.bytes({home for home in self.homes.values() if home is not None} | self.saved)
 
     def kept(self) -> int:
-        """While a backward pass comes here: what is saved, and results of the block, which may not be there yet."""
+        """Return the bytes alive when the backward pass gets here: saved memory, and all results of the block."""
         line = self._line
         results = {self.homes.get(k, line.rows[k].storage) for k in line.outputs}
         return line.bytes(self.saved | {h for h in results if h is not None and line.is_made(h)})
 
     def _homes(self, i: int, storage: int) -> list[int | None]:
-        """Where the memory lies that a row makes or shares with arguments; views that a region hands on lie apart."""
+        """Return the memory of `storage`, which row i makes or shares; view outputs of a region are separate."""
         if storage == i:
             return [i]
         rows = self._line.rows
@@ -292,12 +289,12 @@ class _Moved:
 
 
 def _measure(label: Label, budget: int | None) -> float:
-    """What a search makes as small as it can."""
+    """Return the quantity that a search minimizes."""
     return label.peak_bytes if budget is None else label.cost
 
 
 def _best(labels: Sequence[Label], budget: int | None, beam: int) -> list[Label]:
-    """Of labels that leave the same behind, those that no other is better than; no more than a beam in all."""
+    """Return the labels that no other label with the same state dominates, at most `beam`."""
 
     def order(label: Label) -> tuple[float, int, float]:
         return _measure(label, budget), label.gone_bytes, label.cost
@@ -310,7 +307,7 @@ def _best(labels: Sequence[Label], budget: int | None, beam: int) -> list[Label]
             kept.append(label)
     if len(kept) <= beam:
         return kept
-    # of equal behind or not: the cheapest of every amount that is saved, from the least cost to the least saved
+    # of labels with any state: for every saved size the cheapest label, from least cost to least saved bytes
     below = list(accumulate((x.saved_bytes for x in kept), min, initial=kept[0].saved_bytes + 1))
     front = [x for x, before in zip(kept, below, strict=False) if x.saved_bytes < before]
     if len(front) >= beam:

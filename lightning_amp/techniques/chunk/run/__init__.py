@@ -1,1 +1,1 @@
-"""Run regions of a captured block chunk by chunk, forward and backward."""
+"""Generate and run the chunked forward of a captured block, forward and backward."""

@@ -1,7 +1,7 @@
-"""Run what a module computes after its last block in chunks: the head of a language model, with its loss.
+"""Run in chunks what a module computes after its last block, such as the head and loss of a language model.
 
-The module's own forward runs up to its last block, with everything that is installed there, and is left when that has
-returned. What it would have computed of the result is then computed by a plan (graph/after_blocks.py).
+The module's own forward runs up to the end of its last block, with everything installed there, and is then aborted. The
+rest is computed by a plan (graph/after_blocks.py).
 """
 
 from collections.abc import Sequence
@@ -21,35 +21,35 @@ from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 
 
 class _Reached(BaseException):
-    """The last block has returned, with the result. No Exception, for a forward may catch those."""
+    """Raised with the result of the last block. Not an Exception, because a forward may catch those."""
 
 
 class AfterBlocksInChunks(InChunks):
-    """Called as `forward(module, *args, **kwargs)`, in place of the module's own.
+    """Replacement of a module's forward, called as `forward(module, *args, **kwargs)`.
 
     Args:
-        budget_bytes: For what follows the last block, in training for both of its passes.
-        n_calls: Calls of blocks in one forward pass.
+        budget_bytes: Budget of the code after the last block; in training, of its forward and backward pass.
+        n_calls: Number of block calls in one forward pass.
     """
 
     def __init__(self, budget_bytes: int, n_calls: int) -> None:
         super().__init__(budget_bytes, train=True)
-        # it checks what it captures by itself
+        # not all of the module is captured: its blocks are not, and the capture checks the modules outside of them
         self.captures_whole = False
         self._n_calls = n_calls
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns.
+        """Return the module's result.
 
         Raises:
-            InstallError: Its blocks are called otherwise than when the step was looked at, or within something that
-                holds beyond the last one; or as `InChunks`.
+            InstallError: The calls of blocks differ from the planned step, or the last block is called inside a context
+                that also covers code after it; or as in `InChunks`.
         """
         before, result = self._to_the_last_block(module, args, kwargs)
         return super().__call__(AfterBlocks(module, before), args, kwargs, result)
 
     def _to_the_last_block(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Sequence[Any], Any]:
-        """Results of the blocks before the last one, as `AfterBlocks` takes them, and that of the last one."""
+        """Return the results of earlier blocks, as `AfterBlocks` takes them, and the result of the last block."""
         before: list[tuple[str, Any]] = []
         state = _state()
 
@@ -68,7 +68,7 @@ class AfterBlocksInChunks(InChunks):
 
         hooks: list[RemovableHandle] = []
         try:
-            # the last of a block's hooks: what is installed there has ended, and has its result
+            # registered last, so that all other hooks and installed techniques of the block have run
             for fqn, block in find_blocks(module).items():
                 hooks.append(block.register_forward_hook(partial(note, fqn)))
             type(module).forward(module, *args, **kwargs)
@@ -85,6 +85,6 @@ class AfterBlocksInChunks(InChunks):
 
 
 def _state() -> Any:
-    """What a context around the last block would have changed."""
+    """Return the modes that a context around the last block would have changed."""
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     return modes, autocast_now(), top_saving_hooks(False)

@@ -1,8 +1,8 @@
-"""Run a module that cannot be captured as a whole in chunks, block by block, within one budget.
+"""Run a module block by block in chunks, within one budget, if the whole module cannot be captured.
 
-The module's forward is run once on fake tensors. What is alive when a block begins stays alive while it runs, so the
-block may take the budget less that. Between its blocks the module runs as it is written; a block that is called in
-another way than in that run has no plan, and is an error.
+The module's forward runs once on fake tensors. Tensors that are alive when a block begins stay alive while it runs, so
+the budget of the block is reduced by their bytes. Code between the blocks runs unchanged. A block that is called in
+another way than in the fake run has no plan, and raises an error.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +31,7 @@ from lightning_amp.techniques.chunk.run.module_chunks import CHUNKS, ModuleChunk
 from lightning_amp.techniques.chunk.run.planned import lower_within
 
 Choose = Callable[[str, nn.Module, Any, Any], Checked | None]
-"""What a call of a block (name, block, args, kwargs) runs; None for its own forward."""
+"""Returns what a call of a block (name, block, args, kwargs) runs; None for its own forward."""
 
 
 def plan_blocks(
@@ -42,31 +42,33 @@ def plan_blocks(
     reason: str,
     costs: CostModel,
 ) -> Planned:
-    """The plan of a module that is no graph for a reason.
+    """Plan a module that is not captured as a whole, for the given reason.
 
     Raises:
         PlanError: The budget cannot be met.
         ModelError: The module does not run on fake tensors, or none of its blocks can be captured.
     """
     with_gradients = torch.is_grad_enabled()
-    # bytes are counted without gradients, for which the budget is, and signatures are taken as the module is called
+    # bytes are counted without gradients, as the budget is defined; signatures are taken in the caller's gradient mode
     with torch.no_grad():
         calls, whole_bytes = _dry_run(module, args, kwargs, lambda *_: None, reason)
-    # whether a block's arguments have gradients is part of its signature
+    # because the signature of a block includes whether its arguments have gradients
     asked = _dry_run(module, args, kwargs, lambda *_: None, reason)[0] if with_gradients else calls
     blocks, captures = find_blocks(module), Captures()
     fake, names = QuickFakes(), [call.fqn for call, _ in calls]
     known = [captures.of(plain(blocks[call.fqn]), *call.arguments(fake)) for call, _ in asked]
     reasons = {"": reason} | {fqn: f.reason for fqn, f in zip(names, known, strict=True) if f.reason}
-    # a block that is no graph in one of its calls runs as it is in all of them: what it changes may be in its key
+    # a block that fails to be captured in one call runs its own forward in all: its key may contain state that it
+    # changes
     found = [None if fqn in reasons else f for fqn, f in zip(names, known, strict=True)]
     by_key: dict[Any, Checked] = {}
     regions: dict[str, tuple[Region, ...]] = {}
     for capture in {id(f): f for f in found if f}.values():
-        # one plan has to fit wherever a block of its kind is called, so where the most bytes are alive outside
+        # one plan must fit every call of equal blocks, so it is made for the call with the most bytes alive outside
         own = [call for call, other in zip(calls, found, strict=True) if other is capture]
         fullest, outside_bytes = max(own, key=lambda one: one[1])
         try:
+            # tensors outside of the block stay alive while it runs
             own_bytes = budget_bytes - outside_bytes
             lowered, chosen = lower_within(capture, own_bytes, costs=costs)
             by_key[capture.key] = Checked(lowered, own_bytes, chosen.whole_bytes)
@@ -88,7 +90,7 @@ def plan_blocks(
         )
     in_order = iter([by_key[f.key] if f else None for f in found])
     with torch.no_grad():
-        if with_gradients:  # the budget is for inference, where results are written over others
+        if with_gradients:  # the budget is for inference, where results overwrite others
             peak_bytes = plan_blocks(module, args, kwargs, budget_bytes, reason, costs).chunks.peak_bytes
         else:
             _, peak_bytes = _dry_run(module, args, kwargs, lambda *_: next(in_order), reason)
@@ -108,7 +110,7 @@ def plan_blocks(
 
 
 def _run(by_key: Mapping[Any, Checked], alone: frozenset[str], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The module's own forward, with blocks that look up what they run."""
+    """Run the module's own forward, in which each block looks up its generated forward."""
 
     def choose(fqn: str, block: nn.Module, args: Any, kwargs: Any) -> Checked | None:
         if fqn in alone:
@@ -128,14 +130,14 @@ def _run(by_key: Mapping[Any, Checked], alone: frozenset[str], module: nn.Module
 
 @contextmanager
 def _in_chunks(module: nn.Module, choose: Choose) -> Iterator[None]:
-    """Blocks run what `choose` says, for as long as this lasts."""
+    """Let blocks run what `choose` returns, inside this context."""
 
     def run(fqn: str, inside: Any, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         found = choose(fqn, block, args, kwargs)
         return inside(block, *args, **kwargs) if found is None else found(block, *args, **kwargs)
 
     with ExitStack() as stack:
-        # once, where a block has two names
+        # once per block, even if it has two names
         for block, fqn in {block: fqn for fqn, block in find_blocks(module).items()}.items():
             if overrides_of(block) is not None:
                 new = Override(CHUNKS[1], partial(run, fqn), Position.WITHIN)
@@ -147,14 +149,14 @@ def _in_chunks(module: nn.Module, choose: Choose) -> Iterator[None]:
 def _dry_run(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], choose: Choose, reason: str
 ) -> tuple[list[tuple[BlockCall, int]], int]:
-    """Run a copy on fake tensors: the calls of its blocks, each with the bytes alive before, and the most bytes."""
+    """Run a copy on fake tensors; return the calls of its blocks with the bytes alive before each, and the peak."""
     calls: list[tuple[BlockCall, int]] = []
     fake, live = QuickFakes(), LiveBytes()
     twin = copy_of(module, fake)
     given_args, given_kwargs = fake_batch(args, fake, None), fake_batch(dict(kwargs), fake, None)
 
     def note(fqn: str, block: nn.Module, args: Any, kwargs: Any) -> Checked | None:
-        # a tensor that is kept here would be alive until the end, and count
+        # stores no tensor: it would stay alive until the end, and be counted
         calls.append((BlockCall.of(fqn, args, kwargs), live.current))
         return choose(fqn, block, args, kwargs)
 

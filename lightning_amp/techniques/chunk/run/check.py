@@ -1,16 +1,16 @@
-"""Check generated code before training with it: against the block's own forward, in float64.
+"""Compare generated code with the block's own forward in float64, before training with it.
 
-    compared    results, changed buffers, and the gradients of all arguments and parameters, of numbers drawn for every
-                result; with the values of the first batch, and the same random numbers
-    of          a call of a few positions where the block can be called so (smaller_call.py), so that it takes few
-                bytes: what is checked is every operator, dim, sum and halo of the plan, not its sizes
-    else        of the call as it is, if that takes no more than the block's bytes; if not, a warning says so
-    without     gradients of parameters that are most of the block's bytes, such as a head's of all words: in float64
-                their copy and two gradients would take more than the block may
+    compared    results, changed buffers, and gradients of all arguments and parameters for random output gradients;
+                with the values of the first batch and equal random numbers
+    call        with few positions, if the block can be called so (smaller_call.py), to save memory: the check concerns
+                the operators, dims, sums and halos of the plan, not its sizes
+    otherwise   the original call, if it takes no more than the block's budget; if it takes more, a warning is given
+    omitted     gradients of parameters that are most of the block's bytes, such as a head over a vocabulary: in
+                float64, their copy and two gradients would exceed the budget
 
-Once for every plan, in its first call with values. Nothing of the block changes: it is run with copies of its
-parameters and buffers. A difference means that an operator does not follow the dims that its rule says, such as a
-wrong one of `register_flow`.
+Every plan is checked once, in its first call with values. The block does not change: its parameters and buffers are
+copied. A difference means that an operator does not follow the dims of its rule, such as with a wrong `register_flow`
+rule.
 """
 
 import warnings
@@ -33,21 +33,23 @@ from lightning_amp.techniques.chunk.run.module_chunks import no_part_of_the_step
 from lightning_amp.techniques.chunk.run.smaller_call import Call, smaller_calls
 
 RTOL = 1e-10
-"""Largest difference, as a share of the largest value of all results, or of all gradients: one that is zero but for
-rounding has no separate scale. Other orders of sums make some 1e-15 of it."""
+"""Largest allowed difference, as a share of the largest of all results, or of all gradients.
+
+The scale is common because a tensor that is zero up to rounding has none. Another order of sums gives about 1e-15.
+"""
 KINDS = ("result", "buffer", "gradient")
 LARGE = 16
-"""A parameter that takes more than one of so many parts of the block's bytes, in float64, is large."""
+"""A parameter is large if its float64 bytes exceed 1 / LARGE of the block's budget."""
 Outcome = dict[str, Tensor | None]
 
 
 class Checked:
-    """A generated forward, in the place of a block's; what it computes is checked in its first call with values.
+    """Generated forward of a block, which is checked in its first call with values.
 
     Args:
-        lowered: The forward.
-        budget_bytes: Of the block, within which the check stays where the block cannot be called with fewer positions.
-        whole_bytes: That the block's own forward takes, with its backward pass in training.
+        lowered: The generated forward.
+        budget_bytes: Budget of the block; also bounds the check if the block cannot be called with fewer positions.
+        whole_bytes: Peak of the block's own forward, in training with its backward pass.
     """
 
     def __init__(self, lowered: Lowered, budget_bytes: int, whole_bytes: int) -> None:
@@ -60,21 +62,21 @@ class Checked:
         return self._lowered.code
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Return what the block returns; the first call with values is checked first."""
+        """Return what the block returns; check the forward first if this is the first call with values."""
         self.check(block, args, kwargs)
         return self._lowered(block, *args, **kwargs)
 
     def check(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        """Look whether it computes what the block does, once; not of a call without values.
+        """Check once that the generated forward computes what the block does; skipped for fake tensors.
 
         Raises:
-            InstallError: The forward computes something else.
+            InstallError: The results differ.
         """
         given = (v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor))
         tensors = [] if self._done else [*state_of(block).values(), *given]
         if not self._done and not any(isinstance(t, FakeTensor) for t in tensors):
             devices = sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
-            # what is computed here is no part of a step: it draws none of its numbers either
+            # the check is not part of a step, and must not change its random state
             with no_part_of_the_step(), torch.random.fork_rng(devices):
                 self._check(plain(block), args, kwargs, tensors)
             self._done = True
@@ -86,11 +88,11 @@ class Checked:
         if n_bytes <= self._budget_bytes:
             calls = chain(calls, [((args, kwargs), self._lowered)])
         why = ""
-        # the first call that the block's own forward accepts is enough: it has every operator and dim of the plan
+        # one call that the block's own forward accepts is enough: it has every operator and dim of the plan
         for call, lowered in calls:
             try:
                 right = self._computed(block, call, lowered, own=True)
-            except Exception as error:  # the user's forward: an index may lie beyond the positions that are left
+            except Exception as error:  # the user's forward: an index may exceed the remaining positions
                 why = f"its own forward does not run in float64: {failure(error)}"
                 continue
             self._compare(block, call, lowered, right)
@@ -105,10 +107,10 @@ class Checked:
 
     def _computed(self, block: nn.Module, call: Call, lowered: Lowered, *, own: bool) -> Outcome:
         learned = {n: 8 * p.numel() for n, p in block.named_parameters() if p.requires_grad}
-        # their copy and two gradients, and as much again for what is computed of them
+        # a copy and two gradients, and the same again for temporaries
         all_fit = 6 * sum(learned.values()) <= self._budget_bytes
         large = frozenset(n for n, n_bytes in learned.items() if LARGE * n_bytes > self._budget_bytes)
-        # a library's warning says nothing of the block, also where warnings are errors
+        # warnings of libraries are ignored, also where the user turns warnings into errors
         with warnings.catch_warnings(action="ignore"):
             return _outcome(block, call, lowered, own=own, without=frozenset() if all_fit else large)
 
@@ -140,12 +142,10 @@ class Checked:
 def _outcome(
     block: nn.Module, call: Call, made: Lowered, *, own: bool, without: frozenset[str] = frozenset()
 ) -> Outcome:
-    """All that a block computes of a call, by name: by its own forward, or by the one that was made for it; without
-    gradients of some parameters.
-    """
+    """Return results, buffers and gradients (but `without`) by name, of the block's own or the generated forward."""
     values, spec = tree_flatten(call)
     changed = made.capture.changed
-    # of buffers always: kernels of a BatchNorm write to its statistics without a new version
+    # buffers are always copied: BatchNorm kernels write to their statistics without a new version
     buffers = {name for name, _ in block.named_buffers()}
     state = {name: _leaf(x, copied=name in changed or name in buffers) for name, x in state_of(block).items()}
     for name in without:
@@ -153,10 +153,10 @@ def _outcome(
     inputs = any(name.startswith("input ") for name in changed)
     leaves = {id(v): _leaf(v, copied=inputs) for v in values if isinstance(v, Tensor)}
     given = [leaves.get(id(value), value) for value in values]
-    if inputs:  # what a block changes in place may not be a leaf
+    if inputs:  # a tensor that is changed in place must not be a leaf
         given = [v + 0 if isinstance(v, Tensor) and v.requires_grad else v for v in given]
-    # both forms draw the same numbers, and after them the same seeds of gradients, unless one of the two draws another
-    # number of times, which then shows as a difference too
+    # both forwards draw the same random numbers, and then the same output gradients; if one of them draws a different
+    # number of times, that shows as a difference
     torch.manual_seed(0)
     off = tuple((kind, False, dtype) for kind, _, dtype in autocast_now())
     with autocast_again(off), InFloat64():  # type: ignore[no-untyped-call]

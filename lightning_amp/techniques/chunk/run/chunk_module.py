@@ -1,10 +1,10 @@
-"""Define `lightning_amp.chunk`, and the technique: a forward pass in chunks stays within a byte budget.
+"""Define `lightning_amp.chunk` and the installer of the technique: run a forward pass in chunks within a memory budget.
 
-The module is captured as one graph where that is possible, otherwise block by block (the children of its lists and
-sequences); regions of the graph are chosen that keep it within the budget in the least time (regions/), and what
-the module runs from then on is generated (lower.py). A graph holds for one signature (graph/guards.py): a call with
-other shapes, dtypes, settings or modes is planned for itself before it runs. Nothing runs in another way than planned:
-what cannot be captured, or cannot be kept within the budget, is an error.
+The module is captured as one graph if possible, otherwise block by block (the children of its lists and sequences).
+Regions of the graph are chosen that meet the budget in the least time (regions/), and the forward that runs them is
+generated (lower.py). A graph holds for one signature (graph/guards.py): a call with other shapes, dtypes, settings or
+modes is planned separately before it runs. If neither the module nor a block can be captured, or the budget cannot be
+met, an error is raised. Exception: a rule's block that needs more than planned runs with the least bytes, and warns.
 """
 
 import copy
@@ -37,25 +37,25 @@ def chunk(
 ) -> M:
     """Return a copy of a module whose forward pass runs in chunks, within a memory budget.
 
-    Regions of the forward pass run a few rows at a time, so that their inner tensors are never whole. The result shares
-    every parameter and buffer with the module, which stays as it is; `state_dict` has the same names and tensors.
+    Regions of the forward pass run a few rows at a time, so that inner tensors are never complete. The copy shares
+    every parameter and buffer with the module, which does not change; `state_dict` has the same names and tensors.
 
     Calls with other shapes, dtypes, modes (`train`, autocast, gradients) or attributes than the example's are planned
-    anew, each for the same budget. With gradients the same regions are computed again in the backward pass, chunk by
+    separately for the same budget. With gradients, the same regions are recomputed in the backward pass, chunk by
     chunk, and loss and gradients equal the module's own to rounding; the budget does not bound what autograd keeps.
     Active dropout is never inside a region.
 
     Args:
         module: Any module; in evaluation mode for inference.
         example_args: Arguments of one call. If they have values, the generated forward is compared with the module's
-            own, in float64 on a few positions of each; a module that is no graph as a whole is compared in its first
+            own, in float64 on a few positions of each; a module that is planned block by block is compared in its first
             call.
         budget: Bound of the bytes of all tensors alive in one forward pass without gradients, beyond parameters,
             buffers and arguments: a number, or text such as "2GiB".
         policy: What the plan minimizes: "auto" the time predicted with the device's rates, "paper" AutoChunk's cost
             (Equations 8 to 10 of Zhao et al. 2024).
         rates: Rates of the device, as from `lightning-amp calibrate`; None takes those of the module's device.
-        example_kwargs: The same by name.
+        example_kwargs: Keyword arguments of that call.
 
     Returns:
         A copy of the module; its `plan` (ModuleChunks) has the predicted `peak_bytes`, the regions of every block and
@@ -72,7 +72,7 @@ def chunk(
             f"cannot chunk {type(module).__name__!r}, which has an attribute {taken!r}, a name that the"
             " chunked module uses; give a module without it, such as one that holds this one"
         )
-    # with the same parameter and buffer objects
+    # deepcopy keeps the same parameter and buffer objects
     shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     try:
         twin = copy.deepcopy(module, shared)
@@ -85,7 +85,7 @@ def chunk(
     add_override("", twin, Override(CHUNKS[1], runner))
     with torch.no_grad():
         planned = runner.planned(twin, example_args, example_kwargs)
-        # checked here, for what that takes is no part of a forward pass within the budget
+        # checked now, because the check itself does not stay within the budget of a forward pass
         if isinstance(planned.run, Checked):
             planned.run.check(twin, example_args, example_kwargs)
     twin.plan = planned.chunks  # type: ignore[assignment]
@@ -93,18 +93,17 @@ def chunk(
 
 
 def chunk_block(module: nn.Module, spec: ChunkBlock, mesh: object) -> Change:
-    """Let a block of any module run in chunks, or what a module computes after its blocks.
+    """Install chunks on a block of any module, or on what a module computes after its blocks.
 
-    It leaves the module as it is, hooks around it included, and sets what its forward runs.
+    The module and its hooks do not change; only the forward that it runs is replaced.
 
     Args:
-        module: Any block, or a module that has blocks; its own parameters and buffers are used as they are when it is
-            called.
-        spec: How many bytes it may take.
-        mesh: Not looked at: chunks split nothing over ranks.
+        module: Any block, or a module that has blocks; a call uses its current parameters and buffers.
+        spec: Budget in bytes, and the number of block calls if it is for the code after the blocks.
+        mesh: Not used: chunks are independent of ranks.
 
     Raises:
-        InstallError: The budget is no positive number.
+        InstallError: The budget is not positive.
     """
     n_bytes = spec.budget_bytes
     if n_bytes < 1:
@@ -117,10 +116,10 @@ def chunk_block(module: nn.Module, spec: ChunkBlock, mesh: object) -> Change:
 
 
 def show_code(plan: ModuleChunks | nn.Module) -> str:
-    """The generated forward as Python: of a module that `chunk` returned, or of its plan.
+    """Return the generated forward as Python source, for a module that `chunk` returned or for its plan.
 
     Raises:
-        ModelError: Another module.
+        ModelError: The module was not returned by `chunk`.
     """
     found = getattr(plan, "plan", None) if isinstance(plan, nn.Module) else plan
     if not isinstance(found, ModuleChunks):

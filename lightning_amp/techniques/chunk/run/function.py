@@ -1,14 +1,14 @@
-"""Run a region of a block chunk by chunk: only one chunk's inner tensors are alive at a time, in either pass.
+"""Run a region of a block chunk by chunk, so that inner tensors of only one chunk are alive, in either pass.
 
     forward     for every chunk c:  y[c] = f(x[c], w)            s += g(x[c], w)
-    backward    for every chunk c:  f and g of x[c], w again;    dx[c] += x'(dy[c], ds)    dw += w'(dy[c], ds)
+    backward    for every chunk c:  recompute f and g;           dx[c] += x'(dy[c], ds)    dw += w'(dy[c], ds)
 
-x is what is cut and w what every chunk needs whole: parameters, keys, values. y, s, dx and dw are made once, before the
-first chunk, and written in place: nothing is put together at the end. The last chunk may be smaller. Exact: y equals
-eager's bit for bit where kernels do not depend on the length; in s, dw and where chunks meet in dx only the order of
-sums differs. Sums over chunks of 16-bit numbers are kept in 32 bits, and rounded once.
+x is cut; w is read whole by every chunk: parameters, keys, values. y, s, dx and dw are allocated before the first chunk
+and written in place, so nothing is concatenated at the end. The last chunk may be smaller. y equals eager's bit for bit
+if kernels do not depend on the length. In s, dw and where chunks overlap in dx, only the order of summation differs.
+Sums over chunks of 16-bit numbers are accumulated in 32 bits, and rounded once.
 
-Kept between the passes are the region's inputs alone. Where no gradient is wanted there is no autograd.Function.
+Only the region's inputs are kept between the passes. Without gradients, no autograd.Function is used.
 
 Known limits: no second derivative, no forward-mode derivative, no vmap.
 """
@@ -36,13 +36,13 @@ class Output:
     """One result of a region.
 
     Attributes:
-        name: In the generated code.
-        shape: Of the whole.
-        stride: As eager lays the whole out, so that later views of it are possible.
-        dtype: Of the whole and of every chunk.
-        dim: Dim along which chunks lie side by side; None where they are added up.
+        name: Name in the generated code.
+        shape: Full shape.
+        stride: Strides of the full result in eager mode, so that later views of it are possible.
+        dtype: Dtype of the full result and of every chunk.
+        dim: Dim along which chunks are concatenated; None if they are summed.
         needs_grad: Whether eager's result would have a gradient.
-        over: Input in whose memory the whole lies, which nothing reads later; None for new memory.
+        over: Index of the input that the result overwrites, which no later row reads; None for new memory.
     """
 
     name: str
@@ -56,16 +56,16 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkedRegion:
-    """A region of a block that is ready to run; made by `lower`.
+    """A region of a block that can be called; made by `lower`.
 
     Attributes:
-        compute: Called as `compute(put, size, *pieces)`: the operators of one chunk of `size` positions. It hands
-            result k to `put(k, value)`.
-        length: Positions in all. A tensor that has several numbers per position has a multiple of it along its dim.
+        compute: Function `compute(put, size, *pieces)` that runs the operators of one chunk of `size` positions. It
+            passes result k to `put(k, value)`.
+        length: Total number of positions. A cut dim may be a multiple of it, with several entries per position.
         bounds: First position and size of every chunk.
-        input_dims: Of every input the dim along which it is cut; None where every chunk gets it whole.
-        outputs: What `put` is given.
-        reach: Positions on either side of a chunk that it computes as well; `put` drops what it makes of them.
+        input_dims: Dim along which each input is cut; None if every chunk reads it whole.
+        outputs: Results of the region, in the order of `put`.
+        reach: Positions on either side of a chunk that are computed with it; their results are dropped.
     """
 
     compute: Callable[..., None]
@@ -76,22 +76,23 @@ class ChunkedRegion:
     reach: int = 0
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
-        """The region's results, whole.
+        """Return the region's full results.
 
         Args:
-            inputs: One for every entry of `input_dims`.
+            inputs: One tensor for every entry of `input_dims`.
 
         Raises:
-            ModelError: A chunk's result has another shape than the plan says; in the backward pass, a second
-                derivative.
+            ModelError: A chunk's result has another shape or dtype than planned; or, in the backward pass, a second
+                derivative is requested.
         """
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
             return list(_Chunked.apply(self, *inputs))  # type: ignore[no-untyped-call]
         return run_region(self, inputs)
 
     def some(self, inputs: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-        """The chunks to run: all; of tensors without values two, one in the middle, which has all its neighbours and
-        stands for all others, and the last.
+        """Yield the chunks to run: all, or the first two, the middle and the last one if tensors are fake.
+
+        The middle one has all its neighbours, and represents all chunks that are not run.
         """
         if not isinstance(inputs[0], FakeTensor):
             yield from self.bounds
@@ -103,12 +104,12 @@ class ChunkedRegion:
                 yield bound
 
     def reached(self, start: int, size: int) -> tuple[int, int]:
-        """The first position that a chunk computes, and how many."""
+        """Return the first position that a chunk computes, and their number."""
         first = max(0, start - self.reach)
         return first, min(self.length, start + size + self.reach) - first
 
     def own(self, k: int, value: Tensor, start: int, size: int) -> Tensor:
-        """Of result k of a chunk its own positions."""
+        """Return result k of a chunk without the positions that only its neighbours need."""
         output = self.outputs[k]
         if not self.reach or output.dim is None:
             return value
@@ -116,7 +117,7 @@ class ChunkedRegion:
         return value.narrow(output.dim, (start - self.reached(start, size)[0]) * each, size * each)
 
     def piece(self, tensor: Tensor, dim: int | None, start: int, size: int) -> Tensor:
-        """The part of an input or result that belongs to one chunk, as a view."""
+        """Return the view of an input or result that belongs to one chunk."""
         if dim is None:
             return tensor
         each = tensor.shape[dim] // self.length
@@ -124,15 +125,16 @@ class ChunkedRegion:
 
 
 def run_region(region: ChunkedRegion, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The forward pass without anything kept for a backward pass."""
+    """Run the forward pass without keeping anything for a backward pass."""
     wholes = []
     for output in region.outputs:
         if output.over is not None:
             wholes.append(inputs[output.over].view(output.shape))
             continue
+        # only sums accumulate; concatenated chunks are written once, so 16 bits suffice
         dtype = torch.float32 if output.dim is None and output.dtype in NARROW else output.dtype
         whole = torch.empty_strided(output.shape, output.stride, dtype=dtype, device=inputs[0].device)
-        # zeros where chunks are added
+        # zeros if chunks are summed
         wholes.append(whole if output.dim is not None else whole.zero_())
     pairs = tuple(zip(inputs, region.input_dims, strict=True))
     with _autocast(_autocast_of(inputs)):
@@ -142,7 +144,7 @@ def run_region(region: ChunkedRegion, inputs: Sequence[Tensor]) -> list[Tensor]:
                 output = region.outputs[k]
                 place = region.piece(wholes[k], output.dim, start, size)
                 value = region.own(k, value, start, size)
-                # one of another shape would be broadcast in silence; where all is computed in 64 bits, so is the place
+                # another shape would be broadcast silently; in a float64 check both dtypes are float64
                 if value.shape != place.shape or value.dtype not in (output.dtype, place.dtype):
                     raise ModelError(
                         f"a chunk of {output.name!r} should have the shape {tuple(place.shape)!r} and {output.dtype!r},"
@@ -160,15 +162,15 @@ def run_region(region: ChunkedRegion, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Chunked(torch.autograd.Function):
-    """`run_region` with the backward pass of the module docstring."""
+    """Autograd function of a region, as described in the module docstring."""
 
     @staticmethod
     def forward(ctx: Any, region: ChunkedRegion, *inputs: Tensor) -> tuple[Tensor, ...]:
-        # no zeros of the whole size for results that the loss does not read
+        # a result that the loss does not read gets None instead of full-size zeros as its gradient
         ctx.set_materialize_grads(False)
         ctx.region, ctx.autocast = region, _autocast_of(inputs)
-        # not as attributes of ctx: only saved tensors have their versions checked, and an input that is changed in
-        # place before the backward pass would be computed again with its new values
+        # not attributes of ctx: only saved tensors have their versions checked. An input that is changed in place
+        # before the backward pass would be recomputed with its new values
         ctx.save_for_backward(*inputs)
         results = run_region(region, inputs)
         pairs = zip(results, region.outputs, strict=True)
@@ -199,7 +201,7 @@ def _backward_of_chunk(
     start: int,
     size: int,
 ) -> None:
-    """Compute one chunk again, and add its gradients to the sums as soon as autograd has each of them."""
+    """Recompute one chunk, and add each of its gradients to the sums as soon as autograd has computed it."""
     pieces, (first, n) = [], region.reached(start, size)
     for tensor, dim, total in zip(inputs, region.input_dims, sums, strict=True):
         pieces.append(total.piece(region, first, n) if total else region.piece(tensor, dim, first, n).detach())
@@ -207,36 +209,35 @@ def _backward_of_chunk(
     region.compute(results.__setitem__, n, *pieces)
     wanted, given = [], []
     for k, (output, grad) in enumerate(zip(region.outputs, grads, strict=True)):
-        # popped: the graph of a result that is not wanted ends here, and its tensors with it
+        # popped, so that a result without gradient is freed here, with its autograd graph
         result = region.own(k, results.pop(k), start, size)
         if grad is not None and result.requires_grad:
             wanted.append(result)
             given.append(region.piece(grad, output.dim, start, size))
-    # also a leaf that no wanted result depends on: `allow_unused` leaves its hook uncalled, and its sum without a
-    # number
+    # all leaves, including those that no result depends on: with `allow_unused` their hooks are not called, and their
+    # sums are not changed
     leaves = [piece for piece in pieces if piece.requires_grad]
     if wanted:
         torch.autograd.grad(wanted, leaves, given, allow_unused=True)
 
 
 class _Gradient:
-    """The gradient of one input, in memory that is there before the first chunk.
+    """Gradient of one input, allocated before the first chunk.
 
-    A sum over chunks of 16-bit numbers has 32 bits.
+    A sum over chunks of 16-bit numbers is accumulated in 32 bits.
     """
 
     def __init__(self, of: Tensor, dim: int | None) -> None:
         self._of, self._dim, self._found = of, dim, False
-        # of what is cut, a place has the gradient of one chunk (neighbours aside): as in eager, nothing is added up in
-        # 16 bits
+        # neighbours aside, a cut input gets one chunk's gradient at each place: as in eager mode, 16 bits suffice
         wide = dim is None and of.dtype in NARROW
         self._sum = torch.zeros_like(of, dtype=torch.float32 if wide else of.dtype)
 
     def piece(self, region: ChunkedRegion, start: int, size: int) -> Tensor:
-        """What a chunk reads: a leaf, whose gradient is added to the sum and let go of as soon as it is whole.
+        """Return a leaf for a chunk to read, whose gradient is added to the sum and freed as soon as it is complete.
 
-        Autograd is handed the piece in its place, which costs nothing and is never read: the gradients of all
-        parameters would else wait for the chunk's end, besides their sums.
+        The hook returns the piece itself to autograd in place of the gradient, which takes no memory and is never read.
+        Otherwise the gradients of all parameters would be held until the end of the chunk, in addition to their sums.
         """
         piece = region.piece(self._of.detach(), self._dim, start, size)
         leaf = piece.detach().requires_grad_()
@@ -251,7 +252,7 @@ class _Gradient:
         return leaf
 
     def value(self) -> Tensor | None:
-        """The gradient; None where no chunk had one, as eager has it."""
+        """Return the gradient; None if no chunk had one, as in eager mode."""
         return self._sum.to(self._of.dtype) if self._found else None
 
 
@@ -260,5 +261,5 @@ def _autocast_of(inputs: Sequence[Tensor]) -> Autocast:
 
 
 def _autocast(found: Autocast) -> AbstractContextManager[None]:
-    """Without a cache, which would keep a copy of every chunk's pieces, and one of a parameter without gradients."""
+    """Enter autocast without its cache, which would keep casts of every chunk's pieces, or casts without gradients."""
     return autocast_again(found, cache_enabled=False)

@@ -1,4 +1,4 @@
-"""Replace a module's forward by one that stays within a byte budget."""
+"""Replace a module's forward by a generated one that stays within a memory budget, planned once per signature."""
 
 import copy
 import warnings
@@ -23,29 +23,30 @@ from lightning_amp.techniques.chunk.run.planned import plan_graph
 from lightning_amp.techniques.rates_of import rates_of
 
 MANY = 8
-"""Blocks of several parts above which a module is planned block by block where that keeps it within the budget: blocks
-that are equal are planned once, while the time to plan one graph grows with the square of its operators."""
+"""Blocks with children above which a module is planned block by block: equal blocks are planned once, while the time to
+plan one graph grows with the square of its operators.
+"""
 OFTEN = 64
-"""Plans of a block's unlike calls after which a person learns that each of them takes the time of a plan."""
+"""Number of signatures of a block after which a warning says that each of them has to be planned."""
 KEPT = 4096
-"""Plans of all blocks that are kept; the oldest goes first."""
+"""Plans of all blocks that are cached; the oldest is removed first."""
 
 
 class InChunks:
-    """Called as `forward(module, *args, **kwargs)`; a copy has the plans of what it is a copy of, a pickle none.
+    """Replacement of a forward, called as `forward(module, *args, **kwargs)`. Copies keep the plans, pickles do not.
 
     Attributes:
         known: Plans by budget and signature.
         fqn: Name of the block, for messages.
         train: As given.
-        captures_whole: Whether all of the block is captured, with the modules in it.
+        captures_whole: Whether the complete block is captured, with the modules in it.
 
     Args:
-        budget_bytes: For one forward pass without gradients.
-        train: With gradients, the budget is for forward and backward pass together, what is kept between them included.
-            It is that of a plan, made for one batch: another call that needs more is run with the least, and a warning.
-        policy: What is made small, "auto" or "paper".
-        rates: Of the device; None for what is known of the module's.
+        budget_bytes: Budget of one forward pass without gradients.
+        train: With gradients, the budget bounds the forward and backward pass, with the tensors kept between them. It
+            is the budget of a plan for one batch: a call that needs more runs with the least bytes, and warns.
+        policy: Quantity to minimize, "auto" or "paper".
+        rates: Rates of the device; None takes those of the module's device.
     """
 
     def __init__(
@@ -58,14 +59,14 @@ class InChunks:
         self.fqn, self._n_planned = "", 0
 
     def installed_at(self, fqn: str, plans: dict[Any, Planned]) -> None:
-        """Note the block's name, and share the plans of the model's other blocks."""
+        """Set the block's name, and share the plans of the model's other blocks."""
         self.fqn, self.known = fqn, plans
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns; a call of a new signature is planned first, and checked when it has values.
+        """Return the module's result; a call with a new signature is planned first, and checked if it has values.
 
         Raises:
-            InstallError: The plan's code computes something else than the module (check.py).
+            InstallError: The generated forward gives a different result than the module (check.py).
         """
         planned = self.planned(module, args, kwargs)
         try:
@@ -74,21 +75,21 @@ class InChunks:
             raise (InstallError(f"{self.fqn}: {error}") if self.fqn else error) from None
 
     def planned(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Planned:
-        """The plan of a call; made for the first of its signature.
+        """Return the plan of a call; it is made in the first call of each signature.
 
         Raises:
             PlanError: The budget cannot be met.
             ModelError: The module cannot be captured.
         """
-        # without its own override, which is another object in every block: blocks that are equal share one plan
+        # without this override, which is a different object in every block: equal blocks share one plan
         own = plain(module)
         call = signature(own, args, kwargs)
-        # most calls are as the last one; to compare a key takes less than its hash
+        # most calls repeat the last signature, and comparing keys is faster than hashing them
         if self._last is None or self._last[0] != call:
             key = self._budget_bytes, self.train, call
             if key not in self.known:
                 self.known[key] = self._plan(own, args, kwargs, call)
-                # memory stays bounded where no call is like another, as of a block that appends to a list in every step
+                # bounds memory if every call has a new signature, as for a block that appends to a list
                 self._n_planned += 1
                 if self._n_planned == OFTEN:
                     warnings.warn(
@@ -110,7 +111,7 @@ class InChunks:
             n_blocks = sum(any(True for _ in block.children()) for block in find_blocks(module).values())
             if n_blocks > MANY and not train:
                 reason = f"it has {n_blocks!r} blocks, which are planned one by one"
-                # the module as one graph may need less, or be all that can be captured
+                # as one graph, the module may need less memory, or be the only thing that can be captured
                 with suppress(PlanError, ModelError):
                     return plan_blocks(module, args, kwargs, self._budget_bytes, reason, costs)
             found = capture(module, args, kwargs, key=key)
@@ -132,7 +133,7 @@ class InChunks:
             except OverBudget as error:
                 if not self.train:
                     raise
-                # the least is that of the search for this budget, and may be a little more for another
+                # the least bytes depend slightly on the budget of the search
                 n_bytes = max(error.least_bytes, n_bytes + n_bytes // 100 + 1)
         if n_bytes > self._budget_bytes:
             least, asked = format_bytes(n_bytes), format_bytes(self._budget_bytes)
@@ -150,6 +151,6 @@ class InChunks:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "InChunks":
         twin = copy.copy(self)
-        # a plan has nothing of the block that it was made for
+        # plans do not refer to the block that they were made for
         twin.known = self.known
         return twin

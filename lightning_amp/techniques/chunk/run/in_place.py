@@ -1,12 +1,13 @@
-"""Find results that may be written over an argument in inference, for elementwise operators.
+"""Determine which elementwise operators may overwrite an argument in inference.
 
-An operator by entry (torch tags it `pointwise`) reads of every argument the entry that it writes, so it may write into
-one of them. It does so by its variant with `out=`, where that has its own kernel: another one would make a copy.
+An elementwise operator (tagged `pointwise` in torch) reads only the entry of each argument that it writes, so its
+result may overwrite an argument. It does so through its `out=` variant, if that has its own kernel; otherwise the
+variant would make a copy.
 
-What is written over must be the block's own memory. An operator may return its argument, or a view of it, depending
-on how that is laid out, which chunks change: `reshape`, `contiguous`, `dropout` in evaluation. So memory counts as new
-only if torch promises that it is (an operator that is not put together from others returns no argument), or if the
-operator is one of `NEW`.
+The overwritten memory must be the block's own. Operators such as `reshape`, `contiguous`, and `dropout` in evaluation
+mode may return their argument or a view of it, depending on its strides, which chunks change. Therefore a result counts
+as new memory only if torch guarantees it (a non-composite operator never returns an argument), or if the operator is in
+`NEW`.
 """
 
 from collections.abc import Sequence
@@ -26,13 +27,13 @@ NEW = {
     *("linear", "matmul", "conv1d", "conv2d", "conv3d", "layer_norm", "group_norm", "rms_norm", "batch_norm"),
     *("softmax", "log_softmax", "upsample_nearest1d", "upsample_nearest2d", "upsample_bilinear2d"),
 }
-"""Operators that are put together from others, and whose result is new memory in any case."""
+"""Composite operators that always return new memory."""
 
 
 def with_memory(table: Table, nodes: Sequence[Node]) -> Table:
-    """The table of a block in inference, with the memory that rows may lie in and results written over others."""
+    """Return a table for inference, with the memory that results may lie in, and the arguments they overwrite."""
     values, new = [node.meta.get("val") for node in nodes], list(map(_is_new, nodes))
-    # a result with gaps, or in another order, is never written over: its bytes are not those of the new result
+    # a non-contiguous result is never overwritten, because its bytes are not those of the new result
     whole = [isinstance(value, Tensor) and value.is_contiguous() for value in values]
     never, memory, free = len(table.rows), list[tuple[int, ...]](), list[int]()
     for i, row in enumerate(table.rows):
@@ -51,7 +52,7 @@ def with_memory(table: Table, nodes: Sequence[Node]) -> Table:
 
 @cache
 def writing(target: Any) -> Any:
-    """The variant of an operator by entry that writes into an argument `out`; None if there is none."""
+    """Return the variant of an elementwise operator that writes into an argument `out`; None if there is none."""
     if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
     asked = [(a.name, str(a.type)) for a in target._schema.arguments]
@@ -66,7 +67,7 @@ def writing(target: Any) -> Any:
 
 
 def _is_new(node: Node) -> bool:
-    """Whether a result is new memory, whatever its arguments are."""
+    """Return whether a result is new memory, for any arguments."""
     target = node.target
     if not isinstance(target, OpOverload):
         return False

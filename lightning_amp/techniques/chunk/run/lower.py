@@ -1,17 +1,16 @@
-"""Generate the Python forward of a captured block with a chunk plan.
+"""Generate the Python code of a captured block's forward that runs regions in chunks.
 
     def region_0(put, size, softmax_input, value):      one chunk of `size` positions
         softmax = torch.softmax(softmax_input, -1); del softmax_input
         put(0, torch.matmul(softmax, value))
-    def forward(weight, input_0): ...                   the block, with region_0 in the place of its rows
+    def forward(weight, input_0): ...                   the block; a call of region_0 replaces its rows
 
-Every value is let go of after its last use, so what is alive is what the plan counts. Operators, their order and their
-arguments are those of the graph; in a chunk, the size of the cut dim takes the place of the whole.
+Every value is deleted after its last use, so that live memory is as planned. Operators, their order and their arguments
+are those of the graph; in a chunk, the size of the cut dim is that of the chunk.
 
-Name the Python functions that start the operators of generated code in less time than overloads take.
-
-An overload, called from Python, looks its arguments up in a schema; a function of torch has a parser that was compiled.
-Both start the same operator with the same arguments. What is not listed here is called as an overload.
+The generated code calls operators by their Python functions (`BINDINGS`), which start the same operator with the same
+arguments faster than overloads: functions have a compiled argument parser, while overloads look arguments up in a
+schema. An operator that is not listed is called as an overload.
 """
 
 import linecache
@@ -50,32 +49,32 @@ _SPACES = {
     " unsqueeze.default",
 }
 BINDINGS = {name: f"{space}.{name.partition('.')[0]}" for space, names in _SPACES.items() for name in names.split()}
-"""Of overloads of aten, as generated code has them."""
+"""Python function of each aten overload, as generated code calls it."""
 
 
 def binding(target: OpOverload) -> str | None:
-    """The function that starts an operator, as Python source; None if there is none."""
+    """Return the function that starts an operator, as Python source; None if there is none."""
     space, _, name = target._schema.name.partition("::")
     return BINDINGS.get(f"{name}.{target._overloadname}") if space == "aten" else None
 
 
 SIZES = ("size", "shape", "sizes")
-"""Arguments of views that have the size of every dim of the result; of `unflatten` those of the dims made of one."""
+"""Arguments of view operators with sizes of all result dims; for `unflatten`, of the dims made from one dim."""
 _FILES = count()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lowered:
-    """A block as a forward that was generated.
+    """Generated forward of a block.
 
     Attributes:
-        capture: What the block does.
+        capture: The captured block.
         code: Python source of `forward` and of one function per region.
-        forward: Parameters and buffers, then tensor inputs -> the flat results.
-        regions: By the name that the code calls them by.
-        cut: The regions of the plan that it was written by, in their order.
-        inner: What runs in every chunk, where chunks are nested.
-        norms: Group norms that `capture` has in two steps, by their place in the block's own (two_steps.py).
+        forward: Takes parameters and buffers, then tensor inputs; returns the flat results.
+        regions: Regions by their function name in the code.
+        cut: Regions of the plan, in order.
+        inner: Forward that runs in every chunk, if chunks are nested.
+        norms: Group norms that `capture` computes in two steps, by their place in the original block (two_steps.py).
     """
 
     capture: Capture
@@ -87,24 +86,24 @@ class Lowered:
     norms: frozenset[int] = frozenset()
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """What the block returns for a call with the signature of the capture."""
+        """Return what the block returns for a call with the signature of the capture."""
         values, _ = tree_flatten((args, kwargs))
         given = (value for value in values if isinstance(value, Tensor))
         return tree_unflatten(self.forward(*state_of(block).values(), *given), self.capture.output)
 
 
 def lower(capture: Capture, table: Table, regions: Sequence[Region]) -> Lowered:
-    """Write the forward of a block that runs regions in chunks, which share no row; the table is by `table_of`."""
+    """Generate the forward of a block; its regions share no row, and `table` comes from `table_of`."""
     return _Writer(capture, table).lower(sorted(regions, key=lambda region: region.first))
 
 
 def table_of(capture: Capture, *, near: bool = False) -> Table:
-    """The table of a capture, in which no region has what a graph does besides its rows.
+    """Return the table of a capture, marked so that no region contains an operator that must not run in chunks.
 
-    An operator that is none on tensors (a change of the gradient mode), and one that reads memory by its place (which
-    chunks lay out anew), stand there as changing the memory that they could have to do with.
+    Operators that do not compute tensors (such as a change of the gradient mode), and operators that read memory by
+    offset (`as_strided`; chunks have other strides), are marked as writing to the memory that they may depend on.
 
-    With `near`, for inference, dims of convolutions follow those of their input by `Row.near`.
+    With `near`, for inference, dims of convolutions follow those of their input with neighbours (`OperatorRow.near`).
     """
     table = build_table(capture)
     if not torch.is_grad_enabled():
@@ -125,12 +124,12 @@ def table_of(capture: Capture, *, near: bool = False) -> Table:
 
 
 class _Size(str):
-    """A size that is worked out when a chunk runs: shown without quotes."""
+    """A size expression, printed without quotes; evaluated when a chunk runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A statement, with the rows whose values it makes and reads."""
+    """A statement, and the rows whose values it makes and reads."""
 
     text: str
     made: tuple[int, ...] = ()
@@ -138,7 +137,7 @@ class _Line:
 
 
 class _Writer:
-    """Names of all rows, and the values that the code takes by name because they cannot be written down."""
+    """Writes the code: names of all rows, and values that have no source text and are passed as globals."""
 
     def __init__(self, capture: Capture, table: Table) -> None:
         self._capture, self._table = capture, table
@@ -146,28 +145,28 @@ class _Writer:
         self._row = {node: i for i, node in enumerate(self._nodes)}
         self._values: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten, "inf": math.inf, "nan": math.nan}
         self._taken = {"put", "size", "forward", *self._values}
-        # arguments as `Capture.changed` has them
+        # arguments have the names that `Capture.changed` uses
         given = chain(capture.names, (f"input {k}" for k in count()))
         self._names = [self._name(next(given) if node.op == "placeholder" else node.name) for node in self._nodes]
 
     def lower(self, regions: Sequence[Region]) -> Lowered:
-        """Write, compile, and put the regions where the code calls them."""
+        """Write and compile the code, and define the regions that it calls."""
         named = {self._name(f"region_{k}"): region for k, region in enumerate(regions)}
         parts = [self._region(name, region) for name, region in named.items()]
         code = "\n\n\n".join([*parts, self._forward(named)])
-        # with lines that errors in the code show
+        # registered with linecache, so that tracebacks show the generated lines
         name = f"<lightning_amp.chunk {next(_FILES)}>"
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         space = dict(self._values)
         exec(compile(code, name, "exec"), space)
         chunked = {name: self._chunked(space[name], region) for name, region in named.items()}
-        # `space` is the dictionary that the functions have as their globals: what is put there is what their calls find
-        # the code of forward calls what runs all chunks under the name of what computes one
+        # `space` has the globals of the generated functions. Each region function, which computes one chunk, is
+        # replaced under its name by the object that runs all chunks
         space |= chunked
         return Lowered(capture=self._capture, code=code, forward=space["forward"], regions=chunked, cut=tuple(regions))
 
     def _name(self, wish: str) -> str:
-        """A name that is free, as near to the wish as Python allows."""
+        """Return a free Python name, as similar to `wish` as possible."""
         name = "".join(c if c.isalnum() and c.isascii() else "_" for c in wish)
         name = f"_{name}" if not name or name[0].isdigit() or iskeyword(name) else name
         while name in self._taken:
@@ -185,11 +184,11 @@ class _Writer:
         return "\n".join([head, *self._with_ends(lines, set(arguments))])
 
     def _main(self, regions: Mapping[str, Region]) -> Iterator[_Line]:
-        """Rows one by one; of a region what comes before its chunks, then all chunks at once."""
+        """Yield rows one by one; for a region the rows before its chunks, then one call that runs all chunks."""
         within = {i: name for name, region in regions.items() for i in region.inside(self._table)}
         before = {i for region in regions.values() for i in region.before}
-        # a region is called where its last row stood. Rows of it that are computed before the pieces were written at
-        # their own places by then, which come earlier
+        # a region is called at the place of its last row; rows that are computed before its pieces come earlier, at
+        # their own places
         ends = {region.last: name for name, region in regions.items()}
         for i, node in enumerate(self._nodes):
             if node.op == "get_attr":
@@ -255,7 +254,7 @@ class _Writer:
         return f"{self._function(target)}({', '.join(given)})"
 
     def _resize(self, i: int, region: Region, args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Put the size of a chunk where a view has that of the whole."""
+        """Replace the full size by that of a chunk in the arguments of a view."""
         schema = self._nodes[i].target._schema  # type: ignore[union-attr]
         dim, shape = region.dims[i], self._table.rows[i].shape
         for place, argument in enumerate(schema.arguments):
@@ -267,16 +266,15 @@ class _Writer:
                 at -= int(args[1] if len(args) > 1 else kwargs["dim"]) % of
             holder, key = (args, place) if place < len(args) else (kwargs, argument.name)
             sizes = list(holder[key])  # type: ignore[index]
-            # the graph's own list stays as it is: the same graph is lowered for other plans
-            # -1 is worked out by torch from the piece that is given, and is right for pieces of any length
+            # the list is a copy, because the same graph is lowered for other plans; -1 is valid for any length
             if 0 <= at < len(sizes) and sizes[at] != -1:
                 each = shape[dim] // region.units
                 sizes[at] = _Size("size" if each == 1 else f"{each} * size")
                 holder[key] = sizes  # type: ignore[index]
 
     def _with_ends(self, lines: Sequence[_Line], kept: set[int]) -> Iterator[str]:
-        """Statements, each followed by letting go of what nobody reads after it."""
-        # a value that nobody reads ends with the line that makes it
+        """Yield statements, each followed by `del` of the values that no later statement reads."""
+        # a value without a reader is deleted by the statement that makes it
         last = {i: n for n, line in enumerate(lines) for i in (*line.made, *line.read)}
         for n, line in enumerate(lines):
             ended = [self._names[i] for i in (*line.read, *line.made) if last[i] == n and i not in kept]
@@ -294,7 +292,7 @@ class _Writer:
         return self._constant(target)
 
     def _text(self, value: Any) -> str:
-        """A value as Python source."""
+        """Return a value as Python source."""
         if isinstance(value, Node):
             return self._names[self._row[value]]
         if isinstance(value, list | tuple):
@@ -309,7 +307,7 @@ class _Writer:
         return self._constant(value)
 
     def _constant(self, value: Any) -> str:
-        """The name of a value that cannot be written down."""
+        """Return the global name of a value that has no source text."""
         known = next((name for name, own in self._values.items() if own is value), None)
         name = known or self._name(getattr(value, "__name__", "") or "constant")
         self._values[name] = value
@@ -340,7 +338,7 @@ class _Writer:
 
 
 def dense_strides(value: Tensor) -> tuple[int, ...]:
-    """Strides in the order of a tensor's own, without gaps: what can be viewed there can be viewed here."""
+    """Return strides in the same dim order as a tensor's, without gaps, so that the same views are possible."""
     order = sorted(range(value.dim()), key=lambda d: (value.stride(d), -d), reverse=True)
     strides, step = [0] * value.dim(), 1
     for d in reversed(order):

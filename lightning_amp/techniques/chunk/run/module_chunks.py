@@ -1,4 +1,4 @@
-"""Store the chunks of a module, and return the module without them."""
+"""Define `ModuleChunks`, the chunk plan of a module, and `plain`, which returns the module without chunks."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,7 @@ from lightning_amp.techniques.chunk.regions.region import Region
 from lightning_amp.techniques.ranks.received import nothing_kept
 
 CHUNKS = ("chunk", "lightning_amp.chunk")
-"""Names of the technique: of a rule, and of the function."""
+"""Names of the technique in overrides: as a rule, and as the function."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,27 +42,26 @@ class ModuleChunks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """A plan, and what carries it out, called as the module's forward is; a `Checked` can be checked before."""
+    """A plan and its forward, called like the module's; `run` may be a `Checked`, to be checked before a call."""
 
     chunks: ModuleChunks
     run: Callable[..., Any]
 
 
 def plain(module: nn.Module) -> nn.Module:
-    """The module with its class's forward, or what a technique other than chunk computes in its place: the same
-    children, parameters and settings.
+    """Return the module without chunks and hooks, with the same children, parameters and settings.
 
-    What runs around a forward is left out, and so are hooks on the module itself.
+    Its forward is its class's, or that of another technique. Overrides that run around a forward are omitted.
     """
     kind, left_out = own_class(module)
     found = object.__new__(kind)
     vars(found).update(
-        # hooks of every kind: those of state_dict hold what `fully_shard` knows of a module
+        # all kinds of hooks: the state_dict hooks hold data of `fully_shard`
         (name, OrderedDict() if name.startswith("_") and "_hooks" in name else value)
         for name, value in vars(module).items()
         if name not in ("forward", *left_out) and not isinstance(value, ModuleChunks)
     )
-    # what runs a forward twice runs around chunks, and is no part of what they replace
+    # overrides that run a forward twice are outside of chunks, and not part of what chunks replace
     inside = (one for one in overrides_of(module) or () if one.position < Position.TWICE)
     set_overrides(found, (one for one in inside if one.strategy not in CHUNKS))
     return found
@@ -70,13 +69,14 @@ def plain(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def no_part_of_the_step() -> Iterator[None]:
-    """For what is computed of a plan rather than of the step that it is made in; gradients stay on or off."""
+    """Context for computations that are not part of the current step, such as planning; keeps the gradient mode."""
     with_gradients = torch.is_grad_enabled()
     with ExitStack() as stack:
-        # tensors of inference mode count no changes, by which a capture sees what a forward changes in place
+        # inference tensors have no version counter, by which a capture detects in-place changes
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(with_gradients))
-        # a block that is computed again has hooks, which would count what is kept here, and keeps what is received
+        # without the hooks of a recomputed block, which would count the tensors saved here, and without caching
+        # received ones
         stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
         stack.enter_context(nothing_kept())
         yield

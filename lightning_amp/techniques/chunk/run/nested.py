@@ -1,7 +1,7 @@
-"""Nest chunks in inference: a whole block sample by sample, and regions within one sample.
+"""Nest chunks in inference: run a block sample by sample, and regions within each sample.
 
-Where every row of a block can be cut along one dim, one piece of it is a separate block: it is captured with the
-sizes of a piece, and chunks are planned for it in what the results of the whole leave of the budget.
+If all rows of a block can be cut along one dim, one piece is a separate block: it is captured with the sizes of a
+piece. Its chunks are planned for the budget that remains after the full results.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ Plan = Callable[[Capture], tuple[Lowered, Found]]
 
 
 def outermost(table: Table) -> Region | None:
-    """The region of all rows of a block, in the most pieces; None if they cannot all be cut along one dim.
+    """Return the region of all rows of a block, in the most pieces; None if not all can be cut along one dim.
 
-    Pieces that need their neighbours have other sizes at the ends, and a piece is captured in one size.
+    Pieces with neighbours are excluded, because their sizes differ at the ends, while a piece is captured in one size.
     """
     own = [i for i, row in enumerate(table.rows) if row.kind == OPERATOR]
     all_of_it = (r for r in RegionSearch(table).around(own[-1:]) if r.first == own[0] and not (r.before or r.reach))
@@ -34,13 +34,13 @@ def outermost(table: Table) -> Region | None:
 
 
 def lower_nested(capture: Capture, table: Table, region: Region, plan: Plan[Found]) -> tuple[Lowered, Found]:
-    """The forward that runs a region of all rows in pieces of one size, and in each of them its own regions.
+    """Return the forward that runs a region of all rows in equal pieces, and its own regions in each piece.
 
     Args:
-        table: Of the capture, for inference.
-        plan: Of a captured piece its forward, and something that is returned too.
+        table: Table of the capture, for inference.
+        plan: Function that returns the forward of a captured piece, and a value that is returned as well.
     """
-    # the rows run inside of a piece, where the piece's own capture says what is written over what
+    # rows run inside a piece, whose own capture determines what is overwritten
     rows = tuple(replace(row, over=-1) for row in table.rows)
     lowered = lower(capture, replace(table, rows=rows), (region,))
     ((name, chunked),) = lowered.regions.items()
@@ -51,7 +51,7 @@ def lower_nested(capture: Capture, table: Table, region: Region, plan: Plan[Foun
             put(k, value)
 
     nested = replace(chunked, compute=compute)
-    # the code of forward looks the region up by its name in each call
+    # generated code looks the region up by name in each call
     lowered.forward.__globals__[name] = nested
     outer = lowered.code[lowered.code.index("\ndef forward(") :]
     code = f"# one chunk of {name}\n{piece.code}\n\n{outer}"
@@ -59,9 +59,9 @@ def lower_nested(capture: Capture, table: Table, region: Region, plan: Plan[Foun
 
 
 def _of_piece(capture: Capture, table: Table, region: Region, chunked: ChunkedRegion) -> Capture:
-    """What one piece computes, as a block whose arguments are the region's inputs."""
+    """Return the capture of one piece, as a block whose arguments are the region's inputs."""
     inputs = region.inputs(table)
-    # all pieces are as long as the first: `outermost` takes the most pieces, of one unit each
+    # all pieces have equal length: `outermost` returns the most pieces, of one unit each
     ((start, size), *_) = chunked.bounds
 
     def run(*tensors: Tensor) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Plan regions for one graph under a budget, and predict the bytes of the generated forward."""
+"""Plan regions for one captured graph under a budget, and measure the peak of the generated forward on fake tensors."""
 
 from dataclasses import replace
 
@@ -21,11 +21,11 @@ from lightning_amp.techniques.chunk.run.two_steps import in_two_steps, norms_of
 
 Found = tuple[Lowered, ChunkPlan]
 NORMS = ("none", "above", "all")
-"""Which group norms are computed in two steps: none, those at which the block is above the budget, all."""
+"""Group norms that are computed in two steps: none, those at which the block exceeds the budget, or all."""
 
 
 def plan_graph(capture: Capture, budget_bytes: int, *, train: bool = False, costs: CostModel = CPU_SECONDS) -> Planned:
-    """The plan of a module that is one graph; with `train` the budget is for forward and backward pass.
+    """Plan a module that is one graph; with `train`, the budget bounds the forward and backward pass.
 
     Raises:
         PlanError: The budget cannot be met.
@@ -42,21 +42,20 @@ def plan_graph(capture: Capture, budget_bytes: int, *, train: bool = False, cost
 
 
 def lower_within(capture: Capture, budget_bytes: int, *, train: bool = False, costs: CostModel = CPU_SECONDS) -> Found:
-    """The generated forward that takes the least time within a budget, and its plan with the bytes that it then takes.
+    """Return the fastest generated forward within a budget, and its plan with the measured bytes.
 
-    In inference chunks are nested where nothing else is within the budget; the plan's region is the outer one then.
-    Where that is not enough, group norm is computed in two steps: first those at which the block is above the budget,
-    then all.
+    In inference, chunks are nested if no other plan fits the budget; the plan then has the outer region. If that is not
+    enough, group norms are computed in two steps: first those at which the block exceeds the budget, then all.
 
-    Plans are made for numbers of bytes that are the same for all budgets, from the largest within the budget down to
-    one that the meter finds within it too, and at last that of the least bytes: what a budget accepts, a larger one
-    does too, and is no slower.
+    Plans are made for a fixed ladder of budgets (`rung`), from the largest one within the budget downwards until the
+    measured bytes fit too, and finally for the least bytes. So if a budget can be met, a larger one can too, and its
+    plan is no slower.
 
     Args:
-        capture: With a graph; for training captured with gradients.
-        budget_bytes: Of a forward pass without gradients.
-        train: The budget is for forward and backward pass.
-        costs: What is made small.
+        capture: Capture with a graph; for training captured with gradients.
+        budget_bytes: Budget of a forward pass without gradients.
+        train: The budget bounds the forward and backward pass.
+        costs: Quantity to minimize.
 
     Raises:
         OverBudget: The budget cannot be met.
@@ -69,7 +68,7 @@ def lower_within(capture: Capture, budget_bytes: int, *, train: bool = False, co
                     return found
             except OverBudget as error:
                 if least is None or error.least_bytes < least.least_bytes:
-                    # frames of a traceback would keep tensors of the step alive while other forms run
+                    # without its traceback, whose frames would keep tensors alive while other forms are planned
                     least = error.with_traceback(None)
         if not norms_of(capture):
             break
@@ -78,10 +77,10 @@ def lower_within(capture: Capture, budget_bytes: int, *, train: bool = False, co
 
 
 def _with_norms(capture: Capture, budget_bytes: int, costs: CostModel, which: str, *, train: bool) -> Found:
-    """The forward of a graph of which some group norms are in two steps."""
+    """Plan a graph in which some group norms are computed in two steps."""
     norms, found = norms_of(capture), set(range(len(norms_of(capture)) if which == "all" else 0))
     if which == "above":
-        # of which a row is above the budget, up to the next one: all others are less whole, and faster
+        # norms for which a row from the norm up to the next one exceeds the budget; the others are faster in one step
         k, table = -1, _inference_table(capture, table_of(capture, near=True))
         forward = block_bytes(table.rows, table.outputs, train=False).forward
         for node, n_bytes in zip(capture.nodes, forward, strict=True):
@@ -92,7 +91,7 @@ def _with_norms(capture: Capture, budget_bytes: int, costs: CostModel, which: st
     table = table_of(split, near=not train)
     counted = table if train else _inference_table(split, table)
     lowered, plan = _within(split, counted, budget_bytes, costs, train=train)
-    # where there are gradients the same regions run, and nothing is written over
+    # with gradients the same regions run, and nothing is overwritten
     lowered = lowered if counted is table else lower(split, table, plan.regions)
     return replace(lowered, norms=frozenset(found)), plan
 
@@ -100,8 +99,8 @@ def _with_norms(capture: Capture, budget_bytes: int, costs: CostModel, which: st
 def _within(
     capture: Capture, table: Table, budget_bytes: int, costs: CostModel, *, train: bool
 ) -> tuple[Lowered, ChunkPlan]:
-    """The forward with the regions that are chosen from a table."""
-    # of a block that fits as it is the budget itself is asked for: the next rung below could need chunks
+    """Return the generated forward with regions that are chosen from a table, and its plan."""
+    # a block that fits without chunks is planned for the budget itself: the next lower rung could require chunks
     fits = block_bytes(table.rows, table.outputs, train=train).peak_bytes <= budget_bytes
     asked, is_least = budget_bytes if fits else rung(budget_bytes), False
     while True:
@@ -117,17 +116,18 @@ def _within(
             return lowered, replace(found, peak_bytes=measured)
         if is_least:
             raise _over(capture, measured, f" ({found.whole_bytes!r} as it is)", budget_bytes)
-        # a prediction that is too small costs other searches, never the promise
+        # a prediction that is too low costs further searches, but the budget is always met
         asked = rung(min(asked, found.peak_bytes) - 1)
 
 
 def _nested(capture: Capture, budget_bytes: int, costs: CostModel, which: str, *, train: bool) -> Found | None:
-    """The forward of one sample after the other, each in chunks; None where samples are not apart."""
+    """Plan one sample at a time, each in chunks; None if samples are not independent."""
     with torch.no_grad():
         table = table_of(capture, near=True)
         outer = outermost(table)
         if outer is None:
             return None
+        # the full results are alive while every sample runs
         beside = sum(result_bytes(table.rows[i]) for i in outer.outputs(table))
 
         def plan(piece: Capture) -> Found:
@@ -140,6 +140,7 @@ def _nested(capture: Capture, budget_bytes: int, costs: CostModel, which: str, *
         least_bytes = measured_bytes(lowered)
         if least_bytes > budget_bytes:
             raise _over(capture, least_bytes, "", budget_bytes)
+        # an unlimited budget gives a plan without regions, for the values of the original block
         whole = choose_chunks(table, 2**62, train=False, costs=costs)
     found = replace(whole, regions=(outer,), peak_bytes=least_bytes, seconds=outer.n_chunks * inner.seconds)
     if torch.is_grad_enabled():
@@ -156,10 +157,10 @@ def _over(capture: Capture, least_bytes: int, as_it_is: str, budget_bytes: int) 
 
 
 def measured_bytes(lowered: Lowered, *, train: bool = False) -> int:
-    """Most bytes alive in a forward pass without gradients, or in training in a forward and a backward pass, beyond
-    what both are given; they are run on fake tensors.
+    """Measure the peak of a forward pass, or in training of a forward and backward pass, on fake tensors.
 
-    In training results are held meanwhile. Gradients of arguments and parameters count, those of the results do not.
+    Arguments, parameters and buffers do not count. In training, results are held until the end; gradients of arguments
+    and parameters count, those of results do not.
     """
     live = LiveBytes()
     with QuickFakes(), torch.set_grad_enabled(train):
@@ -177,7 +178,7 @@ def measured_bytes(lowered: Lowered, *, train: bool = False) -> int:
 
 
 def _inference_table(capture: Capture, table: Table) -> Table:
-    """What an operator makes for the backward pass is made and dropped, which a row with gradients does not show."""
+    """Return the table for inference, with results that an operator computes for the backward pass and then drops."""
     if not torch.is_grad_enabled():
         return table
     with torch.no_grad():

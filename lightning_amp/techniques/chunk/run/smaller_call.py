@@ -1,8 +1,8 @@
-"""Call a block with fewer positions, with the forward that the same plan would generate.
+"""Make calls of a block with fewer positions, and the forward that the same plan generates for them.
 
-Dims of arguments whose size is not that of a parameter (samples, tokens, rows of an image) are cut to their first few
-positions. The call counts where the block makes the same operators of it, and every region of the plan is legal there:
-then what is generated differs from the original in sizes alone.
+Dims of arguments that differ in size from all dims of parameters (samples, tokens, image rows) are cut to their first
+positions. A call is usable if the block runs the same operators and every region of the plan is legal: then the
+generated forward differs from the original only in sizes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,20 +21,20 @@ from lightning_amp.techniques.chunk.run.nested import lower_nested
 from lightning_amp.techniques.chunk.run.two_steps import in_two_steps, norms_of
 
 POSITIONS = (4, 16)
-"""Least positions of a dim that is cut; the second is for blocks that halve an image, or look at windows of it."""
+"""Smallest sizes of a cut dim; the second is for blocks that halve an image, or read windows of it."""
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def smaller_calls(
     block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], lowered: Lowered
 ) -> Iterator[tuple[Call, Lowered]]:
-    """Calls with fewer positions, the smallest first, each with what the block runs for it."""
+    """Yield calls with fewer positions, smallest first, each with the forward that is generated for it."""
     values, spec = tree_flatten((tuple(args), dict(kwargs)))
     fixed = {size for tensor in state_of(block).values() for size in tensor.shape}
     seen = {_shapes(values)}
     for least in POSITIONS:
-        # where a size that a parameter has stays, of images and of others: nowhere, in the last dim, in the second,
-        # in the channels of either, everywhere
+        # dims that keep a size which a parameter has too, for images and for others: none, the last, the second, the
+        # channels of either, all
         for dims in (((), ()), ((-1,), (-1,)), ((1,), (1,)), ((1,), (-1,)), (range(-8, 8), range(-8, 8))):
             fewer = _fewer(values, least, fixed, *dims)
             if _shapes(fewer) in seen:
@@ -49,7 +49,7 @@ def smaller_calls(
 
 
 def lowered_like(lowered: Lowered, found: Capture) -> Lowered | None:
-    """What is generated for another capture by the same plan; None where that is not legal for it."""
+    """Return the forward that the same plan generates for another capture; None if the plan is not legal for it."""
     try:
         return _lowered_like(lowered, found)
     except PlanError:
@@ -59,7 +59,7 @@ def lowered_like(lowered: Lowered, found: Capture) -> Lowered | None:
 def _lowered_like(lowered: Lowered, found: Capture) -> Lowered:
     n_norms = len(norms_of(found))
     own = in_two_steps(found, [k for k in lowered.norms if k < n_norms])
-    # rows are named by their number in the plan: with another list of operators the same number would be another row
+    # rows are numbered: with another list of operators, the same number would be another row
     if _operators(own) != _operators(lowered.capture):
         raise PlanError("the block makes other operators of fewer positions")
     # rows of an image are cut through convolutions where the plan does so
@@ -74,13 +74,13 @@ def _lowered_like(lowered: Lowered, found: Capture) -> Lowered:
 def _fewer(
     values: Sequence[Any], least: int, fixed: set[int], of_images: Sequence[int], of_others: Sequence[int]
 ) -> list[Any]:
-    """Arguments with the first positions of every dim but some of a fixed size; images have four dims or more."""
+    """Cut the dims of arguments; `of_images` (four dims or more) and `of_others` name dims that keep a fixed size."""
     made: dict[int, Tensor] = {}
     for value in values:
         if isinstance(value, Tensor):
             dims = of_images if value.dim() > 3 else of_others
             kept = {d % value.dim() for d in dims if -value.dim() <= d < value.dim()}
-            # a divisor of its size, so that what halves a dim still can; else an odd number
+            # a divisor of the size, so that operators that halve a dim still work; otherwise an odd number
             fewer = [next((k for k in range(least, 2 * least) if n % k == 0), least + 1) for n in value.shape]
             shape = [n if d in kept and n in fixed else min(n, fewer[d]) for d, n in enumerate(value.shape)]
             made[id(value)] = _first(value, shape)
@@ -88,7 +88,7 @@ def _fewer(
 
 
 def _first(value: Tensor, shape: Sequence[int]) -> Tensor:
-    """The first positions, laid out as the whole is; two arguments that are one tensor stay one."""
+    """Return the first positions, with the dim order of the full tensor."""
     if list(value.shape) == list(shape):
         return value.detach().requires_grad_(value.requires_grad)
     part = value.detach()[tuple(slice(n) for n in shape)]

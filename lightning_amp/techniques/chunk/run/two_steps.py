@@ -1,8 +1,8 @@
-"""Support images cut by rows: group norm in two steps, and the neighbours that a convolution reads.
+"""Cut images by rows: compute group norm in two steps, and return the neighbouring rows that a convolution reads.
 
-mean[n, c, row], var[n, c, row]     of every row of the image by itself, which chunks of rows compute exactly
-var of a group = mean of var + variance of mean, because all rows are as long (law of total variance)
-y = shift[n, c] + x * scale[n, c]   by entry
+mean[n, c, row], var[n, c, row]     of every image row, which chunks of rows compute exactly
+var of a group = mean of var + variance of mean, because all rows have equal length (law of total variance)
+y = shift[n, c] + x * scale[n, c]   elementwise
 """
 
 from collections.abc import Collection
@@ -23,7 +23,7 @@ CHEAP = (torch.ops.aten.cat.default, torch.ops.aten.upsample_nearest2d.vec)
 
 
 def neighbours(node: Node) -> tuple[tuple[int, int], ...]:
-    """(dim, positions) that a convolution reads on either side of a piece; its result must be as large as its input."""
+    """Return (dim, positions) that a convolution reads on either side of a piece, for dims that keep their size."""
     if node.target not in CONVOLUTIONS or not isinstance(node.target, OpOverload):
         return ()
     names = [a.name for a in node.target._schema.arguments]
@@ -35,7 +35,7 @@ def neighbours(node: Node) -> tuple[tuple[int, int], ...]:
             _of(given.get(name, default), d - 2) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
         )
         reach = dilation * (weight.shape[d] - 1)
-        # a piece with so many neighbours has its own entries in its middle, and the padding only at the image's ends
+        # with so many neighbours, the middle of the result is exact: padding only affects the ends of the image
         if stride == 1 and reach and reach == 2 * padding and x.shape[d] == result.shape[d]:
             found.append((d, padding))
     return tuple(found)
@@ -48,7 +48,7 @@ def _of(value: Any, k: int) -> int:
 
 
 def norms_of(capture: Capture) -> list[Node]:
-    """Group norms of images, which can be computed in two steps."""
+    """Return the group norms of images, which can be computed in two steps."""
     found = []
     for node in capture.nodes:
         if node.target is torch.ops.aten.group_norm.default and isinstance(node.args[0], Node):
@@ -59,7 +59,7 @@ def norms_of(capture: Capture) -> list[Node]:
 
 
 def in_two_steps(capture: Capture, which: Collection[int]) -> Capture:
-    """The capture with some group norms in two steps, by their place in `norms_of`; as it is without any."""
+    """Return the capture with some group norms in two steps, given by their place in `norms_of`; unchanged if none."""
     if not which:
         return capture
     norms = norms_of(capture)
@@ -73,12 +73,11 @@ def in_two_steps(capture: Capture, which: Collection[int]) -> Capture:
 
 
 def _for_every_reader(graph: Graph) -> None:
-    """What costs nothing to compute is computed for each of its readers, and need not be kept for the last of them.
+    """Duplicate cheap operators for their readers, so that results need not be kept until the last reader.
 
-    A reader that follows another at once has the same copy, which nothing has to hold in between.
+    Consecutive readers share one copy, which is not kept in between.
     """
-    # from the end, so that a copy of a reader exists before what it reads is looked at, and counts as one of its
-    # readers
+    # in reverse order: copies of a reader exist before the operator that they read is visited
     for node in reversed(list(graph.nodes)):
         own, before = node, None
         for reader in list(node.users) if node.target in CHEAP else ():
@@ -91,7 +90,7 @@ def _for_every_reader(graph: Graph) -> None:
 
 
 class _TwoSteps(Interpreter):
-    """Runs a graph with another group norm at some nodes."""
+    """Interpreter of a graph that computes group norm in two steps at the given nodes."""
 
     def __init__(self, module: GraphModule, norms: set[Node]) -> None:
         super().__init__(module)
@@ -112,10 +111,10 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Tensor:
-    """The same as torch's, of x [sample, channel, row, ...]."""
+    """Compute `torch.group_norm` of x [sample, channel, row, ...] in two steps."""
     along, n, each = list(range(3, x.dim())), len(x), x.shape[1] // groups
     rows = x.mean(along, keepdim=True)
-    # not x.var: its kernel for a CPU takes 20 times as long; not square, which cannot write over its argument
+    # not x.var, whose CPU kernel takes 20 times as long; not square, which cannot overwrite its argument
     apart = x - rows
     mean, var = (part.reshape(n, groups, -1) for part in (rows, (apart * apart).mean(along)))
     scale = (var.mean(-1, keepdim=True) + mean.var(-1, correction=0, keepdim=True) + eps).rsqrt()
