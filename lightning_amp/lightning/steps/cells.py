@@ -1,8 +1,8 @@
 """Distribute the samples (cells) of loaders over ranks, weight each rank's loss, and reduce metrics without duplicates.
 
-Order: with several ranks, Lightning adds a distributed sampler, which shuffles in training, to every loader, even if the
-data axis has one rank. Here, a single data rank reads the loader unchanged. If the loader does not shuffle, rank r of R
-data ranks reads
+Order: with several ranks, Lightning adds a distributed sampler to every loader, which shuffles in training, even if
+the data axis has one rank. Here, a single data rank reads the loader unchanged. If the loader does not shuffle, rank r
+of R data ranks reads
 
     cells[r::R],        cells = the loader's next R batches, of b cells each
 
