@@ -208,7 +208,7 @@ class StratumMemoryMonitor(pl.Callback):
 
     def _is_due(self, step: int, batch_idx: int, added_up: int) -> bool:
         """With gradient accumulation, measure the last batch, which also has the gradients of the others."""
-        # due if a multiple of `every_n_steps` lies among the accumulated batches, of which the last is measured
+        # due if a multiple of `every_n_steps` is among the accumulated batches
         nth = step // self.every_n_steps > (step - added_up) // self.every_n_steps
         return step == 2 * added_up - 1 or (step >= 2 * added_up and (batch_idx + 1) % added_up == 0 and nth)
 
@@ -224,6 +224,7 @@ class StratumMemoryMonitor(pl.Callback):
         target.mkdir(parents=True, exist_ok=True)
         table, lines = target / "memory.csv", target / "memory.jsonl"
         ordered = sorted(self.rows, key=lambda row: (row["rank"], row["step"]))
+        # all files are written aside, so that a full disk leaves no incomplete file
         with written_aside(table) as aside, aside.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()

@@ -62,20 +62,20 @@ class PredictionWriter(pl.Callback):
     """Write embeddings, imputed data and pictures at the end of `trainer.predict`, on rank 0.
 
     Files:
-        embeddings_<modality>.h5ad: all cells in the file's order, obs as there, var but for Hi-C, no X;
+        embeddings_<modality>.h5ad: all cells in the file's order, its obs, its var except for Hi-C, no X;
             obsm["X_amp"], NaN for a cell that was not predicted (`limit_predict_batches`), and its principal components
             obsm["X_pca"]; uns["lightning_amp"], versions, model, plan and settings
         imputed.scool: expected contacts of some cells, if there is Hi-C
         pseudobulk/<type>.cool: sum of the expected contacts of a type's cells, with `celltype_key`, if
             there is Hi-C that has this column and the model has `impute`; every rank imputes all cells
-        embedding.png: all modalities in the plane, by PCA or by UMAP
+        embedding.png: all modalities in two dims, by PCA or by UMAP
         contact_map.png: the first imputed cell, measured and expected
 
     `written` lists the files, and `remarks` has notes that the files do not show; both on rank 0.
 
     Args:
-        out_dir: where to write; made if absent
-        contact_map_cells: names of the cells to impute, or how many (the first ones of the file); 0 for none
+        out_dir: folder for the files; created if absent
+        contact_map_cells: names of the cells to impute, or the number of first cells of the file; 0 for none
         projection: "pca", or "umap" with the package umap-learn, which takes half a minute to compile
         celltype_key: column of obs with the cells' types, for colours and pseudobulk; by default "celltype" or
             "cell_type", for colours alone
@@ -85,7 +85,7 @@ class PredictionWriter(pl.Callback):
     Raises:
         DataError: an argument is out of range, the trainer has no SingleCellDataModule, no modality has the column or
             the cells that were requested, or `out_dir` cannot be made
-        ModelError: the model does not return or do what is said above
+        ModelError: the model lacks a required method, or a method returns another form
     """
 
     def __init__(

@@ -271,7 +271,7 @@ class Shards:
             if self.units is not None:
                 self.units.optimizers_made(optimizers)
         except InstallError:
-            # all ranks raise alike, because their optimisers are equal, so that shards can be gathered first
+            # all ranks raise here, because their optimisers are equal, so full parameters can be gathered first
             if self.units is not None:
                 restore(self.sharded, complete=True)
             raise

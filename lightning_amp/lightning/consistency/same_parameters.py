@@ -99,6 +99,7 @@ def warn_of_differences(
         held, parts = _of_stages(held)
     found = differing(held, mesh, parts)
     if groups is not None:
+        # ranks with equal shards differ in "replicate" only, the first axis of the mesh
         rows = {name: local(p) for name, p in module.named_parameters() if is_split(p)}
         found += differing(rows, groups, {id(row) for row in rows.values()})
         named |= rows

@@ -126,7 +126,7 @@ FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
 
 
 def doing_of_thread(ident: int, trainer: pl.Trainer | None) -> Doing:
-    """Return what a thread of this process does now; `trainer` is None if there is none yet."""
+    """Return the activity of a thread of this process; `trainer` is None if there is none yet."""
     text = ""
     # if the file cannot be written, only Lightning's records are used; not a pipe, because a full pipe would block this
     # thread while it holds the interpreter lock

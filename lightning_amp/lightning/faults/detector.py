@@ -5,7 +5,7 @@
     a rank raises                  it reports the error before it exits; rank 0 forwards the report
     a rank is killed               the kernel closes its connection
     a rank or its machine hangs    no message for `lost_after` seconds
-    a rank is stuck                `stuck_after` seconds in one hook and batch without waiting for others; or all wait
+    a rank is stuck                `stuck_after` seconds in one hook and batch, not waiting for others; or all wait
 
 After a report, a rank has `GRACE_S` to raise an error itself, as it does in a broken collective. Then its detector ends
 the process, because a main thread that waits in a collective cannot be interrupted. After an interrupt by the user, the
@@ -106,6 +106,7 @@ class Detector:
         if link is not None:
             self._add(0, link)
             link.send(hello=rank, token=token, host=this_host())
+        # several messages fit into either limit, so that a single delay does not count as a failure
         self._tick = min(1.0, lost_after / 4, stuck_after / 4)
         self._thread = threading.Thread(target=self._run, daemon=True, name="lightning_amp-watch")
         self._thread.start()

@@ -218,7 +218,7 @@ class FailureWatch:
             return
         # a broken collective is the consequence of another rank's end, whose report may still arrive
         fault = self._detector.cause() if activity.is_of_communication(exception) else self._detector.fault
-        # these are raised on every rank with the same text, which is sufficient
+        # every rank raises these errors with the same text, so no rank needs to report another one
         of_all = isinstance(exception, launchers.OF_ALL_RANKS)
         if fault is not None and fault.rank != rank:
             if not (of_all and fault.what.endswith(activity.text_of(exception))):

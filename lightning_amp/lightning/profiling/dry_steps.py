@@ -140,6 +140,7 @@ class DrySteps:
             step, self.notes = choose_grid(self, technique, look, count, links)
             self.chosen = True
             return step
+        # without a grid, all options are counted: which dims save most memory follows only from a count
         options = technique.options(batch, self.spec, self.ranks, look)
         peaks, refused = list[tuple[int, Spec]](), list[str]()
         for spec in options:

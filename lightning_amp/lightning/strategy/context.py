@@ -258,6 +258,7 @@ class PlanningContext:
         if self._compared or n_ranks == 1:
             return
         everyones: list[Any] = [None] * n_ranks
+        # gathered by all ranks, not sent to rank 0: so all of them raise
         dist.all_gather_object(everyones, _facts_of_plan(self.request, self.data))
         first, differing = everyones[0], list[tuple[int, list[str]]]()
         for rank, facts in enumerate(everyones):

@@ -44,7 +44,7 @@ from lightning_amp.techniques.table import with_steps
 class MeshStrategy(DDPStrategy):
     """Distribute cells over data ranks, reduce logged values, and save and load full state of sharded parameters.
 
-    Subclasses define only `_model_ranks` and `_compare_ranks` of these.
+    Of these methods, subclasses define only `_model_ranks` and `_compare_ranks`.
     """
 
     request: Request  # the options, as given

@@ -305,5 +305,5 @@ def in_parts(whole: Plan, facts: PlanningContext) -> Plan:
 
 
 def _pace(plan: Plan) -> float:
-    """Seconds of a step per batch that a rank reads: a model group of M ranks reads one batch together."""
+    """Seconds of a step per batch and rank: a model group of M ranks reads one batch, so a rank counts 1 / M of it."""
     return (plan.predicted_step_seconds or inf) * plan.mesh.model

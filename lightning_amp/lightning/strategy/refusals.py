@@ -95,6 +95,7 @@ def check_callbacks(installed: Installed, callbacks: Sequence[object], plan: Pla
         PlanError: A callback averages shards or replaced buffers, or prunes a module that the plan changes.
     """
     replaced = [swap.fqn for swap in installed.swaps]
+    # replaced modules with equal buffers are harmless to callbacks that copy buffers
     buffers = [swap.fqn for swap in installed.swaps if _buffers(swap.old) != _buffers(swap.new)]
     who, what = _sharding(installed, plan)
     for callback in callbacks:

@@ -30,10 +30,10 @@ CHOICES: dict[str, tuple[str | bool | None, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options of AMPStrategy, where they are described.
+    """The options of AMPStrategy, which documents them.
 
     Raises:
-        PlanError: A value outside what is allowed, or options that contradict each other.
+        PlanError: A value is not allowed, or options contradict each other.
     """
 
     policy: Literal["auto", "paper"] = "auto"

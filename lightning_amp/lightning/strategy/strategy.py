@@ -164,7 +164,7 @@ class AMPStrategy(MeshStrategy):
         self._meshes: dict[tuple[int, int, int | None], DeviceMesh] = {}
         self._shards = Shards()
         self._step: TrainingStep | None = None  # of a fit
-        self._deferred: bool | None = None  # known from setup to teardown
+        self._deferred: bool | None = None  # set from setup to teardown
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -370,7 +370,7 @@ class AMPStrategy(MeshStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step on averaged gradients; a SIGTERM that arrives after parameters may have changed stops after the step."""
+        """Step on averaged gradients; a SIGTERM after parameters may have changed is raised at the end of the step."""
         plain = super().optimizer_step
 
         def step(closure: Callable[[], Any]) -> Any:
