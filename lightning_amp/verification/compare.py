@@ -35,7 +35,7 @@ class Record:
     losses: list[list[float]] = field(default_factory=list)  # per step, the loss of every backward pass
     # cells of each step's batch on this rank; None if its tensors have different numbers of cells
     cells: list[int | None] = field(default_factory=list)
-    # full gradients before the first optimiser step
+    # full gradients of the first step, when its optimisers use them
     gradients: dict[str, Tensor] = field(default_factory=dict)
     # with buffers: the module's full state after the last step
     parameters: dict[str, Tensor] = field(default_factory=dict)

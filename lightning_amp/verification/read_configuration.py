@@ -46,9 +46,9 @@ def read_configuration(path: str) -> tuple[LightningModule, LightningDataModule,
 
 
 def read_step(path: str, batch_size: int | None = None) -> tuple[LightningModule, Any, Around, dict[str, Any]]:
-    """Return what a fit has before its first step: module in the file's precision, a batch, settings that affect the
-    step, and options of AMPStrategy.
+    """Return what a fit of a YAML file has before its first step.
 
+    The result is the module in the file's precision, a batch, settings that affect the step, and AMPStrategy options.
     Layers from `configure_model` are on the device "meta", unless a step with `batch_size` requires their values.
     """
     module, batch, around, options = _prepared(path, values=False)

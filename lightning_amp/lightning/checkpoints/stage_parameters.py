@@ -95,8 +95,11 @@ class Held:
 
 
 class StageParameters(Shards):
-    """The parameters of a module whose blocks are stages, each with its rank of the model axis; frees those of other
-    ranks. `mesh`: mesh with the axes "data" and "model".
+    """The parameters of a module whose blocks are stages; frees those of other ranks.
+
+    Args:
+        blocks: Pairs of a block and its rank of the model axis.
+        mesh: Mesh with the axes "data" and "model".
     """
 
     apart = True

@@ -81,8 +81,9 @@ Broadcast = Callable[[Any], Any]
 
 
 def decide_on_rank_zero(decide: Callable[[], T], *, rank: int, broadcast: Broadcast) -> T:
-    """Run `decide` on rank 0, and return its result on every rank, or raise its error: an AmpError with the same text;
-    for other errors of rank 0, a PlanError on the other ranks.
+    """Run `decide` on rank 0, and return its result, or raise its error, on every rank.
+
+    An AmpError is raised with the same text on all ranks. For other errors of rank 0, the others raise a PlanError.
     """
     decided: T | None = None
     error: Exception | None = None
@@ -207,7 +208,7 @@ def _compared(batch: object, seen: set[int]) -> Iterator[Tensor]:
             if part.dtype.kind in "biuf":
                 flat = np.ascontiguousarray(part).reshape(-1)
                 some = flat[:: max(1, flat.size // COMPARED)].copy()
-                # padding bytes of a long double are undefined, and torch has neither long doubles nor byte orders
+                # padding bytes of long doubles are undefined; torch supports neither these nor other byte orders
                 some = some.astype(np.float64) if some.itemsize > 8 else some
                 yield torch.from_numpy(some.view(np.uint8))
         else:

@@ -118,8 +118,10 @@ def warn_of_differences(
 
 
 def refuse_own_statistics(module: nn.Module, mesh: DeviceMesh, *, apart: bool = False) -> None:
-    """Raise a PlanError if a rank has changed buffers from its own cells in the first step; all ranks must call it, and
-    all raise.
+    """Check after the first step that no rank has changed buffers from its own cells; all ranks must call it.
+
+    Raises:
+        PlanError: Such buffers differ; on all ranks.
     """
     if mesh.size(0) == 1:
         return
@@ -168,8 +170,9 @@ def common_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def differing(held: Mapping[str, Tensor], mesh: DeviceMesh, parts: Set[int] = frozenset()) -> list[Difference]:
-    """Return what differs by more than rounding, the largest difference first; a collective of all ranks. `parts`:
-    `id` of tensors that must be equal over the first axis of the mesh only.
+    """Return what differs by more than rounding, the largest difference first; a collective of all ranks.
+
+    `parts`: ids of tensors that must be equal over the first axis of the mesh only.
     """
     named = list(held.items())
     if not named:

@@ -40,7 +40,7 @@ CAUSE_S = 3.0
 """Seconds for which a rank whose collective broke waits for a report of the cause."""
 EXIT_STATUS = 1
 SLOW_S = 5.0
-"""Seconds without progress after which a rank's stack is read; the next time is each 1.5 times as late."""
+"""Seconds without progress after which a rank's stack is read; each further time is 1.5 times as late as the last."""
 NEAR = 0.8
 """Share of `stuck_after` from which the stack is read every time, to show which rank waits for which."""
 FLUSH_S = 1.0

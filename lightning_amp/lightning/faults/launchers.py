@@ -28,9 +28,7 @@ STARTED_BY = "LIGHTNING_AMP_STARTED_BY"
 
 
 class InterruptibleLauncher(ScriptLauncher):
-    """A ScriptLauncher whose processes know their parent; after an interrupt, `kill` ends this process with the exit
-    status that shells expect.
-    """
+    """A ScriptLauncher whose processes know their parent, and which ends as shells expect after an interrupt."""
 
     last_words: str | None = None
     """Text that `kill` prints at the end of an interrupted run."""

@@ -1,4 +1,4 @@
-"""Plan activation checkpointing for blocks outside a Hi-C decoder, in addition to the decoder's techniques.
+"""Plan recomputation and chunks for blocks outside a Hi-C decoder, in addition to the decoder's techniques.
 
 The decoder's prediction knows little of the activations of encoders and a graph. So a step of one device is counted
 with the plan's techniques for one device and with those of the blocks, and the difference to the prediction is added:
@@ -62,8 +62,9 @@ class DecoderPlan:
         return tuple(rule for rule in self.alone.rules if rule.strategy != "S1")
 
     def counted(self, rules: Sequence[Rule] = (), *, seconds: float = 0.0) -> Plan:
-        """Return the plan with the peak of a counted step, and with rules of blocks outside that add `seconds`. Raises
-        AmpError: the step cannot be counted.
+        """Return the plan with the peak of a counted step, and with rules of blocks outside that add `seconds`.
+
+        Raises AmpError: the step cannot be counted.
         """
         more = self.step.count([*self.local, *rules]).peak_bytes - self.alone.predicted_peak_bytes
         plan = with_rules(self.whole, rules, seconds=seconds) if rules else self.whole

@@ -67,7 +67,7 @@ class ModulePlan:
         return f"<pre>{escape(self.report())}</pre>"
 
     def largest_batch(self) -> int:
-        """Return the largest batch size that fits the budget, as `answers` computes it; 0 if no batch fits.
+        """Return the largest batch size that fits the budget, as `answers` computes it; 0 if no sample fits.
 
         It uses the techniques named by the user, or any that the policy may choose, as far as they are needed.
 

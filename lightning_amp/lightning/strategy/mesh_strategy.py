@@ -148,7 +148,7 @@ class MeshStrategy(DDPStrategy):
         """Move a batch to the device after checking that all ranks of a model group have read the same batch."""
         # batches with sharded tensors differ before the move, and are compared after it
         differs: DataError | None = None
-        # checked first: slicing the model axis out of a mesh takes a tenth of a millisecond or more
+        # the size is checked first, because slicing the model axis out of a mesh takes 0.1 ms or more
         if self._model_ranks > 1:
             try:
                 make_sure_of_same_batch(batch, self.mesh["model"], device=self.root_device)
