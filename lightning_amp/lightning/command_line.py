@@ -141,8 +141,7 @@ class CommandLine(LightningCLI):
 def _with_class_of_strategy(parser: LightningArgumentParser, words: list[str]) -> list[str]:
     """Replace a strategy name such as "amp" by its class if there are options of the strategy.
 
-    jsonargparse does not support options of a name. The options move after a configuration file, which may set the
-    name.
+    jsonargparse does not support options of a name. The options move after a configuration file, which may set it.
 
     Raises:
         PlanError: The name belongs to another strategy.

@@ -4,8 +4,8 @@
     ranks          Trainer(strategy=AMPStrategy(...), devices=N), each data rank on its part of the same batch
 
 Both start with the same weights and random state, and train a few steps. The comparison covers the loss of every step,
-the gradients that the first step's optimisers use, and the final parameters and buffers. If something differs, the report
-lists suspects in the model.
+the gradients that the first step's optimisers use, and the final parameters and buffers. If something differs, the
+report lists suspects in the model.
 
 Processes are spawned, so that the caller's process does not change. In an interactive session, where a spawned process
 cannot import the user's classes, they are forked with one thread each, because torch's threads do not survive a fork.

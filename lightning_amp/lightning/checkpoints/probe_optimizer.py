@@ -103,8 +103,7 @@ def _trained(optimizer: Optimizer, group: dict[str, Any], trained: list[list[Ten
     """Return all elements after the steps; `trained` has the initial values, and then the gradients of each step."""
     values, *gradients = trained
     parameters = [nn.Parameter(value.clone()) for value in values]
-    # without `__init__`, whose arguments are not known: attributes are copied from the run's optimiser, options from
-    # the group
+    # without `__init__`, whose arguments are not known: attributes come from the run's optimiser, options from `group`
     other: Any = object.__new__(type(optimizer))
     # not copied: a scheduler's replacement of `step`, and hooks of the run
     kept = {id(p): p for one in optimizer.param_groups for p in one["params"]}

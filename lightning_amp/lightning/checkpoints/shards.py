@@ -262,7 +262,6 @@ class Shards:
         return cast(Tensor, one.like_shard(one.own(whole).clone()))
 
     def _own_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Convert an optimiser's state of full parameters to this rank's shards."""
         return self._converted(optimizer, state, self._own, own=False)
 
     def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -277,7 +276,6 @@ class Shards:
             raise
 
     def _gradients(self, among: Sequence[Any]) -> list[Tensor]:
-        """Return this rank's shards of the gradients."""
         return [local(one.shard.grad) for one in among if one.shard.grad is not None]
 
     def _named(self, state: Mapping[str, Any]) -> list[tuple[str, Any]]:

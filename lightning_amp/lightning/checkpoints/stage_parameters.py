@@ -139,8 +139,7 @@ class StageParameters(Shards):
         dist.all_gather(everyones, mine)
         # ranks are row-major in (data, model): the ranks of one stage have the same remainder
         n = self._model.size()
-        # A parameter counts as reached if any of the pipelines has reached it: gradients are averaged over the data
-        # ranks of a stage, which therefore must have the same parameters.
+        # reached by any pipeline: gradients are averaged over a stage's data ranks, which must have the same parameters
         reached = [torch.stack(everyones[rank::n]).amax(0).tolist() for rank in range(n)]
         for i, held in enumerate(shared):
             users = tuple(rank for rank in range(n) if reached[rank][i])
@@ -151,8 +150,7 @@ class StageParameters(Shards):
                     for optimizer in self._optimizers:
                         optimizer.state.pop(held.whole, None)
                     held.free()
-            # summed over all ranks that have it, not only those that reached it in this step: their copies must stay
-            # equal
+            # over all ranks that have it, not only those that reached it in this step, so that their copies stay equal
             if held.ranks is not None and len(held.ranks) > 1 and users and self._rank in held.ranks:
                 self._sum(held, held.ranks, tag=i)
 

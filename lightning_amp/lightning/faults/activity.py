@@ -128,8 +128,7 @@ FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
 def doing_of_thread(ident: int, trainer: pl.Trainer | None) -> Doing:
     """Return the activity of a thread of this process; `trainer` is None if there is none yet."""
     text = ""
-    # if the file cannot be written, only Lightning's records are used; not a pipe, because a full pipe would block this
-    # thread while it holds the interpreter lock
+    # without the file only Lightning's records are used; a full pipe would block this thread, which holds the GIL
     with suppress(OSError), tempfile.TemporaryFile("w+", errors="replace") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

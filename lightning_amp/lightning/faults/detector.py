@@ -321,8 +321,7 @@ class Detector:
 
     def _end_children(self) -> None:
         """Wait for the ranks that this process has started, then kill those still running."""
-        # one second longer than a rank's own detector waits, so that the rank can report the reason before it is
-        # killed
+        # one second longer than a rank's own detector waits, so that the rank can report the reason first
         until = time.monotonic() + GRACE_S + 1.0
         for rank, child in enumerate(self._children, start=1):
             while child.poll() is None and not self._is_over(rank) and time.monotonic() < until:

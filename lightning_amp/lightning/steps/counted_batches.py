@@ -75,7 +75,6 @@ class CountedBatches:
             self._step = None
 
     def _may_exceed(self, sizes: Sequence[int]) -> bool:
-        """Whether a batch with tensors of these bytes may exceed the budget."""
         if len(sizes) != len(self._sizes):
             return True
         # attention grows with the square of a length, products of pairs with its cube. The largest growth of a tensor

@@ -248,11 +248,8 @@ class PlanningContext:
     def compare(self) -> None:
         """Compare all facts that decide the plan with those of rank 0, once in a run; a collective.
 
-        Paths, memory and rates are not compared, because machines may differ in them. The batch size is not compared,
-        because ranks may have unequal numbers of cells; that of rank 0 counts.
-
-        Raises:
-            PlanError: The facts of a rank differ; raised on all ranks with the same text.
+        Paths, memory and rates are not compared, because machines may differ in them, nor is the batch size, because
+        ranks may have unequal numbers of cells; rank 0's counts. Differences raise the same PlanError on all ranks.
         """
         n_ranks = self.strategy.world_size
         if self._compared or n_ranks == 1:

@@ -26,10 +26,7 @@ def device_budget(device: torch.device, *, node_ranks: int) -> int:
 
 
 def take_workspaces(device: torch.device) -> int:
-    """Make cuBLAS allocate its workspaces for forward and backward, and return their bytes.
-
-    cuBLAS allocates them from torch's allocator at the first product of each thread.
-    """
+    """Let cuBLAS allocate its workspaces, at the first product of each thread (forward, backward); return the bytes."""
     before = int(torch.cuda.memory_allocated(device))
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(8, 8, device=device, requires_grad=True)

@@ -59,8 +59,7 @@ class InstalledPlan:
         self._model, self._trained = model, trained
         self._foreign = adapt(model, needed=self._request.may_change_decoders)
         self._installed = Installed()
-        # undone in reverse order, because changes are made inside our decoders; a lambda, because `_installed` is
-        # replaced later
+        # undone in reverse order: changes are made inside our decoders; a lambda, because `_installed` is replaced
         self._undo: list[Callable[[], None]] = [self._foreign.undo, lambda: self._installed.undo()]
 
     def install(self) -> Shards:
@@ -134,9 +133,7 @@ class InstalledPlan:
         return self._strategy.root_device.type == "cpu" and self._request.device_memory is not None
 
     def _holds(self, plan: Plan) -> bool:
-        """Whether a plan's batches are counted against the budget. Not for decoders, whose prediction is incomplete,
-        nor for stages, whose module has parameters on other ranks.
-        """
+        """Whether batches are counted: not for decoders (incomplete prediction), stages (parameters on other ranks)."""
         return self._counts and plan.mesh.model == 1 and (plan.diagnosis is not None or plan.fits is None)
 
     def _leaner(self) -> str:
@@ -169,9 +166,7 @@ class InstalledPlan:
         )
 
     def _candidate(self, limit: int) -> Plan:
-        """Return the fastest of a decoder's compared plans for these ranks within the limit; techniques of blocks
-        outside stay. Raises a PlanError if there is none.
-        """
+        """Return the fastest compared plan of a decoder within the limit, with the same ranks and blocks outside."""
         before = self._plan
         fitting = [
             c
@@ -187,9 +182,7 @@ class InstalledPlan:
         return keeping_blocks(replace(plan, strategies=names, rules=rules), before)
 
     def _with_blocks(self, limit: int) -> Plan:
-        """Add activation checkpointing, and then chunks, until the plan stays within the limit; return the plan that
-        needs least, or the present one.
-        """
+        """Recompute blocks, then also chunk them, until the plan fits the limit; return the plan that needs least."""
         found = before = self._plan
         for n in range(1, len(OF_BLOCKS) + 1):
             names = [*before.strategies, *OF_BLOCKS[:n]]

@@ -254,8 +254,7 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
 def in_parts(whole: Plan, facts: PlanningContext) -> Plan:
     """Return the fastest fitting plan that splits samples or layers, if no other plan fits or the others are slower.
 
-    `whole` is the best plan without such a technique, or the one that needs least memory if none fits. It is returned
-    with notes if there is no better plan.
+    `whole`: the best plan without such a technique, or the one that needs least; returned with notes if none is better.
     """
     ranks, node_ranks, step = facts.strategy.world_size, facts.strategy.num_processes, facts.step
     assert step is not None, "it was profiled"
