@@ -40,7 +40,7 @@ class Record:
     # with buffers: the module's full state after the last step
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    apart: list[str] = field(default_factory=list)  # buffers that then differ between the ranks
+    apart: list[str] = field(default_factory=list)  # buffers that differ between the ranks after the last step
     # dropout modules, and generators, if a training step has drawn random numbers
     draws: list[str] = field(default_factory=list)
 
@@ -94,7 +94,7 @@ class Recorder(Callback):
         """Record the gradients of the first step, after averaging over ranks and before clipping."""
         if len(self.record.losses) > 1 or id(optimizer) in self._stepped:
             return
-        # each optimiser once: a step of manual optimisation may have several
+        # each optimiser once: manual optimisation may step an optimiser several times
         self._stepped.add(id(optimizer))
         shards = trainer.strategy._shards if isinstance(trainer.strategy, AMPStrategy) else Shards()
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}

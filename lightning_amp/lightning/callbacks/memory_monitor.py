@@ -61,9 +61,9 @@ class StratumMemoryMonitor(pl.Callback):
     They are of the last training step whose memory was not measured, because measuring slows a step down.
 
     Args:
-        every_n_steps: Distance of measured steps; steps are training batches. With `accumulate_grad_batches` the last
-            batch before the optimiser's step is measured, from the second such step on.
-        dirpath: Folder of the files; `amp_memory` in the trainer's log_dir or default_root_dir if None.
+        every_n_steps: Interval of measured steps; steps are training batches. With `accumulate_grad_batches`, the last
+            batch before the optimiser's step is measured, from the second optimiser step on.
+        dirpath: Folder of the files; None uses `amp_memory` in the Trainer's log_dir or default_root_dir.
         plot: Draw memory.png, and schedule.png of a pipeline.
 
     Raises:

@@ -1,6 +1,6 @@
 """Write predictions of all ranks to files: embeddings, imputed contacts and expression, and pictures.
 
-The model must define two methods:
+The model must define `predict_step`, and `impute` if cells are imputed:
 
     predict_step(batch, batch_idx) -> {modality: {"index": int64 [cell], "embedding": float [cell, dim]}}
     impute(modality, cells: CellBatch) -> [cell, feature], expected counts
@@ -84,7 +84,7 @@ class PredictionWriter(pl.Callback):
 
     Raises:
         DataError: an argument is out of range, the trainer has no SingleCellDataModule, no modality has the column or
-            the cells that were requested, or `out_dir` cannot be made
+            the requested cells, or `out_dir` cannot be created
         ModelError: the model lacks a required method, or a method returns another form
     """
 

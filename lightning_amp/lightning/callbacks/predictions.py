@@ -1,4 +1,4 @@
-"""Gather the predictions of all ranks, as AnnData in memory or for writers, and draw them."""
+"""Gather the predictions of all ranks, as AnnData in memory or as arrays for files, and draw them."""
 
 import json
 from collections.abc import Mapping

@@ -119,36 +119,36 @@ class AMPStrategy(MeshStrategy):
         Args:
             accelerator, parallel_devices, cluster_environment, precision_plugin: Set by the Trainer.
             checkpoint_io, process_group_backend, timeout, start_method: As for DDPStrategy.
-            policy: "auto" takes the fastest plan that fits, "paper" AMP's fixed mapping from signals to strategies.
-            plan: A plan, or the path of one as JSON, to carry out instead of making one.
+            policy: "auto" takes the fastest plan that fits; "paper" AMP's fixed mapping from signals to strategies.
+            plan: A plan, or the path of its JSON file, to use instead of making one.
             strategies: The strategies to use, such as "S1,S3", instead of the policy's.
-            blocks: Classes, their paths, or names or patterns of the submodules that are blocks, for techniques that
-                work on blocks; None takes the children of lists and sequences.
-            device_memory: Budget of one device, as bytes or "24GiB", or of each in a list; None asks the device.
-            unfit: "refuse" or "train" a plan that is predicted not to fit; None refuses where `device_memory` is given.
-            rates: File written by `lightning-amp calibrate`, to predict times; None takes the device's kind.
+            blocks: Submodules that are blocks, for techniques that work on blocks: classes, paths of classes, names, or
+                patterns of names; None takes the children of lists and sequences.
+            device_memory: Budget per device, as bytes or "24GiB", or a list of them; None uses the device's memory.
+            unfit: "refuse" or "train" a plan that is predicted not to fit; None refuses if `device_memory` is given.
+            rates: File written by `lightning-amp calibrate`, to predict times; None uses those of the device type.
             rescue: Whether a batch that runs out of memory runs again with a leaner plan, up to three times in a fit.
             model_parallel_size: Ranks of the model axis.
-            data_dir: Directory to read the data configuration from; None means that of a SingleCellDataModule.
+            data_dir: Directory of the data configuration; None uses that of a SingleCellDataModule.
             balance_cells: Whether the sampler balances contacts over the ranks; "auto" leaves it to the plan.
             share_batch_statistics: Compute BatchNorm over the cells of all ranks.
-            save_distributed_checkpoint: Save a directory of the ranks' parts, without `checkpoint_io`; both are loaded.
+            save_distributed_checkpoint: Save a directory of shards, without `checkpoint_io`. Both forms can be loaded.
             bucket_mb: Largest flat gradient buffer in MiB.
             check_finite: Check every loss and gradient, and report the module whose output was first not finite.
             lost_after, stuck_after: Seconds without a message, or without progress, after which a rank has failed.
-            micro_batches, schedule: Of a pipeline: the number of micro-batches of a batch, and their order.
-            fsdp_ranks: Of `strategies="fsdp"`: ranks that shard parameters, such as those of a node; None is all.
-            fsdp_offload: Of `strategies="fsdp"`: whether parameter shards are kept in host memory.
-            device_speeds: "measure" assigns stages and strata to ranks by measured speed; None takes ranks as equal.
-            tensor_grid: Of `strategies="tensor3d"`: ranks (x, y, z); x and y split features, z rows of the batch.
-            tensor_overlap: Of `strategies="tensor3d"`: collectives that overlap with compute.
-            tensor_cache: Of `strategies="tensor3d"`: bytes of gathered parameters that are kept for the backward pass.
-            sequence_dim: Of `strategies="sequence"`, or of "tensor3d" where z splits samples: which dims.
-            sequence_sizes, sequence_grid: Of `strategies="sequence"`: how they are split.
-            verbose: Whether the whole report of the plan is shown, rather than its summary of five lines.
+            micro_batches, schedule: For a pipeline: the number of micro-batches of a batch, and their order.
+            fsdp_ranks: For `strategies="fsdp"`: ranks of a sharding group, such as those of a node; None uses all.
+            fsdp_offload: For `strategies="fsdp"`: whether parameter shards are kept in host memory.
+            device_speeds: "measure" assigns stages and strata to ranks by measured speed; None assumes equal speeds.
+            tensor_grid: For `strategies="tensor3d"`: ranks (x, y, z); x and y split features, z rows of the batch.
+            tensor_overlap: For `strategies="tensor3d"`: collectives that overlap with compute.
+            tensor_cache: For `strategies="tensor3d"`: bytes of gathered parameters that are kept for the backward pass.
+            sequence_dim: For `strategies="sequence"`, or "tensor3d" if z splits samples: the dims that are split.
+            sequence_sizes, sequence_grid: For `strategies="sequence"`: sizes of the shards, and ranks along two dims.
+            verbose: Show the complete report of the plan instead of its summary of five lines.
 
         Raises:
-            PlanError: A value outside what is allowed.
+            PlanError: A value is not allowed, or options contradict each other.
         """
         print_mistakes_once()
         given = locals()
@@ -163,7 +163,7 @@ class AMPStrategy(MeshStrategy):
         self._failures = FailureWatch(self, lost_after=lost_after, stuck_after=stuck_after)
         self._meshes: dict[tuple[int, int, int | None], DeviceMesh] = {}
         self._shards = Shards()
-        self._step: TrainingStep | None = None  # of a fit
+        self._step: TrainingStep | None = None  # only in a fit
         self._deferred: bool | None = None  # set from setup to teardown
         self._undo: list[Callable[[], None]] = []
 
