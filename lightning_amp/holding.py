@@ -20,7 +20,7 @@ def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 @contextmanager
 def replacing(owner: Any, **values: Any) -> Iterator[None]:
-    """Let attributes of an object have other values for as long as the block lasts, also what a class inherits."""
+    """Replace attributes of an object for the duration of a block, including those that a class inherits."""
     before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -31,5 +31,5 @@ def replacing(owner: Any, **values: Any) -> Iterator[None]:
             if name in before:
                 setattr(owner, name, before[name])
             elif vars(owner)[name] is value:
-                # else a library that was imported meanwhile has put its own there
+                # otherwise a library that was imported meanwhile has replaced it
                 delattr(owner, name)

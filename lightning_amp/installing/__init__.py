@@ -1,1 +1,1 @@
-"""Install the rules of a plan in a module, and read what planning needs from a module."""
+"""Install the rules of a plan in a module, and describe a module for planning."""

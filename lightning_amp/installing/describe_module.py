@@ -1,7 +1,7 @@
-"""Read the ModelShape of a module, and find which techniques its decoder does not support.
+"""Read the ModelShape of a module for planning, and find which techniques its decoder does not support.
 
-Techniques without a mesh are installed and undone; of the others the parts are looked at that they replace. One that a
-module refuses after all is an InstallError, and nothing is installed.
+Techniques without a mesh are installed and undone; for the others, the decoder is checked for the parts that they
+replace. If a module does not support one of those after all, installing raises an InstallError and undoes the plan.
 """
 
 from collections.abc import Iterable
@@ -38,23 +38,23 @@ PARTS = ("key", "feature_anchor", "scale", "decode")
 def describe(
     module: nn.Module, *, batch_size: int, base_activation_bytes: int = 0, optimizer_slots: int = 1
 ) -> ModelShape:
-    """Read a module's shape; the largest detected decoder is described, the others count as parameters.
+    """Read a module's shape; the largest detected decoder is described, others count only as parameters.
 
     Args:
-        module: The whole LightningModule.
+        module: The complete LightningModule.
         batch_size: Cells per rank and modality.
-        base_activation_bytes: What the backward pass keeps outside the decoder.
-        optimizer_slots: Copies of the parameters that the optimiser keeps.
+        base_activation_bytes: Bytes saved for the backward pass outside the decoder.
+        optimizer_slots: Optimiser values per parameter.
     """
     shapes = [
         _decoder_shape(module, fqn, decoder)
         for fqn, decoder in find_decoders(module).items()
-        # without the parts that a memory model and techniques need it counts as undetected
+        # a decoder without the parts that the memory model and techniques require is ignored
         if _is_of_units(decoder) or (decoder.strata and all(_has(stratum, PARTS) for stratum in decoder.strata))
     ]
     decoder = max(shapes, key=lambda s: s.anchors * len(s.features), default=NO_DECODER)
-    # those that read all features: the first of an encoder, while those of the decoder read its channels. Without a
-    # name of a decoder the prefix is empty, with which every name begins: no layer is wide then
+    # layers that read all features are the first of an encoder; layers of the decoder read its channels. Without a
+    # decoder, the prefix is empty and matches every name, so that no layer is wide
     inside, n_features = f"{decoder.fqn}." if decoder.fqn else "", sum(decoder.features)
     linear = {fqn: child for fqn, child in module.named_modules() if type(child) is nn.Linear}
     wide = {fqn: one for fqn, one in linear.items() if one.in_features == n_features and not fqn.startswith(inside)}
@@ -71,14 +71,14 @@ def describe(
         wide_weight_bytes=sum(layer.weight.nbytes for layer in wide.values()),
         vertices=_vertices(module, decoder),
         batch_norms=has_batch_norms(module),
-        # a decoder's strata have their own techniques
+        # a decoder's strata have separate techniques
         blocks=() if decoder else tuple(blocks_with_own_parameters(module)),
         block_list=longest_list(module),
     )
 
 
 def _vertices(module: nn.Module, decoder: DecoderShape) -> VertexShape | None:
-    """The graph's encoder that has rows for the decoder's modality, one for each anchor."""
+    """Return the graph encoder that has rows for the decoder's modality, one per anchor; None without one."""
     modality = decoder.fqn.rpartition(".")[2]
     for fqn, child in module.named_modules():
         rows = child.rows[modality] if is_vertex_encoder(child) and modality in child.rows else None
@@ -89,7 +89,7 @@ def _vertices(module: nn.Module, decoder: DecoderShape) -> VertexShape | None:
 
 
 def unpredicted(module: nn.Module, shape: ModelShape) -> list[str]:
-    """What a module's shape does not say of its decoder, for a plan's notes."""
+    """Return notes for a plan on parts of the decoder that the module's shape does not describe."""
     return [
         f"what the units of {type(decoder).__name__} keep is not predicted, for they have not the parts of a stratum"
         f" ({', '.join(PARTS)}); only their scores are"
@@ -99,7 +99,7 @@ def unpredicted(module: nn.Module, shape: ModelShape) -> list[str]:
 
 
 def _is_of_units(decoder: DecomposedDecoder) -> bool:
-    """Whether the strata are units that say how large they are, and have no parts that techniques know."""
+    """Whether the strata are units that report their number of features, and have no parts for techniques."""
     return len(decoder.strata) > 0 and all(hasattr(s, "n_features") and not hasattr(s, "key") for s in decoder.strata)
 
 
@@ -107,7 +107,7 @@ def _decoder_shape(module: nn.Module, fqn: str, decoder: DecomposedDecoder) -> D
     strata: list[Any] = list(decoder.strata)
     keys: list[Any] = [stratum.key for stratum in strata if hasattr(getattr(stratum, "key", None), "attention")]
     reaches = [reach_of(key.attention) for key in keys]
-    # one that is local needs the techniques of local attention
+    # a key with local attention decides: it requires the techniques of local attention
     reach = min(reaches, default=Reach(False, ""), key=lambda reach: reach.full)
     known_from, outer = reach.known_from, module.get_submodule(fqn)
     if keys and in_place_of(outer) is not outer:
@@ -124,7 +124,7 @@ def _decoder_shape(module: nn.Module, fqn: str, decoder: DecomposedDecoder) -> D
         window=1 if reach.full else int(getattr(decoder, "window", 0)) or 1,
         chained=decoder.chained,
         variant=str(getattr(decoder, "variant", "higlue")),
-        # one batch of cells where a stratum has no `scale`: the default is a text of one character
+        # one batch of cells if a stratum has no `scale`: the default is a string of length 1
         n_batches=max(len(getattr(stratum, "scale", "1")) for stratum in strata),
     )
 
@@ -133,12 +133,12 @@ LOCAL = on_axis(*AXES)
 
 
 def with_unsupported(module: nn.Module, shape: ModelShape) -> ModelShape:
-    """The shape of a module, which is left as it was, with what its decoder refuses."""
+    """Return the shape with the techniques that the decoder does not support; the module does not change."""
     if not shape.decoder:
         return shape
     compiled = [name for name, child in module.named_modules() if is_compiled(child)]
     if any(not name or overlap(name, shape.decoder.fqn) for name in compiled):
-        # compiled code would follow none of its techniques
+        # compiled code would not run with any technique installed
         every = tuple(strategy for strategy, row in STRATEGIES.items() if row.choice is not None)
         return replace(shape, decoder=replace(shape.decoder, unsupported=every))
     refused = set() if shape.decoder.attention else {*on_axis("attention")}
@@ -155,7 +155,7 @@ def with_unsupported(module: nn.Module, shape: ModelShape) -> ModelShape:
 
 
 def _needed(decoder: Any) -> dict[str, bool]:
-    """Whether a decoder has the parts that techniques with a mesh replace."""
+    """Return for each technique with a mesh whether the decoder has the parts that it replaces."""
     strata = list(decoder.strata)
     region = hasattr(decoder, "region")
     features = region and all(hasattr(stratum, "features") for stratum in strata)

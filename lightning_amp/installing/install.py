@@ -1,9 +1,9 @@
-"""Install a plan's rules in a module, in the order of the plan; the first refusal undoes all.
+"""Install a plan's rules in a module, in the order of the plan; if one raises, all are undone.
 
-A technique is a function `(module, spec, mesh) -> Change`, found by the type of the rule's spec: new modules for the
-module itself or for children of it, which own the same parameter objects under the same names (this is checked). A
-module returned by itself takes the old one's place. A technique sees what earlier rules have installed, so techniques
-stack: S5 finds the attention inside S3's chunks and the decode that S4 left.
+A technique is a function `(module, spec, mesh) -> Change`, selected by the type of the rule's spec. It returns new
+modules that replace the module or its children, and have the same parameter objects under the same names, which is
+checked. A technique that returns a module replaces the old one by it. Techniques stack, because each one gets the
+modules that earlier rules have installed: S5 replaces the attention inside S3's chunks and the decode left by S4.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ from lightning_amp.techniques.technique import Installer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Swap:
-    """One replacement: `parent.name` is `old` before and `new` after."""
+    """The replacement of one child module: `parent.name` is `old` before and `new` after."""
 
     parent: nn.Module
     name: str
@@ -40,54 +40,53 @@ class Swap:
     new: nn.Module
 
     def put(self) -> None:
-        """Carry it out."""
+        """Set the new module."""
         self.parent._modules[self.name] = self.new
 
     def take(self) -> None:
-        """Undo it."""
+        """Restore the old module."""
         self.parent._modules[self.name] = self.old
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overridden:
-    """A module that stays, with one more override of its forward."""
+    """One more override of a module's forward; the module itself stays."""
 
     module: nn.Module
     fqn: str
     override: Override
 
     def put(self) -> None:
-        """Carry it out; an InstallError where the module has another one in its place."""
+        """Add the override; raise an InstallError if another one has its position."""
         add_override(self.fqn, self.module, self.override)
 
     def take(self) -> None:
-        """Undo it."""
+        """Remove the override."""
         remove_override(self.module, self.override)
 
 
 @dataclass(kw_only=True, slots=True)
 class Methods:
-    """A module that stays, with other functions in the places of some of its methods, by name."""
+    """Replacements of some methods of a module, by name; the module itself stays."""
 
     module: nn.Module
     fqn: str
     functions: Mapping[str, Callable[..., Any]]
     take: Callable[[], None] = lambda: None
-    """Undo it."""
+    """Restore the methods."""
 
     def put(self) -> None:
-        """Carry it out."""
+        """Replace the methods."""
         methods = {name: MethodType(function, self.module) for name, function in self.functions.items()}
         self.take = put_methods(self.module, methods)
 
 
 class Installed:
-    """What was installed.
+    """The installed changes of a module.
 
     Attributes:
-        changes: In order.
-        partial: Parameters of which every rank of the model axis has a part of the gradient: they need one sum; each of
-            them is there once.
+        changes: In order of installation.
+        partial: Parameters with a partial gradient on every model rank, which must be summed; without duplicates.
         sharded: Parameters that were replaced by this rank's shard.
     """
 
@@ -99,21 +98,21 @@ class Installed:
 
     @property
     def swaps(self) -> list[Swap]:
-        """The replacements."""
+        """Changes that replace a module."""
         return [change for change in self.changes if isinstance(change, Swap)]
 
     @property
     def overridden(self) -> list[Overridden]:
-        """The modules that stay and run something else than their class's `forward`."""
+        """Changes that override a module's forward."""
         return [change for change in self.changes if isinstance(change, Overridden)]
 
     def undo(self) -> None:
-        """Put the modules back that were there before; may be called twice."""
+        """Restore the original modules; repeated calls are allowed."""
         while self.changes:
             self.changes.pop().take()
 
     def take_out(self, names: Sequence[str]) -> None:
-        """Undo what lies in some modules."""
+        """Undo the changes inside the named modules."""
         taken = [change for change in self.changes if lies_in(change.fqn, names)]
         self.changes = [change for change in self.changes if not lies_in(change.fqn, names)]
         for change in reversed(taken):
@@ -121,7 +120,7 @@ class Installed:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """The modules that were there before, for as long as the block lasts."""
+        """Restore the original modules inside the `with` block."""
         for change in reversed(self.changes):
             change.take()
         try:
@@ -131,7 +130,7 @@ class Installed:
                 change.put()
 
     def apply(self, fqn: str, change: Change, module: nn.Module, *, strategy: str) -> None:
-        """Carry out one technique's change of the module `fqn`."""
+        """Install one technique's change of the module `fqn`."""
         for relative, new in change.swaps.items():
             path = ".".join(part for part in (fqn, relative) if part)
             parent_name, _, name = path.rpartition(".")
@@ -148,7 +147,7 @@ class Installed:
             self._carry_out(Overridden(module=part(module, path), fqn=path, override=override))
         if change.methods:
             self._carry_out(Methods(module=part(module, fqn), fqn=fqn, functions=change.methods))
-        # strata may share a parameter
+        # without duplicates, because strata may share a parameter
         self.partial = list({id(p): p for p in (*self.partial, *change.partial)}.values())
         self.sharded += change.sharded
 
@@ -158,7 +157,7 @@ class Installed:
 
 
 def lies_in(fqn: str, names: Iterable[str]) -> bool:
-    """Whether a name or pattern is for one of some modules, or for what lies in them."""
+    """Whether a name or pattern refers to one of the named modules, or to modules inside them."""
     return any(f"{fqn}.".startswith(f"{name}.") for name in names)
 
 
@@ -166,25 +165,25 @@ BY_STRATEGY = (
     *STRATEGIES["S1"].specs,
     *(spec for row in STRATEGIES.values() if row.data_axis or row.steps for spec in row.specs),
 )
-"""Carried out by the Lightning strategy itself: gradients, batch statistics, the sampler, parameters that are split
-over the data axis, and steps that take the place of the module's; not a module swap."""
+"""Specs that the Lightning strategy applies itself, without replacing modules: gradient averaging, batch statistics,
+sampler, parameters sharded over the data axis, and steps that replace the module's."""
 
 
 def change_of(module: nn.Module, spec: Any, mesh: DeviceMesh | None, *, strategy: str, fqn: str = "") -> Change:
-    """What one technique makes of one module, once what all techniques need is there; nothing is changed yet.
+    """Return one technique's change of one module, after checking general requirements; nothing is installed yet.
 
     Args:
-        module: The module that the rule names.
-        spec: Of a type that has a technique.
-        strategy: Whose rule it is, for the messages.
-        fqn: The module's name, for the messages.
+        module: The module of the rule.
+        spec: A spec whose type has a technique.
+        strategy: Name of the rule's technique, for messages.
+        fqn: Name of the module, for messages.
 
     Raises:
-        InstallError: No mesh for what splits, no decoder where one is needed, or a module that the technique refuses.
+        InstallError: The technique requires a mesh or a decoder, or does not support the module.
     """
     row, installer = STRATEGIES[strategy], installer_of(type(spec))
     assert installer is not None, f"{type(spec).__name__} has no installer, which install has checked"
-    # a registered technique may do without ranks
+    # a registered technique may work without ranks
     if row.model_axis and mesh is None and not row.registered:
         raise InstallError(
             f"{strategy} requires several devices, found no mesh; it splits {row.shrinks} over the ranks of"
@@ -209,16 +208,16 @@ def change_of(module: nn.Module, spec: Any, mesh: DeviceMesh | None, *, strategy
 def install(
     module: nn.Module, plan: Plan, mesh: DeviceMesh | None = None, *, within: Sequence[str] | None = None
 ) -> Installed:
-    """Carry out a plan's rules on a module.
+    """Install a plan's rules in a module.
 
     Args:
         mesh: Device mesh with the axes "data" and "model"; None on one device.
-        within: Names of modules, to carry out the rules for them and what lies in them only; None means all rules.
+        within: Names of modules: install only rules for these and for modules inside them; None installs all rules.
 
     Raises:
-        PlanError: A rule needs a technique that this process has not registered.
-        InstallError: A rule matches nothing, two rules of one strategy claim one module, or a technique refuses a
-            module. The module is unchanged.
+        PlanError: A rule requires a technique that is not registered in this process.
+        InstallError: A rule matches no module, two rules of one strategy match the same module, or a technique does
+            not support a module. The module is unchanged.
     """
     rules = [
         rule
@@ -238,12 +237,12 @@ def install(
 def install_rules(
     module: nn.Module, rules: Iterable[Rule], mesh: DeviceMesh | None = None, chunks: Any = None
 ) -> Installed:
-    """Carry out rules that have techniques, as `install` does; the module is unchanged where one is refused.
+    """Install rules that have techniques, as `install` does; if one raises, the module is unchanged.
 
-    Plans of chunks are kept in the dictionary `chunks`, for who installs other rules in the module afterwards.
+    `chunks`: dictionary that caches plans of chunks, for rules installed in the module later.
     """
     targets = [(rule, fqn) for rule in rules for fqn in matched_names(rule, module)]
-    # stable: among equals the order of the plan
+    # a stable sort: techniques of equal rank keep the order of the plan
     targets.sort(key=lambda target: _installer(target[0]).last)
     claimed: set[tuple[str, type]] = set()
     decoders = list(find_decoders(module))
@@ -264,7 +263,7 @@ def install_rules(
     installed = Installed(chunks)
     try:
         for rule, fqn in targets:
-            # looked up anew for every rule, for an earlier one may have put another module there
+            # looked up for every rule, because an earlier rule may have replaced the module
             change = change_of(part(module, fqn), rule.spec, mesh, strategy=rule.strategy, fqn=fqn)
             installed.apply(fqn, change, module, strategy=rule.strategy)
         _refuse_shared(module, installed)
@@ -275,18 +274,18 @@ def install_rules(
 
 
 def overlap(fqn: str, other: str) -> bool:
-    """Whether one of two modules lies in the other, or is it."""
+    """Whether two modules are the same, or one is inside the other."""
     return lies_in(fqn, [other]) or lies_in(other, [fqn])
 
 
 def _refuse_shared(module: nn.Module, installed: Installed) -> None:
-    """A parameter that is split, and has another use too, would become two that are trained apart."""
+    """Raise for a sharded parameter with another use: it would become two parameters that train separately."""
     if not installed.sharded:
         return
     shards = {id(parameter.shard) for parameter in installed.sharded}
     names = {id(p): fqn for fqn, p in module.named_parameters() if id(p) not in shards}
     uses = {key: f"the module uses it as {fqn!r} too" for key, fqn in names.items()}
-    # either of the two, for the decoder's rule may come first or last
+    # both attributes are checked, because the decoder's rule may come first or last
     uses |= dict.fromkeys(map(id, installed.partial), "its layer lies in a decoder that is split already")
     for parameter in installed.sharded:
         use = uses.get(id(parameter.whole)) or uses.get(id(parameter.shard))
@@ -305,7 +304,7 @@ def _installer(rule: Rule) -> Installer:
 
 
 def matched_names(rule: Rule, module: nn.Module) -> list[str]:
-    """Names of the modules that a rule changes; an InstallError where there is none."""
+    """Return the names of modules that a rule changes; raise an InstallError if there are none."""
     if not rule.fqn:
         return [""]
     matches = [fqn for fqn, _ in named_parts(module) if fqn and fnmatchcase(fqn, rule.fqn)]
@@ -315,7 +314,7 @@ def matched_names(rule: Rule, module: nn.Module) -> list[str]:
             f" {type(module).__name__}; its children are {[name for name, _ in module.named_children()]!r}"
         )
     if _installer(rule).on_blocks:
-        # a pattern such as "blocks.*" matches the parts of blocks too; an outer module comes first
+        # a pattern such as "blocks.*" also matches modules inside blocks; outer modules come first
         outer: set[str] = set()
         for fqn in matches:
             if outer.isdisjoint(accumulate(fqn.split("."), "{}.{}".format)):

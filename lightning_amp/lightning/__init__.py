@@ -1,1 +1,1 @@
-"""The strategy, its callbacks, and what they need of Lightning."""
+"""The Lightning strategy, its callbacks, and the parts of a run that they use."""

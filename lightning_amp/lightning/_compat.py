@@ -1,4 +1,4 @@
-"""Every name of Lightning outside its public interface that this package uses, with the reason."""
+"""Import the private names of Lightning that this package uses, with the reason for each."""
 
 # the default of DDPStrategy's own argument, which Lightning does not export
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout  # type: ignore[attr-defined]
@@ -10,18 +10,18 @@ from lightning.pytorch import LightningModule, Trainer
 # broadcasts parameters and buffers from rank 0 in large buffers; DDPStrategy uses it outside fitting
 from lightning.pytorch.overrides.distributed import _sync_module_states as broadcast_module
 
-# starts ranks by multiprocessing, and raises what one of them raised as text
+# starts ranks by multiprocessing, and raises their errors as text
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 
-# starts the other ranks' processes, and ends this one when one of them fails; the failure detector takes over from that
+# starts the processes of other ranks, and ends this one if one of them fails; replaced by the failure detector
 from lightning.pytorch.strategies.launchers.subprocess_script import _launch_process_observer as launch_process_observer  # type: ignore[attr-defined]
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
 
-# chooses the sampler of every loader before the strategy is asked; calls a loader's hook and notes how it was made
+# chooses the sampler of every loader before the strategy is called; calls a loader's hook and records its arguments
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector as DataConnector
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader as request_dataloader
 
-# used throughout Lightning, documented, but not exported in the sense of a type checker
+# used throughout Lightning and documented, but not exported for type checkers
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn  # type: ignore[attr-defined]
 
 __all__ = ["DataConnector", "MultiProcessingLauncher", "ScriptLauncher", "broadcast_module", "default_pg_timeout"]
@@ -30,5 +30,5 @@ __all__ += ["request_dataloader", "trainer_of"]
 
 
 def trainer_of(module: LightningModule | None) -> Trainer | None:
-    """The Trainer of a module; None in a process where it has none, for which the public property raises."""
+    """Return the Trainer of a module, or None; the public property raises if there is none."""
     return None if module is None else module._trainer

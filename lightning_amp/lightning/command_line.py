@@ -1,8 +1,8 @@
-"""Define Lightning's command line: one message per mistake, a suggestion for a misspelt name, checkpoints by a word.
+"""Define the command line on top of LightningCLI: short messages for mistakes, suggestions, and `--ckpt_path last`.
 
-Lightning looks for `--ckpt_path last` in the folder of the run that is about to start, which is a new one where a
-logger numbers its runs. It finds nothing there, warns, and goes on with untrained weights. Here `last` is the newest
-checkpoint that `fit` of the same configuration wrote, in whichever run.
+Lightning searches `--ckpt_path last` in the folder of the new run, which is empty if a logger numbers its runs. It
+warns, and continues with untrained weights. Here, `last` is the newest checkpoint that any `fit` run of the same
+configuration has written.
 """
 
 import argparse
@@ -28,21 +28,21 @@ from lightning_amp.errors import PlanError
 from lightning_amp.lightning.strategy.registration import START_METHODS
 
 CONFIG_USED = "config_used.yaml"
-"""The configuration of a run, with its logs."""
+"""File name of a run's configuration, saved with its logs."""
 OPTION = "--trainer.strategy."
 RAISE = {"exit_on_error": False}
-"""Of a parser that would print its usage, a screenful, and end the process."""
+"""Parser option: raise errors instead of printing a screenful of usage and exiting."""
 
 
 class CommandLine(LightningCLI):
-    """Reads modules and data modules of any class, with strategy "amp" by default; mistakes are PlanErrors.
+    """Read modules and data modules of any class, with strategy "amp" by default; raise a PlanError for mistakes.
 
-    Classes are found in installed packages and in the current folder.
+    Classes are imported from installed packages and from the current folder.
 
     Args:
-        prog: The program's name, for its messages; None takes the script's.
+        prog: Program name for messages; None uses the script's name.
         help_of: verb -> usage, description and examples of its `--help`.
-        options: Lightning's.
+        options: Other arguments of LightningCLI.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class CommandLine(LightningCLI):
         help_of: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         **options: Any,
     ) -> None:
-        # as `python -m` does: a console script finds its own folder only
+        # as `python -m` does: a console script has only its own folder on the path
         if str(Path.cwd()) not in sys.path:
             sys.path.insert(0, str(Path.cwd()))
         verbs = {verb: RAISE | dict(help_of.get(verb, {})) for verb in self.subcommands()}
@@ -69,10 +69,10 @@ class CommandLine(LightningCLI):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Called by Lightning.
+        """Parse the arguments; called by Lightning.
 
         Raises:
-            PlanError: A key, a class or an argument that is not there, or a value that does not fit.
+            PlanError: A key, class or argument does not exist, or a value is not valid.
         """
         words = sys.argv[1:] if args is None else list(args)
         try:
@@ -94,10 +94,10 @@ class CommandLine(LightningCLI):
             )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Called by Lightning.
+        """Create the Trainer; called by Lightning.
 
         Raises:
-            PlanError: A setting of the Trainer means nothing.
+            PlanError: A setting of the Trainer is not valid.
         """
         try:
             return super().instantiate_trainer(**kwargs)
@@ -111,7 +111,7 @@ class CommandLine(LightningCLI):
         return arguments
 
     def _same_configuration(self, logs: Path) -> bool:
-        """Whether the run with these logs had the model and the data of this one."""
+        """Whether the run with these logs used the same model and data configuration as this one."""
         path = logs / CONFIG_USED
         if not path.is_file():
             return False
@@ -139,12 +139,12 @@ class CommandLine(LightningCLI):
 
 
 def _with_class_of_strategy(parser: LightningArgumentParser, words: list[str]) -> list[str]:
-    """The words, with the class in place of a name such as "amp" where options of the strategy are among them.
+    """Replace a strategy name such as "amp" by its class if there are options of the strategy.
 
-    A name has no options in jsonargparse. The options move behind a configuration file, which may set the name.
+    jsonargparse does not support options of a name. The options move after a configuration file, which may set it.
 
     Raises:
-        PlanError: The name is of another strategy.
+        PlanError: The name belongs to another strategy.
     """
     options, others, rest = [], [], iter(words)
     for word in rest:
@@ -154,7 +154,7 @@ def _with_class_of_strategy(parser: LightningArgumentParser, words: list[str]) -
             others.append(word)
     if not options:
         return words
-    # a configuration that is printed ends the parser
+    # --print_config would make the parser exit
     config = parser.parse_args([word for word in others if not word.startswith("--print_config")])
     name = config[config.subcommand].trainer.strategy
     if not isinstance(name, str):
@@ -169,35 +169,35 @@ def _with_class_of_strategy(parser: LightningArgumentParser, words: list[str]) -
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """The nearest of the known names as the end of a message, nothing where none is near."""
+    """Return the closest known name as the end of a message; "" if none is close."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f". Did you mean {near[0]!r}?" if near else ""
 
 
 SHOWN = 5
-"""Checkpoints that a refusal lists."""
+"""Largest number of checkpoints listed in an error message."""
 
 
 def find_checkpoint(asked: str, trainer: Trainer, same_configuration: Callable[[Path], bool]) -> str:
-    """The path of the checkpoint that is requested; a word that Lightning can resolve, and a path, stay as they are.
+    """Return the path of the requested checkpoint; words that Lightning can resolve, and paths, are returned unchanged.
 
     Args:
-        same_configuration: Whether the run whose logs are in a folder had the model and the data of this one.
+        same_configuration: Whether the run with logs in a folder used the same model and data configuration.
 
     Raises:
-        PlanError: There is none.
+        PlanError: There is no such checkpoint.
     """
     known = {
         "last": False,
-        # of a Trainer that has trained in this process
+        # only after training in this process
         "best": bool(getattr(trainer.checkpoint_callback, "best_model_path", None)),
         "hpc": trainer._checkpoint_connector._hpc_resume_path is not None,
     }
-    # a path that may be remote or of a registry is left to Lightning
+    # paths that may be remote or in a registry are resolved by Lightning
     if known.get(asked, ":" in asked or Path(asked).exists()):
         return asked
     found, others = set(_own(trainer)), set[str]()
-    # those of the runs that the first logger has numbered
+    # checkpoints in the numbered runs of the first logger
     for logger in trainer.loggers[:1]:
         runs = Path(logger.save_dir or trainer.default_root_dir, str(logger.name))
         for path in runs.glob("*/checkpoints/*.ckpt"):
@@ -219,7 +219,7 @@ def find_checkpoint(asked: str, trainer: Trainer, same_configuration: Callable[[
 
 
 def _own(trainer: Trainer) -> Iterator[str]:
-    """Checkpoints in folders that the configuration names, and those that Lightning calls the last ones."""
+    """Yield checkpoints in folders from the configuration, and those that Lightning considers the last."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             yield from callback._find_last_checkpoints(trainer)

@@ -1,1 +1,1 @@
-"""Compare one process with several ranks, on the user's model and batch."""
+"""Compare training in one process with training on several ranks, with the user's model and batch."""

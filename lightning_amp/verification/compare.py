@@ -1,12 +1,12 @@
-"""Record what a run shows, compare ranks with one process, and name what in the module may make them differ.
+"""Record losses, gradients and weights of a run, compare ranks with one process, and list suspects for differences.
 
-    error(x) = ||x - x_one|| / max(||x_one||, FLOOR ||all of its kind||)
+    error(x) = ||x - x_one|| / max(||x_one||, FLOOR ||all of its kind||)        x_one: value of the single process
 
-Rounding is amplified where a step divides by what is nearly zero: an adaptive optimiser makes a whole step of a
-gradient that is zero but for rounding, such as that of a bias in front of batch normalisation. In double precision that
-stays below what is allowed after an update, so double precision decides where both are compared.
+Rounding is amplified if a step divides by nearly zero: an adaptive optimiser takes a full step for a gradient that is
+zero except for rounding, such as that of a bias before batch normalisation. In double precision, such errors stay below
+the tolerance after an update, so double precision decides if both precisions are compared.
 
-Suspects are named by what the runs have shown; nothing is tried to prove them. Legend: x_one of the single process.
+Suspects follow from what the runs have recorded; they are not proved.
 """
 
 import random
@@ -30,30 +30,30 @@ from lightning_amp.verification.result import Row, Suspect
 
 @dataclass(kw_only=True, slots=True)
 class Record:
-    """What a run of a few steps has shown."""
+    """Recorded values of a run of a few steps."""
 
     losses: list[list[float]] = field(default_factory=list)  # per step, the loss of every backward pass
-    # cells of each step's batch on this rank, None where its tensors do not agree on a number
+    # cells of each step's batch on this rank; None if its tensors have different numbers of cells
     cells: list[int | None] = field(default_factory=list)
-    # gradients that the first step's optimisers have seen, whole
+    # full gradients of the first step, when its optimisers use them
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    # with buffers: the module's state after the last step, whole
+    # with buffers: the module's full state after the last step
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    apart: list[str] = field(default_factory=list)  # buffers that then differ between the ranks
-    # modules that drop values at random, and generators, if a training step has drawn from any
+    apart: list[str] = field(default_factory=list)  # buffers that differ between the ranks after the last step
+    # dropout modules, and generators, if a training step has drawn random numbers
     draws: list[str] = field(default_factory=list)
 
 
 class Recorder(Callback):
-    """Records a run of a few steps in `record`."""
+    """Record a run of a few steps in `record`."""
 
     def __init__(self) -> None:
         self.record = Record()
         self._stepped: set[int] = set()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Follow the module's step, in which every technique is installed by now."""
+        """Wrap the module's step, after all techniques were installed."""
         step = pl_module.training_step
 
         @wraps(step)
@@ -62,7 +62,7 @@ class Recorder(Callback):
             output = step(*args, **kwargs)
             drawn = [f"training_step, {name}" for name, state in _states().items() if state != before[name]]
             named = ((n, part) for n, part in pl_module.named_modules() if "training_step, torch.random" in drawn)
-            # torch's layers that drop values at random keep the probability under one of these names
+            # dropout layers of torch have their probability in one of these attributes
             chance = ("p", "dropout", "drop_prob")
             drops = [
                 f"{n} ({type(part).__name__})"
@@ -72,29 +72,29 @@ class Recorder(Callback):
             self.record.draws = list(dict.fromkeys([*self.record.draws, *drops, *drawn]))
             return output
 
-        # on the instance, and removed at the end: the class is the user's
+        # on the instance, because the class belongs to the user; removed at the end
         pl_module.training_step = training_step  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Planning and installing may have drawn numbers; one process has not."""
+        """Seed the generators: planning and installing may have drawn random numbers, unlike the single process."""
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.record.losses.append([])
         self.record.cells.append(cells_to_weigh(batch))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Note the loss."""
+        """Record the loss."""
         self.record.losses[-1].append(float(loss.detach()))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Note the gradients of the first step, as averaged over ranks and before clipping."""
+        """Record the gradients of the first step, after averaging over ranks and before clipping."""
         if len(self.record.losses) > 1 or id(optimizer) in self._stepped:
             return
-        # each optimiser once: a step of manual optimisation may have several
+        # each optimiser once: manual optimisation may step an optimiser several times
         self._stepped.add(id(optimizer))
         shards = trainer.strategy._shards if isinstance(trainer.strategy, AMPStrategy) else Shards()
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -107,12 +107,12 @@ class Recorder(Callback):
             }
             return shards.saved_state(gradients, in_parts=False)
 
-        # in a step of manual optimisation fsdp's root is gathered
+        # in manual optimisation, fsdp's root module has gathered parameters during the step
         gradients = whole() if shards.units is None else shards.units.on_rows(whole)
         self.record.gradients = gradients | self.record.gradients
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the final state; whole, for shards are given back later."""
+        """Record the final state; gathered here, because parameters are still sharded."""
         state = trainer.strategy.lightning_module_state_dict()
         names = {name for name, _ in pl_module.named_parameters(remove_duplicate=False)}
         kept = {name: value.detach().clone() for name, value in state.items() if isinstance(value, Tensor)}
@@ -123,7 +123,7 @@ class Recorder(Callback):
             self.record.apart = [name for name, _, _ in buffers]
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the module back as it was."""
+        """Restore the module's step."""
         vars(pl_module).pop("training_step", None)
 
 
@@ -139,13 +139,13 @@ def _states() -> dict[str, object]:
 Precision = Literal["float32", "float64"]
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 FIRST, AFTER = ("first loss", "gradients"), ("later losses", "parameters", "buffers")
-"""Kinds of quantities of the first step, and after an update."""
+"""Kinds of quantities: of the first step, and after an update."""
 ALLOWED: dict[str, dict[str, float]] = {
     "float64": dict.fromkeys(FIRST, 1e-10) | dict.fromkeys(AFTER, 1e-6),
     "float32": dict.fromkeys(FIRST + AFTER, 1e-4) | {"first loss": 1e-5},
 }
 FLOOR = 0.01
-"""Share of the norm of all tensors of a kind that a tensor is compared with at least."""
+"""Least denominator of a relative error, as a share of the norm of all tensors of the kind."""
 
 SAME = 1e-6
 THE_LOSS = "the loss in training_step"
@@ -216,40 +216,40 @@ UNKNOWN = Suspect(
 )
 
 Errors = dict[str, dict[str, float]]
-"""Kind of quantity -> relative error of every tensor of it."""
+"""Kind of quantity -> relative error of every tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What one rank has found in one precision, compared with the single process."""
+    """Comparison of one rank with the single process, in one precision."""
 
     precision: Precision
     place: tuple[int, int]  # data rank and number of data ranks
-    # with one_losses, cells: per step, losses of the rank and of the single process, and cells on the rank
+    # per step: losses of this rank and of the single process, and cells on this rank
     losses: list[list[float]]
     one_losses: list[list[float]]
     cells: list[int | None]
-    all_cells: int  # cells of the first global batch, 0 where their number is not known
+    all_cells: int  # cells of the first global batch; 0 if not known
     errors: Errors
-    # what all gradients of the single process are those of the rank times, None where it is not one number
+    # the common factor of all gradients, single process / rank; None if there is none
     factor: float | None
     draws: list[str]  # where the single process drew random numbers
     apart: list[str]  # buffers that differ between the ranks
-    unshared: list[str]  # BatchNorm layers whose statistics are those of one rank's cells
-    uneven: bool  # whether modalities have different numbers of cells, which the data ranks do not divide
+    unshared: list[str]  # BatchNorm layers that normalise by one rank's cells
+    uneven: bool  # whether modalities differ in numbers of cells, and the data ranks do not divide them
     strategies: tuple[str, ...]
     mesh: tuple[int, int]
 
 
 def rows_of(reports: Sequence[Report]) -> tuple[Row, ...]:
-    """Compare every quantity that has a tensor, in the order in which a step makes them.
+    """Compare every recorded quantity, in the order of a step.
 
     loss of a step = sum over data ranks of (cells of the rank / cells of all) loss of the rank
     """
     first = reports[0]
     precision, steps = first.precision, len(first.one_losses)
     after = f"after {steps} step{'s' if steps > 1 else ''}"
-    # ranks of a model axis read the same cells and have the same loss: one of each data rank counts
+    # ranks of a model group have the same cells and loss: only one of each data rank counts
     ranks = {report.place[0]: report for report in reversed(reports)}.values()
 
     def of_all(step: int, backward: int) -> float:
@@ -263,9 +263,9 @@ def rows_of(reports: Sequence[Report]) -> tuple[Row, ...]:
     union = [[of_all(step, i) for i, _ in enumerate(losses)] for step, losses in enumerate(first.one_losses)]
     losses: tuple[dict[str, float], ...] = {}, {}
     for name, error in loss_errors(union, first.one_losses).items():
-        # the loss of the first step comes before any update, and is allowed less
+        # the loss of the first step precedes any update, and has a smaller tolerance
         losses[name.split(",")[0] != "step 1"][name] = error
-    # of every tensor the rank where its error is largest; one that is no number is
+    # keep the largest error of every tensor over the ranks; nan counts as the largest
     worst: Errors = {kind: {} for kind in first.errors}
     for report in reports:
         for kind, found in report.errors.items():
@@ -287,7 +287,7 @@ def rows_of(reports: Sequence[Report]) -> tuple[Row, ...]:
 
 
 def errors(found: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> dict[str, float]:
-    """Relative error of every tensor that either side has; infinite where one side lacks it, or its shape differs."""
+    """Return the relative error of every tensor of either side; inf if one side lacks it or its shape differs."""
     norms = {name: _norm(value) for name, value in one.items()}
     floor = FLOOR * sum(norm**2 for norm in norms.values() if norm == norm) ** 0.5
     result = {}
@@ -296,9 +296,9 @@ def errors(found: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> dict[str, 
             result[name] = float("inf")
             continue
         mine, its = (value.to(_wide(one[name])) for value in (found[name], one[name]))
-        # infinities that are equal, as of a mask, have no difference either
+        # equal infinities, as of a mask, have no difference
         difference = float(torch.where(mine == its, 0, mine - its).norm())
-        # equal values have no error, nor have values that are all zero
+        # no division if the values are equal: they may be all zero
         result[name] = difference and difference / max(norms[name], floor, torch.finfo().tiny)
     return result
 
@@ -312,13 +312,13 @@ def _flat(value: Tensor) -> Tensor:
 
 
 def _norm(value: Tensor) -> float:
-    """Of the finite elements."""
+    """Norm of the finite elements."""
     wide = value.to(_wide(value))
     return float(torch.where(wide.isfinite(), wide, 0).norm())
 
 
 def loss_errors(found: list[list[float]], one: list[list[float]]) -> dict[str, float]:
-    """Relative error of every loss; not a number where there is no such loss."""
+    """Return the relative error of every loss; nan if `found` lacks it."""
     result = {}
     for step, losses in enumerate(one):
         for i, loss in enumerate(losses):
@@ -329,21 +329,21 @@ def loss_errors(found: list[list[float]], one: list[list[float]]) -> dict[str, f
 
 
 def common_factor(found: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> float | None:
-    """What all tensors of `one` are those of `found` times, None where it is not one number."""
+    """Return the factor by which all tensors of `one` differ from those of `found`; None if there is no common one."""
     pairs = [(_flat(found[k]), _flat(one[k])) for k in one if k in found]
     pairs = [(a, b) for a, b in pairs if a.shape == b.shape]
-    # least squares: one number fits where the two are parallel, so where their cosine is 1
+    # least-squares factor, which is accepted if the two vectors are parallel (cosine 1)
     mixed, own, ones = (sum(float(p[i] @ p[j]) for p in pairs) for i, j in ((0, 1), (0, 0), (1, 1)))
     return mixed / own if own and ones and abs(1 - mixed * mixed / (own * ones)) < 1e-6 else None
 
 
 def find_suspects(rows: Sequence[Row], reports: Sequence[Report]) -> tuple[Suspect, ...]:
-    """Suspects for the rows that are wrong; `reports` are those of all ranks in all precisions."""
+    """Return suspects for rows with errors; `reports` has all ranks in all precisions."""
     wrong = [row for row in rows if row.wrong]
     if not wrong:
         return ()
     for row in wrong:
-        # not a number
+        # nan
         if row.error != row.error:
             return (NOT_FINITE.at([f"{row.quantity}, {row.precision}"]),)
     exact = [row for row in wrong if row.precision == "float64"]
@@ -367,10 +367,10 @@ def _seen(wrong: Sequence[Row], reports: Sequence[Report]) -> Iterator[Suspect]:
     apart = first.apart or (wrong[0].wrong if buffers else [])
     if apart:
         yield BUFFERS.at(apart)
-    # these explain a difference by themselves: the loss is suspected only without them
+    # each of these explains a difference; the loss is suspected only without them
     if drops or first.unshared or apart:
         return
-    # draws that are no cells' are the same on all ranks
+    # draws of the training step that are not per cell are equal on all ranks, so they are a weaker explanation
     if draws:
         yield DRAWS.at(draws)
     if ranks == 1 or not any(quantity.startswith(("loss", "gradients")) for quantity in kinds):

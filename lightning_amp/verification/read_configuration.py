@@ -1,4 +1,4 @@
-"""Read model, data module and plan from a configuration of `lightning-amp fit`, without a run."""
+"""Read module, data module and strategy options from a configuration file of `lightning-amp fit`, without a run."""
 
 import warnings
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from lightning_amp.techniques.table import options_of_techniques
 from lightning_amp.verification.training_run import first_of
 
 HERE = ("accelerator=cpu", "devices=1", "num_nodes=1", "logger=false", "fast_dev_run=false")
-"""Settings of the Trainer that are another machine's, or open connections."""
+"""Trainer settings that replace those of another machine, or that would open connections."""
 
 
 class _Idle(Trainer):
-    """Takes every setting of a Trainer, so that a configuration of `fit` is read as it is, and trains nothing."""
+    """A Trainer that accepts all settings, to read a configuration of `fit`, but does not train."""
 
     def fit(
         self,
@@ -38,17 +38,17 @@ class _Idle(Trainer):
 
 
 def read_configuration(path: str) -> tuple[LightningModule, LightningDataModule, dict[str, Any]]:
-    """Module, data module, and what the YAML file asks of AMPStrategy; what it asks of the Trainer is left out."""
-    # verification has its own precisions
+    """Return module, data module, and the AMPStrategy options of a YAML file; Trainer settings are ignored."""
+    # `verify` sets the precision
     module, data, trainer = _read(path, (*HERE, "precision=32-true"))
     return module, data, _options(trainer)
 
 
 def read_step(path: str, *, values: bool) -> tuple[LightningModule, Any, Around, dict[str, Any]]:
-    """Module in the YAML file's precision and a batch, as a fit has them before its first step, what else the file says
-    of a training step, and what it asks of AMPStrategy.
+    """Return what a fit of a YAML file has before its first step.
 
-    Layers that `configure_model` makes are on the device "meta", unless they are to have `values`.
+    The result is the module in the file's precision, a batch, settings that affect the step, and AMPStrategy options.
+    Layers from `configure_model` are on the meta device, unless `values` is True.
     """
     module, data, trainer = _read(path, HERE)
     around, source = Around.of(trainer, prepared=True, datamodule=data), module if data is None else data
@@ -73,7 +73,7 @@ def read_step(path: str, *, values: bool) -> tuple[LightningModule, Any, Around,
     try:
         batch = example_batch(loader)
     except DataError:
-        # nobody else reads it
+        # consuming a batch is harmless here, because nothing else reads the loader
         batch = first_of(loader, 1)[0]
     return module, batch, around, _options(trainer)
 
@@ -81,7 +81,7 @@ def read_step(path: str, *, values: bool) -> tuple[LightningModule, Any, Around,
 def _read(path: str, settings: Sequence[str]) -> tuple[LightningModule, LightningDataModule, Trainer]:
     words = ["fit", "--config", path, "--ckpt_path=null", *(f"--trainer.{setting}" for setting in settings)]
     with warnings.catch_warnings():
-        # 16-mixed is bf16-mixed on a CPU, whose bytes are the same
+        # on a CPU, 16-mixed becomes bf16-mixed, which has the same bytes
         warnings.filterwarnings("ignore", message=".*fp16 is not supported on CPU")
         cli = CommandLine(trainer_class=_Idle, save_config_callback=None, args=words)
     return cli.model, cli.datamodule, cli.trainer

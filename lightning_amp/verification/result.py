@@ -9,53 +9,53 @@ from typing import Any
 from lightning_amp.planning.reports.table import WIDTH, table
 
 NAMED = 4
-"""Places of a suspect that are named."""
+"""Most places listed for a suspect."""
 SUSPECTS = "Suspects; none is proved, and one difference can hide another: change one, then verify again."
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One quantity in one precision."""
+    """The comparison of one quantity in one precision."""
 
     quantity: str
     precision: str
     errors: Mapping[str, float]  # relative error of every tensor, by name; at least one
-    allowed: float  # largest relative error that is rounding
+    allowed: float  # tolerance: the largest relative error that rounding explains
 
     @property
     def worst(self) -> str:
-        """The tensor with the largest error; NaN comes before all."""
+        """Name of the tensor with the largest error; nan counts as the largest."""
         return max(self.errors, key=lambda name: (isnan(self.errors[name]), self.errors[name]))
 
     @property
     def error(self) -> float:
-        """The error there."""
+        """The largest error."""
         return self.errors[self.worst]
 
     @property
     def wrong(self) -> list[str]:
-        """Tensors whose error is not rounding; one that is not a number never is."""
+        """Tensors whose error exceeds the tolerance, or is nan."""
         return [name for name, error in self.errors.items() if not error <= self.allowed]
 
     @property
     def ok(self) -> bool:
-        """Whether all errors are rounding."""
+        """Whether no error exceeds the tolerance."""
         return not self.wrong
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suspect:
-    """Something in the model that may make ranks differ; nothing was tried to prove it."""
+    """Something in the model that may make ranks differ; it is not proved."""
 
     # "random draws", "batch statistics", "buffers", "sum over samples", "unequal parts", "mean of means", "rounding",
     # "not finite" or "unknown"
     suspect: str
     where: str = ""  # modules, lines or tensors
-    why: str  # what was seen
+    why: str  # what was observed
     advice: str  # what to do
 
     def at(self, names: Sequence[str]) -> "Suspect":
-        """The same at some places."""
+        """Return a copy with these places."""
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         return replace(self, where="; ".join(names[:NAMED]) + more)
 
@@ -65,21 +65,21 @@ class Verification:
     """Result of `verify`: one process compared with several ranks."""
 
     module: str  # its class
-    strategies: tuple[str, ...]  # of the plan that the ranks have carried out
+    strategies: tuple[str, ...]  # strategies of the ranks' plan
     mesh: tuple[int, int]  # ranks of the data and of the model axis
-    cells: int  # of the global batch, 0 where their number is not known
+    cells: int  # cells of the global batch; 0 if not known
     steps: int
     rows: tuple[Row, ...]  # every quantity in every precision
-    suspects: tuple[Suspect, ...] = ()  # what may make the ranks differ; empty where all rows are equal
+    suspects: tuple[Suspect, ...] = ()  # possible causes of differences; empty if all rows are equal
 
     @property
     def ok(self) -> bool:
-        """Whether every quantity is equal up to rounding, in double precision where that was compared."""
+        """Whether every quantity is equal up to rounding; in double precision if that was compared."""
         exact = [row for row in self.rows if row.precision == "float64"]
         return all(row.ok for row in exact or self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; errors that are no finite number as text."""
+        """Return plain values for JSON; infinite errors and nan as text."""
         rows = [
             {
                 "quantity": row.quantity,

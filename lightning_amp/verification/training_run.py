@@ -1,14 +1,14 @@
-"""Train a few steps for a verification: in one process, or as one of several ranks, which compare their results.
+"""Train a few steps for `verify`: in one process, or as one of several ranks, and compare the results.
 
-A global batch is split into contiguous parts whose sizes differ by one at most. In a batch {modality: mapping} every
-modality has its own number of cells and is split by itself; anywhere else the first axes of all tensors must agree.
+A global batch is split into contiguous parts whose sizes differ by one at most. In a batch {modality: mapping}, every
+modality has its own number of cells and is split separately; otherwise the first dims of all tensors must be equal.
 
-Rank 0 trains alone before it is connected to the other ranks. It takes the batches from the user's data once; ranks
-take their parts of the same ones. Files lie in a folder that all ranks see:
+Rank 0 trains alone before it connects to the other ranks. It reads the batches from the user's data once; the ranks
+use parts of the same batches. Files in a folder that all ranks can read:
 
-    subject.pt          the module and the data, as the user gave them
-    batches.pt          the global batches
-    one-float64.pt      what the single process has recorded
+    subject.pt          module and data from the user
+    batches.pt          global batches
+    one-float64.pt      record of the single process
 """
 
 import os
@@ -38,11 +38,11 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.compare import DTYPES, Precision, Record, Recorder, Report, common_factor, errors
 
 Cells = Tensor | SparseCounts | np.ndarray
-"""What has a first axis of cells."""
+"""Types whose first dim is the cell."""
 
 
 def part_of(batch: Any, part: int, parts: int) -> Any:
-    """The cells of one data rank."""
+    """Return the cells of one data rank."""
     if parts == 1:
         return batch
     sizes = sorted(sizes_of(batch))
@@ -61,7 +61,7 @@ def part_of(batch: Any, part: int, parts: int) -> Any:
 
     def own(x: Any) -> Any:
         size, longer = divmod(len(x), parts)
-        # the first parts are longer by one, as those of torch.tensor_split
+        # the first parts have one more cell, as with torch.tensor_split
         start = part * size + min(part, longer)
         return x[start : start + size + (part < longer)]
 
@@ -69,17 +69,17 @@ def part_of(batch: Any, part: int, parts: int) -> Any:
 
 
 def converted(batch: Any, dtype: torch.dtype) -> Any:
-    """The batch with its floating point tensors in another precision."""
+    """Convert the floating point tensors of a batch to another dtype."""
     return _each(
         batch, lambda x: x if isinstance(x, np.ndarray) or not x.dtype.is_floating_point else x.to(dtype=dtype)
     )
 
 
 def first_of(loaders: Any, steps: int) -> list[Any]:
-    """The first batches, again from the start where there are fewer; of several loaders as a Trainer combines them."""
+    """Return the first batches, repeated if there are fewer; several loaders are combined as a Trainer does."""
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
     found = [batch for batch, _, _ in islice(combined, steps)]
-    # ends the processes of its loaders
+    # ends the worker processes of the loaders
     combined.reset()
     if not found:
         raise DataError("a loader without batches was given; give one with at least one batch")
@@ -87,13 +87,13 @@ def first_of(loaders: Any, steps: int) -> list[Any]:
 
 
 class RankLoader:
-    """A training loader of one rank."""
+    """A training loader that serves one rank's part of global batches."""
 
     def __init__(self, batches: list[Any], *, ranks: int, place: Callable[[], tuple[int, int]]) -> None:
-        """Serve parts of global batches; `place` gives data rank and number of data ranks, once they are known."""
+        """Store the batches; `place` returns data rank and number of data ranks, which are known after planning."""
         self._batches, self._place = batches, place
         cells = count_cells(batches[0])
-        # cells per rank, for the plan's prediction; None where the number of cells is not known
+        # cells per rank, for the plan's prediction; None if the number of cells is not known
         self.batch_size = None if cells is None else max(1, cells // ranks)
 
     def __len__(self) -> int:
@@ -103,12 +103,12 @@ class RankLoader:
         return (part_of(batch, *self._place()) for batch in self._batches)
 
     def amp_example_batch(self) -> Any:
-        """The first part, for a plan: the ranks of the data axis are those of the request by then."""
+        """Return the first part, for planning: data ranks follow from the request at this time."""
         return part_of(self._batches[0], *self._place())
 
 
 def _each(values: Any, change: Callable[[Any], Any]) -> Any:
-    """The same nesting of containers with everything that has cells changed, as Lightning moves it to a device."""
+    """Map everything that has cells in nested containers, as Lightning does when it moves a batch to a device."""
     return apply_to_collection(values, get_args(Cells), lambda x: change(x) if x.shape else x)
 
 
@@ -119,7 +119,7 @@ QUIET: dict[str, Any] = dict.fromkeys(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """What is trained: `options` are those of AMPStrategy."""
+    """What to train; `options` are those of AMPStrategy."""
 
     steps: int
     precisions: Sequence[Precision]
@@ -128,11 +128,11 @@ class Training:
 
 
 def train_and_compare(rank: int, ranks: int, folder: Path, run: Training) -> list[Report]:
-    """Train in every precision as one of the ranks, and before that, on rank 0, as the single process."""
+    """Train as one of the ranks in every precision; rank 0 first trains as the single process."""
     if rank == 0:
         for precision in run.precisions:
             train_one(folder, precision, run.steps)
-    # rank 0 removes nothing from it, so that others may come at any time
+    # rank 0 removes no files of the store, so that other ranks may connect at any time
     store = dist.FileStore(str(folder / "store"), ranks)  # type: ignore[attr-defined]
     wait = timedelta(seconds=run.timeout)
     store.set_timeout(wait)
@@ -141,7 +141,7 @@ def train_and_compare(rank: int, ranks: int, folder: Path, run: Training) -> lis
 
 
 def train_one(folder: Path, precision: Precision, steps: int) -> None:
-    """Train on the global batches in this process, as a Trainer without this package would."""
+    """Train on the global batches in this process, with a Trainer without this package, and store the record."""
     one, *_ = _fit(folder, precision, steps)
     _keep(one, folder / f"one-{precision}.pt")
 
@@ -150,10 +150,10 @@ def train_rank(rank: int, ranks: int, folder: Path, precision: Precision, run: T
     """Train as one of the ranks under the plan, and compare with the single process."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost")
     strategy = AMPStrategy(**run.options)
-    # they are compared and named here
+    # buffers from a rank's own cells raise no error here, because they are compared and listed as suspects
     strategy.own_statistics = True
     record, place, given, module = _fit(folder, precision, run.steps, ranks=ranks, strategy=strategy)
-    # rank 0 has written it before any rank was connected
+    # written by rank 0 before it connected to other ranks
     one = torch.load(folder / f"one-{precision}.pt", weights_only=False)
     plan, sizes = strategy.plan, sizes_of(given)
     assert plan is not None, "there is a plan after a fit"
@@ -181,18 +181,18 @@ def train_rank(rank: int, ranks: int, folder: Path, precision: Precision, run: T
 def _fit(
     folder: Path, precision: Precision, steps: int, *, ranks: int = 1, strategy: AMPStrategy | None = None
 ) -> tuple[Record, tuple[int, int], Any, torch.nn.Module]:
-    """The record, the place of the rank, the first global batch and the module."""
+    """Train, and return the record, the rank's (data rank, data ranks), the first global batch and the module."""
     seed_everything(0, verbose=False)
     module, data = torch.load(folder / "subject.pt", map_location="cpu", weights_only=False)
     dtype = DTYPES[precision]
-    # `to` would make complex parameters real
+    # not `to(dtype)`, which would make complex parameters real
     module = module.double() if dtype == torch.float64 else module.float()
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.is_complex():
             tensor.data = tensor.data.to(torch.promote_types(dtype, torch.complex64))
     used: list[Any] = []
 
-    # asked for when a loader is read: the plan says who shares a batch, and is made after the loaders are
+    # called when a loader is read, because the plan decides the data ranks, and is made after the loaders
     def place() -> tuple[int, int]:
         if strategy is None:
             return 0, 1
@@ -203,7 +203,7 @@ def _fit(
         path = folder / "batches.pt"
         if not path.exists():
             _keep(first_of(given(), steps) if isinstance(data, LightningDataModule) else data, path)
-        # from the file on rank 0 too: all runs train on the same numbers, though the user's loader may draw others
+        # read from the file on rank 0 too, so that all runs use the same batches, even if the user's loader is random
         used.extend(torch.load(path, weights_only=False))
         return RankLoader([converted(batch, dtype) for batch in used], ranks=ranks, place=place)
 

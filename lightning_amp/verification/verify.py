@@ -1,16 +1,16 @@
-"""Define `verify`: train the user's module on a real batch, in one process and on several CPU ranks, and compare.
+"""Define `verify`: train the user's module on real batches in one process and on several CPU ranks, and compare them.
 
     one process    Trainer(devices=1) without this package, on the global batch
     ranks          Trainer(strategy=AMPStrategy(...), devices=N), each data rank on its part of the same batch
 
-Both start from the same weights and generators and train a few steps. Compared are the loss of every step, the
-gradients that the first step's optimisers see, and parameters and buffers at the end. Where something differs, suspects
-in the model are named.
+Both start with the same weights and random state, and train a few steps. The comparison covers the loss of every step,
+the gradients that the first step's optimisers use, and the final parameters and buffers. If something differs, the
+report lists suspects in the model.
 
-Processes are spawned, so that nothing in the caller's process changes. In an interactive session, where a new process
-cannot import the user's classes, they are forked instead, with one thread each: torch's threads do not survive a fork.
+Processes are spawned, so that the caller's process does not change. In an interactive session, where a spawned process
+cannot import the user's classes, they are forked with one thread each, because torch's threads do not survive a fork.
 
-Known limits: one node, CPU; gradient accumulation, clipping and callbacks of the user's own Trainer are not part of it.
+Known limits: one node, CPU. Gradient accumulation, clipping and callbacks of the user's own Trainer are not included.
 """
 
 import gc
@@ -47,11 +47,11 @@ from lightning_amp.verification.result import Verification
 from lightning_amp.verification.training_run import Training, first_of, train_and_compare
 
 GRACE_S = 5.0
-"""How long other ranks may still answer once one has failed; they may wait for it in a collective."""
+"""Seconds for which other ranks may still answer once one has failed; they may wait for it in a collective."""
 
 
 def run_processes(task: Callable[..., Any], ranks: int, folder: Path, *args: Any, timeout: float) -> list[Any]:
-    """Return `task(rank, ranks, folder, *args)` of every rank; all see the folder, and have `timeout` seconds."""
+    """Run `task(rank, ranks, folder, *args)` in one process per rank, for `timeout` seconds at most; return results."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise AmpError(
             "verify was called while one of its processes was starting; it starts processes that import the"
@@ -67,7 +67,7 @@ def run_processes(task: Callable[..., Any], ranks: int, folder: Path, *args: Any
     context: Any = multiprocessing.get_context("fork" if forked else "spawn")
     threads = 1 if forked else max(1, (os.cpu_count() or 1) // ranks)
     started: list[Any] = []
-    # a fork that collects the caller's garbage may find a process group, whose destructor waits for threads without end
+    # garbage collection in a fork may run a process group's destructor, which waits for its threads forever
     freezes = forked and not gc.get_freeze_count()
     if freezes:
         gc.freeze()
@@ -87,14 +87,14 @@ def run_processes(task: Callable[..., Any], ranks: int, folder: Path, *args: Any
 
 
 def _wait(started: list[Any], timeout: float) -> list[int]:
-    """Wait until all processes have ended; the ranks that have not in time, or soon after another one has failed."""
+    """Wait until all processes have ended; return ranks still running at the timeout, or soon after another failed."""
     running, deadline = dict(enumerate(started)), time.monotonic() + timeout
     while running and (left := deadline - time.monotonic()) > 0:
         wait([process.sentinel for process in running.values()], left)
         for rank, process in list(running.items()):
             if process.exitcode is not None:
                 del running[rank]
-                # the others may wait for it in a collective without end
+                # the others may wait for it in a collective forever
                 deadline = min(deadline, time.monotonic() + GRACE_S) if process.exitcode else deadline
     return list(running)
 
@@ -102,7 +102,7 @@ def _wait(started: list[Any], timeout: float) -> list[int]:
 def _answers(folder: Path, ranks: int, silent: list[int], timeout: float) -> list[Any]:
     files = sorted(folder.glob("*.answer"), key=lambda file: file.stat().st_mtime_ns)
     answers = {int(file.stem): pickle.loads(file.read_bytes()) for file in files}
-    # what another rank has raised says why one has ended
+    # errors raised by ranks come first, because they explain why other ranks have ended
     for answer in answers.values():
         if isinstance(answer, AmpError):
             raise answer
@@ -122,14 +122,14 @@ def _answers(folder: Path, ranks: int, silent: list[int], timeout: float) -> lis
 
 
 def _is_interactive() -> bool:
-    """Whether classes of the main module exist only in this process, and it can be forked."""
-    # python calls the file of a program on standard input "<stdin>"
+    """Whether classes of the main module exist in this process only, and it can be forked."""
+    # python uses "<stdin>" as the file of a program on standard input
     has_file = Path(getattr(sys.modules["__main__"], "__file__", None) or "").is_file()
     return not has_file and "fork" in multiprocessing.get_all_start_methods()
 
 
 def _answer(task: Callable[..., Any], rank: int, ranks: int, folder: Path, threads: int, args: Any) -> None:
-    """Carry out the task in a new process, which is quiet and ends with the caller."""
+    """Run the task in a new process, without output, and exit with the caller."""
     caller = multiprocessing.parent_process()
     assert caller is not None, "this process has been started by another"
 
@@ -147,7 +147,7 @@ def _answer(task: Callable[..., Any], rank: int, ranks: int, folder: Path, threa
     except BaseException as error:
         answer = error
         if not isinstance(error, AmpError):
-            # with the user's part of its traceback as text, which the caller's process can raise
+            # with the user's frames as text: the error itself may not be picklable for the caller
             frames = traceback.extract_tb(error.__traceback__)
             own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or list(frames)
             where = "".join(traceback.format_list(own)).rstrip()
@@ -155,12 +155,12 @@ def _answer(task: Callable[..., Any], rank: int, ranks: int, folder: Path, threa
                 f"verify cannot train the module: in rank {rank} {type(error).__name__} was raised: {error}; it must"
                 f" train there before it can be compared. It was raised in\n{where}"
             )
-    # there once it is complete: the caller may look at any time
+    # written atomically, because the caller may read it at any time
     with written_aside(folder / f"{rank}.answer") as aside:
         aside.write_bytes(pickle.dumps(answer))
     sys.stdout.flush()
     sys.stderr.flush()
-    # at once: to free memory piece by piece takes long
+    # exits at once, because freeing the memory takes long
     os._exit(isinstance(answer, AmpError))
 
 
@@ -177,21 +177,21 @@ def verify(
     """Compare training on one process with training on several ranks: losses, gradients, weights and buffers.
 
     Args:
-        module: Left as it is: processes train copies of it, on CPU.
-        data: A data module, a loader, several in a list, dictionary or CombinedLoader, or one global batch, which is
-            then trained on in every step.
-        devices: Ranks in all.
-        steps: Batches to train on.
+        module: The module, which does not change: processes train copies of it, on CPU.
+        data: A data module, a loader, several loaders in a list, dictionary or CombinedLoader, or one global batch,
+            which is then used in every step.
+        devices: Number of ranks.
+        steps: Number of batches to train on.
         precisions: "float32", "float64" or both.
-        timeout: Seconds that all runs together may take; a real model may take long on CPU.
+        timeout: Seconds for all runs together; a real model may take long on CPU.
         **options: Of AMPStrategy: `strategies`, `policy`, `plan`, `model_parallel_size`, `share_batch_statistics`, ...
 
     Returns:
         A Verification; `ok` is True if all quantities are equal up to rounding, and `print` shows the report.
 
     Raises:
-        AmpError: An argument outside what is allowed, the module cannot be sent to a process, the batch cannot be
-            split over the data ranks, or training raised an error; it says which.
+        AmpError: An argument is not supported, the module cannot be pickled, the batch cannot be split over the data
+            ranks, or training raised an error, which the message contains.
     """
     for name, number in (("devices", devices), ("steps", steps)):
         if type(number) is not int or number < 1:
@@ -209,7 +209,7 @@ def verify(
 
 
 def verification_of(module: str, found: Sequence[Sequence[Report]]) -> Verification:
-    """The result for a module of some class, of every rank's reports in every precision."""
+    """Combine the reports of every rank in every precision to a result; `module` is the module's class name."""
     by_precision = list(zip(*found, strict=True))
     rows = tuple(row for reports in by_precision for row in rows_of(reports))
     first = found[0][0]
@@ -225,9 +225,9 @@ def verification_of(module: str, found: Sequence[Sequence[Report]]) -> Verificat
 
 
 def subject_of(module: LightningModule, data: Any, steps: int) -> bytes:
-    """Module and data as another process reads them."""
+    """Pickle module and data for the other processes."""
     if isinstance(data, LightningDataModule):
-        # a trainer of the user's would be sent along
+        # otherwise its trainer would be pickled too
         data = copy(data)
         data.trainer = None
     else:

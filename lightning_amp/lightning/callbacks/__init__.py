@@ -1,1 +1,1 @@
-"""What a user adds to a Trainer: memory monitor, prediction writer."""
+"""Callbacks for a Trainer: memory monitor and prediction writer."""

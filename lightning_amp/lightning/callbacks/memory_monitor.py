@@ -1,11 +1,11 @@
 """Measure memory after every stratum of a training step, and compare it with the plan's prediction.
 
-A row holds: rank, step (training batches so far), decoder (its name in the module), stratum (0-based, or "step"
-for the whole step), current_bytes (alive when the stratum, or the step, was done), peak_bytes (since the step
-began), predicted_bytes (None without a plan) and rss_bytes (of the process, as the operating system sees it).
+Columns of a row: rank, step (training batches so far), decoder (its name in the module), stratum (0-based, or "step"
+for the complete step), current_bytes (alive at the end of the stratum or step), peak_bytes (since the step began),
+predicted_bytes (None without a plan) and rss_bytes (resident set size of the process).
 
-Of a module without a decoder the whole step is measured, by module and by kind; of a pipeline when which micro-batch
-was computed where, too (schedule_files.py).
+For a module without a decoder, the complete step is measured, by module and by kind of tensor. For a pipeline, the
+times of all passes are recorded too (schedule_files.py).
 """
 
 import csv
@@ -36,34 +36,34 @@ from lightning_amp.techniques.contract.protocol import DecomposedDecoder, find_d
 COLUMNS = (*("rank", "step", "decoder", "stratum"), *("current_bytes", "peak_bytes", "predicted_bytes", "rss_bytes"))
 WHOLE_STEP = "step"
 SHOWN = 10
-"""Modules in a table: those that hold most."""
+"""Largest number of modules in a table, those with most bytes first."""
 Row = dict[str, Any]
 
 
 class StratumMemoryMonitor(pl.Callback):
-    """Measures the second training step and every n-th, and writes memory.csv, memory.jsonl and memory.png.
+    """Measure the second training step and every n-th, and write memory.csv, memory.jsonl and memory.png.
 
-    On CUDA the allocator is asked. Elsewhere `LiveBytes` counts exactly the bytes of the module's parameters,
-    buffers, gradients and optimiser states, of the batch's tensors, and of all that the step makes; tensors that
-    were alive for other reasons are not counted. That costs 10 to 20 microseconds per operator: a step at 2,000
-    anchors took a quarter longer, one at 300 anchors twice as long. Other steps are untouched. When a step runs
+    On CUDA the numbers come from the allocator. Elsewhere `LiveBytes` counts exactly the bytes of the module's
+    parameters, buffers, gradients and optimiser states, of the batch's tensors, and of all tensors that the step
+    creates; other live tensors are not counted. Counting costs 10 to 20 microseconds per operator: a step at 2,000
+    anchors took a quarter longer, a step at 300 anchors twice as long. Other steps are not slowed down. If a step runs
     through the strata more than once, the first pass counts.
 
-    Logged are `amp/peak_bytes`, the largest peak of the epoch's measured steps on any rank, and
-    `amp/peak_predicted_bytes` where the strategy has a plan. The files hold the rows of all ranks, only
-    rank 0's when the fit ended with an exception. `written` names them, on rank 0.
+    The callback logs `amp/peak_bytes`, the largest peak of the epoch's measured steps on any rank, and
+    `amp/peak_predicted_bytes` if the strategy has a plan. The files contain the rows of all ranks; if the fit ended
+    with an exception, only those of rank 0. `written` lists the files, on rank 0.
 
-    Of a module without a decoder `measured_step` is the last measured step of this rank as a ModuleProfile, and
-    `modules()` has its modules with the prediction; memory_step.json has both steps, and memory.png draws them, by
-    kind over the step. Who holds what is counted on CUDA too, as on a CPU.
+    For a module without a decoder, `measured_step` is the last measured step of this rank as a ModuleProfile, and
+    `modules()` compares its modules with the prediction. memory_step.json has both steps, and memory.png draws them by
+    kind over the step. Bytes by module are also counted on CUDA.
 
-    Of a pipeline schedule.csv has the begin and end of every pass of the last training step that was not measured
-    otherwise, which takes longer, with the plan's; schedule.png draws both.
+    For a pipeline, schedule.csv has the measured and planned begin and end of every pass, and schedule.png draws them.
+    They are of the last training step whose memory was not measured, because measuring slows a step down.
 
     Args:
-        every_n_steps: Distance of measured steps; steps are training batches. With `accumulate_grad_batches` the last
-            batch before the optimiser's step is measured, from the second such step on.
-        dirpath: Folder of the files; `amp_memory` in the trainer's log_dir or default_root_dir if None.
+        every_n_steps: Interval of measured steps; steps are training batches. With `accumulate_grad_batches`, the last
+            batch before the optimiser's step is measured, from the second optimiser step on.
+        dirpath: Folder of the files; None uses `amp_memory` in the Trainer's log_dir or default_root_dir.
         plot: Draw memory.png, and schedule.png of a pipeline.
 
     Raises:
@@ -88,7 +88,7 @@ class StratumMemoryMonitor(pl.Callback):
         self._open: _MeasuredStep | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Choose the folder, while all ranks are here: log_dir is a broadcast. Forget what another run has measured."""
+        """Choose the folder while all ranks are here, because log_dir is a broadcast; drop rows of an earlier run."""
         done = trainer.fit_loop.epoch_loop.total_batch_idx
         self.rows = [row for row in self.rows if row["step"] <= done]
         self.measured_step = self._predicted_step = None
@@ -102,21 +102,21 @@ class StratumMemoryMonitor(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin to measure, if this is a step to be measured."""
+        """Start measuring if this step is due."""
         self._stop()
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         if self._is_due(step, batch_idx, trainer.accumulate_grad_batches):
             self._open = _MeasuredStep(trainer, pl_module, batch, step)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        """What follows is the optimiser's."""
+        """Attribute the memory that follows to the optimiser."""
         if self._open is not None and self._open.by_module is not None:
             self._open.by_module.begin_optimiser()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the rows of a measured step and log its peak."""
+        """Store the rows of a measured step and log its peak."""
         if self._open is None:
             steps = getattr(trainer.strategy, "pipelined_steps", None)
             if steps is not None and steps.times is not None:
@@ -135,15 +135,15 @@ class StratumMemoryMonitor(pl.Callback):
         for name, column in logged.items():
             if rows[-1][column] is not None:
                 value = float(rows[-1][column])
-                # Once per epoch: the steps at which loggers listen need not be those that are measured.
+                # per epoch: the steps at which loggers log need not be measured
                 pl_module.log(name, value, reduce_fx="max", on_step=False, on_epoch=True, sync_dist=True)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop at a step that was begun and then skipped by another hook."""
+        """Stop measuring a step that another hook has skipped."""
         self._stop()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Bring the rows of all ranks together and write the files on rank 0."""
+        """Gather the rows of all ranks and write the files on rank 0."""
         self._stop()
         self.rows = _unique(_gather(self.rows))
         passes, self._passes = _gather(self._passes), []
@@ -153,25 +153,25 @@ class StratumMemoryMonitor(pl.Callback):
             self.written += write_schedule(target, passes, _plan(trainer), plot=self.plot)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Write what rank 0 has: other ranks may be gone, so no collective."""
+        """Write the rows of rank 0, without a collective, because other ranks may have stopped."""
         self._stop()
-        # a full disk may have ended the run, whose own error is the one to tell, to the other ranks too
+        # the run may have failed because of a full disk: only the original error is reported, also to other ranks
         with suppress(OSError, DataError):
             self._write(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows of this rank."""
+        """Return the rows of this rank."""
         return {"rows": [dict(row) for row in self.rows]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after the rows of a checkpoint."""
+        """Continue with the rows of a checkpoint."""
         self.rows = [dict(row) for row in state_dict["rows"]]
 
     def table(self) -> list[Row]:
-        """The last measured step: decoder, stratum, predicted, measured (bytes) and their ratio.
+        """Return the rows of the last measured step: decoder, stratum, predicted, measured (bytes) and their ratio.
 
-        Measured is what was alive after the stratum, and the peak for "step"; the largest over the ranks whose
-        rows are here: all of them on rank 0 after a fit.
+        `measured` is the bytes alive after a stratum, and the peak for "step". It is the largest over the ranks whose
+        rows are present: all ranks on rank 0 after a fit.
         """
         last = max((row["step"] for row in self.rows), default=None)
         worst: dict[tuple[Any, Any], Row] = {}
@@ -191,7 +191,7 @@ class StratumMemoryMonitor(pl.Callback):
         ]
 
     def modules(self) -> list[Row]:
-        """The last measured step of this rank: module, predicted, measured (bytes at the peak) and their ratio."""
+        """Return the modules of this rank's last measured step: module, predicted, measured (peak bytes) and ratio."""
         if self.measured_step is None:
             return []
         before = self._predicted_step
@@ -207,9 +207,8 @@ class StratumMemoryMonitor(pl.Callback):
         ]
 
     def _is_due(self, step: int, batch_idx: int, added_up: int) -> bool:
-        """Of batches whose gradients are added up the last one is measured, which has those of the others too."""
-        # a multiple of `every_n_steps` may lie anywhere among the batches that are added up, of which the last is
-        # measured
+        """With gradient accumulation, measure the last batch, which also has the gradients of the others."""
+        # due if a multiple of `every_n_steps` is among the accumulated batches
         nth = step // self.every_n_steps > (step - added_up) // self.every_n_steps
         return step == 2 * added_up - 1 or (step >= 2 * added_up and (batch_idx + 1) % added_up == 0 and nth)
 
@@ -225,6 +224,7 @@ class StratumMemoryMonitor(pl.Callback):
         target.mkdir(parents=True, exist_ok=True)
         table, lines = target / "memory.csv", target / "memory.jsonl"
         ordered = sorted(self.rows, key=lambda row: (row["rank"], row["step"]))
+        # all files are written aside, so that a full disk leaves no incomplete file
         with written_aside(table) as aside, aside.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
@@ -250,12 +250,12 @@ class StratumMemoryMonitor(pl.Callback):
 
 
 class _MeasuredStep:
-    """One step while it is measured: hooks on the strata, and counts of bytes, until `close`."""
+    """The measurement of one step: hooks on the strata, and byte counts, until `close`."""
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, step: int) -> None:
         decoders, device = find_decoders(module), module.device
         self.rows: list[Row] = []
-        # on a GPU nothing counts that lies in the host's memory, as fsdp's rows may
+        # on a GPU, tensors in host memory, such as fsdp's offloaded shards, are not counted
         other = None if device.type == "cpu" else device.type
         self.by_module = recorder = None if decoders else StepRecorder(module, device_type=other)
         self._place = {"rank": trainer.global_rank, "step": step}
@@ -277,7 +277,7 @@ class _MeasuredStep:
             self.read = lambda: (live.current, live.peak)
         if recorder is not None:
             recorder.start(batch, trainer.optimizers)
-            # gradients are looked at before that
+            # callbacks run in reverse order: gradients are recorded before the recorder stops
             self._stack.callback(recorder.stop)
             self._stack.callback(recorder.hold_gradients)
         for fqn, decoder in decoders.items():
@@ -285,7 +285,7 @@ class _MeasuredStep:
                 self._stack.callback(stratum.register_forward_hook(partial(self._after, fqn, k)).remove)
 
     def close(self) -> None:
-        """Remove the hooks and count no further."""
+        """Remove the hooks and stop counting."""
         self._stack.close()
 
     def _after(self, fqn: str, k: int, module: nn.Module, args: Any, output: Any) -> None:
@@ -294,7 +294,7 @@ class _MeasuredStep:
             self.record(fqn, k)
 
     def record(self, fqn: str, stratum: int | str) -> None:
-        """Add the row of a stratum, or of the whole step."""
+        """Add the row of a stratum, or of the complete step."""
         current, peak = self.read()
         predicted = self._predicted.get((fqn, stratum))
         rss = self._process.memory_info().rss
@@ -307,11 +307,11 @@ def _draw(path: Path, rows: list[Row], *, budget_bytes: int | None) -> list[Path
     steps = [row for row in rows if row["step"] == last and row["stratum"] == WHOLE_STEP]
     rank = max(steps, key=_measured)["rank"]
     strata = [r for r in rows if (r["rank"], r["step"]) == (rank, last) and r["stratum"] != WHOLE_STEP]
-    # One decoder to a picture: the one that the prediction is for, else the one with most strata.
+    # one decoder per picture: the one with a prediction, else the one with most strata
     sizes = {r["decoder"]: (r["predicted_bytes"] is not None, r["stratum"]) for r in strata}
     if not sizes:
         return []
-    # matplotlib is slow to load, and only needed where a picture is drawn.
+    # imported late: matplotlib is slow to load
     from lightning_amp.figures import memory_curve
 
     shown = [r for r in strata if r["decoder"] == max(sizes, key=lambda fqn: sizes[fqn])]
@@ -334,7 +334,7 @@ def _plan(trainer: pl.Trainer) -> Any:
 
 
 def _predicted(decoders: Mapping[str, DecomposedDecoder], plan: Any) -> dict[tuple[str, int | str], int]:
-    """Predicted bytes by row: a plan is about one decoder, the largest."""
+    """Return predicted bytes by decoder and stratum; a plan predicts one decoder, the largest."""
     found: dict[tuple[str, int | str], int] = {}
     strata_bytes = tuple(getattr(plan, "strata_bytes", None) or ())
     fqn = max(decoders, key=lambda name: decoders[name].n_anchors * len(decoders[name].strata), default=None)
@@ -350,7 +350,7 @@ def _measured(row: Row) -> int:
 
 
 def _gather(rows: list[Any]) -> list[Any]:
-    """The rows of all ranks on rank 0, a rank's own elsewhere."""
+    """Return the rows of all ranks on rank 0, and a rank's own rows elsewhere."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return rows
     every: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -359,5 +359,5 @@ def _gather(rows: list[Any]) -> list[Any]:
 
 
 def _unique(rows: Iterable[Row]) -> list[Row]:
-    """One row per place, the latest: a checkpoint gives rank 0's rows to every rank."""
+    """Keep the latest row per key: a checkpoint gives rank 0's rows to every rank."""
     return list({tuple(row[name] for name in COLUMNS[:4]): row for row in rows}.values())

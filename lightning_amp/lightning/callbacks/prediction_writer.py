@@ -1,12 +1,12 @@
-"""Write the predictions of all ranks as files: embeddings, imputed contacts and expression, and pictures.
+"""Write predictions of all ranks to files: embeddings, imputed contacts and expression, and pictures.
 
-The model's part is two methods:
+The model must define `predict_step`, and `impute` if cells are imputed:
 
     predict_step(batch, batch_idx) -> {modality: {"index": int64 [cell], "embedding": float [cell, dim]}}
     impute(modality, cells: CellBatch) -> [cell, feature], expected counts
 
-A plain callback, not Lightning's BasePredictionWriter: that one asks the loop for the batch indices of a
-batch sampler, which a loader of whole steps has not; `index` says which cells these are.
+PredictionWriter does not inherit from Lightning's BasePredictionWriter, which requires the batch indices of a batch
+sampler: a loader of complete steps has none. `index` gives the rows of the cells instead.
 """
 
 from collections.abc import Iterator
@@ -51,31 +51,31 @@ from lightning_amp.lightning.callbacks.predictions import (
 RNA = "rna"
 NO_ROWS = np.empty(0, dtype=np.int64)
 Imputed = Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]
-"""Rows of a modality and their expected counts, [row, feature], some cells at a time."""
+"""Batches of rows of a modality and their expected counts [row, feature]."""
 PROJECTIONS = ("pca", "umap")
 OURS = ("embeddings_*.h5ad", "imputed*.scool", "pseudobulk/*.cool", "embedding.png", "contact_map.png")
 ALIGNED = 1.25
-"""Times the share by chance from which on modalities are said to meet."""
+"""The share of neighbours of the same type, relative to chance, from which modalities count as aligned."""
 
 
 class PredictionWriter(pl.Callback):
-    """Writes embeddings, imputed data and pictures at the end of `trainer.predict`, on rank 0.
+    """Write embeddings, imputed data and pictures at the end of `trainer.predict`, on rank 0.
 
     Files:
-        embeddings_<modality>.h5ad: all cells in the file's order, obs as there, var but for Hi-C, no X;
+        embeddings_<modality>.h5ad: all cells in the file's order, its obs, its var except for Hi-C, no X;
             obsm["X_amp"], NaN for a cell that was not predicted (`limit_predict_batches`), and its principal components
             obsm["X_pca"]; uns["lightning_amp"], versions, model, plan and settings
         imputed.scool: expected contacts of some cells, if there is Hi-C
         pseudobulk/<type>.cool: sum of the expected contacts of a type's cells, with `celltype_key`, if
             there is Hi-C that has this column and the model has `impute`; every rank imputes all cells
-        embedding.png: all modalities in the plane, by PCA or by UMAP
+        embedding.png: all modalities in two dims, by PCA or by UMAP
         contact_map.png: the first imputed cell, measured and expected
 
-    `written` names them and `remarks` says what they do not show by themselves, on rank 0.
+    `written` lists the files, and `remarks` has notes that the files do not show; both on rank 0.
 
     Args:
-        out_dir: where to write; made if absent
-        contact_map_cells: names of the cells to impute, or how many (the first ones of the file); 0 for none
+        out_dir: folder for the files; created if absent
+        contact_map_cells: names of the cells to impute, or the number of first cells of the file; 0 for none
         projection: "pca", or "umap" with the package umap-learn, which takes half a minute to compile
         celltype_key: column of obs with the cells' types, for colours and pseudobulk; by default "celltype" or
             "cell_type", for colours alone
@@ -84,8 +84,8 @@ class PredictionWriter(pl.Callback):
 
     Raises:
         DataError: an argument is out of range, the trainer has no SingleCellDataModule, no modality has the column or
-            the cells that were requested, or `out_dir` cannot be made
-        ModelError: the model does not return or do what is said above
+            the requested cells, or `out_dir` cannot be created
+        ModelError: the model lacks a required method, or a method returns another form
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class PredictionWriter(pl.Callback):
         self._parts: Parts = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse what cannot work before the first batch is predicted."""
+        """Check options, data and model before the first batch is predicted."""
         if stage != "predict":
             return
         data = _data_of(trainer)
@@ -145,7 +145,7 @@ class PredictionWriter(pl.Callback):
             ) from error
 
     def on_predict_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget an earlier run."""
+        """Reset the results of an earlier run."""
         self.written, self.remarks, self._parts = [], [], {}
 
     def on_predict_batch_end(
@@ -157,21 +157,21 @@ class PredictionWriter(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep the batch's embeddings in host memory."""
+        """Store the batch's embeddings in host memory."""
         add_batch(self._parts, outputs, pl_module)
 
     def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Gather over ranks and write."""
+        """Gather the embeddings over the ranks and write the files."""
         data = _data_of(trainer)
         embeddings = gather(self._parts, data, trainer.world_size)
         self._parts = {}
         tables = {modality: data.tables[modality].read_obs() for modality in embeddings}
         known = {name: np.flatnonzero(np.isfinite(x).all(axis=1)) for name, x in embeddings.items()}
-        # On every rank: a decoder that is spread over ranks needs them all.
+        # on all ranks: a decoder that is sharded over ranks requires them
         maps: Embeddings = {}
         for rows, contacts in _impute(HIC, self._rows_to_impute(data), data, trainer, pl_module):
             maps.update(zip(data.tables[HIC].obs_names[rows].tolist(), contacts, strict=True))
-        # of each label the number of cells and the sum [feature]
+        # for each label: number of cells, and sum [feature]
         sums: dict[str, tuple[int, NDArray[np.float64]]] = {}
         if self.celltype_key in tables.get(HIC, ()) and hasattr(pl_module, "impute"):
             labels = labels_of(tables[HIC], self.celltype_key)
@@ -184,7 +184,7 @@ class PredictionWriter(pl.Callback):
         asked = known.get(RNA, NO_ROWS) if self.impute_rna else NO_ROWS
         expression = _impute(RNA, asked, data, trainer, pl_module)
         if not trainer.is_global_zero:
-            # rank 0 goes through it while it writes, and a decoder that is spread over ranks computes with all of them
+            # rank 0 imputes while it writes, and a sharded decoder requires all ranks
             for _ in expression:
                 pass
             return
@@ -197,7 +197,7 @@ class PredictionWriter(pl.Callback):
             self.remarks.append(f"{self.out_dir} has files that this run did not write, as of another model: {names!r}")
 
     def _check_columns(self, data: SingleCellDataModule) -> dict[str, list[Any]]:
-        """The columns of obs by modality; a DataError where a key is in none of them."""
+        """Return the columns of obs by modality; raise a DataError if a key is in none of them."""
         columns = {modality: list(table.read_obs().columns) for modality, table in data.tables.items()}
         for option, key in (("celltype_key", self.celltype_key), ("batch_key", self.batch_key)):
             if key is not None and not any(key in found for found in columns.values()):
@@ -309,10 +309,7 @@ def _agreement(embeddings: Embeddings, tables: dict[str, pd.DataFrame], key: str
 def _impute(
     modality: str, rows: NDArray[np.int64], data: SingleCellDataModule, trainer: pl.Trainer, module: Any
 ) -> Imputed:
-    """Yield some rows of a modality and their expected counts, [row, feature], until all are done.
-
-    Lightning has switched to eval without gradients.
-    """
+    """Yield rows of a modality and their expected counts [row, feature], by batch; Lightning has set eval mode."""
     dataset = MultiModalDataset(data.tables)
     for start in range(0, len(rows), data.batch_size):
         chunk = rows[start : start + data.batch_size]

@@ -1,4 +1,4 @@
-"""Gather the predictions of all ranks, as AnnData in memory or for writers, and draw them."""
+"""Gather the predictions of all ranks, as AnnData in memory or as arrays for files, and draw them."""
 
 import json
 from collections.abc import Mapping
@@ -30,22 +30,22 @@ Parts = dict[str, list[tuple[NDArray[np.int64], NDArray[np.float32]]]]
 
 
 def collect_predictions(outputs: list[Any] | None, data: SingleCellDataModule) -> "dict[str, AnnData]":
-    """Return the predictions of all ranks as AnnData; to be called by every rank.
+    """Return the predictions of all ranks as AnnData; every rank must call it.
 
         outputs = trainer.predict(model, datamodule=data)
         hic.obsm["X_amp"] = collect_predictions(outputs, data)["hic"].obsm["X_amp"]
 
     Args:
-        outputs: what `trainer.predict` returned
-        data: the data module that it was given
+        outputs: result of `trainer.predict`
+        data: the data module of that call
 
     Returns:
-        modality -> all cells in the data's order with their obs and, but for Hi-C, var, without X; obsm["X_amp"] is NaN
-        for a cell that was not predicted (`limit_predict_batches`). Principal components and
-        uns["lightning_amp"] are those of the files of `PredictionWriter`
+        modality -> all cells in the data's order with their obs and, except for Hi-C, var, without X; obsm["X_amp"] is
+        NaN for a cell that was not predicted (`limit_predict_batches`). Principal components and
+        uns["lightning_amp"] are the same as in the files of `PredictionWriter`
 
     Raises:
-        DataError: there are no outputs, or the data module has served no trainer
+        DataError: there are no outputs, or the data module has no trainer
         ModelError: `predict_step` does not return {modality: {"index", "embedding"}}
     """
     if outputs is None or data.trainer is None:
@@ -70,12 +70,12 @@ def collect_predictions(outputs: list[Any] | None, data: SingleCellDataModule) -
 
 
 def features_of(table: CellTable) -> pd.DataFrame:
-    """Return the table of a modality's features, such as genes; empty for Hi-C, which has a million pairs of bins."""
+    """Return the table of a modality's features, such as genes; empty for Hi-C, which has millions of bin pairs."""
     return NO_FEATURES if table.modality == "hic" else table.read_var()
 
 
 def describe_run(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what uns["lightning_amp"] says: versions, model with its hyper-parameters as JSON, checkpoint and plan."""
+    """Return uns["lightning_amp"]: versions, model with its hyper-parameters as JSON, checkpoint and plan."""
     plan, module = getattr(trainer.strategy, "plan", None), trainer.lightning_module
     # Lightning's command line adds names that begin with an underscore
     settings = {name: value for name, value in module.hparams.items() if not name.startswith("_")}
@@ -93,7 +93,7 @@ def describe_run(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def add_batch(parts: Parts, outputs: Any, module: pl.LightningModule) -> None:
-    """Add one batch's embeddings, in host memory; a ModelError where these are none."""
+    """Add one batch's embeddings, in host memory; raise a ModelError if outputs have another form."""
     well_formed = isinstance(outputs, dict) and all(
         isinstance(cells, dict) and {"index", "embedding"} <= set(cells) for cells in outputs.values()
     )
@@ -108,7 +108,7 @@ def add_batch(parts: Parts, outputs: Any, module: pl.LightningModule) -> None:
 
 
 def gather(mine: Parts, data: SingleCellDataModule, world_size: int) -> Embeddings:
-    """Return every modality's embedding, [cell, dim]; a cell that came twice is written twice, with one value."""
+    """Return every modality's embedding [cell, dim]; a repeated cell has the same value each time."""
     ranks = [mine]
     if world_size > 1:
         ranks = [{} for _ in range(world_size)]
@@ -127,19 +127,20 @@ Labels = Mapping[str, NDArray[np.str_]]
 """Modality -> [cell]."""
 MIN_UMAP_CELLS = 5
 MAP_BINS = 300
-"""Bins in the picture of a contact map; a whole genome would be a grey square."""
+"""Bins in the picture of a contact map; a complete genome would be a grey square."""
 
 
 def project(embedding: NDArray[np.float32], *, method: str) -> tuple[NDArray[np.float64], tuple[str, str]]:
-    """Return the cells of an embedding [cell, dim] in the plane, [cell, 2], by "pca" or "umap", and the names of its
-    axes, with the share of the variance where one is a principal component: too few cells for UMAP go by PCA.
+    """Project an embedding [cell, dim] to [cell, 2] by "pca" or "umap"; return it with the names of the axes.
+
+    Names of principal components include the share of the variance. With too few cells for UMAP, PCA is used.
     """
     if method == "pca" or len(embedding) < MIN_UMAP_CELLS:
         scores, variances = principal_components(embedding.astype(np.float64))
         shares = np.pad(variances, (0, 1)) / max(variances.sum(), np.finfo(np.float64).tiny)
         plane = np.pad(scores[:, :2], ((0, 0), (0, max(0, 2 - scores.shape[1]))))
         return plane, (f"PC1 ({shares[0]:.0%} of the variance)", f"PC2 ({shares[1]:.0%} of the variance)")
-    # late, for it compiles itself on import
+    # imported late: umap compiles itself on import
     from umap import UMAP
 
     reducer = UMAP(n_neighbors=min(15, len(embedding) - 1), random_state=0, n_jobs=1)
@@ -149,7 +150,7 @@ def project(embedding: NDArray[np.float32], *, method: str) -> tuple[NDArray[np.
 def draw_cells(
     path: Path, embeddings: Embeddings, labels: Mapping[str, Labels], *, projection: Literal["pca", "umap"]
 ) -> None:
-    """Draw the cells of all modalities in the plane, once by modality and once for each kind of label.
+    """Draw the cells of all modalities in two dims, in one panel by modality and one per kind of label.
 
     `labels`: heading of a panel -> modality -> [cell].
     """
@@ -167,9 +168,9 @@ def draw_cells(
 
 
 def draw_maps(path: Path, cell: str, imputed: NDArray[np.float32], data: SingleCellDataModule) -> None:
-    """Draw what was measured of one cell with what the model expects, at the coarsest resolution.
+    """Draw the measured contacts of one cell and the contacts that the model expects, at the coarsest resolution.
 
-    There are no data of pairs of bins that are no features, and of bins that have no contact in any cell.
+    Pairs of bins that are not features, and bins without a contact in any cell, stay empty.
     """
     table = data.tables["hic"]
     assert data.layout is not None, "a data module with Hi-C cells has their layout"
@@ -190,7 +191,7 @@ def draw_maps(path: Path, cell: str, imputed: NDArray[np.float32], data: SingleC
 
 
 def _map(contacts: NDArray[np.float32], layout: FeatureLayout) -> NDArray[np.float32]:
-    """Return the symmetric matrix [bin, bin] of a cell's features, [feature]; NaN for pairs that are no features."""
+    """Return the symmetric matrix [bin, bin] of a cell's features [feature]; NaN for pairs that are not features."""
     strata = [s for s in layout.strata if s.resolution == layout.strata[0].resolution]
     size = min(MAP_BINS, strata[0].n_features)
     matrix = np.full((size, size), np.nan, dtype=np.float32)

@@ -1,8 +1,8 @@
-"""Write which pass of a pipeline ran when and where in a measured training step.
+"""Write the times of a pipeline's passes in a measured training step, by rank, stage and micro-batch, to schedule.csv.
 
-A row of schedule.csv holds: rank, step (training batches so far), pass ("forward", "backward", or "after the blocks":
-what follows these for the whole batch), stage, micro_batch (None after the blocks), and begin and end in seconds since
-the pipeline's first pass, measured and predicted (None without a prediction).
+Columns of a row: rank, step (training batches so far), pass ("forward", "backward", or "after the blocks": the modules
+that follow the blocks, for the complete batch), stage, micro_batch (None after the blocks), and begin and end in
+seconds since the pipeline's first pass, measured and predicted (None without a prediction).
 """
 
 import csv
@@ -23,11 +23,11 @@ COLUMNS = (
 FORWARD, BACKWARD, REST = "forward", "backward", "after the blocks"
 Row = dict[str, Any]
 Ran = tuple[int, int, PassTimes]
-"""A rank, a step, and when the rank has computed what in it."""
+"""Rank, step, and times of the passes of that rank."""
 
 
 def write_schedule(folder: Path, ran: Iterable[Ran], plan: Plan, *, plot: bool) -> list[Path]:
-    """Write schedule.csv of all ranks, and draw schedule.png of the first pipeline; returns their paths."""
+    """Write schedule.csv of all ranks, and draw schedule.png of the first pipeline; return their paths."""
     by_pipeline: dict[int, list[Ran]] = defaultdict(list)
     for one in sorted(ran, key=lambda one: one[0]):
         by_pipeline[one[0] // plan.mesh.model].append(one)
@@ -37,7 +37,7 @@ def write_schedule(folder: Path, ran: Iterable[Ran], plan: Plan, *, plot: bool) 
     lines = dict[int, Timeline]()
     for n, some in by_pipeline.items():
         every = [times.passes for _, _, times in some]
-        # from the begin of the pipeline's first pass
+        # times relative to the pipeline's first pass
         zero = min(begin for passes in every for begin, _ in passes.values())
         moved = ({step: (a - zero, b - zero) for step, (a, b) in passes.items()} for passes in every)
         lines[n] = Timeline(passes=tuple(moved))
@@ -52,7 +52,7 @@ def write_schedule(folder: Path, ran: Iterable[Ran], plan: Plan, *, plot: bool) 
                     writer.writerow({"rank": rank, "step": step} | row)
     paths = [folder / "schedule.csv"]
     if plot:
-        # matplotlib is slow to load, and only needed where a picture is drawn
+        # imported late: matplotlib is slow to load
         from lightning_amp.planning.reports.stages_report import Panel, schedule_chart
 
         panels = [Panel("predicted", predicted, rest)] if predicted is not None else []
@@ -67,7 +67,7 @@ def write_schedule(folder: Path, ran: Iterable[Ran], plan: Plan, *, plot: bool) 
 def _rows(
     ran: dict[Pass | None, tuple[float, float]], predicted: dict[Pass | None, tuple[float, float]]
 ) -> Iterable[Row]:
-    """Of one rank, as `Timeline.with_rest` has them."""
+    """Return the rows of one rank; both arguments have the form of `Timeline.with_rest`."""
     for step, measured in ran.items():
         said: tuple[float | None, float | None] = predicted.get(step, (None, None))
         if step is None:

@@ -1,1 +1,1 @@
-"""Read, write and convert checkpoints: whole state and shards."""
+"""Read, write and convert checkpoints, with full parameters or as a directory of shards."""

@@ -1,4 +1,4 @@
-"""Test whether an optimiser updates an element, or a parameter, by its own gradient and state alone."""
+"""Test whether an optimiser updates each element, or each parameter, by its own gradient and state alone."""
 
 import copy
 from collections import OrderedDict, defaultdict
@@ -16,23 +16,23 @@ STEPS = 3
 SHAPE = (4, 6)
 LR = 0.01
 NOT_TRIED = ("params", "param_names", "lr", "initial_lr", "max_lr", "min_lr")
-"""Options of a group that say nothing of how an update is computed."""
+"""Options of a group that do not affect how an update is computed."""
 
 
 def mixes(
     optimizer: Optimizer, known: Sequence[str], tried: Callable[[Optimizer], bool | None], each: str, technique: str
 ) -> bool:
-    """Whether an optimiser's update of one element (or parameter) depends on others; warns where it cannot be tried.
+    """Whether an optimiser's update of one element (or parameter) depends on others; warns if it cannot be tested.
 
     Args:
-        optimizer: Of any class; those of torch are not tried.
-        known: Names of classes of torch of which it does.
+        optimizer: Any optimiser; those of torch are not tested.
+        known: Class names of torch's optimisers that mix elements.
         tried: `mixes_elements` or `mixes_parameters`.
         each: "element" or "parameter", for the warning.
-        technique: The one that splits them over ranks, for the warning.
+        technique: The technique that shards parameters, for the warning.
     """
     kind = type(optimizer)
-    # a class of another package may have the name, and be tried
+    # a class of another package may have the same name, and is tested
     if any(base.__name__ in known and base.__module__.startswith("torch.optim") for base in kind.__mro__):
         return True
     if kind.__module__.startswith("torch.optim"):
@@ -48,21 +48,21 @@ def mixes(
 
 
 def mixes_elements(optimizer: Optimizer, *, flat: bool) -> bool | None:
-    """Whether two ranks train two parts of a parameter otherwise than one the whole; None where it cannot be tried.
+    """Whether two ranks that train two shards of a parameter differ from one that trains all; None if not testable.
 
-    An optimiser of the same kind, with the options of each group in turn, takes three steps on the CPU; the run's is
-    left as it is. The learning rate is `LR`, for that of a schedule may begin at zero, where nothing moves.
+    A copy of the optimiser takes three steps on the CPU, with the options of each group in turn; the original does not
+    change. The learning rate is `LR`, because a schedule may begin at zero, where parameters do not move.
 
     Args:
-        optimizer: Of any class.
-        flat: Whether a rank has elements in a row, as of a flattened parameter; else it has rows.
+        optimizer: Any optimiser.
+        flat: Whether shards are ranges of the flattened parameter; else they are rows.
     """
     values = _values()
     return _mixes(optimizer, [[value] for value in values], [_halves(value, flat) for value in values])
 
 
 def mixes_parameters(optimizer: Optimizer) -> bool | None:
-    """Whether two ranks train two parameters otherwise than one trains both, in the same way."""
+    """Whether two ranks that train one parameter each differ from one rank that trains both; None if not testable."""
     halves = [_halves(value, False) for value in _values()]
     return _mixes(optimizer, halves, halves)
 
@@ -73,23 +73,23 @@ def _values() -> list[Tensor]:
 
 
 def _mixes(optimizer: Optimizer, together: list[list[Tensor]], apart: list[list[Tensor]]) -> bool | None:
-    """Whether parameters of one optimiser are trained otherwise than those that have one each."""
+    """Whether one optimiser for all parameters trains them differently from one optimiser for each."""
     if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
-        # the steps of one that wraps another would be the other's, on the run's parameters
+        # a wrapper's step would run the wrapped optimiser on the run's parameters
         return None
     mixes, before = False, torch.cat([value.flatten() for value in together[0]])
-    # of hundreds of groups most differ in nothing but the learning rate
+    # hundreds of groups often differ in the learning rate only
     options = [{k: v for k, v in group.items() if k not in NOT_TRIED} for group in optimizer.param_groups]
     for group in {repr(one): one for one in options}.values():
         try:
             with torch.random.fork_rng(devices=[]):
                 whole, again = (_trained(optimizer, group, together) for _ in range(2))
-                # an optimiser for each: one that reads all of its parameters, such as for a norm, would see both halves
+                # one optimiser each: an optimiser that computes a norm of all parameters would read both halves
                 parts = [_trained(optimizer, group, [[value] for value in own]) for own in zip(*apart, strict=True)]
         except Exception:
             return None
         if torch.equal(whole, before) or not torch.equal(whole, again):
-            # from what does not move, or draws random numbers, nothing can be seen
+            # an optimiser that does not move, or draws random numbers, cannot be tested
             return None
         mixes |= not torch.allclose(torch.cat(parts), whole, rtol=1e-9, atol=1e-12)
     return mixes
@@ -100,18 +100,17 @@ def _halves(x: Tensor, flat: bool) -> list[Tensor]:
 
 
 def _trained(optimizer: Optimizer, group: dict[str, Any], trained: list[list[Tensor]]) -> Tensor:
-    """All elements after a few steps, of parameters of which values are given, and then the gradients of each step."""
+    """Return all elements after the steps; `trained` has the initial values, and then the gradients of each step."""
     values, *gradients = trained
     parameters = [nn.Parameter(value.clone()) for value in values]
-    # without `__init__`, whose arguments are not known: attributes are those of the run's optimiser, options the
-    # group's
+    # without `__init__`, whose arguments are not known: attributes come from the run's optimiser, options from `group`
     other: Any = object.__new__(type(optimizer))
-    # a scheduler puts its own step on the instance, and hooks belong to the run; a count of steps is copied
+    # not copied: a scheduler's replacement of `step`, and hooks of the run
     kept = {id(p): p for one in optimizer.param_groups for p in one["params"]}
     for name, value in vars(optimizer).items():
         if name not in ("step", "state", "param_groups", "defaults") and not name.startswith("_optimizer_"):
             other.__dict__[name] = value
-            # what cannot be copied, such as a lock, is shared
+            # values that cannot be copied, such as a lock, are shared
             with suppress(Exception):
                 other.__dict__[name] = copy.deepcopy(value, dict(kept))
     other.defaults = optimizer.defaults

@@ -1,10 +1,10 @@
-"""Read a checkpoint that is a directory of shards, on any number of ranks or on none.
+"""Read a checkpoint that is a directory of shards, with any number of ranks or without any.
 
-    open_directory    -> the plain checkpoint with a `Stored` for every tensor that lies in a shard; reads no values
-    Stored.read       -> that tensor, whole
-    fill              -> a state with the tensors themselves
+    open_directory    -> the plain checkpoint with a `Stored` for every tensor of a shard; reads no values
+    Stored.read       -> the full tensor
+    fill              -> a state with all `Stored` read
 
-No collective: every rank reads for itself. Neither of the two pickles in a directory can run code, unless
+There are no collectives: every rank reads for itself. Loading the two pickles of a directory cannot run code, unless
 `weights_only=False` is given.
 """
 
@@ -31,9 +31,9 @@ from lightning_amp.errors import DataError
 META = "meta.pt"
 """The checkpoint without its tensors, named as by Lightning's other strategies."""
 TORCH_META = ".metadata"
-"""torch's: where the tensors lie; a pickle, which may name any function to call."""
+"""torch's index of the tensors; a pickle, which can name any function to call."""
 BULK = ("state_dict", "optimizer_states")
-"""What a checkpoint keeps in shards."""
+"""Entries of a checkpoint whose tensors are in shards."""
 _METADATA = "torch.distributed.checkpoint.metadata"
 _KNOWN = {
     *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
@@ -44,28 +44,28 @@ _KNOWN = {
     ("torch", "Size"),
     *((module, f"{kind}Path") for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")),
 }
-"""The only classes that are looked up in it, with torch's dtypes; `weights_only=False` reads it as torch does."""
+"""The only classes allowed in it, with torch's dtypes; `weights_only=False` reads it as torch does."""
 ReadFile = Callable[..., dict[str, Any]]
-"""Reads a plain checkpoint, as `load_checkpoint` of a CheckpointIO does: (path, *, weights_only)."""
+"""A function that reads a plain checkpoint, like `CheckpointIO.load_checkpoint`: (path, *, weights_only)."""
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KNOWN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        # in the words of torch.load
+        # same wording as torch.load, which `_safely` searches for
         raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
 
 
 class _ShardReader(FileSystemReader):
-    """Reads shards by metadata that were read with care."""
+    """A FileSystemReader with metadata that were already read by the restricted unpickler."""
 
     def __init__(self, directory: Path, metadata: Metadata) -> None:
         super().__init__(directory)
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Called by torch."""
+        """Return the metadata; called by torch."""
         return self._metadata
 
 
@@ -80,9 +80,9 @@ class Stored:
     metadata: Metadata = field(repr=False)
 
     def read(self) -> Tensor:
-        """The whole tensor, in the host's memory; a DataError where the shards cannot be read."""
+        """Read the full tensor to host memory; raise a DataError if the shards cannot be read."""
         listed = self.metadata.state_dict_metadata.get(self.key)
-        # torch converts types, and leaves entries of which no chunk is listed as they happen to be
+        # checked here: torch converts dtypes, and leaves entries without a chunk uninitialised
         if not (
             isinstance(listed, TensorStorageMetadata)
             and (listed.size, listed.properties.dtype) == (self.shape, self.dtype)
@@ -98,7 +98,7 @@ class Stored:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             with warnings.catch_warnings():
-                # that every rank reads for itself is meant
+                # reading without torch.distributed is intended
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 load(values, storage_reader=reader, planner=planner, no_dist=True)
         except CheckpointException as error:
@@ -108,26 +108,26 @@ class Stored:
 
 
 def is_directory(path: Path) -> bool:
-    """Whether it is a directory of shards, perhaps a damaged one."""
+    """Whether the path is a directory of shards, perhaps a damaged one."""
     return path.is_dir() and ((path / META).exists() or (path / TORCH_META).exists())
 
 
 def earlier_name(path: Path) -> Path:
-    """The name of a checkpoint while another one takes its place."""
+    """Return the name of the previous checkpoint while a new one replaces it."""
     return path.with_name(f".{path.name}.previous")
 
 
 def open_directory(
     path: Path, read_file: ReadFile | None = None, *, weights_only: bool | None = None
 ) -> dict[str, Any]:
-    """A checkpoint whose tensors are still on the disk.
+    """Return a checkpoint whose tensors are still on disk.
 
     Args:
-        read_file: Reads the file of everything but tensors; by default torch.load.
-        weights_only: False reads what may run code; None is True.
+        read_file: Reads the file with everything except tensors; by default torch.load.
+        weights_only: False allows pickles that may run code; None means True.
 
     Raises:
-        DataError: It is no such directory, or not complete.
+        DataError: It is not a directory of shards, or not complete.
     """
     safe = weights_only is not False
 
@@ -148,7 +148,7 @@ def open_directory(
             " another strategy has written it; load it with that strategy, or convert it with Lightning's `python -m"
             " lightning.pytorch.utilities.consolidate_checkpoint`"
         )
-    # every file of shards must be there, and as long as what was written to it
+    # every shard file must exist and have at least the written length
     needed: dict[str, int] = {}
     for info in metadata.storage_data.values():
         needed[info.relative_path] = max(info.offset + info.length, needed.get(info.relative_path, 0))
@@ -167,12 +167,12 @@ def open_directory(
 
 
 def load_either(path: str | Path, read_file: ReadFile, *, weights_only: bool | None) -> dict[str, Any]:
-    """A checkpoint that is a file or a directory of shards, whichever is there.
+    """Load a checkpoint that is a file or a directory of shards.
 
-    Of a directory the module's tensors are read; optimiser states are read when the optimisers load them.
+    The module's tensors of a directory are read; optimiser states are read when the optimisers load them.
 
     Raises:
-        DataError: As `open_directory`, the shards cannot be read, or a run ended while it replaced the checkpoint.
+        DataError: As for `open_directory`; or shards cannot be read; or a run stopped while replacing the checkpoint.
     """
     place = Path(path)
     previous = earlier_name(place)
@@ -182,14 +182,14 @@ def load_either(path: str | Path, read_file: ReadFile, *, weights_only: bool | N
             f"one before is complete: rename {str(previous)!r} to {place.name!r}"
         )
     if not place.is_dir():
-        # as it was given: it may be the address of a file elsewhere
+        # not as a Path: it may be a URL
         return read_file(path, weights_only=weights_only)
     checkpoint = open_directory(place, read_file, weights_only=weights_only)
     return {**checkpoint, "state_dict": fill(checkpoint["state_dict"])}
 
 
 def fill(tree: Any) -> Any:
-    """A state with the tensors that it had in `open_directory` as `Stored`; all else as it is.
+    """Replace every `Stored` of a state by its tensor; other values do not change.
 
     Raises:
         DataError: The shards cannot be read.
@@ -198,9 +198,9 @@ def fill(tree: Any) -> Any:
 
 
 def replaced(tree: Any, change: Callable[[str, Any], Any], place: str = "") -> Any:
-    """A nesting of dicts, lists and tuples with every leaf changed; `change` gets the place of a leaf and the leaf."""
+    """Map the leaves of nested dicts, lists and tuples by `change(place, leaf)`."""
     if isinstance(tree, dict):
-        # copied, not made anew: load_state_dict reads the versions that torch keeps with the tensors
+        # copied, because load_state_dict reads the version metadata that torch keeps in the dict
         copied = copy.copy(tree)
         copied.update({key: replaced(value, change, f"{place}/{key}") for key, value in tree.items()})
         return copied
@@ -210,7 +210,7 @@ def replaced(tree: Any, change: Callable[[str, Any], Any], place: str = "") -> A
 
 
 def _safely(path: Path, name: str, read: Callable[[], Any]) -> Any:
-    """What one of the two pickles of a directory holds; a DataError where it could run code or is damaged."""
+    """Read one of the two pickles of a directory; raise a DataError if it is damaged or could run code."""
     try:
         return read()
     except Exception as error:  # a damaged pickle may raise anything

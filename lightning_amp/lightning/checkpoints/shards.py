@@ -1,19 +1,20 @@
-"""Handle sharded parameters in a run: whole in checkpoints, local on the ranks, one norm over both.
+"""Save, load, clip and restore sharded parameters: full tensors in checkpoints, shards on the ranks.
 
-They lie over the model axis, by S2 or nodes, or over the data axis, by fsdp, which reduces their gradients itself.
+Parameters are sharded over the model axis, by S2 or nodes, or over the data axis, by fsdp, which reduces their
+gradients itself.
 
-    saved_state, saved_optimizer_state    a rank's state -> what one device would have, or this rank's `Part` of it
-    own_state, own_optimizer_states       what one device would have -> a rank's state
+    saved_state, saved_optimizer_state    a rank's state -> full tensors, as on one device, or this rank's `Part`
+    own_state, own_optimizer_states       full tensors, as on one device -> a rank's state
     norm, clip                            |g|^2 = sum over replicated |g|^2 + sum over ranks of sum over shards |g|^2
 
-A checkpoint therefore fits any number of ranks. Whole tensors are joined one after the other, by one all-gather each,
-and kept in the host's memory: the state of a wide layer is what no device should hold. Of a checkpoint in shards,
-optimiser state is read here, one tensor at a time, and the rank's part is kept. Without sharded parameters everything
-here returns what it was given, and nothing communicates.
+So a checkpoint fits any number of ranks. Full tensors are gathered one by one, by one all-gather each, and kept in host
+memory, because the full state may not fit a device. Optimiser state of a sharded checkpoint is read one tensor at a
+time, of which the rank's shard is kept. Without sharded parameters all functions return their arguments, and there are
+no collectives.
 
-Exact for optimisers whose update of an element needs nothing but that element's gradient and state (RMSprop, Adam,
-SGD). Others see the shard where one device sees the whole: `check_optimizers` refuses those of torch.
-One from elsewhere is tried on a small parameter (probe_optimizer.py).
+This is exact for optimisers whose update of an element depends only on that element's gradient and state (RMSprop,
+Adam, SGD). `check_optimizers` raises for other optimisers of torch, and tests those of other packages on a small
+parameter (probe_optimizer.py).
 """
 
 import copy
@@ -44,13 +45,13 @@ COUPLED = ("LBFGS", "Adafactor", "Muon")
 
 
 class Shards:
-    """The sharded parameters of a module, while they are installed; frees the devices of the whole ones.
+    """The sharded parameters of a module, while they are installed; frees the device memory of full parameters.
 
     Attributes:
-        sharded: Those that were replaced by this rank's shard.
-        partial: Whole ones of which a rank's gradient is a part.
-        apart: Whether ranks of the model axis have their own parameters, whose gradients the step itself completes.
-        units: What fsdp, or a technique with steps, has installed; None without it.
+        sharded: Parameters that were replaced by this rank's shard.
+        partial: Replicated parameters of which a rank has a partial gradient.
+        apart: Whether model ranks have different parameters, as stages do, whose gradients the step itself completes.
+        units: Sharding units of fsdp, or of a technique with its own steps; None without.
     """
 
     apart = False
@@ -66,38 +67,38 @@ class Shards:
         self.sharded, self.partial, self.units = tuple(sharded), tuple(partial), units
         self._module = module if module is not None else nn.Module()
         self._trains = False
-        # of all modules now: in a step of fsdp's some have other, whole parameters
+        # stored now: during a step of fsdp, modules have full parameters instead
         self._parameters = tuple(self._module.parameters())
         for parameter in self.sharded:
             parameter.offload()
 
     @property
     def groups(self) -> DeviceMesh | None:
-        """With the axes "replicate" and "shard", where groups of ranks have the same parts of parameters."""
+        """Mesh with the axes "replicate" and "shard" if parameters are sharded in groups of ranks; else None."""
         return None if self.units is None else self.units.groups
 
     @property
     def on_host(self) -> bool:
-        """Whether parameters lie in the host's memory, where optimisers keep their state."""
+        """Whether parameters, and thus optimiser states, are in host memory."""
         return self.units is not None and self.units.offload
 
     @property
     def over_model(self) -> list[ShardedParameter]:
-        """Those that lie over the model axis."""
+        """Parameters that are sharded over the model axis."""
         return [parameter for parameter in self.sharded if not parameter.by_units]
 
     @property
     def reduced(self) -> list[nn.Parameter]:
-        """Parameters whose gradients are averaged over ranks when a backward pass has ended; torch's are by then."""
+        """Parameters whose gradients are averaged after a backward pass; units average theirs during the pass."""
         others = {id(parameter.shard) for parameter in self.sharded if parameter.by_units}
         return [parameter for parameter in self._parameters if id(parameter) not in others]
 
     def check(self, loss: Tensor) -> None:
-        """Refuse a loss that reads one of them where it must not, with an InstallError of `check_region`."""
+        """Raise an InstallError of `check_region` if the loss reads a sharded parameter outside its region."""
         check_region(loss, self._module, partial=self.partial, sharded=self.over_model)
 
     def refuse_backward(self) -> None:
-        """Refuse, with a PlanError, a backward outside of a fit: nobody completes gradients that lie on other ranks."""
+        """Raise a PlanError for a backward pass outside a fit, where sharded gradients are not completed."""
         if self.partial or self._held():
             raise PlanError(
                 "manual_backward was called outside of a fit; only in a fit are the gradients of this plan, which lie"
@@ -105,27 +106,27 @@ class Shards:
             )
 
     def saved_state(self, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
-        """The module's state with whole tensors, a collective, or with this rank's parts of them."""
-        # copied, not made anew: load_state_dict reads the versions that torch keeps with the tensors
+        """Return the module's state with full tensors, a collective, or with this rank's `Part` of them."""
+        # copied, because load_state_dict reads the version metadata that torch keeps in the dict
         saved, found = copy.copy(state), dict[int, Any]()
         for name, one in self._named(state):
-            # of a parameter with several names one tensor, as in a plain state
+            # one tensor for a parameter with several names, as in a plain state
             if id(one) not in found:
                 found[id(one)] = self._saved(one, state[name], in_parts=in_parts)
             saved[name] = found[id(one)]
         return saved
 
     def own_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A state with whole tensors as this rank loads it; a DataError where one has another shape."""
+        """Convert a state with full tensors to this rank's shards; raise a DataError if a shape differs."""
         own = copy.copy(state if isinstance(state, dict) else dict(state))
         own.update({name: self._own(one, state[name], name) for name, one in self._named(state)})
         return own
 
     def saved_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
-        """An optimiser's state with whole tensors, a collective, or with this rank's parts of them.
+        """Return an optimiser's state with full tensors, a collective, or with this rank's `Part` of them.
 
         Raises:
-            InstallError: The state of a shard has not its shape.
+            InstallError: The state of a shard differs from it in shape.
         """
 
         def saved(one: ShardedParameter, value: Any, name: str) -> Any:
@@ -143,26 +144,26 @@ class Shards:
     def own_optimizer_states(
         self, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """The optimisers' states for whole tensors as this rank loads them; what is still in shards is read.
+        """Convert optimiser states of full tensors to this rank's shards; read tensors that are still on disk.
 
         Raises:
-            DataError: A tensor has neither the shape of the whole parameter nor one element.
+            DataError: A tensor has neither the shape of the full parameter nor one element.
         """
         pairs = zip(optimizers, states, strict=False)
         return [fill(self._own_optimizer_state(optimizer, state)) for optimizer, state in pairs]
 
     def watch(self, trainer: Trainer) -> Callable[[], None]:
-        """Check the optimisers, and let clipping by norm see the gradients of all ranks; returns what undoes it."""
+        """Check the optimisers, and make clipping by norm use the gradients of all ranks; return an undo."""
         if not self._held():
             return lambda: None
         self._trains = True
         self._check_optimizers(trainer.optimizers)
         plugin: Any = trainer.precision_plugin
-        # on the instance: clipping belongs to the plugin, which the user may have chosen
+        # replaced on the instance: the plugin may be the user's
         plugin.clip_grad_by_norm = lambda optimizer, clip_val: self.clip(plugin.main_params(optimizer), clip_val)
         handles: list[RemovableHandle] = []
         if (units := self.units) is not None:
-            # whoever calls the step of an optimiser, Lightning or the user
+            # hooks, so that steps called by Lightning or by the user are included
             for optimizer in trainer.optimizers:
                 handles.append(optimizer.register_step_pre_hook(lambda *_: units.before_update()))
                 handles.append(optimizer.register_step_post_hook(lambda *_: units.after_update()))
@@ -175,74 +176,74 @@ class Shards:
         return undo
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_` with the gradients of all ranks in the norm, which it returns."""
+        """Clip like `torch.nn.utils.clip_grad_norm_` by the norm of all ranks' gradients, and return the norm."""
         parameters = list(parameters)
         norm = self.norm(parameters)
         clip_grads_with_norm_([p for p in parameters if not is_split(p)], max_norm, norm)
-        # as torch does for the others
+        # same formula as torch for the other parameters
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for grad in (local(p.grad) for p in parameters if is_split(p) and p.grad is not None):
             grad.mul_(scale.to(grad.device))
         return norm
 
     def gradient_norm(self) -> Tensor:
-        """Norm of the module's gradients with those of every rank; a collective where some lie on other ranks."""
+        """Return the norm of the module's gradients over all ranks; a collective if parameters are sharded."""
         return self.norm(self._parameters)
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """The norm of gradients with all ranks' shards in it; every rank of the model axis must call it.
+        """Return the norm of gradients, including all ranks' shards; every rank of the model axis must call it.
 
-        One all-reduce if one of the parameters is a shard, else none.
+        One all-reduce if one of the parameters is sharded, else none.
         """
         parameters, held = list(parameters), self._held()
         among = [held[id(p)] for p in parameters if id(p) in held]
         rest = [p.grad for p in parameters if id(p) not in held and p.grad is not None]
-        # of no gradients the norm is in single precision
+        # without any gradients the norm is 0 in single precision
         norms = [get_total_norm(rest)] if rest or not among else []
         if among:
-            # shards are parts of one vector: squares are summed over the ranks, and the root is taken of the sum
+            # shards are parts of one vector: sum their squared norms over the ranks, then take the root
             own = get_total_norm([grad for grad in self._gradients(among) if grad.numel()])
             dtype = among[0].whole.dtype
-            # in half precision the square of a norm above 256 is infinite
+            # in float16 the square of a norm above 256 is infinite
             own = own.to(device=among[0].mesh.device_type, dtype=torch.promote_types(dtype, torch.float32))
             over_ranks = (collectives.all_reduce(among[0].mesh, own**2) ** 0.5).to(dtype)
             norms.append(over_ranks.to(norms[0].dtype) if norms else over_ranks)
-        # an empty list of gradients has a norm on the host
+        # the norm of an empty list is on the CPU
         return get_total_norm([value.to(norms[-1].device) for value in norms])
 
     def give_back(self, optimizers: Sequence[Optimizer], *, complete: bool) -> None:
-        """Make the parameters whole at the end of a run, in the optimisers too; without values where they came so.
+        """Restore full parameters at the end of a run, also in the optimisers; without values if they had none.
 
-        With all ranks (`complete`) it is a collective, else other ranks' values are lost.
+        With all ranks (`complete`) this is a collective; otherwise the values of other ranks are lost.
         """
         if self.units is not None and self.units.deferred:
             for parameter in self.sharded:
                 parameter.drop()
             return
         held = self._held()
-        # those of a fit before have states for whole parameters
+        # optimisers of an earlier fit have states for full parameters already
         optimizers = [
             o
             for o in (optimizers if self._trains else ())
             if any(id(p) in held for group in o.param_groups for p in group["params"])
         ]
-        # while the parameters are shards still, which tell whose state is in parts
+        # first, because the conversion needs the shards to know which state is sharded
         states = [self.saved_optimizer_state(o, o.state_dict(), in_parts=False) for o in optimizers if complete]
         restore(list(dict.fromkeys(held.values())), complete=complete)
-        # whole parameters first: torch compares a state with the shapes of the parameters that it is for
+        # full parameters first: torch compares the state with the shapes of the parameters
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["params"] = [held[id(p)].whole if id(p) in held else p for p in group["params"]]
         for optimizer, state in zip(optimizers, states, strict=False):
             optimizer.load_state_dict(state)
 
-    # --- what differs between kinds of parameters that a rank does not have, or not all of ---
+    # --- overridden for parameters of stages ---
 
     def _held(self) -> dict[int, Any]:
-        """These parameters, by the ids of what stands for them in the module and in optimisers."""
+        """Return the sharded parameters by the id of their shard in the module and in optimisers."""
         return {id(parameter.shard): parameter for parameter in self.sharded}
 
     def _saved(self, one: Any, value: Tensor, *, in_parts: bool) -> Tensor | Part:
-        # a checkpoint in parts keeps numbers as they are
+        # a distributed checkpoint stores scalars as they are
         if not in_parts or not one.shape:
             return cast(Tensor, one.join(value).cpu())
         own = local(value).detach()
@@ -257,11 +258,10 @@ class Shards:
                 "checkpoint that was written with strategy='amp' or on one device"
             )
         whole = value.read() if isinstance(value, Stored) else value
-        # a copy: a view would keep the whole alive
+        # a copy: a view would keep the full tensor alive
         return cast(Tensor, one.like_shard(one.own(whole).clone()))
 
     def _own_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """What a rank loads of an optimiser's state for whole parameters."""
         return self._converted(optimizer, state, self._own, own=False)
 
     def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -270,13 +270,12 @@ class Shards:
             if self.units is not None:
                 self.units.optimizers_made(optimizers)
         except InstallError:
-            # all ranks have made the same optimisers, and have nothing but rows any more
+            # all ranks raise here, because their optimisers are equal, so full parameters can be gathered first
             if self.units is not None:
                 restore(self.sharded, complete=True)
             raise
 
     def _gradients(self, among: Sequence[Any]) -> list[Tensor]:
-        """Those of a rank, which make up the gradients of these parameters together with other ranks'."""
         return [local(one.shard.grad) for one in among if one.shard.grad is not None]
 
     def _named(self, state: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -287,21 +286,22 @@ class Shards:
     def _converted(
         self, optimizer: Any, state: Mapping[str, Any], change: Callable[[Any, Any, str], Any], *, own: bool
     ) -> dict[str, Any]:
-        """An optimiser's state with that of these parameters' elements changed.
+        """Convert elementwise state of the sharded parameters in an optimiser's state.
 
-        State of the parameter itself, such as a number of steps, stays. Of a parameter of one element both have the
-        same shape, so the state of other parameters decides: a shard may have one element on some ranks only.
+        State of the complete parameter, such as a step count, does not change. For a parameter of one element both
+        kinds of state have the same shape, so the state of other parameters decides: a shard may have one element on
+        some ranks only.
 
         Args:
-            optimizer: Perhaps inside of Lightning's.
-            state: Of its parameters.
-            change: Gets the parameter, a tensor, and its name.
-            own: Whether the state has the shapes of this rank's shards, and not those of whole parameters.
+            optimizer: The optimiser, or Lightning's wrapper of it.
+            state: State dict of the optimiser.
+            change: Function of parameter, tensor and name that returns the converted tensor.
+            own: Whether the state has the shapes of this rank's shards instead of full parameters.
         """
         held = self._held()
         groups = getattr(optimizer, "optimizer", optimizer).param_groups
         if not any(id(parameter) in held for group in groups for parameter in group["params"]):
-            # its state may have another form
+            # without sharded parameters the state may have any form
             return dict(state)
         states = dict(state.get("state", {}))
         # by number in the state: what `held` has of the parameter, None of an ordinary one, and the shape that is here
@@ -332,18 +332,18 @@ class Shards:
 
 
 def numbered(optimizer: Any, state: Mapping[str, Any]) -> Iterator[tuple[nn.Parameter, Any]]:
-    """The parameters of an optimiser, perhaps inside of Lightning's, with their numbers in its state."""
+    """Yield the parameters of an optimiser, or of Lightning's wrapper, with their numbers in its state."""
     groups = getattr(optimizer, "optimizer", optimizer).param_groups
-    # a state for other groups is refused by torch when it is loaded
+    # torch raises for a state with other groups when it is loaded
     for group, saved in zip(groups, state.get("param_groups", ()), strict=False):
         yield from zip(group["params"], saved["params"], strict=False)
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedParameter]) -> None:
-    """Refuse optimisers that would train a shard otherwise than the whole, or not at all.
+    """Check that optimisers train shards as one device would train the full parameter.
 
     Raises:
-        InstallError: An optimiser of `COUPLED` has a sharded parameter, or one was made before it was sharded.
+        InstallError: An optimiser mixes elements, such as those of `COUPLED`, or was made before sharding.
     """
     shards = {id(parameter.shard) for parameter in sharded}
     replaced = {id(parameter.whole) for parameter in sharded if not parameter.in_place}
@@ -366,7 +366,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedP
 
 
 def restore(sharded: Sequence[Any], *, complete: bool) -> None:
-    """Give the whole parameters their trained values; without the other ranks (`complete`) theirs become nan."""
+    """Restore the trained values of full parameters; without the other ranks (`complete`) their values become nan."""
     if complete:
         for parameter in sharded:
             parameter.restore()

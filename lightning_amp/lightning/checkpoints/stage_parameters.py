@@ -1,19 +1,19 @@
-"""Handle parameters of pipeline stages: on the ranks that use them, whole in checkpoints and after the run.
+"""Keep parameters of a pipeline on the ranks whose stages use them; full in checkpoints and after the run.
 
-A parameter of the blocks is on the ranks of these blocks. For those outside, or of a module that is in a block
-and outside them too, nothing says in advance which stages use them: all ranks hold them until a backward pass has
-reached them, and then those ranks that it has reached.
-Elsewhere a parameter is a placeholder on the device "meta" in the module, without gradient and without state of the
-optimiser; its own object, emptied, is kept for the end of the run. A parameter on several ranks (a tied head) gets the
-sum of their gradients, added in the order of the ranks and sent back, so that all have the same bits.
+A parameter of the blocks is on the ranks of these blocks. For parameters outside the blocks, or of a module that is
+both inside and outside, the stages that use them are not known in advance: all ranks have them until the first backward
+pass that reaches them, and afterwards only the ranks on which it did.
+On other ranks the module has a placeholder on the device "meta", without gradient and optimiser state. The original
+object, emptied, is kept for the end of the run. A parameter on several ranks, such as a tied head, gets the sum of
+their gradients, added in rank order by one rank and sent back, so that all have the same bits.
 
-    norm         |g|^2 = sum over parameters |g|^2, each counted by the first rank that holds it
+    norm         |g|^2 = sum over parameters |g|^2, each counted by the first rank that has it
 
-Collectives: of a step, one all-gather of a byte for every parameter that several ranks hold, and two messages for the
-gradient of each of these; of a checkpoint, a broadcast of every parameter, and one all-gather of the optimiser's state.
+Collectives: per step, an all-gather of one byte for every parameter that several ranks have, and two messages for the
+gradient of each; per checkpoint, a broadcast of every parameter, and an all-gather of the optimiser's state.
 
-Known limits: all ranks hold the whole module until it is installed; buffers are on all of them; a parameter outside the
-blocks that is reached by another stage later on is not there any more, and the step is refused.
+Known limits: all ranks have the complete module until the pipeline is installed, and all buffers. If another stage
+reaches a parameter outside the blocks later in the run, the parameter is no longer there, and the step raises an error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,14 +36,14 @@ from lightning_amp.techniques.table import STAGED
 
 @dataclass(eq=False)
 class Held:
-    """One parameter."""
+    """A parameter, and the ranks that have it."""
 
-    whole: nn.Parameter  # the module's object, which optimisers of ranks that hold it have
+    whole: nn.Parameter  # the module's object, which is in the optimisers of ranks that have it
     mesh: DeviceMesh  # the model axis
-    absent: AbsentParameter = field(init=False)  # what stands for it on other ranks
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)  # modules that have it, and under which names
-    ranks: tuple[int, ...] | None = None  # of the model axis, those that hold it; None as long as all do
-    here: bool = True  # whether this rank does
+    absent: AbsentParameter = field(init=False)  # placeholder on other ranks
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)  # modules that have it, and its names there
+    ranks: tuple[int, ...] | None = None  # ranks of the model axis that have it; None if all do
+    here: bool = True  # whether this rank has it
     technique: ClassVar[str] = STAGED
 
     def __post_init__(self) -> None:
@@ -51,36 +51,36 @@ class Held:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the parameter."""
+        """Shape of the full parameter."""
         return self.absent.shape
 
     @property
     def trained(self) -> bool:
-        """Whether other ranks may have trained what this one does not have."""
+        """Whether other ranks may have trained values that this rank does not have."""
         return not self.here
 
     def free(self) -> None:
-        """Give its memory back, on a rank that does not hold it."""
+        """Free the memory on a rank that does not use it."""
         self.here = False
         self.absent.requires_grad_(self.whole.requires_grad)
         self.whole.data, self.whole.grad = self.whole.data.new_empty(0), None
         self._put(self.absent)
 
     def join(self, value: Tensor) -> Tensor:
-        """The values of the first rank that holds it; a collective, unless all ranks do and have them in `value`."""
+        """Broadcast the values of the first rank that has it; no collective if all ranks have them, as `value`."""
         if self.ranks is None:
             return value
         own = self.whole if self.here else torch.empty_like(self.absent, device=self.whole.device)
         return broadcast(own, self.ranks[0], self.mesh)
 
     def restore(self) -> None:
-        """Have it on all ranks again; a collective."""
+        """Restore the parameter on all ranks; a collective."""
         values = self.join(self.whole)
         if not self.here:
             self._have(values.to(self.whole.device))
 
     def restore_own(self) -> None:
-        """Have it again where it is not, without values; no collective."""
+        """Restore the parameter without values, as nan; no collective."""
         self._have(torch.full(self.shape, torch.nan, dtype=self.whole.dtype, device=self.whole.device))
 
     def _have(self, values: Tensor) -> None:
@@ -95,8 +95,11 @@ class Held:
 
 
 class StageParameters(Shards):
-    """The parameters of a module whose blocks, each with its rank of the model axis, are stages; frees those that other
-    ranks hold. `mesh`: with the axes "data" and "model".
+    """The parameters of a module whose blocks are stages; frees those of other ranks.
+
+    Args:
+        blocks: Pairs of a block and its rank of the model axis.
+        mesh: Mesh with the axes "data" and "model".
     """
 
     apart = True
@@ -121,35 +124,33 @@ class StageParameters(Shards):
 
     @property
     def here(self) -> list[nn.Parameter]:
-        """What this rank holds."""
+        """Parameters that this rank has."""
         return [held.whole for held in self.held if held.here]
 
     # --- a step ---
 
     def settle(self) -> None:
-        """Agree who holds what was reached for the first time, and sum what several ranks hold; a collective."""
+        """Decide which ranks keep newly reached parameters, and sum gradients of several ranks; a collective."""
         shared = [held for held in self.held if held.ranks is None or len(held.ranks) > 1]
         if not shared:
             return
         mine = torch.tensor([held.here and held.whole.grad is not None for held in shared], dtype=torch.uint8)
         everyones = [torch.empty_like(mine) for _ in range(self._mesh.size())]
         dist.all_gather(everyones, mine)
-        # row-major: of one stage are the ranks with the same remainder
+        # ranks are row-major in (data, model): the ranks of one stage have the same remainder
         n = self._model.size()
-        # What one of the pipelines has reached counts for all: gradients are averaged between ranks of the same stage,
-        # which therefore have to hold the same parameters.
+        # reached by any pipeline: gradients are averaged over a stage's data ranks, which must have the same parameters
         reached = [torch.stack(everyones[rank::n]).amax(0).tolist() for rank in range(n)]
         for i, held in enumerate(shared):
             users = tuple(rank for rank in range(n) if reached[rank][i])
             if held.ranks is None and users:
                 held.ranks = users
                 if self._rank not in users:
-                    # after a resume it has state from the file
+                    # after a resume, the optimiser has loaded state for it
                     for optimizer in self._optimizers:
                         optimizer.state.pop(held.whole, None)
                     held.free()
-            # With the ranks that hold it and not those that have reached it in this step: their copies have to stay
-            # equal.
+            # over all ranks that have it, not only those that reached it in this step, so that their copies stay equal
             if held.ranks is not None and len(held.ranks) > 1 and users and self._rank in held.ranks:
                 self._sum(held, held.ranks, tag=i)
 
@@ -157,9 +158,9 @@ class StageParameters(Shards):
         group = self._model.get_group()
         first, *others = ranks
         own = held.whole
-        # it is the gradient from here on, for the sum is received into it
+        # assigned, because the sum is received into this tensor
         own.grad = grad = torch.zeros_like(own) if own.grad is None else own.grad.contiguous()
-        # one rank adds, in the order of the ranks, and sends the sum back: all have the same bits
+        # the first rank adds in rank order and sends the sum back, so that all have the same bits
         if self._rank != first:
             dist.send(grad, group=group, group_dst=first, tag=tag)
             dist.recv(grad, group=group, group_src=first, tag=tag)
@@ -172,7 +173,7 @@ class StageParameters(Shards):
             dist.send(grad, group=group, group_dst=other, tag=tag)
 
     def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse those that see all parameters at once."""
+        """Raise for optimisers whose update depends on several parameters."""
         self._optimizers = list(optimizers)
         for optimizer in optimizers:
             if mixes(optimizer, ("LBFGS",), mixes_parameters, "parameter", STAGED):
@@ -183,14 +184,14 @@ class StageParameters(Shards):
                 )
 
     def _gradients(self, among: Sequence[Held]) -> list[Tensor]:
-        """Each of the first rank that holds it."""
+        """Return gradients, each only on the first rank that has the parameter."""
         counted = [held.whole.grad for held in among if self._rank == (held.ranks[0] if held.ranks else 0)]
         return [grad for grad in counted if grad is not None]
 
     # --- state ---
 
     def saved_state(self, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
-        """The module's state with every rank's tensors, a collective."""
+        """Return the module's state with the tensors of all ranks; a collective."""
         whole = super().saved_state(state, in_parts=in_parts)
         for name, (buffer, rank) in self._buffers().items():
             if name in whole:
@@ -222,7 +223,7 @@ class StageParameters(Shards):
         }
 
     def saved_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
-        """An optimiser's state with that of every rank's parameters, a collective."""
+        """Return an optimiser's state with the parameters of all ranks; a collective."""
         everyones: list[Any] = [None] * self._model.size()
         own = replaced(state["state"], lambda _, v: v.detach().cpu() if isinstance(v, Tensor) else v)
         dist.all_gather_object(everyones, own, group=self._model.get_group())
@@ -237,19 +238,19 @@ class StageParameters(Shards):
 
 
 def broadcast(value: Tensor, rank: int, mesh: DeviceMesh) -> Tensor:
-    """The values of one rank of a mesh axis, in the host's memory; a collective."""
+    """Broadcast the values of one rank of a mesh axis to host memory; a collective."""
     value = value.detach().clone(memory_format=torch.contiguous_format)
     dist.broadcast(value, group=mesh.get_group(), group_src=rank)
     return value.cpu()
 
 
 def _owners(module: nn.Module, ranks: Mapping[int, int]) -> dict[int, set[int | None]]:
-    """Of every module, by its id, the ranks of the blocks that it is in, with None where it is outside them too."""
+    """Return for each module, by id, the ranks of its blocks; with None if it is outside the blocks too."""
     found: dict[int, set[int | None]] = {}
 
     def walk(part: nn.Module, rank: int | None) -> None:
         rank = ranks.get(id(part), rank)
-        # a module that several ones hold is walked once with each rank that it is reached with
+        # a module with several parents is visited once for each rank
         if rank in found.setdefault(id(part), set()):
             return
         found[id(part)].add(rank)

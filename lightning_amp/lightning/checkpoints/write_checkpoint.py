@@ -1,24 +1,24 @@
 """Write checkpoints atomically: a file, or a directory of shards to which every rank writes its own entries.
 
-    save    a new file next to the target, locked while it is written, fsync, rename over the target (one step for the
-            file system); an error, of whichever kind, removes the file aside and leaves the target as it was
-    load    an incomplete file is refused by name, with the complete ones in its folder
+    save    write a new file next to the target, locked meanwhile; fsync; rename it over the target, which is one step
+            for the file system. An error of any kind removes the new file, and the target does not change.
+    load    an incomplete file raises an error that lists the complete checkpoints of its folder
 
-Tensors go to the file one after the other: no second copy of the checkpoint in memory. A file aside that a killed
-process has left, which nobody has locked any more, is removed by the next save of the same machine in that folder.
+Tensors are written one by one, without a second copy of the checkpoint in memory. A temporary file of a killed process
+is no longer locked; the next save on the same machine in that folder removes it.
 
-    NAME.ckpt/__0_0.distcp ...   tensors, of every rank that has any, by torch.distributed.checkpoint
-    NAME.ckpt/.metadata          where each lies; torch's
-    NAME.ckpt/meta.pt            the plain checkpoint with a tensor without values in place of each of these
+    NAME.ckpt/__0_0.distcp ...   tensors of the ranks, by torch.distributed.checkpoint
+    NAME.ckpt/.metadata          torch's index of the tensors
+    NAME.ckpt/meta.pt            the plain checkpoint with a meta tensor instead of each of these
 
-No rank ever has a whole sharded tensor. Tensors that all ranks have are written by rank 0, as in a plain checkpoint.
-The directory is written under another name and then takes its own: a run that ends before leaves what was there. If it
-ends between the two renamings, the old one is found as `.NAME.ckpt.previous`.
+No rank has a full copy of a sharded tensor. Replicated tensors are written by rank 0, as in a plain checkpoint. The
+directory is written under a temporary name and then renamed, so that an interrupted run does not change the previous
+checkpoint. If the run stops between the two renames, the previous checkpoint is `.NAME.ckpt.previous`.
 
-Collectives: those of torch's planning, of the size of the names and shapes, and two broadcasts of an outcome.
-Known limits: what is not a local path (s3://, gs://, ...) is written by Lightning, which knows these stores; on a file
-system without locks what a killed process has left stays. The ranks of a directory need one folder, as of a network
-file system; a bit that flips on the disk is not noticed.
+Collectives: those of torch's planning, with names and shapes, and two broadcasts of an outcome.
+Known limits: other stores than local paths (s3://, gs://, ...) are written by Lightning. On a file system without
+locks, temporary files of killed processes remain. The ranks need one shared folder for a directory, such as one on a
+network file system. Bit errors of the disk are not detected.
 """
 
 import contextlib
@@ -60,14 +60,14 @@ from lightning_amp.quantities import format_bytes
 
 ASIDE = ".partial"
 WITHOUT_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
-"""What file systems answer that cannot flush."""
+"""Errors of file systems that do not support fsync."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Reads and writes checkpoint files."""
+    """Read and write checkpoint files atomically."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write a checkpoint; a DataError where that cannot be done, and what was there before is still there."""
+        """Write a checkpoint; if that fails, raise a DataError, and the previous file does not change."""
         if storage_options is not None or _is_remote(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -89,7 +89,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint; a DataError where the file is not a complete one."""
+        """Read a checkpoint; raise a DataError if the file is not complete."""
         try:
             loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
         except Exception as error:
@@ -104,15 +104,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def write_state(checkpoint: Any, file: Any) -> None:
-    """Write what torch.save writes to an open file, down to the disk.
+    """Write a checkpoint to an open file by torch.save, and flush it to the disk.
 
-    The file has a buffer: without one a write takes 2 GiB at most, and torch.save does not write the rest. Raises
-    OSError as the file has raised it.
+    The file must be buffered: an unbuffered write writes 2 GiB at most, and torch.save does not write the rest. Raises
+    the OSError of the file.
     """
     try:
         torch.save(checkpoint, file)
     except RuntimeError as error:
-        # torch's writer raises another one after a write that failed
+        # after a failed write, torch's writer raises a RuntimeError with the OSError as its context
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -124,13 +124,13 @@ def write_state(checkpoint: Any, file: Any) -> None:
 
 
 def put_in_place(aside: Path, path: Path) -> None:
-    """Give a complete checkpoint its name, for a file in one step; of a directory of shards there the old one goes."""
+    """Rename a complete checkpoint: a file in one step; a directory replaces the previous one, which is removed."""
     if not aside.is_dir() and not is_directory(path):
         aside.replace(path)
         return
     previous = earlier_name(path)
     if os.path.lexists(path):
-        # a directory cannot take the name of one that is not empty
+        # a directory cannot be renamed to one that is not empty
         _remove(previous)
         path.rename(previous)
     aside.rename(path)
@@ -146,21 +146,21 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def _aside(target: Path) -> Iterator[BinaryIO]:
-    """A locked file to write to, renamed to the target at the end, or removed."""
+    """Yield a locked temporary file, which is renamed to the target at the end, or removed."""
     while True:
-        # containers may have the same machine's name and process, so neither makes it one's own
+        # random, because containers may have the same host name and process id
         aside = target.parent / f"{ASIDE}-{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
         file = aside.open("xb")
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         if aside.exists():
             break
-        # another writer has taken it for one left over, in the instant before it was locked
+        # another writer has removed it as a leftover in the moment before it was locked
         file.close()
     with file:
         try:
             yield file
-            # while it is locked, or another writer would take it for one left over before it has its name
+            # renamed while locked: otherwise another writer could remove it as a leftover
             put_in_place(aside, target)
         except BaseException:
             aside.unlink(missing_ok=True)
@@ -169,7 +169,7 @@ def _aside(target: Path) -> Iterator[BinaryIO]:
 
 def _remove_left_over(folder: Path) -> None:
     for left in folder.glob(f"{ASIDE}-{platform.node()}-*"):
-        # that of a process that still writes is locked
+        # a file that another process still writes is locked
         with contextlib.suppress(OSError), left.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             left.unlink(missing_ok=True)
@@ -180,7 +180,7 @@ def _is_remote(path: str | Path) -> bool:
 
 
 def _others(path: Path) -> str:
-    """The complete checkpoints in the folder of a path, the newest first."""
+    """List the complete checkpoints in the folder of a path, newest first, for a message."""
     files = [file for file in path.parent.glob(f"*{path.suffix}") if file != path and zipfile.is_zipfile(file)]
     files.sort(key=lambda file: -file.stat().st_mtime)
     return f"; complete in the same folder: {[file.name for file in files[:5]]!r}" if files else ""
@@ -188,17 +188,17 @@ def _others(path: Path) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """This rank's part of a sharded tensor, in its place in a checkpoint on the way to a directory of shards.
+    """This rank's shard of a tensor, in a checkpoint that is saved as a directory of shards.
 
-    It is no tensor on purpose: a hook that would take it for the whole value fails instead of saving a piece.
+    It is not a tensor on purpose: a hook that expects the full value fails instead of saving a shard.
     """
 
-    shape: torch.Size  # of the whole tensor
+    shape: torch.Size  # of the full tensor
     dtype: torch.dtype
-    boxes: Mapping[tuple[int, ...], Tensor]  # adjacent entries that this rank has, by their offsets in the whole tensor
+    boxes: Mapping[tuple[int, ...], Tensor]  # this rank's blocks of entries, by their offsets in the full tensor
 
     def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
-        """What this rank writes; called by torch."""
+        """Return the write items of this rank; called by torch."""
         return [
             WriteItem(
                 index=MetadataIndex(key, offsets),
@@ -213,7 +213,7 @@ class Part:
         ]
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be written as if it were the whole."""
+        """Raise when pickled: a shard must not be saved as if it were the full tensor."""
         raise DataError(
             f"a hook has put a part of a tensor of shape {tuple(self.shape)!r} into the checkpoint, "
             "outside of 'state_dict' and 'optimizer_states'; no run could use a part: leave it "
@@ -222,10 +222,10 @@ class Part:
 
 
 class _Planner(DefaultSavePlanner):
-    """torch's, which finds the values of a `Part` too."""
+    """A DefaultSavePlanner that supports `Part`."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The values of a write item; called by torch."""
+        """Return the values of a write item; called by torch."""
         value = self.state_dict[index.fqn]
         if isinstance(value, Part):
             assert index.offset is not None, "items of parts are planned with offsets"
@@ -236,16 +236,16 @@ class _Planner(DefaultSavePlanner):
 def write_directory(
     checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None, *, rank: int, broadcast: Broadcast
 ) -> None:
-    """Write a checkpoint, with a `Part` for each sharded tensor, in the place of what is there; a collective.
+    """Write a checkpoint, with a `Part` for each sharded tensor, and replace the previous one; a collective.
 
     Args:
-        filepath: The directory to write, rank 0's counts.
-        storage_options: There are none for a directory.
-        rank, broadcast: The rank, and rank 0's value on every rank.
+        filepath: The directory to write; that of rank 0 counts.
+        storage_options: Must be None.
+        rank, broadcast: This rank, and a function that returns rank 0's value on every rank.
 
     Raises:
         DataError: It could not be written; on every rank.
-        PlanError: There are options, or the path is an address.
+        PlanError: There are options, or the path is a URL.
     """
     if storage_options is not None or "://" in str(filepath):
         raise PlanError(
@@ -277,7 +277,7 @@ def write_directory(
     try:
         on_rank_zero(make_way)
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True)
-        # all ranks write, each its own entries; rank 0 makes way before and gives the name after
+        # all ranks write their entries; rank 0 prepares the folder before, and renames it after
         save(tensors, storage_writer=FileSystemWriter(aside), planner=planner)
         on_rank_zero(finish)
     except BaseException as error:
@@ -290,7 +290,7 @@ def write_directory(
 
 
 def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor | Part]]:
-    """A checkpoint with tensors without values, and the values by the key of their place; all else stays."""
+    """Split a checkpoint into itself with meta tensors, and the tensors by their key; other values do not change."""
     tensors: dict[str, Tensor | Part] = {}
 
     def take(key: str, value: Any) -> Any:
@@ -307,14 +307,15 @@ def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor 
 
 
 def convert_checkpoint(directory: Path, out: Path, *, weights_only: bool = True) -> None:
-    """Write the plain file that `save_distributed_checkpoint=False` would have, without starting ranks.
+    """Write the plain file of a run with `save_distributed_checkpoint=False`, without starting ranks.
 
-    Lightning loads it under any strategy, and torch without this package. Takes the host's memory for all of it once.
+    Lightning loads the file under any strategy, and torch loads it without this package. The complete checkpoint must
+    fit in host memory.
 
     Args:
-        directory: What a run with `save_distributed_checkpoint=True` has written.
-        out: The file to write; replaced if it is there.
-        weights_only: False reads what may run code.
+        directory: A checkpoint that a run with `save_distributed_checkpoint=True` has written.
+        out: The file to write; replaced if it exists.
+        weights_only: False allows pickles that may run code.
 
     Raises:
         DataError: The directory cannot be read, or the file cannot be written.
@@ -325,7 +326,7 @@ def convert_checkpoint(directory: Path, out: Path, *, weights_only: bool = True)
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether torch's checkpoints keep it as it is: a dense tensor of torch's class, with a dimension."""
+    """Whether the value is a dense Tensor or Parameter with at least one dim, which torch's checkpoints store as is."""
     return (
         type(value) in (Tensor, nn.Parameter)
         and value.layout == torch.strided

@@ -1,1 +1,1 @@
-"""Check that ranks agree on parameters, buffers, batches and random numbers, or end the run."""
+"""Check that ranks agree on parameters, buffers, batches and random numbers; warn or raise if they do not."""

@@ -1,16 +1,15 @@
-"""Make ranks equal replicas: one model, one stream of random numbers, one batch for a model group; and save together.
+"""Check that ranks are equal replicas: same model, same batch and random streams in a model group, saves by all ranks.
 
-A save by one rank alone would deadlock. Every rank counts its saves in the store of the process group and waits until
-all others have counted as many: some requests to the store per save, no collective.
+A save by one rank alone would deadlock. Every rank counts its saves in the store of the process group, and waits until
+all others have counted as many. This needs a few requests to the store per save, and no collective.
 
-Batch and random numbers of a model group are compared before every batch. Other cells stop the run: the ranks would
-add up parts of different losses. Other random numbers are put right, for rank 0 may have drawn some, as for a picture.
-Collectives per batch, over a model axis of more than one rank: one all-reduce of four integers, and one broadcast where
-random numbers differ.
+Batch and random streams of a model group are compared before every batch. Different batches raise an error, because the
+ranks would add parts of different losses. Different random streams are made equal, because rank 0 alone may have drawn
+numbers, for a figure for example. Collectives per batch, if the model axis has more than one rank: an all-reduce of
+four integers, and a broadcast if random streams differ.
 
-Known limits: of a large tensor some thousand entries are compared, of a sharded tensor its shape and how it is split,
-and of a batch nothing but its tensors and arrays of numbers; what a step draws from other generators, or from those of
-differing devices, is not compared.
+Known limits: of a large tensor some thousand entries are compared, of a sharded tensor its shape and splits, and of a
+batch only tensors and arrays of numbers. Other generators, or those of other devices, are not compared.
 """
 
 import random
@@ -27,7 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-# the store has no public name
+# the default store has no public name
 from lightning_amp._torch import default_store
 from lightning_amp.data.batch import dense_parts, parts_in
 from lightning_amp.data.sparse_counts import SparseCounts
@@ -37,20 +36,20 @@ from lightning_amp.random_streams import random_streams, set_random_streams
 from lightning_amp.techniques.data.batch_norm import is_shared
 
 PATIENCE_S = 600.0
-"""How far ranks may be apart: they have taken the same step before, but one may have more to do after a validation."""
+"""Seconds that ranks may be apart: they have taken the same step, but one may have more to do after a validation."""
 PATIENCE_AFTER_ERROR_S = 5.0
-"""The same once this rank has failed: the others fail with it, or will never come."""
+"""The same after an error on this rank: the other ranks fail too, or never arrive."""
 POLL_S = 0.02
 
 
 def wait_for_all(*, rank: int, ranks: int, failed: bool = False) -> None:
-    """Return once every rank has come here as often as this one.
+    """Wait until every rank has called this as often as this one.
 
     Args:
-        failed: Whether this rank's run has failed, and a callback saves what there is.
+        failed: Whether this rank's run has failed, and a callback saves a checkpoint.
 
     Raises:
-        AmpError: Others have not come within `PATIENCE_S`, or after an error the shorter time; the error is then its
+        AmpError: Other ranks did not arrive within `PATIENCE_S`, or the shorter time after an error, which is then its
             context.
     """
     if ranks == 1 or not dist.is_initialized():
@@ -62,7 +61,7 @@ def wait_for_all(*, rank: int, ranks: int, failed: bool = False) -> None:
     missing = list(range(ranks))
     while missing := [other for other in missing if store.add(_key(other), 0) < mine]:
         if time.monotonic() > deadline:
-            # or this rank would have come once more than the others at the next save, and wait for them in vain
+            # otherwise this rank's count would be one too high at the next save, and it would wait in vain
             store.add(_key(rank), -1)
             raise AmpError(
                 f"rank {rank} saves a checkpoint, and ranks {missing!r} did not within {patience:g} s; "
@@ -78,12 +77,13 @@ def _key(rank: int) -> str:
 
 T = TypeVar("T")
 Broadcast = Callable[[Any], Any]
-"""Rank 0's picklable value on every rank, as `Strategy.broadcast`."""
+"""A function that returns rank 0's picklable value on every rank, like `Strategy.broadcast`."""
 
 
 def decide_on_rank_zero(decide: Callable[[], T], *, rank: int, broadcast: Broadcast) -> T:
-    """Let rank 0 decide, and give the decision, or its error, to every rank: an AmpError with the same text, and a
-    PlanError on the other ranks where rank 0 failed in another way.
+    """Run `decide` on rank 0, and return its result, or raise its error, on every rank.
+
+    An AmpError is raised with the same text on all ranks. For other errors of rank 0, the others raise a PlanError.
     """
     decided: T | None = None
     error: Exception | None = None
@@ -94,7 +94,7 @@ def decide_on_rank_zero(decide: Callable[[], T], *, rank: int, broadcast: Broadc
             error = raised
     told = error
     if error is not None and not isinstance(error, AmpError):
-        # it may not survive pickling, and the other ranks must not wait for ever
+        # the error may not be picklable, and the other ranks must not wait forever
         told = PlanError(f"rank 0 failed to plan: {type(error).__name__}: {error}; its own traceback says more")
     decided, told = broadcast((decided, told))
     if (failure := error or told) is not None:
@@ -104,31 +104,31 @@ def decide_on_rank_zero(decide: Callable[[], T], *, rank: int, broadcast: Broadc
 
 @torch.no_grad()
 def take_buffers_of_first(module: nn.Module, group: ProcessGroup) -> None:
-    """Give the ranks of the data axis the buffers of its first rank, but for statistics that they share anyway."""
+    """Copy buffers from the first data rank to the others, except batch statistics that they share anyway."""
     for child in module.modules():
         if not is_shared(child):
             for buffer in child.buffers(recurse=False):
                 # NCCL sends contiguous tensors only
                 sent = buffer.contiguous()
                 dist.broadcast(sent, group=group, group_src=0)
-                # one that repeats its memory cannot be written to, and mostly need not be
+                # an expanded tensor cannot be written to, and usually is equal already
                 if sent is not buffer and not torch.equal(sent, buffer):
                     buffer.copy_(sent)
 
 
 def check_replicas(module: nn.Module, *, rank: int, broadcast: Broadcast, any_rank: Callable[[bool], bool]) -> None:
-    """Make sure that every rank has built the same module, before anything is sent between them.
+    """Check that every rank has built the same module, before tensors are sent between them.
 
     Args:
-        any_rank: Whether a condition holds on at least one rank, known to all.
+        any_rank: Collective that returns whether a condition holds on at least one rank.
 
     Raises:
         InstallError: Uninitialised parameters, or parameters and buffers that differ between ranks in name,
-            order, shape or type.
+            order, shape or dtype.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     lazy = [name for name, tensor in tensors if is_lazy(tensor)]
-    # asked of all ranks: if one of them raised by itself, the others would wait for it in the broadcast
+    # decided over all ranks: if one of them raised alone, the others would wait for it in the broadcast
     if any_rank(bool(lazy)):
         raise InstallError(
             f"every parameter must have its shape before training starts; {lazy!r} have none yet on rank"
@@ -146,17 +146,17 @@ def check_replicas(module: nn.Module, *, rank: int, broadcast: Broadcast, any_ra
 
 
 COMPARED = 4096
-"""Entries of a tensor, evenly spread."""
+"""Number of entries of a tensor that are compared, evenly spaced."""
 
 
 def make_sure_of_same_batch(batch: object, mesh: DeviceMesh, *, device: torch.device) -> None:
-    """Compare a batch, and the state of the random generators, over the model axis; its ranks all call this.
+    """Compare a batch, and the random streams, over the model axis; all its ranks must call this.
 
     Raises:
-        DataError: The ranks of the group hold different batches; on all of them.
+        DataError: The ranks of the group have different batches; raised on all of them.
     """
     prints = [_print_of(batch), _print_of_generators(device)]
-    # the largest of a number and of its negative are each other's negatives where all ranks have the same
+    # one all-reduce for maximum and minimum, which is minus the maximum of the negatives; equal if all ranks agree
     both = torch.tensor([*prints, *(-p for p in prints)], device=device)
     dist.all_reduce(both, dist.ReduceOp.MAX, group=mesh.get_group())
     largest, smallest = both[:2].tolist(), (-both[2:]).tolist()
@@ -173,7 +173,7 @@ def make_sure_of_same_batch(batch: object, mesh: DeviceMesh, *, device: torch.de
 
 
 def share_draws(*, mesh: DeviceMesh, device: torch.device) -> None:
-    """Let the ranks of a model group draw on as the first of them; a collective over the model axis."""
+    """Copy the random streams of a model group's first rank to the others; a collective over the model axis."""
     box = [random_streams(device)]
     dist.broadcast_object_list(box, group=mesh.get_group(), group_src=0)
     set_random_streams(box[0], device)
@@ -188,14 +188,14 @@ def _print_of(batch: object) -> int:
             continue
         for part in _parts(tensor.detach()):
             some = part.reshape(-1)[:: max(1, part.numel() // COMPARED)].cpu()
-            # a clone, for a single entry may have any stride, which a view as bytes refuses
+            # a clone, because a single entry may have any stride, with which viewing as bytes fails
             some = some.clone(memory_format=torch.contiguous_format)
             seen = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), seen)
     return seen
 
 
 def _compared(batch: object, seen: set[int]) -> Iterator[Tensor]:
-    """All tensors and arrays of numbers in a batch, those of objects of the user's own too."""
+    """Yield all tensors and arrays of numbers in a batch, also those in attributes of the user's objects."""
     for part in parts_in(batch):
         if id(part) in seen or isinstance(part, type):
             continue
@@ -208,7 +208,7 @@ def _compared(batch: object, seen: set[int]) -> Iterator[Tensor]:
             if part.dtype.kind in "biuf":
                 flat = np.ascontiguousarray(part).reshape(-1)
                 some = flat[:: max(1, flat.size // COMPARED)].copy()
-                # a long double has bytes that mean nothing; torch has none, and no other order of bytes
+                # padding bytes of long doubles are undefined; torch supports neither these nor other byte orders
                 some = some.astype(np.float64) if some.itemsize > 8 else some
                 yield torch.from_numpy(some.view(np.uint8))
         else:
@@ -216,7 +216,7 @@ def _compared(batch: object, seen: set[int]) -> Iterator[Tensor]:
 
 
 def _parts(tensor: Tensor) -> Iterable[Tensor]:
-    """The dense tensors whose values are compared."""
+    """Return the dense tensors whose values are compared."""
     if tensor.is_meta:
         return ()
     if tensor.is_nested:
@@ -225,7 +225,7 @@ def _parts(tensor: Tensor) -> Iterable[Tensor]:
 
 
 def _print_of_generators(device: torch.device) -> int:
-    # of python's state the integers: the hash of None differs between processes
+    # only the integers of python's state: the hash of None differs between processes
     seen = hash(random.getstate()[1]) & 0xFFFFFFFF
     name, words, *rest = np.random.get_state()
     seen = zlib.crc32(np.asarray(words).tobytes() + repr((name, *rest)).encode(), seen)
@@ -236,5 +236,5 @@ def _print_of_generators(device: torch.device) -> int:
 
 
 def _shape(part: Tensor | SparseCounts) -> tuple[int, ...]:
-    # a nested tensor has none, or one whose names differ from process to process
+    # nested tensors have no shape, or one whose symbols differ between processes
     return () if isinstance(part, Tensor) and part.is_nested else tuple(part.shape)

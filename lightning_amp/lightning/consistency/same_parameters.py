@@ -1,19 +1,18 @@
-"""Check that replicated state is equal on all ranks: before validations, in saves, and at the end of a fit.
+"""Check that replicated parameters and buffers are equal on all ranks: at validations, in saves, at the end of a fit.
 
-Where the policy has chosen the plan, buffers are compared after the first step too, and a difference ends the run.
+If the policy has chosen the plan, buffers are also compared after the first step, and a difference raises an error.
 
-A replicated parameter or a buffer is compared over all ranks, a shard over the data axis, and rows of fsdp over the
-groups of ranks that have the same. Gradients are made equal, so
-only what a rank writes by itself makes parameters differ; buffers differ by running statistics of the rank's
-own cells. Then ranks train different models without an error, and a checkpoint has rank 0's. It is a warning, for a
-plain strategy would go on too. Unlike devices may round an optimiser's step in unlike ways: below `TOLERANCE` nothing
-is said.
+A replicated parameter or buffer is compared over all ranks, a shard over the data axis, and a shard of fsdp over the
+groups of ranks that have equal shards. Gradients are made equal, so parameters differ only if a rank changes them by
+itself; buffers differ by running statistics of the rank's own cells. The ranks then train different models without an
+error, and a checkpoint has those of rank 0. This is a warning, because a plain strategy would continue too. Different
+devices may round an optimiser's step differently: differences below `TOLERANCE` are not reported.
 
-Buffers that may lawfully differ are left out: those that no checkpoint has, integers (counters, states of generators),
-states of metrics, and statistics that BatchNorm keeps per rank where `share_batch_statistics=False` was requested.
+Buffers that may differ are not compared: those outside checkpoints, integers (counters, generator states), states of
+metrics, and statistics that BatchNorm keeps per rank if `share_batch_statistics=False` was requested.
 
-Collectives per look: one all-gather of a number per tensor; and for tensors whose number differs, broadcasts of them
-and another all-gather. Known limit: changes whose bits add up to nothing are not seen.
+Collectives per check: one all-gather of a number per tensor; for tensors whose numbers differ, broadcasts of the
+tensors and another all-gather. Known limit: changes are not detected if the sum of the bits stays the same.
 """
 
 import math
@@ -33,24 +32,24 @@ from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
 from lightning_amp.techniques.data.batch_norm import is_local, is_shared
 
 TOLERANCE = 1e-5
-"""Largest difference that is not told, relative to the tensor's largest entry; of half precision, `ROUNDINGS`."""
+"""Largest relative difference that is not reported; for half precision, `ROUNDINGS` times the dtype's eps."""
 ROUNDINGS = 4
 SHOWN = 5
-"""Tensors that are named."""
+"""Largest number of tensors named in a message."""
 AT_ONCE = 2**22
-"""Entries of a tensor that are compared at once, in double precision."""
+"""Entries of a tensor that are compared at a time, in double precision."""
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 Difference = tuple[str, float, list[int]]
-"""Name, largest difference relative to the first such rank's largest entry, and ranks that differ from it."""
+"""Name, largest difference relative to the first rank's largest entry, and ranks that differ from the first one."""
 
 SHARE_STATISTIC = (
     "Before a running statistic is changed, sum its terms and its number of samples over the ranks, with"
     " torch.distributed.all_reduce, or in a LightningModule self.trainer.strategy.reduce(..., reduce_op='sum'); or let"
     " all ranks read the same samples, with model_parallel_size=devices where the model has a decomposed decoder"
 )
-"""What to do about a buffer of the rank's own cells."""
+"""Advice for a buffer that depends on a rank's own cells."""
 ADVICE = {
     "parameters": (
         "A rank changes parameters by values that the other ranks do not have: a norm of gradients taken by hand where"
@@ -67,7 +66,7 @@ ADVICE = {
         f" changed. {SHARE_STATISTIC}. lightning-amp verify says what it does to the loss"
     ),
 }
-"""What makes ranks differ in each of these, and what to do."""
+"""Causes of differences by kind of tensor, and advice."""
 
 
 def warn_of_differences(
@@ -79,14 +78,14 @@ def warn_of_differences(
     apart: bool = False,
     groups: DeviceMesh | None = None,
 ) -> None:
-    """Warn where ranks no longer have the parameters and buffers that they should have in common; all ranks call it.
+    """Warn if replicated parameters and buffers differ between ranks; all ranks must call it.
 
     Args:
-        sharded: Of which a rank has its part; one that is its parameter's values is not compared.
-        mesh: With the axes "data" and "model".
-        apart: Whether parameters are on some ranks of the model axis only, and on the device "meta" elsewhere.
-        groups: With the axes "replicate", "shard" and "model", where parameters lie over parts of the data axis; where
-            they lie over all of it, no two ranks have the same, and nothing is compared.
+        sharded: Sharded parameters; those sharded in place (`in_place`) are not compared.
+        mesh: Mesh with the axes "data" and "model".
+        apart: Whether parameters are on some model ranks only, and on the device "meta" on the others.
+        groups: Mesh with the axes "replicate", "shard" and "model" if parameters are sharded over a part of the data
+            axis. If they are sharded over the complete axis, no two ranks have equal shards, and none are compared.
     """
     if mesh.size() == 1:
         return
@@ -100,6 +99,7 @@ def warn_of_differences(
         held, parts = _of_stages(held)
     found = differing(held, mesh, parts)
     if groups is not None:
+        # ranks with equal shards differ in "replicate" only, the first axis of the mesh
         rows = {name: local(p) for name, p in module.named_parameters() if is_split(p)}
         found += differing(rows, groups, {id(row) for row in rows.values()})
         named |= rows
@@ -118,8 +118,10 @@ def warn_of_differences(
 
 
 def refuse_own_statistics(module: nn.Module, mesh: DeviceMesh, *, apart: bool = False) -> None:
-    """Refuse buffers that a rank has changed from its own cells in the first step; all ranks call it. Raises PlanError
-    on all ranks.
+    """Check after the first step that no rank has changed buffers from its own cells; all ranks must call it.
+
+    Raises:
+        PlanError: Such buffers differ; on all ranks.
     """
     if mesh.size(0) == 1:
         return
@@ -136,7 +138,7 @@ def refuse_own_statistics(module: nn.Module, mesh: DeviceMesh, *, apart: bool = 
 
 
 def _of_stages(held: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], set[int]]:
-    """What is not on all ranks is a part, and compared over the data axis; where it is not, zeros are."""
+    """Return tensors, with zeros where they are on "meta", and the ids of those to compare over the data axis only."""
     absent = torch.tensor([tensor.is_meta for tensor in held.values()], dtype=torch.uint8)
     dist.all_reduce(absent, dist.ReduceOp.MAX)
     found = {name: torch.zeros(()) if tensor.is_meta else tensor for name, tensor in held.items()}
@@ -154,7 +156,7 @@ def _named(found: list[Difference], what: str = "buffers") -> str:
 
 
 def common_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that should be equal on all ranks, by name."""
+    """Return the buffers that should be equal on all ranks, by name."""
     return {
         f"{at}.{name}" if at else name: buffer
         for at, child in module.named_modules()
@@ -168,8 +170,9 @@ def common_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def differing(held: Mapping[str, Tensor], mesh: DeviceMesh, parts: Set[int] = frozenset()) -> list[Difference]:
-    """What differs by more than rounding, the largest difference first; a collective of all ranks. `parts`: `id` of
-    what must be equal over the first of its axes only.
+    """Return what differs by more than rounding, the largest difference first; a collective of all ranks.
+
+    `parts`: ids of tensors that must be equal over the first axis of the mesh only.
     """
     named = list(held.items())
     if not named:
@@ -178,11 +181,11 @@ def differing(held: Mapping[str, Tensor], mesh: DeviceMesh, parts: Set[int] = fr
     everyones = _gathered(torch.stack([_print_of(p) for _, p in named]).to(device), mesh)
 
     def first_with(i: int, rank: int) -> int:
-        """The mesh is row-major: ranks along its first axis have the same remainder."""
+        """Return the rank to compare with; ranks along the first axis of the row-major mesh have the same remainder."""
         return rank % inner if id(named[i][1]) in parts else 0
 
-    # a print says that some bit differs and not how far: that is asked of suspects alone
-    # from numbers of all ranks, so that they find the same suspects and meet in the same broadcasts
+    # fingerprints show that bits differ, but not by how much, which is computed only for suspects
+    # every rank computes suspects from all fingerprints, so that all ranks issue the same broadcasts
     suspects = [
         i
         for i in range(len(named))
@@ -200,7 +203,7 @@ def differing(held: Mapping[str, Tensor], mesh: DeviceMesh, parts: Set[int] = fr
     for at, i in enumerate(suspects):
         name, p = named[i]
         limit = max(TOLERANCE, ROUNDINGS * torch.finfo(p.dtype).eps if p.is_floating_point() else 0.0)
-        # written so that nan counts as different
+        # negated, so that nan counts as different
         if far := [rank for rank, other in enumerate(offs) if not other[at] <= limit]:
             found.append((name, max((offs[rank][at] for rank in far), key=_size), far))
     return sorted(found, key=lambda row: _size(row[1]), reverse=True)
@@ -217,17 +220,17 @@ def _gathered(row: Tensor, mesh: DeviceMesh) -> list[list[Any]]:
 
 
 def _print_of(held: Tensor) -> Tensor:
-    """The sum of the entries' bits as integers: exact, whatever the order, and no copy is made."""
+    """Sum the entries' bits as integers: exact in any order, and without a copy."""
     real = torch.view_as_real(held.detach()) if held.is_complex() else held.detach()
     words = real.contiguous().reshape(-1).view(WORDS[real.element_size()])
     return words.sum(dtype=torch.int64)
 
 
 def _distance(parameter: Tensor, first: int, group: ProcessGroup | None, device: str) -> Tensor:
-    """Largest difference from the first rank's entries, relative to the largest of them; nan equals nan."""
+    """Return the largest difference from rank `first`, relative to its largest entry; nan equals nan."""
     wide = torch.complex128 if parameter.is_complex() else torch.float64
     if not parameter.numel():
-        # of so few rows that this group's ranks have none
+        # a parameter with few rows may have none in this group
         return torch.zeros((), dtype=torch.float64, device=device)
     off, largest = [], []
     for whole in torch.split(parameter.detach().reshape(-1), AT_ONCE):

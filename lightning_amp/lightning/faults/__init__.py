@@ -1,1 +1,1 @@
-"""Handle the failure of a rank: the others report which one and why, and end within seconds."""
+"""Handle the failure of a rank: the others report which rank failed and why, and exit within seconds."""

@@ -1,15 +1,15 @@
-"""Report what a rank is doing: Lightning's current hook and batch, and the stack of its main thread; and its `Fault`.
+"""Report what a rank does: Lightning's current hook and batch, and the stack of its main thread; and define `Fault`.
 
-The hook is the innermost function on the stack that has the name of one of Lightning's hooks; a rank waits for others
-while the innermost frames are torch.distributed's, or that of our own wait for a collective that is on its way.
+The hook is the innermost function on the stack with the name of one of Lightning's hooks. A rank waits for others if
+its innermost frames are those of torch.distributed, or of our function that waits for a pending collective.
 
-The stack of a thread that runs on meanwhile is read by faulthandler, which reads it as it lies and makes no frame
-objects: walking those while torch's dispatch modes run is a memory error sooner or later (CPython 3.11, torch 2.13),
-seen as crashes and as ranks that hang. It also reads the state of threads that a C++ thread makes at that moment, which
-has crashed a rank once: so a stack is read only of a rank that has stood still for seconds.
+The stack of another running thread is read by faulthandler, which creates no frame objects: walking frames while
+torch's dispatch modes run eventually causes memory errors (CPython 3.11, torch 2.13), observed as crashes and as ranks
+that hang. faulthandler also reads the state of threads that a C++ thread is creating, which has crashed a rank once. So
+a stack is read only if a rank has made no progress for seconds.
 
-Known limits: on CUDA a rank waits for the device, not in a collective, so it is not known to wait for other ranks; of
-a stack deeper than faulthandler's 100 functions the hook is the one that Lightning has noted, if any.
+Known limits: on CUDA a rank waits for the device, not in a collective, so waiting for other ranks is not detected. If a
+stack is deeper than faulthandler's 100 functions, the hook is the one that Lightning has recorded, if any.
 """
 
 import faulthandler
@@ -33,7 +33,7 @@ from lightning_amp.footprint.bounded_step import FOLDERS
 from lightning_amp.techniques.ranks.collectives import wait_in_all_reduce
 
 LONGEST = 600
-"""Characters of an error's text that are passed on."""
+"""Most characters of an error's text in a report."""
 
 OF_COMMUNICATION = re.compile(
     r"gloo|nccl|c10d|connection (closed|reset|refused)|broken pipe|socket|process group", re.IGNORECASE
@@ -42,40 +42,40 @@ OF_COMMUNICATION = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One rank's end."""
+    """The failure or end of one rank."""
 
     rank: int
-    host: str  # its machine and process
-    what: str  # what happened to it, as the rest of a sentence
-    asked: bool = False  # whether a person has ended the run, who waits for it
+    host: str  # machine and process
+    what: str  # what happened, as the rest of a sentence
+    asked: bool = False  # whether the user has interrupted the run, and waits
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}) {self.what}"
 
 
 def this_host() -> str:
-    """Machine and process."""
+    """Return machine and process id."""
     return f"{platform.node()}, process {os.getpid()}"
 
 
 def text_of(exception: BaseException) -> str:
-    """Kind and text of an error, not endlessly long."""
+    """Return class and text of an error, shortened to `LONGEST`."""
     text = f"{type(exception).__name__}: {exception}".strip().rstrip(":")
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
 
 def is_of_communication(exception: BaseException) -> bool:
-    """Whether an error may be nothing but the consequence of another rank's end."""
+    """Whether an error may be only the consequence of another rank's end."""
     if isinstance(exception, DistError):
         return True
     return isinstance(exception, RuntimeError | OSError) and bool(OF_COMMUNICATION.search(str(exception)))
 
 
 def is_out_of_memory(exception: BaseException) -> bool:
-    """Whether an error says that memory could not be had, on whichever device."""
+    """Whether an error is an out-of-memory error, of any device."""
     if isinstance(exception, MemoryError | torch.OutOfMemoryError):
         return True
-    # can't, cannot, could not allocate memory; and not torch's "to actually allocate memory", of what has no memory
+    # matches can't, cannot, could not allocate memory; but not torch's "to actually allocate memory" for meta tensors
     words = ("t allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
     return isinstance(exception, RuntimeError) and any(word in str(exception) for word in words)
 
@@ -92,23 +92,23 @@ LIBRARIES = tuple(
     folder.encode("ascii", "backslashreplace").decode()
     for folder in (*(f"{Path(folder).as_posix()}/" for folder in FOLDERS), "<frozen", sysconfig.get_path("stdlib"))
 )
-"""Spelled as faulthandler spells paths."""
+"""Folders of libraries, as faulthandler prints them."""
 WAITS = {wait_in_all_reduce.__name__: "all_reduce"}
-"""Functions of ours that wait for other ranks, and in what."""
+"""Our functions that wait for other ranks, and the collective."""
 INNERMOST = 6
-"""Frames among which torch.distributed's are looked for."""
+"""Number of innermost frames that are searched for torch.distributed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Doing:
-    """One look at a rank; what there is none of is ""."""
+    """The activity of a rank; missing parts are ""."""
 
     hook: str = ""
     where: str = ""  # file, line and function of the innermost frame of the user's code inside the hook
     waiting: str = ""
     place: str = ""  # stage, epoch and batch
-    batches: int = 0  # begun so far; with the hook, the measure of progress
-    unwinding: bool = False  # whether an error was raised, and callbacks and loggers hear of it before the run ends
+    batches: int = 0  # batches begun so far; hook and batches measure progress
+    unwinding: bool = False  # whether an error was raised, and callbacks and loggers still run before the exit
 
     def __str__(self) -> str:
         text = f"in {self.hook or 'no hook'}"
@@ -124,10 +124,9 @@ FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
 
 
 def doing_of_thread(ident: int, trainer: pl.Trainer | None) -> Doing:
-    """What a thread of this process is doing now; `trainer` is None where it has none yet."""
+    """Return the activity of a thread of this process; `trainer` is None if there is none yet."""
     text = ""
-    # without its functions it is what Lightning has noted; a file, for a pipe that is full would be waited for by this
-    # thread, which holds the interpreter
+    # without the file only Lightning's records are used; a full pipe would block this thread, which holds the GIL
     with suppress(OSError), tempfile.TemporaryFile("w+", errors="replace") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -139,7 +138,7 @@ def doing_of_thread(ident: int, trainer: pl.Trainer | None) -> Doing:
 
 
 def doing_in(frames: Iterable[FrameSummary], trainer: pl.Trainer | None) -> Doing:
-    """From frames, the innermost first, and from what Lightning has noted of the run."""
+    """Return the activity from frames, innermost first, and from Lightning's records of the run."""
     hook = where = waiting = ""
     for depth, frame in enumerate(frames):
         file, name = frame.filename.replace("\\", "/"), frame.name
@@ -158,10 +157,10 @@ def doing_in(frames: Iterable[FrameSummary], trainer: pl.Trainer | None) -> Doin
         place = str(trainer.state.stage.value)
         if place == "train":
             place = f"epoch {trainer.current_epoch}, batch {max(0, epoch_loop.batch_idx)}"
-    # of all loops, so that a batch of whichever is progress
+    # all loops, so that a batch of any of them is progress
     loops = (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     return Doing(
-        # where the stack has none, the hook that Lightning has noted for `self.log`
+        # if the stack has no hook, the one that Lightning has recorded for `self.log`
         hook=hook or ("" if module is None else module._current_fx_name or ""),
         where=where,
         waiting=waiting,

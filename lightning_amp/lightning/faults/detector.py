@@ -1,19 +1,19 @@
-"""Detect failed ranks by heartbeats to rank 0 over TCP; all others report which rank ended and why, and end too.
+"""Detect failed ranks by heartbeats to rank 0 over TCP; the other ranks report which rank failed and why, and exit.
 
     every rank <-> rank 0          a TCP connection with a daemon thread at either end
-    once a second                  each says in which hook and batch it is, and for how long; after some seconds, where
-    a rank raises                  it says so before it ends; rank 0 passes it on
+    once a second                  a rank reports its hook and batch, and since when; after some seconds, also its stack
+    a rank raises                  it reports the error before it exits; rank 0 forwards the report
     a rank is killed               the kernel closes its connection
-    a rank hangs, or its machine   `lost_after` seconds of silence
-    a rank is stuck                `stuck_after` seconds in one hook and batch, and not waiting for others; or all wait
+    a rank or its machine hangs    no message for `lost_after` seconds
+    a rank is stuck                `stuck_after` seconds in one hook and batch, not waiting for others; or all wait
 
-A rank that learns of another's end has `GRACE_S` to raise an error by itself, as it does in a broken collective; then
-its detector ends the process, for a main thread that waits in a collective cannot be woken. After an interrupt, for
-which a person waits, it has `ASKED_GRACE_S`. One that has raised by then has `lost_after` seconds for its callbacks and
-loggers. Ranks that end well say so. Time in which this whole process stood still is not counted: it has heard no one.
+After a report, a rank has `GRACE_S` to raise an error itself, as it does in a broken collective. Then its detector ends
+the process, because a main thread that waits in a collective cannot be interrupted. After an interrupt by the user, the
+time is `ASKED_GRACE_S`. A rank that has raised by then has `lost_after` seconds for its callbacks and loggers. Ranks
+that finish report so. Time in which the process itself was paused does not count, because it could not receive.
 
-Known limits: a stuck rank is looked for once its first batch has begun; before that the process group's timeout is the
-bound. Rank 0's detector on other machines than its own needs a free port between them, as the process group does.
+Known limits: a stuck rank is detected only after its first batch has begun; before that, the process group's timeout
+applies. If ranks are on several machines, the detector needs a free port between them, as the process group does.
 """
 
 import contextlib
@@ -37,20 +37,20 @@ from lightning_amp.lightning.faults.link import Link
 GRACE_S = 3.0
 ASKED_GRACE_S = 0.5
 CAUSE_S = 3.0
-"""How long a rank whose collective broke waits to learn whose fault it is."""
+"""Seconds for which a rank whose collective broke waits for a report of the cause."""
 EXIT_STATUS = 1
 SLOW_S = 5.0
-"""After which the stack of a rank is read, then each time it has stood still for half as long again."""
+"""Seconds without progress after which a rank's stack is read; each further time is 1.5 times as late as the last."""
 NEAR = 0.8
-"""Share of `stuck_after` from which it is read every time: it tells who waits for whom."""
+"""Share of `stuck_after` from which the stack is read every time, to show which rank waits for which."""
 FLUSH_S = 1.0
 PAUSE_TICKS = 3
-"""A look for messages that took longer than so many ticks was a pause of the process."""
+"""If waiting for messages took more ticks than this, the process was paused."""
 
 
 @dataclass
 class _Seen:
-    """What is known of another rank."""
+    """Last known state of another rank."""
 
     link: Link
     heard: float
@@ -62,15 +62,16 @@ class _Seen:
 
 
 class Detector:
-    """One rank's end of the failure detector, in a thread.
+    """Failure detector of one rank, in a thread.
 
     Args:
-        look: What the main thread is doing.
+        look: Function that returns the activity of the main thread.
+        look_closely: The same, with its stack.
         lost_after, stuck_after: Seconds after which a rank counts as lost, and as stuck.
-        listener: Of rank 0, where the others connect.
-        link: Of the others, to rank 0.
-        token: What a rank must say to be heard.
-        children: Of rank 0, the processes of ranks 1, 2, ... where it has started them itself.
+        listener: On rank 0, the socket to which the others connect.
+        link: On other ranks, the connection to rank 0.
+        token: Secret of the run, which a rank must send first.
+        children: On rank 0, the processes of ranks 1, 2, ... if it has started them itself.
     """
 
     def __init__(
@@ -105,34 +106,35 @@ class Detector:
         if link is not None:
             self._add(0, link)
             link.send(hello=rank, token=token, host=this_host())
+        # several messages fit into either limit, so that a single delay does not count as a failure
         self._tick = min(1.0, lost_after / 4, stuck_after / 4)
         self._thread = threading.Thread(target=self._run, daemon=True, name="lightning_amp-watch")
         self._thread.start()
 
-    # --- the main thread's side ---
+    # --- called by the main thread ---
 
     def cause(self) -> Fault | None:
-        """The fault of another rank, waited for a little while, for errors that may be its consequence."""
+        """Return the fault of another rank, for an error that may be its consequence; waits for it up to `CAUSE_S`."""
         self._known.wait(CAUSE_S)
         return self.fault
 
     def tell(self, fault: Fault) -> None:
-        """Tell all ranks that this one ends."""
+        """Report to all ranks that this one exits."""
         for seen in list(self._seen.values()):
             seen.link.send(fault=vars(fault))
 
     def ended_ranks(self) -> list[int]:
-        """Ranks that have ended their run well."""
+        """Return the ranks that have finished without an error."""
         return sorted(rank for rank, seen in self._seen.items() if seen.over)
 
     def stop(self, *, failed: bool) -> None:
-        """Stop, for the run has ended on this rank; `failed` ends the processes that rank 0 has started too."""
+        """Stop the detector at the end of this rank's run; with `failed`, also end the processes started by rank 0."""
         for seen in list(self._seen.values()):
             seen.link.send(bye=True)
         if (failed or self.fault) and self._children:
             self._end_children()
         self._over.set()
-        # the thread may have seen that it is over, and closed
+        # the thread may have stopped already, and closed the socket
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
         self._thread.join(timeout=GRACE_S)
@@ -157,14 +159,14 @@ class Detector:
         self._selector.close()
 
     def _look_after(self) -> None:
-        """Listen, speak, and end the process when another has ended and the main thread does not."""
+        """Receive and send messages, and end the process if another rank failed and the main thread does not exit."""
         while not self._over.is_set():
             before = time.monotonic()
-            # more often after a fault, for `_is_due` then counts in parts of a second
+            # more often after a fault, because `_is_due` then uses fractions of a second
             ready = self._selector.select(self._tick if self.fault is None else ASKED_GRACE_S / 4)
             gap = time.monotonic() - before
             if gap > PAUSE_TICKS * self._tick:
-                # the whole process stood still: nobody could be heard, and others may have paused too
+                # the process was paused: it could not receive, and other ranks may have been paused too
                 self._since += gap
                 self._learned += gap
                 for seen in self._seen.values():
@@ -182,7 +184,7 @@ class Detector:
                 self._leave(self.fault)
 
     def _is_due(self) -> bool:
-        """Whether the main thread has had its time to end by itself; the user may catch what it has raised."""
+        """Whether the grace period of the main thread is over; the user's code may catch what it has raised."""
         waited = time.monotonic() - self._learned
         grace = ASKED_GRACE_S if self.fault is not None and self.fault.asked else GRACE_S
         return waited > grace and (waited > self._lost_after or not self._look().unwinding)
@@ -192,7 +194,7 @@ class Detector:
         try:
             link = Link(self._listener.accept()[0])
         except OSError:
-            # no file descriptor is free, or the stranger has gone; the listener may stay ready, so do not spin
+            # no file descriptor is free, or the client has left; the listener may stay ready, so wait a little
             time.sleep(self._tick / 10)
             return
         self._selector.register(link.sock, selectors.EVENT_READ, link)
@@ -210,13 +212,13 @@ class Detector:
         messages = link.receive()
         for message in messages or ():
             if isinstance(who, Link):
-                # whoever connects first says the token of the run: a stranger on the port is not heard
+                # a new connection must send the run's token first; other clients of the port are closed
                 if message.get("token") != self._token:
                     messages = None
                     break
                 who = int(message["hello"])
                 self._add(who, link, str(message["host"]))
-                # `_learn` has passed it on to the ranks that were connected then, and does so once
+                # `_learn` has sent the fault once, to the ranks that were connected then
                 if self.fault is not None:
                     link.send(fault=vars(self.fault))
             else:
@@ -236,7 +238,7 @@ class Detector:
             seen.idle, seen.host = float(message["idle"]), str(message["host"])
         if "fault" in message:
             fault = Fault(**message["fault"])
-            # of itself: it ends by itself, and what it still does is no news
+            # a rank that reports its own fault exits by itself; nothing more is expected from it
             seen.over = seen.over or fault.rank == rank
             self._learn(fault)
         if "bye" in message:
@@ -251,13 +253,13 @@ class Detector:
             self._doing, self._next_close = doing, SLOW_S
         self._idle = now - self._since
         if self._idle >= self._next_close or self._idle >= NEAR * self._stuck_after:
-            # a stack is not read more often than it takes to say who is stuck: see activity.py
+            # the stack is read rarely, because reading can crash the process: see activity.py
             self._doing, self._next_close = self._look_closely(), 1.5 * self._idle
         for seen in self._seen.values():
             seen.link.send(doing=str(self._doing), waiting=bool(self._doing.waiting), idle=self._idle, host=this_host())
 
     def _look_around(self) -> None:
-        """Find who is silent; on rank 0 also who is stuck."""
+        """Detect silent ranks; on rank 0 also stuck ones."""
         now = time.monotonic()
         for rank, seen in self._seen.items():
             if not seen.over and now - seen.heard > self._lost_after:
@@ -292,7 +294,7 @@ class Detector:
         return Fault(rank=rank, host=seen.host, what=what)
 
     def _learn(self, fault: Fault) -> None:
-        """The first fault counts: others are its consequences."""
+        """Store and forward the first fault; later ones are its consequences."""
         if self.fault is not None:
             return
         self.fault, self._learned = fault, time.monotonic()
@@ -302,7 +304,7 @@ class Detector:
                 seen.link.send(fault=vars(fault))
 
     def _leave(self, fault: Fault) -> None:
-        """End the process, whatever its main thread waits for."""
+        """End the process, regardless of what its main thread waits for."""
         try:
             say(f"rank {self._rank} ends: {fault}")
             self._end_children()
@@ -310,7 +312,7 @@ class Detector:
                 for process in psutil.Process().children(recursive=True):
                     with contextlib.suppress(psutil.Error):
                         process.kill()
-            # in another thread, for whoever holds the stream's lock may be what is stuck
+            # in another thread, because the stuck thread may hold the stream's lock
             flush = threading.Thread(target=_flush, daemon=True)
             flush.start()
             flush.join(timeout=FLUSH_S)
@@ -318,9 +320,8 @@ class Detector:
             os._exit(EXIT_STATUS)
 
     def _end_children(self) -> None:
-        """Let the ranks that this process has started end by themselves, then kill those that have not."""
-        # a second more than a rank's own detector gives its main thread, so that the rank can say why before it is
-        # killed
+        """Wait for the ranks that this process has started, then kill those still running."""
+        # one second longer than a rank's own detector waits, so that the rank can report the reason first
         until = time.monotonic() + GRACE_S + 1.0
         for rank, child in enumerate(self._children, start=1):
             while child.poll() is None and not self._is_over(rank) and time.monotonic() < until:
@@ -333,8 +334,8 @@ class Detector:
 
 
 def say(text: str) -> None:
-    """One line on standard error, past whatever buffers the main thread may hold."""
-    # a closed stream must not keep a rank from ending
+    """Write one line to standard error, bypassing the buffers of the main thread."""
+    # a closed stream must not keep a rank from exiting
     with contextlib.suppress(OSError, ValueError):
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"lightning_amp: {text}\n".encode())
 

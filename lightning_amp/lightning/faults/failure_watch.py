@@ -1,4 +1,4 @@
-"""End all ranks together after a failure, each with a message that names the rank at fault."""
+"""Stop all ranks after a failure, each with a message that names the failed rank; and handle SIGTERM."""
 
 import atexit
 import gc
@@ -29,16 +29,16 @@ from lightning_amp.lightning.faults.link import connect, listen
 
 CONNECT_S = 20.0
 LOOK_S = 0.5
-"""Between two looks at the process that has started this one."""
+"""Seconds between two checks of the parent process."""
 
 Closure = Callable[[], Any]
 
 
 class FailureWatch:
-    """Watches the other ranks from the moment that the processes are connected until the run has ended.
+    """Run the failure detector from when the processes are connected until the end of the run.
 
     Args:
-        strategy: Of the run, of whichever kind; it calls the methods below at the moments that they name.
+        strategy: The strategy of the run, of any class, which calls the methods below.
         lost_after, stuck_after: Seconds after which a rank counts as lost, and as stuck.
     """
 
@@ -47,13 +47,13 @@ class FailureWatch:
         self._limits = {"lost_after": lost_after, "stuck_after": stuck_after}
         self._detector: Detector | None = None
         self._adopted: list[Any] | None = None
-        # whether an optimiser may have changed some of the parameters and not yet the others
+        # whether an optimiser may have changed only some of the parameters so far
         self._stepping = False
-        # whether SIGTERM has come meanwhile
+        # whether SIGTERM has arrived in the meantime
         self._asked_to_end = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy of the strategy: the detector stays the original's."""
+        """Return the state of a copy of the strategy, without the detector."""
         return {**vars(self), "_detector": None, "_adopted": None}
 
     @property
@@ -62,9 +62,9 @@ class FailureWatch:
 
     @contextmanager
     def starting(self) -> Generator[None, None, None]:
-        """Until this rank is connected to the others, end it if the process that has started it ends.
+        """End this rank if its parent process ends before the ranks are connected.
 
-        Its main thread waits for that one in a collective, for as long as the process group's timeout.
+        Otherwise its main thread would wait in a collective for the process group's timeout.
         """
         started_by, over = int(os.environ.get(launchers.STARTED_BY, 0)), threading.Event()
         if started_by:
@@ -77,7 +77,7 @@ class FailureWatch:
     def _end_with(self, process: int, over: threading.Event) -> None:
         while not over.wait(LOOK_S):
             try:
-                # a process that has ended keeps its number until it is waited for, as a zombie
+                # a process that has ended keeps its id until its parent waits for it, as a zombie
                 if psutil.Process(process).status() == psutil.STATUS_ZOMBIE:
                     break
             except psutil.NoSuchProcess:
@@ -91,7 +91,7 @@ class FailureWatch:
         os._exit(EXIT_STATUS)
 
     def connected(self) -> None:
-        """Begin, once the processes are connected."""
+        """Start the detector once the processes are connected."""
         strategy, trainer = self._strategy, self._trainer
         if strategy.world_size == 1:
             return
@@ -119,7 +119,7 @@ class FailureWatch:
                 return
         self._detector = Detector(
             strategy.global_rank,
-            # what Lightning has noted of the run; no stack is read
+            # Lightning's records of the run; without the stack
             partial(activity.doing_in, (), trainer),
             partial(activity.doing_of_thread, threading.get_ident(), trainer),
             **self._limits,
@@ -130,20 +130,20 @@ class FailureWatch:
         )
 
     def _adopt(self) -> list[Any]:
-        """Take the launcher's processes from Lightning's observer, which would kill this one before it can speak."""
+        """Take the child processes from Lightning's observer, which would kill this one before it can report."""
         launcher = self._strategy.launcher
         observed = getattr(launcher, "procs", None)
         if self._strategy._start_method != "popen" or not observed:
             return []
-        # the observer ends when its list is empty; the launcher needs one to pass signals on
+        # the observer stops when its list is empty; the launcher needs a list to forward signals
         self._adopted = launcher.procs = list(observed)  # type: ignore[union-attr]
         observed.clear()
         return self._adopted
 
     def _end_on_sigterm(self, trainer: pl.Trainer) -> None:
-        """Raise at once, where Lightning would wait in the signal's handler for a broadcast that may never come.
+        """Make SIGTERM raise at once; Lightning's handler would wait for a broadcast that may never come.
 
-        A step that the optimiser has begun is taken to its end first: a callback may save what there is.
+        An optimiser's step that has begun is completed first, because a callback may save a checkpoint.
         """
         connector = trainer._signal_connector
         self._asked_to_end = False
@@ -165,9 +165,9 @@ class FailureWatch:
         connector._sigterm_notifier_fn = end  # type: ignore[method-assign, assignment]
 
     def whole_step(self, step: Callable[[Closure], Any], closure: Closure) -> Any:
-        """Run an optimiser's step; asked by SIGTERM to end once parameters may have changed, end after it.
+        """Run an optimiser's step; a SIGTERM that arrives after parameters may have changed is raised after the step.
 
-        They have not while the closure, forward and backward, runs for the first time.
+        During the first run of the closure (forward and backward) parameters have not changed.
         """
         begun = False
 
@@ -190,25 +190,25 @@ class FailureWatch:
 
     @contextmanager
     def saving(self) -> Generator[None, None, None]:
-        """Around a save: if a callback saves after an error and cannot, the error is told, not its consequence."""
+        """Wrap a save: if a callback fails to save after an error, report the original error."""
         try:
             yield
         except AmpError as error:
-            # it ends the callbacks' `on_exception`, and Lightning does not come to the strategy's
+            # the save error stops the callbacks' `on_exception`, so Lightning does not call that of the strategy
             trainer, cause = self._trainer, error.__context__
             if cause is not None and trainer is not None and trainer.interrupted:
                 self._strategy.on_exception(cause)
             raise
 
     def tell(self, exception: BaseException) -> None:
-        """Say whose fault it is, here and to the other ranks, as the strategy's `on_exception`."""
+        """Report which rank failed, here and to the other ranks; called by the strategy's `on_exception`."""
         rank, launcher = self._strategy.global_rank, self._strategy.launcher
-        # when python ends, it looks through all of torch for garbage, which takes more than a second
+        # at exit, python collects garbage among all objects of torch, which takes more than a second
         atexit.register(gc.freeze)
         if isinstance(exception, KeyboardInterrupt) and isinstance(launcher, launchers.InterruptibleLauncher):
             launcher.last_words = launchers.how_to_resume(self._trainer) if rank == 0 else ""
         if self._detector is None:
-            # before ranks are connected; others would wait for this one
+            # ranks are not connected yet; the others would wait for this one
             for process in self._adopt():
                 process.terminate()
                 try:
@@ -216,15 +216,15 @@ class FailureWatch:
                 except subprocess.TimeoutExpired:
                     process.kill()
             return
-        # a broken collective is the consequence of another rank's end, of which the word may be on its way
+        # a broken collective is the consequence of another rank's end, whose report may still arrive
         fault = self._detector.cause() if activity.is_of_communication(exception) else self._detector.fault
-        # these are raised on every rank with the same text, which has all that a person needs
+        # every rank raises these errors with the same text, so no rank needs to report another one
         of_all = isinstance(exception, launchers.OF_ALL_RANKS)
         if fault is not None and fault.rank != rank:
             if not (of_all and fault.what.endswith(activity.text_of(exception))):
                 say(f"rank {rank} ends: {fault}")
                 if activity.is_of_communication(exception):
-                    # where this rank waited for the other is no news, and would bury the message under a hundred lines
+                    # the traceback of the broken collective does not help, and would hide the message
                     exception.__traceback__ = exception.__cause__ = exception.__context__ = None
                 if isinstance(exception, RuntimeError):
                     own_words = activity.text_of(exception).partition(". ")[0]
@@ -246,17 +246,17 @@ class FailureWatch:
 
     @contextmanager
     def teardown(self) -> Generator[None, None, None]:
-        """Around the strategy's teardown: the watch ends last, whatever comes of that."""
+        """Wrap the strategy's teardown, and stop the detector afterwards, also if that raises."""
         failed = True
         try:
             yield
-            # where ranks are forks of it, this process has no run
+            # if ranks are forked, this process has no run
             failed = self._trainer is not None and self._trainer.interrupted
         finally:
             self.end(failed=failed)
 
     def end(self, *, failed: bool) -> None:
-        """Stop the detector; after a failure the processes that rank 0 has started end too."""
+        """Stop the detector; after a failure also end the processes that rank 0 has started."""
         if self._detector is None:
             return
         detector, self._detector = self._detector, None
@@ -267,7 +267,7 @@ class FailureWatch:
 
 
 def _requeues_on_sigterm(environment: ClusterEnvironment | None) -> bool:
-    """Whether SIGTERM is the signal on which Lightning has SLURM queue the job again; that is Lightning's affair."""
+    """Whether SLURM requeues the job on SIGTERM, which Lightning handles."""
     return (
         isinstance(environment, SLURMEnvironment)
         and environment.auto_requeue

@@ -1,7 +1,7 @@
-"""Start ranks so that an interrupt prints how to resume as its last line, and a user's mistake its message, once.
+"""Launch ranks so that an interrupt ends with a line on how to resume, and a user's mistake is printed once.
 
-Every rank raises the same PlanError or InstallError, so rank 0 speaks for all. Ranks that the main process has started
-by multiprocessing raise it there too, where torch would raise their tracebacks as text.
+Every rank raises the same PlanError or InstallError, so only rank 0 prints it. If the main process has started the
+ranks by multiprocessing, it raises the error too; torch would raise their tracebacks as text.
 """
 
 import os
@@ -24,25 +24,23 @@ from lightning_amp.lightning.faults.detector import say
 
 STATUS_OF_SIGTERM = 128 + signal.SIGTERM
 STARTED_BY = "LIGHTNING_AMP_STARTED_BY"
-"""Variable of the environment in which a process finds the id of the one that has started it as a rank."""
+"""Environment variable with the id of the process that has started this one as a rank."""
 
 
 class InterruptibleLauncher(ScriptLauncher):
-    """Lightning's; its processes know who has started them. Asked to end them after an interrupt, it ends this one as
-    shells expect.
-    """
+    """A ScriptLauncher whose processes know their parent, and which ends as shells expect after an interrupt."""
 
     last_words: str | None = None
-    """What to say in the end, once the run has been interrupted."""
+    """Text that `kill` prints at the end of an interrupted run."""
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """One process starts no others, which is all that a notebook cannot have."""
+        """Whether a notebook is supported: only a single process, because a notebook cannot start others."""
         return self.num_processes * self.num_nodes == 1
 
     def _call_children_scripts(self) -> None:
         if self.num_processes * self.num_nodes == 1:
-            # Lightning would set LOCAL_RANK, so that a later Trainer or script takes itself for one of several ranks
+            # Lightning would set LOCAL_RANK, so that a later Trainer or script would act as one of several ranks
             return
         os.environ[STARTED_BY] = str(os.getpid())
         try:
@@ -51,7 +49,7 @@ class InterruptibleLauncher(ScriptLauncher):
             del os.environ[STARTED_BY]
 
     def kill(self, signum: signal.Signals | int) -> None:
-        """End the other processes; the last that Lightning does after an interrupt, before status 1."""
+        """Kill the other processes; after an interrupt, this is Lightning's last call before it exits with status 1."""
         super().kill(signum)
         words, self.last_words = self.last_words, None
         if words is None:
@@ -62,7 +60,7 @@ class InterruptibleLauncher(ScriptLauncher):
 
 
 def how_to_resume(trainer: Trainer | None) -> str:
-    """The newest checkpoint of the run, and how to go on from it; nothing where there was no training."""
+    """Return how to resume from the newest checkpoint of the run; "" if there was no training."""
     if trainer is None or trainer.state.fn != TrainerFn.FITTING:
         return ""
     names = ("last_model_path", "best_model_path", "_last_checkpoint_saved", "ckpt_path")
@@ -82,7 +80,7 @@ RAISED = re.compile(r"\nlightning_amp\.errors\.(PlanError|InstallError): ((?:(?!
 
 
 def print_mistakes_once() -> None:
-    """Let rank 0 alone print an uncaught mistake, by its message; it may be called again."""
+    """Let only rank 0 print an uncaught PlanError or InstallError, without traceback; repeated calls are allowed."""
     before = sys.excepthook
     if getattr(before, "__module__", "") == __name__:
         return
@@ -98,7 +96,7 @@ def print_mistakes_once() -> None:
 
 
 class MistakesLauncher(MultiProcessingLauncher):
-    """Lightning's; a mistake that its processes raise is raised as such."""
+    """A MultiProcessingLauncher that raises a mistake of its processes with its own class."""
 
     def launch(self, *args: Any, **kwargs: Any) -> Any:
         """Start the processes and wait for them."""
@@ -112,7 +110,7 @@ class MistakesLauncher(MultiProcessingLauncher):
 
 
 def end_as_ours(launcher: object) -> None:
-    """Let Lightning's launcher end a run as the class here that is made of it; others stay as they are."""
+    """Change a launcher of Lightning to the subclass of this file; other launchers do not change."""
     if type(launcher) is ScriptLauncher:
         launcher.__class__ = InterruptibleLauncher
     elif type(launcher) is MultiProcessingLauncher:

@@ -1,6 +1,6 @@
-"""Connect the detectors of two ranks: JSON objects, one a line.
+"""Exchange JSON messages, one per line, between the failure detectors of two ranks.
 
-Nothing received is ever executed or unpickled; a connection counts only once it has said the run's token.
+Messages are never executed or unpickled. A connection is trusted only after it has sent the run's token.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 SEND_S = 5.0
 LONGEST_LINE = 1 << 20
 LONGEST_HELLO = 1 << 12
-"""Of a line from whoever has not said the token yet."""
+"""Longest line of a connection that has not sent the token yet, in bytes."""
 READ = 1 << 16
 LOOPBACK = ("localhost", "127.0.0.1")
 
@@ -27,12 +27,12 @@ def _close_inherited() -> None:
         link.sock.close()
 
 
-# a loader's worker that outlives its rank would keep the connection open, and the rank seem alive
+# otherwise a loader worker that outlives its rank would keep the connection open, and the rank would seem alive
 os.register_at_fork(after_in_child=_close_inherited)
 
 
 class Link:
-    """One end of a connected socket, which the link closes."""
+    """One end of a connected socket, which it owns."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -44,17 +44,17 @@ class Link:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def trust(self) -> None:
-        """Take long lines from now on: the other end is a rank of this run."""
+        """Allow long lines, once the other end is known to be a rank of this run."""
         self._longest = LONGEST_LINE
 
     def send(self, **message: Any) -> None:
-        """Send an object; from any thread. A link whose other end has gone takes it silently, `receive` will tell."""
+        """Send an object; from any thread. If the other end is closed, it is ignored here; `receive` returns None."""
         line = json.dumps(message).encode() + b"\n"
         with suppress(OSError), self._lock:
             self.sock.sendall(line)
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """The objects that have come, once the socket is readable; None when the other end has closed."""
+        """Return the objects received, once the socket is readable; None if the other end has closed."""
         try:
             data = self.sock.recv(min(READ, self._longest))
         except TimeoutError:
@@ -76,8 +76,8 @@ class Link:
 
 
 def listen(address: str) -> socket.socket:
-    """A listening socket on a free port: local where all ranks are on this machine, else on all its addresses.
-    `address`: that of the first rank's machine, as the cluster knows it.
+    """Return a listening socket on a free port: local if all ranks are on this machine, else on all its addresses.
+    `address`: address of the first rank's machine in the cluster environment.
     """
     if address in LOOPBACK:
         return socket.create_server(("127.0.0.1", 0))
@@ -87,6 +87,6 @@ def listen(address: str) -> socket.socket:
 
 
 def connect(address: str, port: int, *, timeout: float) -> Link:
-    """A link to a listening rank; tries for `timeout` seconds."""
+    """Connect to a listening rank; tries for `timeout` seconds."""
     host = "127.0.0.1" if address in LOOPBACK else address
     return Link(socket.create_connection((host, port), timeout=timeout))

@@ -1,1 +1,1 @@
-"""Profile what a run will read and do, before anything is installed."""
+"""Read example batches and profile the steps of a run, before anything is installed."""

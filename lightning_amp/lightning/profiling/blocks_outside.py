@@ -1,21 +1,22 @@
-"""Plan blocks outside a Hi-C decoder together with the decoder's techniques.
+"""Plan recomputation and chunks for blocks outside a Hi-C decoder, in addition to the decoder's techniques.
 
-The decoder's own prediction knows little of what encoders and a graph keep. So a step of one device is counted with the
-plan's techniques for one device and with the blocks, and what it takes beyond the decoder's prediction is added:
+The decoder's prediction knows little of the activations of encoders and a graph. So a step of one device is counted
+with the plan's techniques for one device and with those of the blocks, and the difference to the prediction is added:
 
-    peak = predicted, of the plan + (counted - predicted), both on one device
+    peak = prediction of the plan + (count - prediction on one device)
 
-Exact to the count where the model axis has one rank. With several, as far as the step has most where the decoder works.
+This is exact to the count if the model axis has one rank. With several ranks it is exact if the peak of the step is in
+the decoder.
 
-`with_blocks_outside` carries out what was requested by name. `within_budget` counts the step with the policy's plan
-where a person has named a budget, and where it takes more:
+`with_blocks_outside` applies techniques that were requested by name. `within_budget` counts the step with the policy's
+plan if the user gave a budget. If the step exceeds it:
 
-    1. plans of the decoder that need less, down to the one that needs least: the fastest with which the step fits
-    2. with that last one as many blocks outside run again as the budget asks for: the least extra time that fits,
-       chosen for the chain of the step with the decoder's techniques in it (costs/choose_forms.py)
+    1. take the fastest plan of the decoder with which the step fits, down to the plan that needs least
+    2. with that last plan, recompute blocks outside: the choice with the least extra time that fits, made for the chain
+       of the step with the decoder's techniques (costs/choose_forms.py)
 
-A chain counts what the decoder's own functions keep a little differently than the step does, by the same bytes whatever
-blocks outside do; the choice is made with that difference, and counted.
+A chain and a count differ in the bytes that the decoder's own functions save, by an amount that does not depend on the
+blocks outside. The choice takes this difference into account, and is counted.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -40,29 +41,30 @@ from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.table import OF_BLOCKS, PREDICTIONS, in_order, is_of_block
 
 QUICK = tuple(name for name in OF_BLOCKS if not PREDICTIONS[name].slow)
-"""Techniques of blocks that need no long search: a budget gets them where no plan of the decoder is within it."""
+"""Techniques of blocks without a long search: a budget may add these if no plan of the decoder fits."""
 TRIES = 3
-"""Times that a choice which was counted above the budget is made leaner."""
+"""Number of attempts to make a choice leaner whose count exceeds the budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderPlan:
-    """A plan of the decoder, and the step that it is for."""
+    """A plan of the decoder, and the step for which it was made."""
 
     whole: Plan  # for all ranks
-    alone: Plan  # what of it is for one device
+    alone: Plan  # the techniques of it that one device has
     step: StepOfModule
     decoder: str  # its name
     rates: Rates
 
     @property
     def local(self) -> tuple[Rule, ...]:
-        """The rules that one device has."""
+        """The rules of the plan for one device."""
         return tuple(rule for rule in self.alone.rules if rule.strategy != "S1")
 
     def counted(self, rules: Sequence[Rule] = (), *, seconds: float = 0.0) -> Plan:
-        """The plan with rules of blocks outside, which take so much longer, and the peak of a counted step. Raises
-        AmpError: the step cannot be counted.
+        """Return the plan with the peak of a counted step, and with rules of blocks outside that add `seconds`.
+
+        Raises AmpError: the step cannot be counted.
         """
         more = self.step.count([*self.local, *rules]).peak_bytes - self.alone.predicted_peak_bytes
         plan = with_rules(self.whole, rules, seconds=seconds) if rules else self.whole
@@ -75,11 +77,10 @@ class DecoderPlan:
 
 
 def with_blocks_outside(made: DecoderPlan, named: Collection[str], *, share_statistics: bool) -> Plan:
-    """A plan with rules of techniques of blocks for all blocks outside of the decoder that take less with them.
+    """Add the requested techniques to all blocks outside the decoder that save memory with them.
 
-    `named`: the techniques that were requested; `share_statistics`: whether ranks of a data axis exchange the
-    statistics of batches. Raises AmpError where the step cannot be counted, and PlanError where there are no such
-    blocks.
+    `named`: the requested techniques; `share_statistics`: whether ranks of a data axis share batch statistics. Raises
+    AmpError if the step cannot be counted, and PlanError if there are no such blocks.
     """
     step, shares = made.step, share_statistics and made.whole.mesh.data > 1
     try:
@@ -97,9 +98,9 @@ def with_blocks_outside(made: DecoderPlan, named: Collection[str], *, share_stat
 
 
 def step_beside_decoder(trainer: pl.Trainer) -> StepOfModule | None:
-    """The step of a fit whose module has blocks outside of its decoder that could run again; None of anything else.
+    """Return the step of a fit if its module has blocks outside its decoder that can be recomputed; else None.
 
-    It is counted without values or not at all: with them it takes the memory that there may not be. All ranks call it.
+    It is counted on fake tensors only: real values could need more memory than there is. All ranks must call it.
     """
     decoders = find_decoders(trainer.lightning_module)
     blocks = {
@@ -113,9 +114,9 @@ def step_beside_decoder(trainer: pl.Trainer) -> StepOfModule | None:
 
 
 def within_budget(make: Callable[[int], DecoderPlan], budget: int) -> Plan:
-    """The policy's plan, if the step fits with it; else one that needs less, with blocks outside that run again.
+    """Return the policy's plan if the step fits; else a plan that needs less, and may recompute blocks outside.
 
-    `make`: bytes -> the policy's plan of the decoder within these, or the one that needs least.
+    `make`: function that returns the policy's plan of the decoder for a number of bytes, or the plan that needs least.
     """
     made = chosen = make(budget)
     step = made.step
@@ -125,12 +126,12 @@ def within_budget(make: Callable[[int], DecoderPlan], budget: int) -> Plan:
         if found.predicted_peak_bytes <= budget:
             return made.whole
         for _ in range(TRIES):
-            # what lies outside takes about as much with the next plan, which has so much less for the decoder
+            # the bytes outside hardly change with the plan: reduce the decoder's budget by the measured difference
             made = make(max(1, budget - (found.predicted_peak_bytes - made.whole.predicted_peak_bytes)))
             found = made.counted()
             if found.predicted_peak_bytes <= budget:
                 return _of_budget(found, made, found, budget)
-        # no plan is within a byte, so that this is the one that needs least
+        # no plan fits 1 byte, so this is the plan that needs least
         made = make(1)
         found = made.counted()
         return _with_blocks(_of_budget(found, made, found, budget), made, budget)
@@ -142,13 +143,13 @@ def within_budget(make: Callable[[int], DecoderPlan], budget: int) -> Plan:
 
 
 def _with_blocks(before: Plan, made: DecoderPlan, budget: int) -> Plan:
-    """With as much done to blocks outside as the budget asks for, or all where that is not enough."""
+    """Return the plan with techniques on as many blocks outside as the budget requires, or on all if none fits."""
     best, over = before, before.predicted_peak_bytes - budget
     if over <= 0:
         return before
     step = made.step.step_with(made.local)
     seen = ProfiledStep(profile=step.profile, chain=step.chain, rates=made.rates)
-    # the chain and the count differ by the same bytes whatever blocks outside do, so bytes are taken off the chain's
+    # chain and count differ by a constant, so the excess of the count is subtracted from the chain's limit
     limit = peak_bytes(seen.chain, ()) - over
     for _ in range(TRIES):
         found = draft(seen, QUICK, ranks=1, budget=max(0, limit))
@@ -167,7 +168,7 @@ def _with_blocks(before: Plan, made: DecoderPlan, budget: int) -> Plan:
 
 
 def _of_budget(plan: Plan, made: DecoderPlan, plain: Plan, budget: int) -> Plan:
-    """A plan and what it was compared with, of the budget that a person has named; `plain` leaves blocks outside."""
+    """Update budget and candidates of a plan for the user's budget; `plain` has no techniques on blocks outside."""
     more, candidates = plain.predicted_peak_bytes - made.whole.predicted_peak_bytes, list[Candidate]()
     for one in plan.candidates:
         peak = max(0, one.peak_bytes + more)
@@ -181,7 +182,7 @@ def _of_budget(plan: Plan, made: DecoderPlan, plain: Plan, budget: int) -> Plan:
 
 
 def with_rules(plan: Plan, rules: Iterable[Rule], *, seconds: float = 0.0) -> Plan:
-    """A decoder's plan with rules of blocks outside, which take so much longer."""
+    """Return a decoder's plan with rules of blocks outside, which add `seconds` to a step."""
     rules = tuple(rules)
     strategies = in_order({*plan.strategies, *(rule.strategy for rule in rules)})
     whole, rest = (*plan.rules, *rules), plan.predicted_rest_seconds
@@ -195,7 +196,7 @@ def with_rules(plan: Plan, rules: Iterable[Rule], *, seconds: float = 0.0) -> Pl
 
 
 def keeping_blocks(plan: Plan, before: Plan) -> Plan:
-    """A plan of the decoder that takes the place of another one, whose blocks outside stay as they are."""
+    """Return a new plan of the decoder with the techniques that `before` has on blocks outside."""
     kept = [rule for rule in before.rules if is_of_block(rule)]
     kept = [rule for rule in kept if rule.fqn not in {own.fqn for own in plan.rules}]
     return with_rules(plan, kept) if kept else plan

@@ -1,7 +1,7 @@
-"""Run a technique's steps as rank 0 of a model axis without other ranks: count what it holds and sends, choose a grid.
+"""Run a distributed technique's steps as rank 0 without other ranks: count memory and messages, choose a grid.
 
-One forward pass finds the layouts for all pairs (x, y), one dry run of each pair says what a rank computes, sends and
-holds; the rest of a grid follows from that (grid_seconds.py). The grid that is taken is counted as it is.
+One forward pass determines the layouts of all pairs (x, y). One dry run per pair measures what a rank computes, sends
+and allocates; the costs of grids follow from these runs (grid_seconds.py). The chosen grid is counted in its own run.
 """
 
 from collections import Counter
@@ -35,20 +35,20 @@ from lightning_amp.techniques.tensor3d.grid_seconds import (
 )
 
 MOST_SHOWN = 2
-"""Operators that send most, by name."""
+"""Number of operators named in a note, those that send most bytes first."""
 MOST_MOVED = 0.1
-"""Of the bytes of a forward pass, from which on operators are named that compute on tensors moved for them."""
+"""Share of a forward pass's bytes from which a note names the operators that require gathered features."""
 
 
 class DrySteps:
-    """A technique whose steps take the place of a module's while it is counted.
+    """A technique that replaces the module's steps, and a mesh axis without other ranks for counting them.
 
     Attributes:
-        ranks, run_ranks: Of the model axis, and of the run.
-        budget: Bytes of one device; None where they are not known.
-        chosen: Whether the spec says how it is done; else `choose` finds it.
+        ranks, run_ranks: Ranks of the model axis, and of the run.
+        budget: Bytes of one device; None if not known.
+        chosen: Whether the spec is complete; otherwise `choose` completes it.
         sent: Collectives that rank 0 would have issued for the last batch.
-        axis: The model axis of a dry run, in which nothing is sent.
+        axis: The model axis of a dry run, on which nothing is sent.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class DrySteps:
     def asked(
         cls, strategies: Iterable[str], options: Any, ranks: int, *, run_ranks: int, budget: int | None = None
     ) -> "DrySteps | None":
-        """Of the strategy that has steps, with the options that a person has given; None where there is none.
+        """Create the dry steps of the requested technique that has its own steps, with the user's options; else None.
 
         Raises:
-            PlanError: An option outside what is allowed, or a grid that does not divide the ranks of the run.
+            PlanError: An option is not supported, or a grid does not divide the ranks of the run.
         """
         name = with_steps(strategies)
         if not name or (asked := STRATEGIES[name].options) is None:
@@ -92,7 +92,7 @@ class DrySteps:
         return cls(name, spec, ranks, run_ranks=run_ranks, budget=budget, chosen=chosen)
 
     def put(self, module: LightningModule) -> Callable[[], None]:
-        """Put the steps in the place of a module's; returns what undoes it."""
+        """Replace the module's steps; return an undo."""
         if self._looking:
             technique = import_module(STRATEGIES[self.name].steps)
             if hasattr(technique, "refuse"):
@@ -106,7 +106,7 @@ class DrySteps:
         if step is not None:
 
             def begun(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
-                # a step is run several times, and may fail without values first
+                # a step runs several times, and may fail on fake tensors first
                 self.sent.clear()
                 return step.__func__(module, *args, **kwargs)
 
@@ -114,20 +114,21 @@ class DrySteps:
         return undo
 
     def choose(self, batch: Any, count: Callable[[], CountedStep], links: Links) -> CountedStep | None:
-        """Choose the spec: of a technique with a grid the fastest that fits, of others that of the least peak, of those
-        that it has for a batch; returns the step with it, where it was counted last.
+        """Choose the spec: the fastest grid that fits, or for other techniques the dims of the batch with least peak.
+
+        Returns the counted step with the chosen spec, if it was counted last; else None.
 
         Args:
-            count: Counts the step with the spec of the moment.
+            count: Function that counts the step with the current spec.
 
         Raises:
-            ShardError: The step can be run with none of them.
+            ShardError: No spec supports the step.
         """
         if self.chosen:
             return None
 
         def look(steps: Mapping[str, Callable[..., Any]]) -> None:
-            """Run the step once with other functions in the place of the module's."""
+            """Run the step once with other functions instead of the module's."""
             self._looking = steps
             try:
                 count()
@@ -139,6 +140,7 @@ class DrySteps:
             step, self.notes = choose_grid(self, technique, look, count, links)
             self.chosen = True
             return step
+        # without a grid, all options are counted: which dims save most memory follows only from a count
         options = technique.options(batch, self.spec, self.ranks, look)
         peaks, refused = list[tuple[int, Spec]](), list[str]()
         for spec in options:
@@ -156,16 +158,16 @@ class DrySteps:
         return None
 
     def messages(self) -> tuple[Message, ...]:
-        """The collectives of the last batch."""
+        """Return the collectives of the last batch."""
         priced = ((one, cast(Kind, "exchange" if one.kind == "ring" else one.kind)) for one in self.sent)
         return tuple(Message(kind, one.n_bytes, one.axis) for one, kind in priced)
 
     def sent_seconds(self, links: Links) -> float:
-        """What the collectives of the last batch take, none of them hidden behind computation."""
+        """Return the seconds of the last batch's collectives, without overlap with compute."""
         return sent_seconds(self.messages(), {one.axis: one.ranks for one in self.sent}, links)
 
     def sent_notes(self) -> Iterator[str]:
-        """What rank 0 sends in one batch, and a warning of operators that gather much of it."""
+        """Yield what rank 0 sends in one batch, and a warning if operators gather much of it."""
         row, by_operator, moved = STRATEGIES[self.name], Counter[str](), Counter[str]()
         if not self.sent:
             yield Explanation(f"{self.name} sends nothing over the model axis but gradients")
@@ -191,24 +193,24 @@ class DrySteps:
 
 
 def put_steps(module: LightningModule, name: str, spec: Spec, mesh: Any) -> Callable[[], None]:
-    """Put the steps of a technique in the place of a module's; returns what undoes it."""
+    """Replace a module's steps by those of a technique; return an undo."""
     changed: dict[str, Any] = import_module(STRATEGIES[name].steps).install(module, spec, mesh)
     return put_methods(module, changed)
 
 
 def with_spec(plan: Plan, steps: DrySteps | None, why: str) -> Plan:
-    """The plan with what a request, a plan or the first batch says of how the technique is done.
+    """Return the plan with the spec of a technique with steps, from the request, a given plan or the first batch.
 
     Raises:
-        PlanError: Nobody has said it.
+        PlanError: The spec is not known.
     """
     if steps is None:
         return plan
-    # outside of a fit no step is counted, and on a grid that was given parameters are split without layouts too
+    # evaluations count no step; with a given grid, parameters can be sharded without layouts too
     row, given = STRATEGIES[steps.name], bool(getattr(steps.spec, "grid", ""))
     if not steps.chosen and (why or not (row.data_axis and given)):
         found = f"which fails: {why}" if why else "and none is counted in this run"
-        # a grid alone does not say how layers are split
+        # a grid alone does not decide how layers are sharded
         hint = "" if why and row.data_axis else f". {row.without_step}"
         raise PlanError(f"{steps.name} finds how it splits by a count of the first batch's step, {found}{hint}")
     rules = (replace(rule, spec=steps.spec) if rule.strategy == steps.name else rule for rule in plan.rules)
@@ -216,20 +218,20 @@ def with_spec(plan: Plan, steps: DrySteps | None, why: str) -> Plan:
 
 
 SHOWN = 5
-"""Grids by name."""
+"""Number of grids listed in notes."""
 EVERY_PAIR = 15
-"""Pairs (x, y), as of 16 ranks, of which those of more ranks are run until they are clearly slower; of more pairs until
-they are slower at all."""
+"""Up to this many pairs (x, y), as for 16 ranks, pairs with more ranks are run until they are clearly slower; if there
+are more pairs, until they are slower at all."""
 CLEARLY = 2.0
 TRIES = 4
-"""Grids that are counted as they are, where the peak of the one before exceeds the budget."""
+"""Grids that are counted in their own run, as long as the peaks exceed the budget."""
 
 Pair = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CountedRun:
-    """A dry run with what was counted in it."""
+    """A dry run and the step that was counted in it."""
 
     run: DryRun
     step: CountedStep
@@ -243,14 +245,14 @@ def choose_grid(
     count: Callable[[], CountedStep],
     links: Links,
 ) -> tuple[CountedStep, tuple[str, ...]]:
-    """Set the grid and the model axis of `steps`; returns the step with it, and notes on the choice.
+    """Set the grid and the model axis of `steps`; return the step with it, and notes on the choice.
 
     Args:
-        technique: The module of a technique with `layouts` and `on_grid`.
-        look, count: As of `DrySteps.choose`.
+        technique: Module of a technique with `layouts` and `on_grid`.
+        look, count: Functions as in `DrySteps.choose`.
 
     Raises:
-        AmpError: The step can be run on no grid.
+        AmpError: No grid supports the step.
     """
     spec = steps.spec
     given = spec.sizes if spec.grid else None
@@ -267,18 +269,18 @@ def choose_grid(
         run = DryRun(sizes=of_axes, seconds=step.chain.seconds, messages=steps.messages(), profile=step.profile)
         return CountedRun(run=run, step=step, sent=list(steps.sent))
 
-    # where z and the copies are open, two of each show what they send
+    # if z and the copies are not given, two of each show what they send
     z, copies = (given[2], ranks // prod(given)) if given else (2, 2)
     runs, costs, refused = dict[Pair, CountedRun](), list[GridCost](), list[AmpError]()
     slower = CLEARLY if len(pairs) <= EVERY_PAIR else 1.0
-    # from few ranks of x and y to many, for as long as more of them do not make a batch clearly slower
+    # from few ranks of x and y to many, until more ranks make a batch clearly slower
     for size in sorted({prod(pair) for pair in pairs}):
         for pair in (pair for pair in pairs if prod(pair) == size):
             try:
                 runs[pair] = counted((*pair, z), copies, layouts[pair])
             except AmpError as error:
                 refused.append(error)
-        # of all grids with so many ranks of x and y, with either of these as the axis that splits features first
+        # all grids with this number of ranks of x and y, with either of them as the axis that splits features first
         level = ranked(
             [
                 grid_cost(runs[pair].run, z, copies, links, exchanged=exchanged)
@@ -295,14 +297,14 @@ def choose_grid(
     if not costs:
         raise refused[0]
     tried = list[tuple[int, GridCost, CountedRun]]()
-    # the cost of a grid follows from a run of another one, so the grid that is taken is counted as it is
+    # the cost of a grid is estimated from another grid's run, so candidates are counted in their own run
     for cost in costs[:TRIES]:
         found = runs[cost.roles]
         if (found.run.sizes["z"], found.run.sizes["data"]) != (cost.sizes[2], cost.copies):
             found = counted((*cost.roles, cost.sizes[2]), cost.copies, layouts[cost.roles])
-        # the profile is of the second step, and the first may take more
+        # the profile is of the second step; the first one may need more memory
         tried.append((max(found.step.profile.peak_bytes, found.step.profile.first_bytes), cost, found))
-        # of those that are not expected to fit the first needs least
+        # grids that are not expected to fit are sorted by memory: the first one needs least
         if budget is None or tried[-1][0] <= budget or cost.peak_bytes > budget:
             break
     fits = budget is None or tried[-1][0] <= budget
@@ -315,7 +317,7 @@ def choose_grid(
 
 
 def _notes(chosen: GridCost, costs: list[GridCost], budget: int | None, *, n_grids: int) -> Iterator[str]:
-    """The first grids, each in a line, and why the chosen one won."""
+    """Yield the best grids, one per line, and why the chosen one was taken."""
     exchanged = "; its layers split features over y where those of AxoNN do over x" if chosen.exchanged else ""
     if n_grids == 1:
         if exchanged:
@@ -331,7 +333,7 @@ def _notes(chosen: GridCost, costs: list[GridCost], budget: int | None, *, n_gri
         yield f"{n_grids - len(counted)} grids with x * y > {most} were not compared: {most} take longer than fewer"
     shown, known = 0, set[object]()
     for cost in [chosen, *costs]:
-        # two axes of one node may change places, and nothing else changes
+        # grids that differ only by exchanging two axes of one node cost the same, and are listed once
         same = {cost.sizes, (cost.roles, cost.sizes[2], cost.seconds)}
         if not same & known and shown < SHOWN:
             shown += 1

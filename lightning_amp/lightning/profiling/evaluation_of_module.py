@@ -1,13 +1,11 @@
-"""Count the bytes of validate, test or predict of a module without a decoder, and choose chunks within a budget.
+"""Predict the memory of validate, test or predict for a module without a decoder, and choose chunks for a budget.
 
-One batch is taken as the run will make it, and the module's own step runs on a copy without values and without
-gradients. The modules that the step calls, and that are called by no other one, are what can run in chunks; rules are
-for those that go beyond the budget, each for what the bytes around it leave. With them installed the step is counted
-again, and that is the prediction.
+One batch is read as in the run, and the module's step runs on a copy with fake tensors and without gradients. Only the
+outermost modules that the step calls can run in chunks. Modules that exceed the budget get a rule with the bytes that
+remain within the budget at their call. The step is counted again with these rules for the prediction.
 
-Known limits: of one batch, as long as the first; the data module's hooks for a batch are not called; what the Trainer
-keeps of earlier batches, such as predictions on a CPU, is not counted; what a step computes outside of its modules
-stays whole.
+Known limits: the prediction is for the length of the first batch; the data module's batch hooks are not called; results
+that the Trainer keeps, such as predictions on a CPU, are not counted; computations outside modules are not chunked.
 """
 
 import warnings
@@ -43,33 +41,34 @@ STEPS = {
     TrainerFn.TESTING: ("test_step", "test_loop"),
     TrainerFn.PREDICTING: ("predict_step", "predict_loop"),
 }
-"""The method of the module that a run calls, and the Trainer's loop that calls it."""
+"""Method of the module, and loop of the Trainer that calls it."""
 
 
 class EvaluationOfModule:
-    """The step of a run that does not train: a method of the module, with a batch that `take_batch` gives."""
+    """The step of an evaluation: a method of the module, and a function that returns a batch for it."""
 
     def __init__(self, trainer: pl.Trainer, step: str, take_batch: Callable[[], Any], *, several: bool) -> None:
         self._trainer, self._step, self._take_batch, self._several = trainer, step, take_batch, several
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> "EvaluationOfModule | None":
-        """The evaluation of a Trainer; None of a fit, and where there is a decoder. All ranks call it, for loaders."""
+        """Return the evaluation of a Trainer; None in a fit or with a decoder. All ranks must call it, for loaders."""
         if trainer.state.fn not in STEPS or find_decoders(trainer.lightning_module):
             return None
         step, loop = STEPS[trainer.state.fn]
         loaders, why = loaders_of(trainer, getattr(trainer, loop))
         together = isinstance(loaders, CombinedLoader) and loaders._mode != "sequential"
-        # several are read one after the other
+        # sequential loaders are read one after the other: the first one is counted
         first, *others = [loaders] if together else each(loaders) or [None]
         return cls(trainer, step, partial(example_batch, first, why), several=bool(others))
 
     def within(self, budget: int, made: Plan, notes: Sequence[str]) -> tuple[Plan, tuple[Rule, ...]]:
-        """The plan with the bytes of this step and these notes, and rules by which the step runs in chunks so that it
-        takes no more than a budget, or the least that it can.
+        """Return the plan with the bytes of this step and `notes`, and rules that run it in chunks within the budget.
+
+        If the budget cannot be met, the rules use the least memory possible.
 
         Raises:
-            AmpError: There is no batch to be had, the step fails without values, or a module cannot run in chunks.
+            AmpError: No batch can be read, the step fails on fake tensors, or a module cannot run in chunks.
         """
         batch = self._trainer.precision_plugin.convert_input(self._take_batch())
         calls: dict[str, tuple[int, int]] = {}
@@ -88,7 +87,7 @@ class EvaluationOfModule:
         peak = whole
         if rules and whole > budget:
             with warnings.catch_warnings():
-                # the least that it can is what the plan says
+                # the plan reports chunks that exceed the budget
                 warnings.simplefilter("ignore")
                 _, peak = self._count(batch, rules)
         without = f": {format_bytes(whole)} without chunks" if rules else ""
@@ -99,7 +98,7 @@ class EvaluationOfModule:
             batch_size=length_of(batch) or made.batch_size,
             predicted_base_bytes=held,
             predicted_peak_bytes=peak,
-            # those of a training step are of other bytes
+            # notes on training steps do not apply
             notes=(*notes, note),
         )
         return plan, rules
@@ -107,7 +106,7 @@ class EvaluationOfModule:
     def _count(
         self, batch: Any, rules: Sequence[Rule], calls: dict[str, tuple[int, int]] | None = None
     ) -> tuple[int, int]:
-        """Bytes before the step, and the most in it; `calls` gets those before and within each module."""
+        """Return the bytes before the step and its peak; `calls` receives bytes before, and peak of, each module."""
         fake = QuickFakes(valid=True)
         twin: Any = copy_of(self._trainer.lightning_module, fake).eval()
         install_rules(twin, rules)
@@ -135,15 +134,15 @@ class EvaluationOfModule:
                 f"the memory of {self._step} of {type(twin).__name__!r} cannot be counted: on tensors "
                 f"without values it fails with {type(error).__name__}: {error}"
             ) from error
-        # `_Outermost` resets the peak at every call, so that what follows the last one is in `live` alone
+        # `_Outermost` resets the peak at every call, so `live` has only the peak after the last one
         return held, live.peak if peak is None else max(peak.most, live.peak)
 
 
 class _Outermost:
-    """Bytes at the calls of modules that no other module but the whole one calls.
+    """Record the bytes at calls of outermost modules: those that only the root module calls.
 
     Attributes:
-        most: Of the step, up to the last call.
+        most: Peak bytes of the step, up to the last call.
     """
 
     def __init__(self, module: nn.Module, live: LiveBytes, calls: dict[str, tuple[int, int]]) -> None:

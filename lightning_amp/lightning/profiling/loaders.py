@@ -194,6 +194,6 @@ def _first_batch(loader: DataLoader[Any]) -> Any:
         if batches is None:
             return collate(dataset[index])
         index = list(index)
-        # as torch's own loader asks
+        # as torch's own fetcher does
         several: Callable[[Any], Any] | None = getattr(dataset, "__getitems__", None)
         return collate([dataset[i] for i in index] if several is None else several(index))

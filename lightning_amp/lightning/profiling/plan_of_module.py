@@ -1,4 +1,4 @@
-"""Plan any module by one batch, without a run: for `lightning_amp.plan` and for `lightning-amp plan --config`."""
+"""Plan any module from one batch, without a run: for `lightning_amp.plan` and for `lightning-amp plan --config`."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
@@ -35,9 +35,9 @@ class ModulePlan:
     """The plan of a module's training step; `print` shows its report.
 
     Attributes:
-        plan: As `AMPStrategy(plan=...)` takes it.
+        plan: The plan, for `AMPStrategy(plan=...)`.
         profile: Profile of the step without techniques, on one device.
-        module: Whose step it is.
+        module: The module whose step was planned.
         step: The step, to count it again.
         seen_at: Function that counts the step with another batch size.
         counting: Context for counting, with the blocks of `blocks` and tensor sizes as on the device.
@@ -57,7 +57,7 @@ class ModulePlan:
     unlike: bool = field(default=False, repr=False)
 
     def report(self) -> str:
-        """What holds the peak, what helps, what does not, and what is predicted, as text of at most 80 columns."""
+        """Return the report as text of at most 80 columns: peak memory, techniques that help or do not, prediction."""
         classes = {fqn: type(child).__name__ for fqn, child in self.module.named_modules()}
         return step_report(self.plan, self.profile, classes=classes)
 
@@ -67,12 +67,12 @@ class ModulePlan:
         return f"<pre>{escape(self.report())}</pre>"
 
     def largest_batch(self) -> int:
-        """The largest number of samples of a batch that fits the budget, as `answers` says; 0 where not even one does.
+        """Return the largest batch size that fits the budget, as `answers` computes it; 0 if no sample fits.
 
         It uses the techniques named by the user, or any that the policy may choose, as far as they are needed.
 
         Raises:
-            PlanError: There is no budget, or it is not known what another number of samples holds.
+            PlanError: There is no budget, or the memory of other batch sizes cannot be computed.
         """
         budget, start = self._budget("largest_batch"), self.profile.batch_size
         if start is None:
@@ -82,10 +82,10 @@ class ModulePlan:
         return max(most.plain, most.lean)
 
     def fewest_devices(self) -> int | None:
-        """The fewest devices on which the batch fits the budget, by any technique; None where there are none.
+        """Return the fewest devices on which the batch fits the budget, by any technique; None if there are none.
 
         Raises:
-            PlanError: There is no budget, or it is not known what more devices hold.
+            PlanError: There is no budget, or the memory on more devices cannot be computed.
         """
         with self.counting():
             found = fewest_ranks(self.seen_at(self.profile.batch_size), self._budget("fewest_devices"))
@@ -105,7 +105,7 @@ class ModulePlan:
         return {"ranks": mesh.data * mesh.model, "named": self.plan if self.named else None}
 
     def code(self) -> str:
-        """What the blocks run that the plan computes in chunks, as Python."""
+        """Return the code of the blocks that the plan computes in chunks, as Python."""
         with self.counting():
             rows = (STRATEGIES[name] for name in self.plan.strategies)
             return "\n\n\n".join(function_at(row.code)(self.step, self.plan.rules) for row in rows if row.code)
@@ -135,11 +135,11 @@ def plan_of_module(
     """Plan the step of a module.
 
     Args:
-        request: `devices`, `device_memory`, `policy`, `strategies` and `model_parallel_size`, as of `plan_step`.
-        options: Of AMPStrategy, for its techniques; what is None was not given.
+        request: `devices`, `device_memory`, `policy`, `strategies` and `model_parallel_size`, as for `plan_step`.
+        options: Options of AMPStrategy for its techniques; None means not given.
 
     Raises:
-        AmpError: The step cannot be counted, or nothing can be planned as asked.
+        AmpError: The step cannot be counted, or the request cannot be planned.
     """
     if not isinstance(module, LightningModule):
         raise ModelError(
@@ -153,12 +153,12 @@ def plan_of_module(
     given.model_parallel_size = size
     ids, budget = parse_strategies(request["strategies"] or "S1"), min(memory, default=None)
     steps = DrySteps.asked(ids, given, devices if size == "auto" else size, run_ranks=devices, budget=budget)
-    # options of a configuration may be of other strategies
+    # a configuration may have options of strategies that are not requested
     requested = requested_specs(ids if request["strategies"] else (), given)
     share = options.get("share_batch_statistics") is not False
 
     def step_at(n: int | None) -> StepOfModule:
-        # the search for the largest batch must not fill this machine with a step that needs values
+        # the search for the largest batch must not fill this machine's memory with a step that requires real values
         limit = None if n == batch_size else psutil.virtual_memory().total // 2
         limited = replace(around, limit_bytes=around.limit_bytes or limit)
         return StepOfModule(module, lambda: batch, around=limited, batch_size=n, steps=steps)
@@ -183,7 +183,7 @@ def plan_of_module(
             " these were not called; call them before: module.configure_model()"
         )
     if steps is not None and STRATEGIES[steps.name].data_axis:
-        # of its grid, which may have been chosen
+        # the number of ranks of its grid, which may have been chosen
         request["model_parallel_size"] = steps.ranks
     with counting():
         made = plan_step(

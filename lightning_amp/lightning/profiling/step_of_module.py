@@ -1,8 +1,8 @@
 """Profile one training step of a module without a decoder on rank 0, before anything is installed.
 
-It takes a second or two, and is done in every fit: what holds the memory is said also where everything fits. It is not
-done to validate, test or predict. A step that cannot be profiled is trained as on a plain Trainer, and the plan says
-why.
+Every fit does this, because the plan reports what uses the memory also if everything fits; it takes a second or two.
+Validate, test and predict do not. If a step cannot be profiled, it is trained as on a plain Trainer, and the plan
+gives the reason.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -44,16 +44,14 @@ NOTHING: Mapping[str, Spec] = MappingProxyType({})
 
 
 class StepOfModule:
-    """One training step of a module.
+    """One training step of a module, counted with or without techniques.
 
     Args:
-        module: The module.
-        take_batch: Gives one batch, or raises an AmpError.
-        around: What is known of the run.
-        batch_size: Another length of the batch.
-        trains: Whether the module itself is to train; one that is only planned may be without values.
-        steps: Steps that take the place of the module's while it is counted.
-        decoders: Names of its decoders, whose parts are no blocks.
+        take_batch: Function that returns one batch, or raises an AmpError.
+        batch_size: Batch size to count instead of the batch's.
+        trains: Whether this module is trained; a module that is only planned may have no values.
+        steps: Steps of a technique that replace the module's while it is counted.
+        decoders: Names of its decoders; their parts are not blocks.
     """
 
     def __init__(
@@ -93,11 +91,10 @@ class StepOfModule:
         limit_bytes: int | None = None,
         steps: DrySteps | None = None,
     ) -> "StepOfModule | None":
-        """The step of a fit that is set up as far as its strategy; None of anything else, and where there is a decoder,
-        or none if one was looked for. Without `values` a step that needs them is not counted, and with `limit_bytes` it
-        is refused where it takes more.
+        """Return the step of a fit after the strategy's setup, or None outside a fit. All ranks must call it.
 
-        All ranks call it, and rank 0 uses it.
+        With `decoder`, it is None for modules without a decoder, else for modules with one. Without `values`, a step
+        that requires real values is not counted. A step that exceeds `limit_bytes` raises an error.
         """
         module = trainer.lightning_module
         decoders = find_decoders(module)
@@ -114,26 +111,26 @@ class StepOfModule:
     def profiled(
         self, rates: Rates, *, requested: Mapping[str, Spec] = NOTHING, shared_statistics: bool = False
     ) -> ProfiledStep:
-        """Take one batch and profile the step as it is.
+        """Read one batch and profile the step without techniques.
 
         Args:
-            requested: By technique, the spec that a person has requested.
-            shared_statistics: Whether ranks exchange the statistics of batches.
+            requested: Specs that the user has requested, by technique.
+            shared_statistics: Whether ranks share batch statistics.
 
         Raises:
-            AmpError: There is no batch to be had, or the step cannot be run on a copy of the module.
-            PlanError: It needs values, and takes more than its limit.
+            AmpError: No batch can be read, or the step cannot run on a copy of the module.
+            PlanError: The step requires real values, and exceeds its limit.
         """
         self.take(rates)
         self.shared_statistics = shared_statistics
         steps, step = self._steps, None
         if steps is not None:
             step = steps.choose(self._batch, lambda: self.step_with(()), rates.links)
-        # a choice has counted the step already, with what was chosen
+        # `choose` may have counted the step with its choice already
         step = step or self.step()
         self._profiles[_places(())] = step.profile
         row = None if steps is None else STRATEGIES[steps.name]
-        # what splits parameters too averages no whole gradients
+        # a technique that shards parameters does not average full gradients
         averages = row is None or not row.data_axis
         looks = {name: STRATEGIES[name].look for name in (STRATEGIES if steps is None else together(steps.name))}
         looked = {name: function_at(look)(self) for name, look in looks.items() if look}
@@ -161,18 +158,18 @@ class StepOfModule:
         return stage_search().without(found, not_together(steps.name, STAGED))
 
     def step(self, rows: int | None = None) -> CountedStep:
-        """The step for a batch of so many rows, None for the batch of the run; counted once for each."""
+        """Return the step for a batch of `rows`, by default of the run's size; cached for each size."""
         if rows not in self._counted_steps:
             self._counted_steps[rows] = self.step_with((), rows)
         return self._counted_steps[rows]
 
     def step_with(self, rules: Sequence[Rule], rows: int | None = None) -> CountedStep:
-        """The step with rules installed, which are undone; raises an AmpError where it cannot have them."""
+        """Count the step with rules installed, and undo them; raises an AmpError if they do not support it."""
         found = self.run_with(rules, partial(count_step, names=self._blocks, rates=self.operator_rates()), rows)
         return replace(found, chain=self._outside(found.chain)) if self._decoders else found
 
     def _outside(self, chain: Chain) -> Chain:
-        """The chain with blocks fixed that are of a decoder, or that keep nothing but their inputs."""
+        """Mark blocks as fixed that belong to a decoder, or that save nothing except their inputs."""
         saving = {block.fqn for block in chain.blocks if block.saved_bytes > 0}
         fixed = dict.fromkeys((b.fqn for b in chain.blocks if b.fqn not in saving), "it keeps nothing but its inputs")
         fixed |= {block.fqn: block.fixed for block in chain.blocks if block.fixed}
@@ -181,10 +178,10 @@ class StepOfModule:
         return replace(chain, blocks=blocks)
 
     def run_with(self, rules: Sequence[Rule], count: Callable[..., T], rows: int | None = None) -> T:
-        """What `count(module, batch, batch_size=, around=)` returns while rules are installed."""
+        """Return `count(module, batch, batch_size=, around=)` while rules are installed."""
         size = self._batch_size if rows is None else rows
         with ExitStack() as undo:
-            # on the module itself, of which a copy is counted: chunks that were found once are kept for the next count
+            # rules are installed on the module, not on its counted copy, so that later counts reuse chunk plans
             undo.callback(install_rules(self.module, rules, chunks=self._chunk_plans).undo)
             if self._steps is not None:
                 undo.callback(self._steps.put(self.module))
@@ -199,7 +196,7 @@ class StepOfModule:
                 ) from error
 
     def operator_rates(self) -> OperatorRates:
-        """Rates of the device that the times of operators follow from."""
+        """Return the device rates that determine the times of operators."""
         rates = self._rates
         return OperatorRates(
             matmul_flops=rates.matmul_flops, memory_bytes=rates.memory_bytes, overhead_seconds=rates.overhead_seconds
@@ -236,7 +233,7 @@ class StepOfModule:
             )
 
     def with_steps(self, steps: DrySteps) -> "StepOfModule":
-        """The same step, in which those of a technique take the place of the module's."""
+        """Return the same step with the steps of a technique instead of the module's."""
         return StepOfModule(
             self.module,
             self._take_batch,
@@ -247,21 +244,21 @@ class StepOfModule:
         )
 
     def take(self, rates: Rates) -> None:
-        """Take one batch, as `profiled` does; for `count` and `step_with` alone."""
+        """Read one batch, as `profiled` does, before `count` and `step_with`."""
         self._rates = rates
         self._batch = self._take_batch()
-        # what was counted of the batch before says nothing of this one
+        # cached counts belong to the previous batch
         self._counts, self._counted_steps, self._steps_with = {}, {}, {}
 
     def forget(self) -> None:
-        """Let go of the batch; nothing more is counted."""
+        """Free the batch; counting is not possible afterwards."""
         self._batch = None
 
     def count(self, rules: Sequence[Rule]) -> ModuleProfile:
-        """Profile the step with rules installed, once for the same rules, and undo them; for after `take`.
+        """Profile the step with rules installed, and undo them; cached by rules. Requires `take` before.
 
         Raises:
-            AmpError: A technique refuses the module, or the step fails with it.
+            AmpError: A technique does not support the module, or the step fails with it.
         """
         key = tuple((rule.fqn, rule.spec) for rule in rules)
         if key not in self._counts:
@@ -270,18 +267,18 @@ class StepOfModule:
         return self._counts[key]
 
     def profile_with(self, rules: Sequence[Rule]) -> ModuleProfile | None:
-        """What `profiled` or `count` has found last with rules for the same modules; None where none has."""
+        """Return the last profile of `profiled` or `count` with rules for the same modules; None without one."""
         return self._profiles.get(_places(rules))
 
 
 def facts_of_step(module: LightningModule, step: CountedStep) -> dict[str, Any]:
-    """What techniques read from a module and one count of its step."""
+    """Return the facts that techniques read from a module and one count of its step."""
     rows = {name: row.read_step for name, row in STRATEGIES.items() if row.read_step}
     return {name: function_at(read)(module, step) for name, read in rows.items()}
 
 
 def refused_techniques(module: LightningModule, step: CountedStep, *, values: bool) -> dict[str, str]:
-    """Techniques that the module is known to refuse, or that its step has shown to be impossible, and why."""
+    """Return techniques that do not support the module or its step, with reasons."""
     found = {
         name: function_at(row.refusal)(module, step, values=values) for name, row in STRATEGIES.items() if row.refusal
     }

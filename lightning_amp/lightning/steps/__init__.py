@@ -1,1 +1,1 @@
-"""Run one training step: weights by cells, finite checks, metrics counted once, timing."""
+"""Run training steps: weights by cells, finite checks, metrics over the data axis, out-of-memory handling, timing."""

@@ -1,27 +1,27 @@
-"""Give every rank its cells, weigh its loss by them, and count metrics once for ranks that have the same ones.
+"""Distribute the samples (cells) of loaders over ranks, weight each rank's loss, and reduce metrics without duplicates.
 
-Order: Lightning puts a distributed sampler, which shuffles in training, into every loader of a strategy of several
-ranks, even if the data axis has one rank. Here a single data rank reads the loader as it is. If the loader does not
-shuffle, rank r of R reads
+Order: with several ranks, Lightning adds a distributed sampler to every loader, which shuffles in training, even if
+the data axis has one rank. Here, a single data rank reads the loader unchanged. If the loader does not shuffle, rank r
+of R data ranks reads
 
     cells[r::R],        cells = the loader's next R batches, of b cells each
 
-so that together they read the batch of a plain run with a batch size of R b, at uneven ends and with drop_last too.
-A loader with torch's RandomSampler has Lightning's sampler, as under ddp. In prediction every loader has it.
+Together the ranks read the batch of a plain run with batch size R b, also with incomplete batches and drop_last. A
+loader with torch's RandomSampler gets Lightning's sampler, as under DDP. In prediction every loader does.
 
-Weight: of n_r cells on rank r
+Weight: for n_r cells on rank r
 
     w_r = n_r R / sum n,        (1 / R) sum_r w_r L_r = mean loss over the union of the ranks' batches
 
-Metrics: a torchmetrics Metric gathers its states over the data axis instead of over all ranks: sums, counts and
-concatenations hold every cell once, and every rank computes the same value. It learns this from its `dist_sync_fn`, not
-by its `process_group`, because a mesh can be deep-copied with the metric (`MetricTracker`, `clone`) and a process group
-cannot. `self.log(..., sync_dist=True)` reduces over all ranks. A mean, a maximum and a minimum are the same whether a
-cell comes once or M times; a sum is divided by M, the ranks of a model group.
+Metrics: a torchmetrics Metric gathers its states over the data axis instead of over all ranks. Sums, counts and
+concatenations then contain every cell once, and every rank computes the same value. This uses the metric's
+`dist_sync_fn`, not `process_group`, because a mesh can be deep-copied with the metric (`MetricTracker`, `clone`) and a
+process group cannot. `self.log(..., sync_dist=True)` reduces over all ranks, which does not change a mean, a maximum or
+a minimum; a sum is divided by the M ranks of a model group.
 
-Known limits: where the last batch has fewer cells than there are ranks, one of them is read more than once, with a
-warning; an order drawn by a sampler of another kind is one order on all ranks, but not a plain run's; metrics that are
-no children of the module are not found; `metric.sync()` called by hand without a group gathers from all ranks.
+Known limits: if the last batch has fewer cells than ranks, one cell is read more than once, with a warning. A random
+order of another kind of sampler is equal on all ranks, but differs from that of a plain run. Metrics that are not
+children of the module are not detected. `metric.sync()` called by hand without a group gathers from all ranks.
 """
 
 import copy
@@ -53,7 +53,7 @@ from lightning_amp.techniques.ranks.collectives import wait_in_all_reduce
 
 
 class CellOrder(DataConnector):
-    """The part of a Trainer that chooses the sampler of every loader."""
+    """A DataConnector that chooses the sampler of every loader; replaces the class of the Trainer's connector."""
 
     def _requires_distributed_sampler(self, dataloader: DataLoader[Any]) -> bool:
         return self._share()["num_replicas"] > 1 and super()._requires_distributed_sampler(dataloader)
@@ -71,7 +71,7 @@ class CellOrder(DataConnector):
             dataloader, same=lambda n: run.reduce_boolean_decision(run.broadcast(n) == n, all=True), **self._share()
         )
         read = "sampler" if dataloader.batch_sampler is None else "batch_sampler"
-        # as `sampler` it receives the epoch
+        # also as `sampler`, because Lightning passes the epoch to it
         return _with(dataloader, **{"sampler": own, read: own})
 
     def _share(self) -> dict[str, int]:
@@ -81,14 +81,14 @@ class CellOrder(DataConnector):
 
 
 class OwnCells(DistributedSampler[Any]):
-    """This rank's part of every batch, or of every R items where the loader makes no batches."""
+    """Sample this rank's part of every batch, or of every R items if the loader makes no batches."""
 
     def __init__(
         self, loader: DataLoader[Any], *, num_replicas: int, rank: int, same: Callable[[int], bool] | None = None
     ) -> None:
-        """Share what `loader` reads; `same`, a collective of all ranks, says whether they all have one value.
+        """Distribute what `loader` reads; `same`, a collective of all ranks, returns whether their values are equal.
 
-        Raises DataError: the loader's order has no length, so that nobody knows which step is the last.
+        Raises DataError: the loader's order has no length, which is required to know the last step.
         """
         self.batched = loader.batch_sampler is not None
         order: Any = loader.batch_sampler if self.batched else loader.sampler
@@ -104,18 +104,18 @@ class OwnCells(DistributedSampler[Any]):
         super().__init__(order, num_replicas=num_replicas, rank=rank, shuffle=False, seed=seed)
         self.order, self._same = order, same
         self._next: tuple[int, list[Any]] | None = None
-        """The epoch and what is read in it, from `set_epoch` until it is read."""
+        """Epoch and order, stored by `set_epoch` until they are read."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell it to the user's own sampler as well, and draw the epoch's order; Lightning calls it on all ranks.
+        """Pass the epoch to the user's sampler, and draw the epoch's order; Lightning calls this on all ranks.
 
         Raises:
-            DataError: The ranks have drawn different orders, of which shares would miss samples and repeat others.
+            DataError: The ranks have drawn different orders, so that samples would be missed or repeated.
         """
         super().set_epoch(epoch)
         _tell_epoch(self.order, epoch)
         _tell_epoch(getattr(self.order, "sampler", None), epoch)
-        # a batch sampler of another class may draw by itself
+        # a batch sampler of another class may draw random numbers itself
         drawing = self.order.sampler if type(self.order) is BatchSampler else self.order
         if self._same is None or isinstance(drawing, SequentialSampler):
             return
@@ -123,7 +123,7 @@ class OwnCells(DistributedSampler[Any]):
             return
         self._next = epoch, self._drawn()
         text = repr(self._next[1])
-        # the text of an object without a __repr__ has its address, which differs
+        # without a __repr__, the text has an object's address, which differs between ranks
         if not self._same(0 if " at 0x" in text else zlib.crc32(text.encode())):
             raise DataError(
                 f"the ranks draw different orders from {type(drawing).__name__!r}, so that some samples would be read"
@@ -149,12 +149,12 @@ class OwnCells(DistributedSampler[Any]):
                     " last sample is read by several of them and counts more than once. With drop_last=True, or another"
                     " batch_size, every sample counts once."
                 )
-            # R batches of the loader are one step of R ranks, of which every R-th cell is read here
+            # R batches of the loader are one step of R ranks, of which this rank reads every R-th cell
             mine = cells[self.rank :: self.num_replicas] or cells[-1:]
             yield mine if self.batched else mine[0]
 
     def _drawn(self) -> list[Any]:
-        """All that the loader would read: what is drawn at random must be one order on all ranks."""
+        """Return the loader's order of this epoch, drawn with a seed that is equal on all ranks."""
         with isolated_random_streams():
             torch.default_generator.manual_seed(self.seed + self.epoch)
             np.random.seed((self.seed + self.epoch) % 2**32)
@@ -163,13 +163,13 @@ class OwnCells(DistributedSampler[Any]):
 
 
 class SameDraws(Sampler[Any]):
-    """A sampler that draws from the ranks' own random numbers, which are made the same before every epoch."""
+    """A sampler that draws from the ranks' random streams, which are made equal before every epoch."""
 
     def __init__(self, sampler: Any, agree: Callable[[], None]) -> None:
         self.sampler, self.agree = sampler, agree
 
     def set_epoch(self, epoch: int) -> None:
-        """Called on all ranks, before they draw."""
+        """Make the random streams equal; called on all ranks before they draw."""
         self.agree()
         _tell_epoch(self.sampler, epoch)
 
@@ -181,9 +181,9 @@ class SameDraws(Sampler[Any]):
 
 
 def with_same_draws(loader: object, agree: Callable[[], None]) -> object:
-    """Let the ranks of a model group draw the same order; `agree`, a collective, gives them the same random numbers.
+    """Make the ranks of a model group draw the same order; `agree` is a collective that makes random streams equal.
 
-    Anything but torch's loaders is returned as it is.
+    Objects other than torch's loaders are returned unchanged.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.sampler, DistributedSampler):
         return loader
@@ -191,14 +191,14 @@ def with_same_draws(loader: object, agree: Callable[[], None]) -> object:
 
 
 def _permutes(order: object, dataset: Any) -> bool:
-    """Whether an order is a new permutation of the data set in every epoch."""
+    """Whether the order is a random permutation of the data set."""
     return isinstance(order, RandomSampler) and not order.replacement and order.num_samples == len(dataset)
 
 
 def _with(loader: DataLoader[Any], **samplers: Any) -> DataLoader[Any]:
-    """A copy that reads in another order; the user's own loader stays as it is."""
+    """Copy the loader with other samplers; the user's loader does not change."""
     changed = copy.copy(loader)
-    # torch lets nobody set them, and a loader of another class cannot be made anew without knowing its arguments
+    # torch forbids setting them, and a subclass cannot be created without knowing its arguments
     changed.__dict__.update(samplers, _iterator=None)
     return changed
 
@@ -210,18 +210,18 @@ def _tell_epoch(sampler: object, epoch: int) -> None:
 
 
 def count_cells(batch: object) -> int | None:
-    """Cells in a batch; None where no tensor is found, or tensors disagree on their first axis.
+    """Count the cells of a batch; None if it has no tensors, or their first dims differ.
 
-    The first axis of every tensor is the cell, as Lightning has it for logging; scalars, and anything but tensors,
-    sparse counts, mappings, lists, tuples and dataclasses, are passed over. In a batch {modality: mapping} the
-    modalities' counts are the answer when they agree, else their sum.
+    The first dim of every tensor is the cell, as in Lightning's logging. Scalars are skipped, and so are all objects
+    except tensors, sparse counts, mappings, lists, tuples and dataclasses. For a batch {modality: mapping}, this is
+    the number of cells per modality if they agree, else their sum.
     """
     counts = _cells_by_modality(batch)
     return None if counts is None else counts[0] if len(set(counts)) == 1 else sum(counts)
 
 
 def cells_to_weigh(batch: object) -> int | None:
-    """Cells of all modalities together: one measure on all ranks, where modalities may agree on some ranks only."""
+    """Sum the cells of all modalities: one definition on all ranks, also if modalities agree on some ranks only."""
     counts = _cells_by_modality(batch)
     return None if counts is None else sum(counts)
 
@@ -229,7 +229,7 @@ def cells_to_weigh(batch: object) -> int | None:
 def _cells_by_modality(batch: object) -> list[int] | None:
     several = isinstance(batch, Mapping) and batch and all(isinstance(part, Mapping) for part in batch.values())
     sizes = [sizes_of(part) for part in (batch.values() if several else (batch,))]  # type: ignore[attr-defined]
-    # a mapping may have nothing but names; one that is empty has no cells that others have
+    # modalities without tensors, such as names, are ignored; an empty one has no cells, so the number is not defined
     if several and not all(batch.values()):  # type: ignore[attr-defined]
         return None
     known = [found for found in sizes if found]
@@ -237,18 +237,18 @@ def _cells_by_modality(batch: object) -> list[int] | None:
 
 
 def sizes_of(batch: object) -> set[int]:
-    """The different numbers of cells in a batch, one for each length of a first axis."""
+    """Return the different lengths of first dims in a batch."""
     parts = list(parts_in(batch))
-    # `size(0)`, for nested tensors have no shape
+    # `size(0)`, because nested tensors have no shape
     sizes = {part.size(0) for part in parts if isinstance(part, Tensor) and part.dim()}
     return sizes | {len(part) for part in parts if isinstance(part, SparseCounts)}
 
 
 class CellWeight:
-    """The weight of this rank's loss in the current training step, agreed on during the step's forward."""
+    """The weight of this rank's loss in the present training step, computed during the forward pass."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
-        """Weigh over the ranks of `mesh`, the data axis; a mesh can be deep-copied, a process group cannot."""
+        """Store the mesh of the data axis: a mesh can be deep-copied, a process group cannot."""
         self._mesh = mesh
         self._device = device
         self._cells = 0
@@ -258,9 +258,9 @@ class CellWeight:
         self._warned = False
 
     def start(self, batch: object) -> None:
-        """A new training step begins: a collective, which is not waited for before the weight is requested."""
+        """Begin a training step: start a collective, which `value` waits for."""
         if self._mesh.size() > 1:
-            # the last step, if it had no backward pass, has not waited for its collective
+            # a previous step without a backward pass has not waited for its collective
             self.value()
             n = cells_to_weigh(batch)
             self._cells = n or 0
@@ -268,7 +268,7 @@ class CellWeight:
             self._travelling = all_reduce(self._counts, group=self._mesh.get_group(), async_op=True)
 
     def value(self) -> float:
-        """The weight. Exactly 1.0 where ranks hold equally many."""
+        """Return the weight; exactly 1.0 if all ranks have equally many cells."""
         if self._travelling is None:
             return self._weight
         wait_in_all_reduce(self._travelling)
@@ -287,21 +287,21 @@ class CellWeight:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GatherOver:
-    """A metric's `dist_sync_fn`: every rank's tensor, of the ranks of one mesh axis."""
+    """A metric's `dist_sync_fn` that gathers a tensor over the ranks of one mesh axis."""
 
     mesh: DeviceMesh
 
     def __call__(self, value: Tensor, group: object = None) -> list[Tensor]:
-        """Gather; `group` is the metric's `process_group`, which is None where this is installed."""
+        """Gather; `group` is the metric's `process_group`, which is None for these metrics."""
         return gather_all_tensors(value, group=self.mesh.get_group())
 
 
 def count_replicas_once(module: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
-    """Let the metrics of a module gather over the data axis of a mesh; returns what takes it back.
+    """Make the metrics of a module gather over the data axis of a mesh; return an undo.
 
-    Metrics with a `process_group` or a `dist_sync_fn` of the user's are left as they are.
+    Metrics with a user's `process_group` or `dist_sync_fn` do not change.
     """
-    # a copy of another run's metric, which was no child of the module at that run's end
+    # a metric copied in an earlier run may still gather over that run's mesh
     _take_back(module)
     if mesh["model"].size() > 1:
         for metric in _metrics(module):
@@ -315,23 +315,23 @@ def _metrics(module: nn.Module) -> Iterator[Metric]:
 
 
 def _take_back(module: nn.Module) -> None:
-    """Also of copies that were made since."""
+    """Remove `GatherOver` from the module's metrics, including copies made during the run."""
     for metric in _metrics(module):
         if isinstance(metric.dist_sync_fn, GatherOver):
             metric.dist_sync_fn = None
 
 
 def unrounded(value: Tensor, reduce_op: str) -> Tensor:
-    """Before a reduction: a mean of integers is not an integer."""
+    """Convert an integer before a mean, whose result is not an integer."""
     mean = reduce_op.lower() in ("mean", "avg")
     integer = not (value.is_floating_point() or value.is_complex())
     return value.to(torch.get_default_dtype()) if mean and integer else value
 
 
 def counted_once(value: Tensor, reduce_op: str, *, model_ranks: int) -> Tensor:
-    """After a reduction over all ranks: every rank of a model group has added the same cells."""
+    """Divide a sum over all ranks by the model ranks, each of which has added the same cells."""
     if reduce_op.lower() != "sum" or model_ranks == 1:
         return value
-    # a quotient of integers would be rounded to the default type
+    # true division would convert integers to the default dtype, which may round
     integer = not (value.is_floating_point() or value.is_complex())
     return value // model_ranks if integer else value / model_ranks

@@ -1,12 +1,12 @@
-"""Count batches of a fit on a CPU while they run, and refuse one that needs more than the budget.
+"""Count the bytes of training batches on a CPU, and raise an error in a batch that exceeds the budget.
 
-On a CPU nobody says that memory has ended before the machine does. There batches are counted, storage by storage,
-against the budget that was named, and the error itself names operator, tensor and module, and every kind of bytes. To
-count takes time, so it is done where bytes may be others than those of before:
+A CPU has no allocator limit: memory runs out only when the machine's does. So batches are counted, storage by storage,
+against the user's budget; the error has the operator, tensor, module, and bytes by kind. Counting is slow, so it is
+limited to batches whose bytes may differ from those before:
 
-    the first batches of a plan    the last of them has the optimiser's state, and gradients that it adds to
-    parameters that were frozen and are trained now, or that an optimiser was given    as many again
-    a batch of more bytes than any before, unless the peak would fit even if it grew by the cube of its tensors' growth
+    the first batches of a plan    the last of them has the optimiser's state, and accumulated gradients
+    after other parameters are trained, such as unfrozen ones, or an optimiser has others    as many batches again
+    a batch of more bytes than before, unless its peak would fit even if it grew with the cube of the tensor sizes
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +21,9 @@ from lightning_amp.footprint.bounded_step import BoundedStep, StepOverBudget
 
 
 class CountedBatches:
-    """Counts the batches of a plan whose bytes are not known yet, each while it runs.
+    """Count the batches of a plan whose bytes are not known yet, while they run.
 
-    `budget`: the most bytes that may be alive; `why`: added to the error of a batch that needs more.
+    `budget`: largest number of bytes alive; `why`: reason that is added to the error.
     """
 
     def __init__(self, module: pl.LightningModule, budget: int, *, why: str = "") -> None:
@@ -37,13 +37,13 @@ class CountedBatches:
 
     @contextmanager
     def counting(self, batch: Any) -> Iterator[None]:
-        """Count the bytes of a batch, if they may exceed those of batches before.
+        """Count the bytes of a batch, if they may exceed those of earlier batches.
 
         Raises:
-            StepOverBudget: By the operator whose result is too much.
+            StepOverBudget: An operator's result exceeds the budget; raised by the operator.
         """
         sizes = [part.nbytes for tensor in tensors_in(batch) for part in dense_parts(tensor) or (tensor,)]
-        # which parameters need gradients, and how many each group of an optimiser has
+        # parameters with gradients, and the number of parameters in each group of the optimisers
         groups = (group for optimizer in self._module.trainer.optimizers for group in optimizer.param_groups)
         flags = (parameter.requires_grad for parameter in self._parameters)
         trained = tuple(flags), tuple(len(group["params"]) for group in groups)
@@ -75,33 +75,32 @@ class CountedBatches:
             self._step = None
 
     def _may_exceed(self, sizes: Sequence[int]) -> bool:
-        """Whether a larger batch, of tensors of so many bytes, may exceed the budget."""
         if len(sizes) != len(self._sizes):
             return True
-        # attention grows by the square of a length, pairs of pairs by its cube. Of each tensor, for others may be
-        # constant: the features of a graph whose edges are many more
+        # attention grows with the square of a length, products of pairs with its cube. The largest growth of a tensor
+        # counts, because other tensors may be constant, such as node features of a graph with more edges
         growth = max(1.0, *(n / max(1, counted) for n, counted in zip(sizes, self._sizes, strict=True)))
         return bool(self._peak_bytes * growth**3 > self._budget)
 
     def unbound(self) -> None:
-        """Refuse nothing more of this batch."""
+        """Stop enforcing the budget in this batch."""
         if self._step is not None:
             self._step.unbound()
 
     def begin_again(self) -> None:
-        """Another plan is installed, whose first batches come now."""
+        """Count the first batches of a newly installed plan."""
         self._known.clear()
         self._begin()
 
     def _begin(self) -> None:
-        # the last of them has the optimiser's state, and gradients of one before that it is added to
+        # the last of these batches has the optimiser's state, and gradients of an earlier batch to accumulate into
         added_up = self._module.trainer.accumulate_grad_batches
         self._left, self._most_bytes, self._peak_bytes = added_up + min(added_up, 2), 0, 0
         self._sizes = []
 
 
 def refuse_beyond(budget: int, trainer: pl.Trainer, *, why: str = "") -> Callable[[], None]:
-    """Refuse batches of a fit that need more bytes, with a reason why none was refused before; returns what ends it."""
+    """Raise in batches of a fit that exceed the budget; `why` is added to the error. Returns an undo."""
     counted = CountedBatches(trainer.lightning_module, budget, why=why)
 
     def counting(loop: Any, plain: Callable[..., Any], *args: Any) -> Any:
@@ -112,7 +111,7 @@ def refuse_beyond(budget: int, trainer: pl.Trainer, *, why: str = "") -> Callabl
 
 
 def called_in(trainer: pl.Trainer, callback: pl.Callback, *, first: bool = False) -> Callable[[], None]:
-    """Let a Trainer call a callback too; returns what ends it."""
+    """Add a callback to a Trainer; return an undo."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks.insert(0 if first else len(callbacks), callback)
 
@@ -124,7 +123,7 @@ def called_in(trainer: pl.Trainer, callback: pl.Callback, *, first: bool = False
 
 
 def run_batches_by(trainer: pl.Trainer, run: Callable[..., Any]) -> Callable[[], None]:
-    """Let a fit run batches by `run(loop, plain, *args)`; returns what ends it."""
+    """Run the batches of a fit by `run(loop, plain, *args)`; return an undo."""
     loops, automatic = trainer.fit_loop.epoch_loop, trainer.lightning_module.automatic_optimization
     loop: Any = loops.automatic_optimization if automatic else loops.manual_optimization
     loop.run = partial(run, loop, loop.run)

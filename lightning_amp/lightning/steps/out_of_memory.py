@@ -1,28 +1,27 @@
-"""Say where memory ended in a training step and what was held, and run the batch again with a leaner plan.
+"""Report where a training step ran out of memory and what was allocated, and run the batch again with a leaner plan.
 
-Nothing watches the operators of a step while it trains, for that takes time. What is known is read from the error
-itself, whose traceback has the functions that ran:
+Training steps are not traced, because that takes time. The place comes from the functions in the error's traceback:
 
-    a module's function, innermost    its name, and the line of the user's own code
-    autograd                          the last parameter, in the order in which they were made, without a gradient yet
-    an optimiser                      its class
+    innermost function of a module    its name, and the line of the user's code
+    autograd                          the last parameter, in order of creation, without a gradient
+    optimiser                         its class
 
-What a forward or backward pass leaves behind is put back before a batch runs again: random streams, buffers, states of
-metrics, what was logged, counters of the loop; gradients are deleted, which automatic optimisation has zeroed anyway.
-Parameters and the optimiser's state have not changed by then. Where they may have, in the optimiser's step itself, the
-error is raised as it came.
+Before a batch runs again, the state that its passes have changed is restored: random streams, buffers, states of
+metrics, logged values, and counters of the loop. Gradients are deleted; automatic optimisation has zeroed them anyway.
+Parameters and optimiser states have not changed before the optimiser's step. An error during that step is raised
+unchanged, because they may have changed.
 
-    rank that has no memory     waits for the others at the end of their backward pass, and says so
-    other ranks                 learn of it there, before gradients are averaged, and run the batch again too
+    rank that runs out of memory    joins the others' collective at the end of their backward pass, to report it
+    other ranks                     receive the report there, before gradients are averaged, and run the batch again
 
-On a CPU batches are counted against the budget that was named (counted_batches.py).
+On a CPU batches are counted against the user's budget (counted_batches.py).
 
-Known limits: activations and temporaries are distinguished only where a batch was counted; of a module whose parameters
-were made in another order than they are read in, the backward pass names another parameter. Hooks of a training step,
-such as `on_before_zero_grad`, are called again with it; what they, and the training step, do outside of the module
-stays done. What else makes a step larger is not noticed, such as longer generated texts, or a draw that runs more
-blocks. A rank whose memory ends while others wait for it, in an average of gradients, ends the run as without a rescue.
-Not run on a GPU.
+Known limits: activations and temporaries are distinguished only if a batch was counted. If parameters were created in
+another order than they are used, the message for the backward pass has the wrong parameter. Hooks of a training step,
+such as `on_before_zero_grad`, are called again; side effects outside the module are not undone. Batches that need more
+memory for other reasons than their bytes are not detected, such as longer generated texts or random numbers that run
+more blocks. If a rank runs out of memory while gradients are averaged, the run stops as without a rescue. Not tested on
+a GPU.
 """
 
 from collections.abc import Callable, Iterable
@@ -52,15 +51,15 @@ from lightning_amp.random_streams import random_streams, set_random_streams
 from lightning_amp.techniques.data.gradient_sync import GradientSync
 
 TOLD = "_amp_told"
-"""Attribute of an error that has said where memory ended: it may be caught, and raised again."""
+"""Attribute of an error whose message has the place already: it may be caught, and raised again."""
 LEANER = 0.75
-"""Of the predicted peak of a plan for which there was no memory: what the next one may need."""
+"""Largest peak of the next plan, as a share of the previous plan's predicted peak."""
 TIMES = 3
-"""Plans that are tried in a fit, after the first."""
+"""Largest number of further plans in a fit."""
 
 
 def tell_where(error: BaseException, module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> None:
-    """Add to an error's text where memory has ended and what was held; once."""
+    """Add to an error's text where memory ran out and what was allocated; once."""
     if getattr(error, TOLD, False):
         return
     said = [str(error), _place(error, module)]
@@ -71,14 +70,14 @@ def tell_where(error: BaseException, module: nn.Module, optimizers: Iterable[Opt
 
 
 def _place(error: BaseException, module: nn.Module) -> str:
-    """The innermost function that says where a step was, "" where none does."""
+    """Return where in the step memory ran out, by the innermost function that shows it; "" if none does."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     names = {id(child): fqn for fqn, child in module.named_modules()}
     codes = [(frame.f_code.co_filename, frame.f_code.co_name) for frame in frames]
     backward = [file == torch.autograd.__file__ and name in ("backward", "grad") for file, name in codes]
     line = users_line(error)
     at = f" ({line})" if line else ""
-    # from the innermost: a module's function within a backward pass is one that is computed again
+    # from the innermost frame: a module's function within a backward pass is recomputed
     for k in range(len(frames) - 1, -1, -1):
         owner = frames[k].f_locals.get("self")
         if backward[k]:
@@ -97,13 +96,13 @@ def _place(error: BaseException, module: nn.Module) -> str:
 
 
 def _held(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> str:
-    """Bytes by kind, as far as they can be told."""
+    """Return the allocated bytes by kind, as far as known."""
     kinds = {
         PARAMETERS: [*module.parameters(), *module.buffers()],
         GRADIENTS: [p.grad for p in module.parameters()],
         STATE: [optimizer.state for optimizer in optimizers],
     }
-    # on a GPU nothing counts that lies in the host's memory
+    # on a GPU, tensors in host memory are not counted
     other = None if device.type == "cpu" else device.type
     meter, held = LiveBytes(device_type=other), dict[str, int]()
     for kind, values in kinds.items():
@@ -117,14 +116,14 @@ def _held(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.devi
 
 
 def explain(error: BaseException, plan: Plan | None, run: Strategy) -> None:
-    """Add to an error of memory where it was, what was held, what was predicted, and what to try next."""
+    """Add to an out-of-memory error its place, allocated and predicted bytes, and what to try next."""
     if run.lightning_module is not None:
         tell_where(error, run.lightning_module, run.optimizers, run.root_device)
     error.args = (f"{str(error).rstrip('.')}. {advice_on_memory(plan, run.root_device)}",)
 
 
 def advice_on_memory(plan: Plan | None, device: torch.device) -> str:
-    """Some sentences for a person whose run has just ended; `plan` is None before it is made."""
+    """Return advice for a user whose run has stopped; `plan` is None before planning."""
     if device.type == "cuda":
         measured = f"{format_bytes(torch.cuda.max_memory_allocated(device))} were in use at most"
     else:
@@ -139,7 +138,7 @@ def advice_on_memory(plan: Plan | None, device: torch.device) -> str:
 
 
 def _next(plan: Plan) -> str:
-    """The fastest plan that needs much less, else the one that needs least; of a module also what was not asked for."""
+    """Return the fastest plan that needs much less memory, else the one that needs least, or a technique that helps."""
     less = [c for c in plan.candidates if c.peak_bytes < plan.predicted_peak_bytes]
     much = [c for c in less if c.peak_bytes <= LEANER * plan.predicted_peak_bytes]
     if less:
@@ -157,15 +156,15 @@ def _next(plan: Plan) -> str:
 
 
 class OtherRank(MemoryError):
-    """Memory has ended on another rank."""
+    """Another rank has run out of memory."""
 
 
 class Rescue(pl.Callback):
-    """Runs batches of a fit, and once more those for which there was no memory.
+    """Run batches of a fit, and run them again with a leaner plan if they run out of memory.
 
     Args:
-        leaner: Installs a plan that needs less, the same on all ranks, and says what it did; "" where there is none.
-        budget: Bytes beyond which a counted batch is refused; None counts none.
+        leaner: Function that installs a leaner plan, the same on all ranks, and describes it; "" if there is none.
+        budget: Bytes beyond which a counted batch raises; None does not count batches.
     """
 
     def __init__(
@@ -176,23 +175,23 @@ class Rescue(pl.Callback):
         self._counted = None if budget is None else CountedBatches(module, budget)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        """From here on parameters may change, and the batch cannot run again."""
+        """Mark the start of the update: parameters may change from here on, so the batch cannot run again."""
         self._updating = True
         if self._counted is not None:
             self._counted.unbound()
 
     def gradients_are_there(self) -> None:
-        """Called when a backward pass has ended, before gradients are averaged: a collective.
+        """Learn after a backward pass, before gradients are averaged, whether a rank ran out of memory; a collective.
 
         Raises:
-            OtherRank: Memory has ended on another rank.
+            OtherRank: Another rank has run out of memory.
         """
         self._told = True
         if largest(0.0, self._device):
             raise OtherRank("memory has ended on another rank")
 
     def run(self, loop: Any, plain: Callable[..., Any], *args: Any) -> Any:
-        """Run one batch by `plain(*args)`."""
+        """Run one batch by `plain(*args)`, as often as leaner plans are installed."""
         while True:
             self._updating = self._told = False
             undo = _undoing(self._module, loop)
@@ -201,7 +200,7 @@ class Rescue(pl.Callback):
                     return plain(*args)
             except Exception as error:
                 self._get_over(error)
-            # outside of the handler, which holds what the failed pass has made
+            # outside the handler, which keeps the tensors of the failed pass alive
             undo()
 
     def _get_over(self, error: Exception) -> None:
@@ -209,17 +208,17 @@ class Rescue(pl.Callback):
         if not is_out_of_memory(error) or self._updating:
             raise error
         if not self._told:
-            # the other ranks wait for this at the end of their backward pass, in `gradients_are_there`
+            # the other ranks wait in this collective, which they call in `gradients_are_there`
             largest(1.0, self._device)
         elif not isinstance(error, OtherRank):
-            # in the average of gradients, for which the others wait
+            # the error occurred while gradients are averaged, which the other ranks wait for
             raise error
         if not self._left:
             raise error
         if not isinstance(error, OtherRank):
             tell_where(error, self._module, self._module.trainer.optimizers, self._device)
         text = f"{type(error).__name__}: {error}"
-        # frees the tensors of the pass that has failed
+        # frees the tensors of the failed pass
         error.__traceback__ = error.__context__ = None
         _free(self._module)
         done = self._leaner()
@@ -232,7 +231,7 @@ class Rescue(pl.Callback):
 
 
 def rescue_batches(trainer: pl.Trainer, rescue: Rescue) -> Callable[[], None]:
-    """Let a fit's batches run by a rescue; returns what ends it."""
+    """Run a fit's batches by a rescue; return an undo."""
     with ExitStack() as undo:
         undo.callback(called_in(trainer, rescue))
         undo.callback(run_batches_by(trainer, rescue.run))
@@ -240,22 +239,22 @@ def rescue_batches(trainer: pl.Trainer, rescue: Rescue) -> Callable[[], None]:
 
 
 def _undoing(module: pl.LightningModule, loop: Any) -> Callable[[], None]:
-    """Note what a batch may change before its optimiser's step; returns what puts it back."""
+    """Store the state that a batch may change before its optimiser's step; return an undo."""
     random, progress = random_streams(), loop.optim_progress.state_dict()
     results = module.trainer.fit_loop.epoch_loop._results
     logged = set(results)
     metrics = [*(child for child in module.modules() if isinstance(child, Metric)), *results.values()]
-    # a step may write into a buffer, or put another tensor in its place
+    # a step may change a buffer in place, or replace it
     values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     kept: list[tuple[dict[str, Any], dict[str, Any]]]
     scripted = torch.jit.ScriptModule
     kept = [(part._buffers, dict(part._buffers)) for part in module.modules() if not isinstance(part, scripted)]
     for metric in metrics:
-        # what an update changes; also of what Lightning keeps of a logged value, which is a metric too
+        # the states that an update changes, also of values logged by Lightning, which are metrics too
         held = {name: getattr(metric, name) for name in metric._defaults}
-        # to a list tensors are added, which may have a graph
+        # lists are copied without their tensors, which are not changed and may have a graph
         states = {k: list(x) if isinstance(x, list) else x.detach().clone() for k, x in held.items()}
-        # others take the place of these, which may have a graph and could not be copied
+        # these are replaced in an update, not changed, and may have a graph that cannot be copied
         others = {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
         kept.append((vars(metric), states | others))
 
@@ -282,7 +281,7 @@ def _free(module: pl.LightningModule) -> None:
 
 
 def largest(value: float, device: torch.device) -> float:
-    """The largest value of all ranks, a collective."""
+    """Return the largest value over all ranks; a collective."""
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return value
     box = torch.tensor(value, dtype=torch.float64, device=device)

@@ -1,19 +1,20 @@
-"""Run a training step over all ranks: the rank's share of the loss, averaged gradients, one optimiser step.
+"""Run a training step over all ranks: weighted loss, averaged gradients, one optimiser step; and check for NaN.
 
 Known limit: an optimiser from `self.optimizers(use_pl_optimizer=False)` steps without the check for gradients that were
 not reduced.
 
 `FiniteCheck` finds the source of the first NaN or infinity: module, stratum and rank.
 
-    forward     of every module, the first call whose output is not finite although its inputs are
-    loss        looked at before backward, on the rank that has it and before any rank has averaged with it
-    gradient    looked at as soon as it is accumulated, before it is averaged: the first in the order of backward; under
-                fsdp the rank's rows of it once they are averaged
+    forward     the first module whose output is not finite although its inputs are
+    loss        checked before the backward pass, on the rank that has it, before any rank averages with it
+    gradient    checked when it is accumulated, before it is averaged: the first in backward order; under fsdp the
+                rank's shard after averaging
 
-Outputs by themselves stop nothing: a module may well return -inf where a score is masked. Looking waits for the device.
+An output that is not finite is no error by itself, because modules may return -inf for masked scores. The checks
+synchronize with the device.
 
-Its known limits: gradients are not looked at under loss scaling (precision="16-mixed"), which overflows on purpose
-and skips such steps; what is computed outside of modules is attributed to no module.
+Known limits of FiniteCheck: gradients are not checked under loss scaling (precision="16-mixed"), which overflows on
+purpose and skips such steps; computations outside modules are not attributed to a module.
 """
 
 import re
@@ -46,7 +47,7 @@ STRATUM = re.compile(r"\bstrata\.(\d+)\b")
 
 
 class FiniteCheck:
-    """Watches one module as it is trained, its gradients too if asked."""
+    """Check the outputs and the loss of one module in training, and optionally its gradients."""
 
     def __init__(self, module: nn.Module, *, rank: int, gradients: bool) -> None:
         self._rank = rank
@@ -60,14 +61,14 @@ class FiniteCheck:
         self._watch_gradients()
 
     def remove(self) -> None:
-        """Stop watching."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
 
     def start(self) -> None:
-        """A training step begins."""
+        """Begin a training step."""
         self._first = self._reader = self._gradient = ""
-        # a callback may have unfrozen some
+        # parameters may have been unfrozen by a callback
         self._watch_gradients()
 
     def _watch_gradients(self) -> None:
@@ -82,13 +83,13 @@ class FiniteCheck:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(look))  # type: ignore[no-untyped-call]
 
     def check_loss(self, output: Any) -> None:
-        """Refuse, with a ModelError, a loss that is not finite, as the step returned it or a manual backward got it."""
+        """Raise a ModelError if a loss of `training_step` or `manual_backward` is not finite."""
         loss = output.get("loss") if isinstance(output, dict) else output
         if isinstance(loss, Tensor) and not _is_finite(loss):
             raise ModelError(f"{self._seen(f'a loss of {loss.detach().sum().item()!r}')}{self._origin()}")
 
     def check_gradients(self) -> None:
-        """Refuse, with a ModelError, gradients that are not finite, before they are averaged."""
+        """Raise a ModelError if a gradient was not finite, before gradients are averaged."""
         if self._gradient:
             what = f"a gradient that is not finite, first that of parameter {self._gradient!r}"
             raise ModelError(f"{self._seen(what)}{_stratum(self._gradient)}{self._origin()}")
@@ -126,12 +127,12 @@ def _all_finite(values: Any) -> bool:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    # of a shard the rank's own entries: other ranks may not look now
+    # only local entries of a shard: other ranks may not run this check now, so it cannot be a collective
     return bool(torch.isfinite(local(tensor.detach())).all())
 
 
 ONE_VALUE = "Expected more than 1 value per channel"
-"""What torch says of a batch of one cell."""
+"""torch's error for a batch of one cell."""
 
 RAW_BACKWARD = (
     "Gradients reached an optimizer step without having been averaged over ranks: in manual optimization call"
@@ -147,17 +148,17 @@ NO_VALUES = (
 
 
 class TrainingStep:
-    """The steps of one fit, on the mean over the cells of all ranks.
+    """The training steps of one fit, which optimise the mean loss over the cells of all ranks.
 
     Args:
         module: The LightningModule.
-        model: It, or what the Trainer's plugins have made of it, with what was installed.
-        mesh: With the axes "data" and "model".
-        device, precision: Of the run.
+        model: The module, or its wrapper from the Trainer's plugins, with the installed plan.
+        mesh: Mesh with the axes "data" and "model".
+        device, precision: Device and precision plugin of the run.
         shards: The sharded parameters.
         bucket_bytes, check_finite: As for AMPStrategy.
-        own_statistics: Whether buffers that a rank changes from its own cells are accepted.
-        over_model: Whether a rank of the model axis has gradients of its part of the samples, to be averaged.
+        own_statistics: Whether ranks may change buffers from their own cells.
+        over_model: Whether model ranks compute gradients of their own part of the samples, which are averaged.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class TrainingStep:
         self._module, self._precision, self._shards = module, precision, shards
         self._weight = CellWeight(mesh["data"], device)
         self._gradients = GradientSync(
-            # those of other stages of a pipeline are not here
+            # parameters of other pipeline stages are placeholders on this rank
             (parameter for parameter in shards.reduced if not (shards.apart and parameter.is_meta)),
             mesh,
             partial=shards.partial,
@@ -194,25 +195,25 @@ class TrainingStep:
         self._refuse: Callable[[], None] | None = None
         if not own_statistics:
             self._refuse = partial(refuse_own_statistics, module, mesh, apart=shards.apart)
-        # called when a backward pass has ended, before gradients are averaged
+        # called after a backward pass, before gradients are averaged
         self.before_averaging: Callable[[], None] = lambda: None
 
     def remove(self) -> None:
-        """Take all hooks off the module."""
+        """Remove all hooks from the module."""
         self._gradients.remove()
         if self._finite is not None:
             self._finite.remove()
 
     def forward(self, step: Callable[[], STEP_OUTPUT], batch: object) -> STEP_OUTPUT:
-        """Run the module's training step, with its batch noted for weighting.
+        """Run the module's training step, and use its batch for the weight of the loss.
 
         Raises:
-            DataError: A batch of one cell that batch normalisation cannot train on.
-            PlanError: The first step has shown that a rank changes buffers from its own cells.
+            DataError: Batch normalisation cannot train on a batch of one cell.
+            PlanError: A rank changed buffers from its own cells in the first step.
         """
         self._steps += 1
         if self._steps == 2 and self._refuse is not None:
-            # not within the first step, which memory may have ended on one rank only
+            # after the first step: during it, one rank alone may have run out of memory
             self._refuse()
         self._weight.start(batch)
         self._gradients.watch()
@@ -233,14 +234,14 @@ class TrainingStep:
         return output
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Backward of the rank's share of the union batch's mean loss, then average the gradients over ranks.
+        """Differentiate the rank's weighted loss, then average the gradients over ranks.
 
-        Averaged before `on_after_backward`, so that hooks and clipping see what the optimiser will.
+        Gradients are averaged before `on_after_backward`, so that hooks and clipping use the final gradients.
 
         Raises:
-            ModelError: A loss that a profile has left without values.
+            ModelError: The loss is a fake tensor that was kept from profiling.
         """
-        # for parameters that were unfrozen since
+        # parameters may have been unfrozen since
         self._gradients.watch()
         self._shards.check(loss)
         if isinstance(loss, FakeTensor):
@@ -248,36 +249,36 @@ class TrainingStep:
         if self._finite is not None:
             self._finite.check_loss(loss)
         loss = self._precision.pre_backward(loss, self._module)
-        # weighted after `on_before_backward`, which sees the module's loss; averaging then gives the mean over cells
+        # weighted after `on_before_backward`, which receives the unweighted loss; averaging gives the mean over cells
         share, units = self._share_of(loss), self._shards.units
         with types_of_the_step(self._precision), nullcontext() if units is None else units.backward(share):
             self._precision.backward(share, self._module, optimizer, *args, **kwargs)
         if self._finite is not None:
             self._finite.check_gradients()
-        # a rank whose memory has ended says so here, before others would wait for its gradients
+        # a rank that has run out of memory reports it here, before others wait for its gradients
         self.before_averaging()
         self._gradients.reduce()
         return self._precision.post_backward(loss, self._module)
 
     @contextmanager
     def unreduced(self) -> Generator[None, None, None]:
-        """Leave gradients on their ranks, for accumulation; the next backward outside averages their sum."""
+        """Accumulate gradients without averaging; the next backward pass outside averages their sum."""
         with replacing(self._gradients, blocked=True):
             yield
 
     def averaging(
         self, closure: Callable[[], Any], optimizer: Optimizer, mean: Callable[[Tensor], Tensor]
     ) -> Callable[[], Any]:
-        """The closure, forward and backward, of an optimiser step, with a last look for gradients not averaged."""
+        """Wrap an optimiser step's closure, so that remaining gradients are averaged after it."""
 
         def averaged() -> Any:
             loss = closure()
-            # what manual optimisation has left: a raw `loss.backward()`, or a step while blocked
+            # manual optimisation may leave gradients from a raw `loss.backward()`, or from a step while blocked
             if not self._module.automatic_optimization:
                 if self._gradients.pending and not self._gradients.blocked:
                     rank_zero_warn(RAW_BACKWARD)
                 self._gradients.reduce_rest()
-            # its line search and stopping rules read the loss, and ranks must take the same number of steps
+            # LBFGS reads the loss in its line search, and ranks must take the same number of steps
             is_read = isinstance(optimizer, LBFGS) and isinstance(loss, Tensor)
             return mean(self._share_of(loss).detach().clone()) if is_read else loss
 

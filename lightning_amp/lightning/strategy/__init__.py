@@ -1,1 +1,1 @@
-"""AMPStrategy: request, mesh of the ranks, plan of the run, refusals."""
+"""Define AMPStrategy: its options, device mesh, planning context, plan installation and refusals."""

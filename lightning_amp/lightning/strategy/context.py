@@ -1,4 +1,4 @@
-"""Read what the plans of one run depend on: its data, its step, rates, budget and speeds, equal on all ranks."""
+"""Collect the planner inputs of one run: data, profiled step, device rates, budget and speeds, equal on all ranks."""
 
 import copy
 import fnmatch
@@ -47,10 +47,10 @@ from lightning_amp.techniques.table import (
 )
 
 ADAM_SLOTS = 2
-"""Assumed for a module that is not the reference model: its optimisers do not exist yet."""
+"""Optimiser values per weight, assumed for modules other than the reference model: optimisers do not exist yet."""
 RMSPROP_SLOTS = 1
 SHOWN = 8
-"""Differences that are spelled out."""
+"""Largest number of differences in an error message."""
 OF_THE_MACHINE = ("data_dir", "budget_bytes")
 COMPARED = (
     *("policy", "strategies", "model_parallel_size", "share_batch_statistics", "balance_cells"),
@@ -59,11 +59,11 @@ COMPARED = (
 
 
 class PlanningContext:
-    """The planner inputs of one run: read when the first one is made, on rank 0, and kept for the others.
+    """The planner inputs of one run, computed for the first plan on rank 0 and cached for later plans.
 
     Args:
-        cells: What `cells_per_step` gave, where it was called already; else all ranks call it here.
-        trained: The plan of the run before.
+        cells: Result of `cells_per_step`; None calls it here, on all ranks.
+        trained: The plan of the previous run.
     """
 
     def __init__(
@@ -79,26 +79,26 @@ class PlanningContext:
         self.step = StepOfModule.of(trainer, limit_bytes=limit, steps=self.steps)
         ids = () if request.strategies is None else parse_strategies(request.strategies)
         self.blocks_outside = of_blocks_outside(ids)
-        """What was requested of blocks outside, if there is a decoder."""
+        """Requested techniques of blocks outside a decoder, if there is a decoder."""
         self.outside: StepOfModule | None = None
-        """The step with a decoder, of which blocks outside of it are planned: those requested, or as a budget asks."""
+        """Step of a module with a decoder, to plan blocks outside it, as requested or for a budget."""
         if self.blocks_outside:
             self.outside = StepOfModule.of(trainer, decoder=True, limit_bytes=limit)
         elif request.chooses and request.device_memory is not None and not self._compared:
-            # later in a run its blocks stay
+            # only for the first plan of a run: later plans keep the techniques of these blocks
             self.outside = step_beside_decoder(trainer)
         before = () if trained is None or fits else trained.rules
-        # another module may be evaluated than was trained
+        # the evaluated module may differ from the trained one
         names = [name for name, _ in trainer.lightning_module.named_modules()]
         self.in_chunks = tuple(
             rule for rule in before if rule.strategy == EVALUATED and fnmatch.filter(names, rule.fqn)
         )
-        """Rules by which an evaluation runs as the fit before it."""
+        """Rules of the previous fit's plan by which an evaluation runs in chunks."""
         budgeted = request.device_memory is not None and not self.in_chunks
         self.evaluation = EvaluationOfModule.of(trainer) if budgeted else None
 
     def _dry_steps(self, trained: Plan | None) -> DrySteps | None:
-        """The technique with steps that a request names, or that the plan of a fit before had, for rank 0."""
+        """Return the requested technique with its own steps, or that of the previous fit's plan, to profile it."""
         request, strategy = self.request, self.strategy
         plan = request.given_plan or trained
         if plan is not None and (name := with_steps(plan.strategies)):
@@ -112,13 +112,13 @@ class PlanningContext:
 
     @property
     def data(self) -> SingleCellDataModule | None:
-        """The data that a plan is made from: another data module may mean something else by `data_dir` or `balance`."""
+        """The data module if it is a SingleCellDataModule: in others `data_dir`, `balance` may mean something else."""
         found = datamodule_of(self.trainer)
         return found if isinstance(found, SingleCellDataModule) else None
 
     @cached_property
     def read(self) -> tuple[Profile, model_shape.ModelShape, list[str]]:
-        """Profile and shape of the run, and what a prediction leaves out."""
+        """Profile and shape of the run, and notes on what the prediction leaves out."""
         request, trainer, seen, why = self.request, self.trainer, self.seen[0], self.not_profiled
         module, data = trainer.lightning_module, self.data
         reference, data_dir = isinstance(module, GLUE), request.data_dir_or(data)
@@ -140,7 +140,7 @@ class PlanningContext:
         if data_dir is None:
             return model_shape.profile_of_module(shape), on_device(shape, self.rates[0]), notes
         profile = read_profile(data_dir, setting=getattr(data, "setting", None))
-        # the modalities that the data module loads; without a decomposed decoder in the module, none is decomposed
+        # only loaded modalities count, and they are decomposed only if the module has a decomposed decoder
         loaded, modalities = getattr(data, "modalities", None), []
         used = [m for m in profile.modalities if loaded is None or m.name in loaded]
         for modality in used:
@@ -151,7 +151,7 @@ class PlanningContext:
             modalities.append(replace(modality, scale=scale, decomposition=parts))
         profile = replace(profile, modalities=tuple(modalities))
         if reference:
-            # what lies outside the strata of the reference model
+            # add the layers of the reference model that are outside its strata
             settings = module.hparams
             names = [field.name for field in fields(model_shape.NetworkShape) if field.name in settings]
             network = model_shape.NetworkShape(**{name: settings[name] for name in names})
@@ -166,7 +166,7 @@ class PlanningContext:
 
     @cached_property
     def seen(self) -> tuple[ProfiledStep | None, str]:
-        """The step of a module without a decoder, None where it has one or cannot be profiled, and why it cannot."""
+        """The profiled step of a module without a decoder, or None; and the reason if it cannot be profiled."""
         if self.step is None:
             return None, ""
         try:
@@ -174,33 +174,33 @@ class PlanningContext:
             found = self.step.profiled(self.rates[0], requested=self.request.specs, shared_statistics=shared)
             return without_stages(found, self.strategy.root_device, self.request, self.trainer), ""
         except PlanError:
-            # it was to run with values, and there was not enough memory for that
+            # the step had to run with real values, which needs too much memory
             raise
         except AmpError as error:
             if isinstance(error.__cause__, ShardError):
-                # an operator of the step has no parts, and would fail in the run too
+                # the step has an operator without a sharding rule, which would fail in training too
                 raise error.__cause__ from None
             return None, str(error)
 
     @property
     def not_profiled(self) -> str:
-        """Why the peak is not known; "" where the step was profiled, or is that of a decoder."""
+        """Why the peak is not known; "" if the step was profiled or the module has a decoder."""
         return self.seen[1] and f"the step was not profiled, and its peak is not known: {self.seen[1]}"
 
     @cached_property
     def rates(self) -> tuple[Rates, list[str]]:
-        """What a device reaches, and a note where it is not known."""
+        """Rates of the device, and a note if they are not known."""
         if self.request.rates is not None:
             found, note = Rates.read(self.request.rates), ""
         else:
             found, note = rates_of(self.strategy.root_device, str(self.trainer.precision))
-        # whatever device a file is of, settings are those of the device here
+        # launch costs depend on the device of this run, not on the device of the file
         found = replace(found, launches=self.strategy.root_device.type != "cpu")
         return found.on_nodes_of(self.strategy.num_processes), [note] if note else []
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
-        """Bytes of every device; one number where all have as many."""
+        """Bytes of each device; a single number if all are equal."""
         if self.request.device_memory is not None:
             return memory_of_ranks(self.request.device_memory, self.strategy.world_size)
         return (device_budget(self.strategy.root_device, node_ranks=self.strategy.num_processes),)
@@ -212,51 +212,50 @@ class PlanningContext:
 
     @property
     def grid_ranks(self) -> int | None:
-        """Ranks of the model axis that a grid of ranks takes, which may have been chosen; None without a grid."""
+        """Number of ranks of a grid technique, which the technique may have chosen; None without a grid."""
         if self.steps is None or not STRATEGIES[self.steps.name].data_axis:
             return None
         return self.steps.ranks
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """Of all ranks, by that of the fastest; none where they are taken as equal. All ranks ask for it first."""
+        """Speeds of all ranks relative to the fastest; empty if they count as equal. The first access is collective."""
         if self.request.device_speeds is None:
             return ()
         return measured_speeds(self.strategy.root_device, self.strategy.world_size)
 
     def within(self, n_bytes: int) -> "PlanningContext":
-        """The same, with fewer bytes."""
+        """Return a copy with a budget of `n_bytes`."""
         fewer = copy.copy(self)
         fewer.request = replace(self.request, device_memory=f"{n_bytes}B")
-        # the copy has all that was read by now, of which the memory alone follows from the request's bytes
+        # of the cached values, only `memory` depends on the budget
         vars(fewer).pop("memory", None)
         return fewer
 
     def predicted_step(self, plan: Plan) -> ModuleProfile | None:
-        """The profile of a plan's step; None where it was not counted, as of techniques whose bytes are added up."""
+        """Return the profile of a plan's step; None if a technique's bytes come from closed forms, not a count."""
         rules = tuple(rule for rule in plan.rules if rule.strategy in PREDICTIONS)
         if self.step is None or not all(PREDICTIONS[rule.strategy].counted for rule in rules):
             return None
         return self.step.profile_with(rules)
 
     def forget_step(self) -> None:
-        """Let go of the batch that a step was profiled with; what was seen of it stays."""
+        """Free the batch that the step was profiled with; the profile is kept."""
         if self.step is not None:
             self.step.forget()
         self.step = None
 
     def compare(self) -> None:
-        """Compare, once in a run, everything that decides the plan with rank 0; a collective, after which all ranks go
-        on or none.
+        """Compare all facts that decide the plan with those of rank 0, once in a run; a collective.
 
-        Paths, memory and rates are left out, for machines may differ in them, and so is the batch size, for ranks may
-        have unequal numbers of cells; rank 0's count. Raises PlanError: another rank's facts differ; on all ranks, with
-        the same text.
+        Paths, memory and rates are not compared, because machines may differ in them, nor is the batch size, because
+        ranks may have unequal numbers of cells; rank 0's counts. Differences raise the same PlanError on all ranks.
         """
         n_ranks = self.strategy.world_size
         if self._compared or n_ranks == 1:
             return
         everyones: list[Any] = [None] * n_ranks
+        # gathered by all ranks, not sent to rank 0: so all of them raise
         dist.all_gather_object(everyones, _facts_of_plan(self.request, self.data))
         first, differing = everyones[0], list[tuple[int, list[str]]]()
         for rank, facts in enumerate(everyones):
@@ -278,7 +277,7 @@ class PlanningContext:
 
 
 def _facts_of_plan(request: Request, data: Any) -> dict[str, str]:
-    """Everything that decides the plan, by name, as this rank sees it; `data` is the data module or None."""
+    """Return all facts that decide the plan on this rank, by name; `data` is the data module or None."""
     found: dict[str, Any] = {name: getattr(request, name) for name in COMPARED}
     try:
         if (plan := request.given_plan) is not None:
@@ -288,7 +287,7 @@ def _facts_of_plan(request: Request, data: Any) -> dict[str, str]:
             graph = read.graph and asdict(read.graph)
             found["data"] = {"modality": {m.name: asdict(m) for m in read.modalities}, "graph": graph}
     except AmpError as error:
-        # compared like all else: a rank that raised it here would leave the others in the collective
+        # not raised here, because the other ranks wait in the collective
         found["error"] = str(error)
     return {name: value for name, value in _flat(found) if name.rpartition(".")[2] not in OF_THE_MACHINE}
 

@@ -1,4 +1,4 @@
-"""Describe where a run takes place: the memory and speed of a rank's device."""
+"""Measure the device of a rank: usable memory, matrix products per second, and CUDA allocator settings."""
 
 import os
 import time
@@ -12,13 +12,13 @@ import torch.distributed as dist
 from lightning_amp._torch import ALLOCATOR_VARIABLES, set_allocator
 
 TENSORS_SHARE = 0.97
-"""Of what CUDA's allocator can have, what tensors can have: on an H100 steps of 95 % ran, and of 99 % did not."""
+"""Usable share of CUDA's free memory: on an H100 steps of 95 % ran, and steps of 99 % ran out of memory."""
 
 
 def device_budget(device: torch.device, *, node_ranks: int) -> int:
-    """Bytes that one rank may use; on CPU the ranks of a node share its memory."""
+    """Return the bytes that one rank may use; on CPU the ranks of a node share its memory."""
     if device.type == "cuda":
-        # without the context and what other processes have: half a gigabyte and more, which no tensor can have
+        # the free memory excludes the CUDA context and other processes, which take half a gigabyte and more
         library = take_workspaces(device)
         found = int(torch.cuda.mem_get_info(device)[0]) + int(torch.cuda.memory_reserved(device))
         return int(TENSORS_SHARE * (found - library))
@@ -26,7 +26,7 @@ def device_budget(device: torch.device, *, node_ranks: int) -> int:
 
 
 def take_workspaces(device: torch.device) -> int:
-    """Bytes that cuBLAS takes from torch's allocator at the first product of each thread, forward and backward."""
+    """Let cuBLAS allocate its workspaces, at the first product of each thread (forward, backward); return the bytes."""
     before = int(torch.cuda.memory_allocated(device))
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(8, 8, device=device, requires_grad=True)
@@ -37,24 +37,24 @@ def take_workspaces(device: torch.device) -> int:
 
 
 def let_segments_grow(device: torch.device) -> None:
-    """Let CUDA's allocator grow the segments that it has, unless the environment configures it.
+    """Enable expandable segments of CUDA's allocator, unless the environment configures the allocator.
 
-    Segments of one size each are kept for tensors of that size: under recomputation 12.3 GiB were taken where 7.5 were
-    used at once (docs/reports/gpu.md), and a step that fits by its tensors ran out of memory.
+    Otherwise segments of one size stay reserved for tensors of that size. Under recomputation 12.3 GiB were reserved
+    while 7.5 were used at once (docs/reports/gpu.md), and a step whose tensors fit ran out of memory.
     """
     if device.type == "cuda" and not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
         set_allocator("expandable_segments:True")
 
 
 SPEED_S, WINDOWS, SPEED_SIZE = 1.0, 4, 384
-"""Seconds of a window, how many of them, and rows of a matrix."""
+"""Seconds of a window, number of windows, and rows of the matrix."""
 
 
 def measured_speeds(device: torch.device, n_ranks: int) -> tuple[float, ...]:
-    """Products of matrices that every rank computes in a second, by those of the fastest; a collective.
+    """Measure the matrix products per second of every rank, relative to the fastest; a collective.
 
-    All ranks work at once, as in a step: what one takes from another counts. Of several windows the median counts,
-    each by what all ranks have done in it.
+    All ranks compute at the same time, as in a step, so that ranks that share a device or cores slow each other down.
+    The result is the median over several windows of the relative speeds in each window.
     """
     if n_ranks == 1:
         return (1.0,)
@@ -77,10 +77,10 @@ def measured_speeds(device: torch.device, n_ranks: int) -> tuple[float, ...]:
 def done_in_windows(
     work: Callable[[], object], seconds: float, windows: int, clock: Callable[[], float] = time.perf_counter
 ) -> list[int]:
-    """How often some work is done in each of some windows of so many seconds, at least 1; the first does not count.
+    """Count how often `work` runs in each window of `seconds`; at least 1. The first window is discarded.
 
-    A processor's quota is given out in periods, mostly of a tenth of a second. Windows lie edge to edge and are whole
-    numbers of these, so that each has as much quota wherever in a period it begins; the first one has more, of before.
+    A container's CPU quota is granted in periods, mostly of a tenth of a second. Windows are contiguous and are
+    multiples of the period, so that each has the same quota. The first one may also have quota left from before.
     """
     done, begin = [0] * windows, clock()
     while (window := int((clock() - begin) / seconds)) < windows:

@@ -1,4 +1,4 @@
-"""Install what a plan spreads over ranks: shared batch statistics, split parameters."""
+"""Install what a plan distributes over ranks: shared batch statistics and sharded parameters."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -22,7 +22,7 @@ from lightning_amp.techniques.technique import function_at
 def share_statistics(
     plan: Plan, model: nn.Module, mesh: DeviceMesh, layer_sync: LayerSync | None, undo: list[Callable[[], None]]
 ) -> nn.Module:
-    """Share batch statistics when the plan says so, or the Trainer's sync_batchnorm; returns the model."""
+    """Share batch statistics if the plan or the Trainer's sync_batchnorm requires it; return the model."""
     planned = any(isinstance(rule.spec, ShareBatchStatistics) for rule in plan.rules)
     if planned or isinstance(layer_sync, TorchSyncBatchNorm):
         undo.append(share_batch_statistics(model, mesh["data"]))
@@ -39,23 +39,22 @@ def shard_fully(
     fn: TrainerFn | None,
     undo: list[Callable[[], None]],
 ) -> Shards:
-    """Split all parameters over the ranks that average gradients, or in groups of them, when the plan says so; returns
-    shards with these.
+    """Shard all parameters over the ranks that average gradients, or groups of them, if the plan does so.
 
-    In prediction ranks may have unlike numbers of batches, and could not gather parameters together: there parameters
-    stay whole, and there are no gradients and no optimisers.
+    In prediction parameters stay replicated: ranks may have different numbers of batches, so that they could not gather
+    parameters together. There are no gradients and no optimisers.
 
     Args:
-        mesh: Of the ranks that average gradients.
-        groups_of: That mesh with groups of so many ranks; all ranks call it.
-        shards: What is split over the model axis.
+        mesh: Mesh of the ranks that average gradients.
+        groups_of: Function that returns that mesh with groups of the given size; all ranks must call it.
+        shards: Parameters that are sharded over the model axis already.
     """
     if fn == TrainerFn.PREDICTING:
         return shards
     name = with_steps(plan.strategies)
     split = getattr(import_module(STRATEGIES[name].steps), "split_parameters", None) if name else None
     if split is not None:
-        # a technique with steps that splits parameters too
+        # a technique with its own steps that shards parameters too
         agreement = Agreement(mesh, name)
 
         def agree(what: str) -> None:
@@ -82,7 +81,7 @@ def shard_fully(
 
 
 def check_split(plan: Plan, fn: TrainerFn | None) -> None:
-    """Refuse, with a PlanError, parameters without values where no rank's part of them gets any."""
+    """Raise a PlanError if parameters have no values and the plan's shards would not get any."""
     name = with_steps(plan.strategies)
     splits = name and hasattr(import_module(STRATEGIES[name].steps), "split_parameters")
     if not splits or fn == TrainerFn.PREDICTING:

@@ -1,11 +1,11 @@
-"""Install the plan of a run in its module; plan again where the anchors differ from those of the features.
+"""Install the plan of a run in its module, and plan again if memory runs out or a decoder's number of anchors differs.
 
-In `setup`, where a plan is made because optimisers do not exist yet, nothing tells how many rows the v of a foreign
-decoder will have (adapters/adapt.py); its features' anchors are the least. When it is called for the first time with
-others, and before it computes anything, the plan is made anew for them, and what it installs in the decoder takes the
-place of what was there. What loaders, gradients and optimisers know of the ranks' parts by then cannot change any more:
-where the new plan would split something in another way, the old choices stay, with the prediction for the rows of v
-that there are, and the plan says so.
+The plan is made in `setup`, because optimisers do not exist yet. The number of rows of v of a user's decoder
+(adapters/adapt.py) is not known then; the plan assumes that of the features' anchors, the smallest possible. If the
+first call has more rows, the run plans again before the decoder computes anything, and the new plan's techniques
+replace those in the decoder. Loaders, gradients and optimisers depend on the ranks' shards and cannot change any more:
+if the new plan would shard something differently, the old choices stay, with a new prediction for the rows of v, and a
+note of the plan says so.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,12 +45,12 @@ from lightning_amp.techniques.technique import function_at
 
 
 class InstalledPlan:
-    """The plan in force of one run, and what it has installed, until `undo`.
+    """The installed plan of one run, and its changes of the module, until `undo`.
 
     Args:
-        strategy: Has the plan, and every plan that is made anew, as `plan`, its `predicted_step`, and the steps of a
-            pipeline as `pipelined_steps`.
-        trained: The plan of the run before, of which an evaluation takes over what runs in chunks.
+        strategy: Receives the plan and each later plan as `plan`, its `predicted_step`, and the steps of a pipeline as
+            `pipelined_steps`.
+        trained: The plan of the previous run; an evaluation takes its rules for chunks.
     """
 
     def __init__(
@@ -60,14 +60,13 @@ class InstalledPlan:
         self._model, self._trained = model, trained
         self._foreign = adapt(model, needed=self._request.may_change_decoders)
         self._installed = Installed()
-        # undone from the last on: what is installed lies in decoders that stand in; a lambda, for `_installed` is
-        # replaced
+        # undone in reverse order: changes are made inside our decoders; a lambda, because `_installed` is replaced
         self._undo: list[Callable[[], None]] = [self._foreign.undo, lambda: self._installed.undo()]
 
     def install(self) -> Shards:
-        """Make the plan and carry it out, or raise an AmpError; what was installed by then is there until `undo`."""
+        """Make the plan and install it. If this raises an AmpError, `undo` removes what was installed before."""
         trainer = self._trainer
-        # a collective: all ranks ask for it, and rank 0 writes
+        # log_dir is a collective: all ranks must read it, although only rank 0 writes
         self._folder = str(trainer.log_dir or "") if trainer.loggers else ""
         self._facts = PlanningContext(self._strategy, trainer, trained=self._trained)
         plan = resolve_plan(self._facts, notes=self._foreign.notes)
@@ -79,7 +78,7 @@ class InstalledPlan:
             refusals.announce(plan, self._request, held=self._holds(plan), report=self._report_path())
         self._install(plan)
         self._undo.append(count_replicas_once(self._model, self._strategy.mesh))
-        # only now it is known which modules and buffers were replaced
+        # callbacks are checked here, because the replaced modules and buffers are known only now
         refusals.check_callbacks(self._installed, getattr(trainer, "callbacks", ()), plan)
         # what takes the place of the module's steps: those of a technique, or stages of a pipeline
         if name := with_steps(plan.strategies):
@@ -114,14 +113,14 @@ class InstalledPlan:
         return shards
 
     def undo(self) -> None:
-        """Put the modules back that were there before."""
+        """Restore the modules of the user."""
         while self._undo:
             self._undo.pop()()
 
-    # --- a plan that needs less, where memory ends ---
+    # --- leaner plans after running out of memory ---
 
     def rescue(self, step: TrainingStep) -> Callable[[], None]:
-        """Let batches run again where memory ends, if that was requested, else hold a budget; returns what ends it.
+        """Let batches run again after running out of memory, if requested, else enforce a budget; return an undo.
 
         Raises:
             PlanError: A batch of this run cannot run again.
@@ -142,24 +141,22 @@ class InstalledPlan:
 
     @property
     def _counts(self) -> bool:
-        """Whether batches can be counted against a budget: a GPU says by itself where its memory ends."""
+        """Whether batches can be counted against a budget; only on CPU, because a GPU raises by itself."""
         return self._strategy.root_device.type == "cpu" and self._request.device_memory is not None
 
     def _holds(self, plan: Plan) -> bool:
-        """Whether those of a plan are: of a decoder the prediction leaves things out, and a stage's module has
-        parameters that are elsewhere.
-        """
+        """Whether batches are counted: not for decoders (incomplete prediction), stages (parameters on other ranks)."""
         return self._counts and plan.mesh.model == 1 and (plan.diagnosis is not None or plan.fits is None)
 
     def _leaner(self) -> str:
-        """Install a plan that needs less; all ranks. Returns what it is, "" where there is none."""
+        """Install a plan that needs less memory, on all ranks; return a description, or "" if there is none."""
         before, found = self._plan, self._plan
-        # a plan that was known to exceed the budget shall keep it; one that was said to fit was said wrongly
+        # a plan that exceeded the budget must now keep it; if a plan was predicted to fit, the prediction was too low
         limit = self._facts.budget
         if before.predicted_peak_bytes <= limit:
             limit = int(LEANER * before.predicted_peak_bytes)
         with _as_in_setup(self._strategy.root_device):
-            # a step is counted of the module as it is, not of blocks that are computed again already
+            # the step must be counted without the techniques that are installed
             self._installed.undo()
             self._foreign.stand_in()
             try:
@@ -168,7 +165,7 @@ class InstalledPlan:
                 refused = found is before
             except AmpError:
                 refused = True
-            # a plan is made on all ranks, but the module of one alone may refuse it: then it is installed on none
+            # the plan is equal on all ranks, but installing it may fail on one: then no rank installs it
             if largest(float(refused), self._strategy.root_device):
                 self._installed.undo()
                 self._foreign.stand_in()
@@ -181,9 +178,7 @@ class InstalledPlan:
         )
 
     def _candidate(self, limit: int) -> Plan:
-        """Of the plans of a decoder that were compared, the fastest for the same ranks within a limit, or a PlanError;
-        blocks outside stay as they are.
-        """
+        """Return the fastest compared plan of a decoder within the limit, with the same ranks and blocks outside."""
         before = self._plan
         fitting = [
             c
@@ -194,14 +189,12 @@ class InstalledPlan:
             raise PlanError(f"no plan for these ranks needs {format_bytes(limit)} or less")
         names = min(fitting, key=lambda c: c.cell_seconds).strategies
         plan = resolve_plan(self._facts, notes=before.notes, strategies=names or ["S1"], model_ranks=before.mesh.model)
-        # what is requested has S1 always, what is compared on one device never
+        # requested strategies always contain S1, compared plans for one device never do
         rules = tuple(rule for rule in plan.rules if rule.strategy in names)
         return keeping_blocks(replace(plan, strategies=names, rules=rules), before)
 
     def _with_blocks(self, limit: int) -> Plan:
-        """Of any module: as much computed again as it takes to stay within a limit, and where that is not enough, in
-        chunks too; of these what needs least, or the plan as it is.
-        """
+        """Recompute blocks, then also chunk them, until the plan fits the limit; return the plan that needs least."""
         found = before = self._plan
         for n in range(1, len(OF_BLOCKS) + 1):
             names = [*before.strategies, *OF_BLOCKS[:n]]
@@ -215,10 +208,10 @@ class InstalledPlan:
                 break
         return found
 
-    # --- a plan for the rows that v has ---
+    # --- plans for the actual rows of v ---
 
     def again(self, rows: str) -> None:
-        """Plan anew, now that a decoder knows how many anchors it has, as `rows` says; all ranks call it."""
+        """Plan again for the actual number of anchors, which `rows` describes; all ranks call it."""
         with _as_in_setup(self._strategy.root_device):
             with self._installed.aside():
                 self._foreign.stand_in()
@@ -238,27 +231,27 @@ class InstalledPlan:
                 notes = f"{rows}: planned anew for these", *self._foreign.compare(plan)
             self._keep(replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes)))))
             refusals.announce(self._plan, self._request, held=self._holds(self._plan), report=self._report_path())
-            # what lies outside of decoders is what optimisers know, and the same
+            # only decoders change: the parameters outside belong to optimisers, and the plan shards them as before
             names = list(self._foreign.decoders)
             self._installed.take_out(names)
             self._install(self._plan, within=names)
 
-    # --- what all of them do ---
+    # --- shared steps ---
 
     def _install(self, plan: Plan, *, within: list[str] | None = None) -> None:
-        """Carry a plan out in the module, in which nothing is installed, or within some decoders of it."""
+        """Install a plan in the module, which must have no installed plan, or only within some of its decoders."""
         refusals.check_compiled(self._model, plan)
         made = install(self._model, plan, self._strategy.mesh, within=within)
         if within is None:
             self._installed = made
         else:
-            # the parameters of these are known already
+            # parameters of decoders were collected at the first installation
             self._installed.changes += made.changes
         self._foreign.keep(swap.fqn for swap in self._installed.swaps)
         refusals.check_precision(made, self._trainer.precision_plugin, plan)
 
     def _keep(self, plan: Plan) -> None:
-        """Have a plan in force, and write it to the folder of the logs, as a report and as JSON."""
+        """Make a plan the current one, and write it to the log folder as a report and as JSON."""
         self._plan = self._strategy.plan = plan
         self._strategy.predicted_step = self._facts.predicted_step(plan)
         if self._strategy.global_rank != 0 or not self._is_shown(plan):
@@ -280,7 +273,7 @@ class InstalledPlan:
                 logger.log_hyperparams(figures)
 
     def _report_path(self) -> str:
-        """The file of the report, as short as the current folder allows; "" without a folder."""
+        """Return the path of the report, relative to the current folder if possible; "" without a log folder."""
         name = f"amp_plan_{self._plan.evaluates}.txt" if self._plan.evaluates else "amp_plan.txt"
         return f"{self._folder.removeprefix(f'{Path.cwd()}/')}/{name}" if self._folder else ""
 
@@ -289,13 +282,13 @@ class InstalledPlan:
 
 
 def _split(plan: Plan) -> tuple[object, ...]:
-    """What ranks have parts of."""
+    """Return the choices that decide how ranks shard parameters and batches."""
     return plan.mesh, plan.axes.placement, plan.axes.features, "S2" in plan.strategies
 
 
 @contextmanager
 def _as_in_setup(device: torch.device) -> Iterator[None]:
-    """Inside of a step, what planning probes is as it was before the step, and draws no numbers of it."""
+    """Restore the autograd and autocast modes of `setup` during a step, and keep the step's random state."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),

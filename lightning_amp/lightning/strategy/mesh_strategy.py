@@ -1,7 +1,8 @@
-"""Define a strategy over a mesh: data ranks read different cells, ranks of a model group the same; states are whole.
+"""Define MeshStrategy, DDP on a (data, model) mesh: a model group reads the same cells, and checkpoints are complete.
 
-Ranks are row-major in (data, model), so a model group lies inside a node. Its ranks draw the same numbers; sums that
-are logged with sync_dist count them once. Of a plan it only knows how batches are split, and which parameters are.
+Ranks are row-major in (data, model), so that a model group is inside a node. The ranks of a model group draw the same
+random numbers, and values logged with `sync_dist` are summed once per group. Of a plan, this class uses only how
+batches and parameters are sharded.
 """
 
 import atexit
@@ -41,22 +42,22 @@ from lightning_amp.techniques.table import with_steps
 
 
 class MeshStrategy(DDPStrategy):
-    """Which cells a rank reads, what ranks count, and whole state of parameters of which a rank may hold parts.
+    """Distribute cells over data ranks, reduce logged values, and save and load full state of sharded parameters.
 
-    AMPStrategy says `_model_ranks` and how ranks are compared, and overrides nothing else.
+    Of these methods, subclasses define only `_model_ranks` and `_compare_ranks`.
     """
 
     request: Request  # the options, as given
-    plan: Plan | None  # the one in force
-    predicted_step: Any  # the profile of its step, None where none is known
-    pipelined_steps: Any  # what runs the steps as stages, None without stages
+    plan: Plan | None  # the installed plan
+    predicted_step: Any  # the profile of its step; None if it was not counted
+    pipelined_steps: Any  # runner of a pipeline's steps; None without a pipeline
     _meshes: dict[tuple[int, int, int | None], DeviceMesh]
     _shards: Shards
     _failures: FailureWatch
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning gives a distributed sampler to strategies that have this."""
+        """True: Lightning then replaces samplers by distributed ones."""
         return True
 
     @property
@@ -64,7 +65,7 @@ class MeshStrategy(DDPStrategy):
         raise NotImplementedError
 
     def setup_distributed(self) -> None:
-        """Connect the processes; one process by itself opens no port."""
+        """Connect the processes; a single process opens no port."""
         environment = self.cluster_environment
         assert environment is not None, "the Trainer sets the environment"
         alone = self.num_nodes * self.num_processes == environment.world_size() == 1
@@ -72,16 +73,16 @@ class MeshStrategy(DDPStrategy):
             backend = self._get_process_group_backend()
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
             if backend == "nccl":
-                # as Lightning does for the groups that it makes: torch warns of one that is left
+                # as Lightning does for its process groups: torch warns about groups that are not destroyed
                 atexit.register(dist.destroy_process_group)
         super().setup_distributed()
 
     @property
     def own_parts(self) -> OwnParts:
-        """Which part of a batch this rank may read alone, for `lightning_amp.own_part` and `as_sharded`."""
+        """The part of a batch that this rank reads, for `lightning_amp.own_part` and `as_sharded`."""
         request, plan = self.request, self.plan
         given = request.given_plan if plan is None else plan
-        # before a plan is made, of the size that a person has given; 0 where the plan will say it
+        # before planning, the size comes from the options; 0 means that the plan will decide
         asked = 0 if request.model_parallel_size == "auto" else request.model_parallel_size
         size = given.mesh.model if given is not None else asked if self.world_size > 1 else 1
         splits = plan is not None and bool(with_steps(plan.strategies))
@@ -101,19 +102,19 @@ class MeshStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks of a model group read the same cells."""
+        """Arguments of the distributed sampler; all ranks of a model group read the same cells."""
         return {"num_replicas": self.data_parallel_size, "rank": self.global_rank // self._model_ranks}
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The device mesh with the axes "data" and "model"; there once the processes are connected."""
+        """The device mesh with the axes "data" and "model"; available once the processes are connected."""
         return self._mesh_of(self._model_ranks)
 
     def _mesh_of(self, model_ranks: int, shard_ranks: int | None = None) -> DeviceMesh:
-        """The mesh of all ranks with the axes "data" and "model"; consecutive ranks are a model group.
+        """Return the mesh of all ranks with the axes "data" and "model"; a model group is consecutive ranks.
 
-        With `shard_ranks`, which divide the data axis, that axis is two: "replicate" and "shard". It is made once for a
-        shape: process groups are never given back. A PlanError where the model axis does not divide the ranks.
+        With `shard_ranks`, a divisor of the data axis, the axes "replicate" and "shard" replace "data". Meshes are
+        cached, because process groups are not destroyed. PlanError: the model axis does not divide the ranks.
         """
         n_ranks = self.world_size
         key = n_ranks, model_ranks, shard_ranks
@@ -132,7 +133,7 @@ class MeshStrategy(DDPStrategy):
         return self._meshes[key]
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Let a model group read the same cells: loader workers draw the same, and so do samplers."""
+        """Make loader workers and samplers of a model group draw the same numbers, so that they read the same cells."""
         if isinstance(dataloader, DataLoader) and int(os.environ.get("PL_SEED_WORKERS", "0")):
             # `seed_everything(workers=True)` was called
             seeded = partial(pl_worker_init_function, rank=self.distributed_sampler_kwargs["rank"])
@@ -144,10 +145,10 @@ class MeshStrategy(DDPStrategy):
         share_draws(mesh=self.mesh["model"], device=self.root_device)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch, once it is certain that a model group reads the same one."""
-        # ranks that hand over their own parts of a tensor differ before the move, and are compared after it
+        """Move a batch to the device after checking that all ranks of a model group have read the same batch."""
+        # batches with sharded tensors differ before the move, and are compared after it
         differs: DataError | None = None
-        # asked here: to cut the model axis out of a mesh takes a tenth of a millisecond and more
+        # the size is checked first, because slicing the model axis out of a mesh takes 0.1 ms or more
         if self._model_ranks > 1:
             try:
                 make_sure_of_same_batch(batch, self.mesh["model"], device=self.root_device)
@@ -156,7 +157,7 @@ class MeshStrategy(DDPStrategy):
         moved = super().batch_to_device(batch, device, dataloader_idx)
         if self._model_ranks > 1 and any(isinstance(tensor, ShardedTensor) for tensor in tensors_in(moved)):
             self.own_parts.model_axis()
-            # ranks have read different parts: what these are parts of is compared
+            # shards differ between ranks: the tensors that they belong to are compared
             if differs is not None:
                 make_sure_of_same_batch(moved, self.mesh["model"], device=self.root_device)
         elif differs is not None:
@@ -166,25 +167,25 @@ class MeshStrategy(DDPStrategy):
         return moved
 
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
-        """Reduce over all ranks, as DDPStrategy, but do not round a mean of integers, and sum cells once.
+        """Reduce over all ranks as DDPStrategy does, but do not round means of integers, and count a model group once.
 
-        Anything but a tensor is returned as it is; one of torch's operations is left as it is.
+        Values that are not tensors are returned unchanged; a ReduceOp is passed on to DDPStrategy.
         """
         if not isinstance(tensor, Tensor) or not isinstance(reduce_op, str):
             return super().reduce(tensor, group, reduce_op)
         result = super().reduce(unrounded(tensor, reduce_op), group, reduce_op)
-        # a group that the user has chosen is the user's affair
+        # in a group given by the user, ranks are not grouped by model
         return result if group is not None else counted_once(result, reduce_op, model_ranks=self._model_ranks)
 
-    # --- state: whole tensors to hooks, in checkpoints and from checkpoints ---
+    # --- state: hooks and checkpoints have full tensors ---
 
     def _compare_ranks(self) -> None:
-        """Compare the ranks; a strategy that trains does."""
+        """Compare the ranks; overridden by strategies that train."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state with whole parameters; for all ranks, which are compared.
+        """Return the module's state with full parameters; all ranks must call it, and are compared.
 
-        With `save_distributed_checkpoint` a sharded tensor is this rank's `Part` instead.
+        With `save_distributed_checkpoint`, a sharded tensor is this rank's `Part` instead.
         """
         trainer = trainer_of(self.lightning_module)
         with self._failures.saving():
@@ -196,35 +197,35 @@ class MeshStrategy(DDPStrategy):
         return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a state with whole parameters."""
+        """Load a state with full parameters."""
         own = self._shards.own_state(checkpoint["state_dict"])
         super().load_model_state_dict({**checkpoint, "state_dict": own}, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An optimiser's state as for whole parameters; a collective where some are sharded."""
+        """Return an optimiser's state as for full parameters; a collective if some are sharded."""
         in_parts = self.request.save_distributed_checkpoint
         state = super().optimizer_state(optimizer)
         return self._shards.saved_optimizer_state(optimizer, state, in_parts=in_parts)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load states for whole parameters."""
+        """Load optimiser states that belong to full parameters."""
         own = self._shards.own_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
         if not self._shards.on_host:
             super().load_optimizer_state_dict({**checkpoint, "optimizer_states": own})
             return
-        # Lightning would move it to the device; torch puts it where the parameters lie
+        # Lightning would move the state to the device; torch keeps it on the parameters' device
         for optimizer, state in zip(self.optimizers, own, strict=False):
             optimizer.load_state_dict(state)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Save a file on rank 0, or a directory of shards, a collective."""
+        """Save a file on rank 0, or a directory of shards, which is a collective."""
         if self.request.save_distributed_checkpoint:
             write_directory(checkpoint, filepath, storage_options, rank=self.global_rank, broadcast=self.broadcast)
         else:
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a file or a directory of shards, whichever this strategy would write."""
+        """Load a checkpoint file or a directory of shards; either is accepted."""
         return load_either(checkpoint_path, super().load_checkpoint, weights_only=weights_only)

@@ -33,7 +33,7 @@ from lightning_amp.techniques.table import (
 )
 
 SLOW_SECONDS = 0.5
-"""Of a step, spent on other things than computation."""
+"""Seconds of a step beyond its computation, above which a plan counts as slow."""
 
 
 def resolve_plan(
@@ -44,20 +44,20 @@ def resolve_plan(
     strategies: Sequence[str] | None = None,
     model_ranks: int | None = None,
 ) -> Plan:
-    """The plan of one run, the same on every rank: the one that was requested, or one made on rank 0.
+    """Return the plan of one run, equal on all ranks: the requested plan, or one made on rank 0.
 
     Args:
-        notes: Notes on the module, in the plan or in the refusal to make one.
-        given: A plan to carry out instead of the one that was requested.
-        strategies, model_ranks: To make a plan of, instead of what was requested.
+        notes: Notes on the module, for the plan or for the error message.
+        given: A plan to use instead of the requested one.
+        strategies, model_ranks: Make a plan with these instead of the requested ones.
 
     Raises:
-        AmpError: The error of rank 0 when it made the plan.
+        AmpError: The error that rank 0 raised.
         PlanError: The plan is for another number of ranks, or ranks differ in its inputs.
     """
     request, strategy, _ = facts.request, facts.strategy, facts.speeds
     if request.device_memory is not None and facts.step is not None and given is None:
-        # of long loops it takes ten seconds and more
+        # for long loops planning takes ten seconds and more
         rank_zero_info(f"planning a step within {format_bytes(facts.budget)}; nothing is trained yet")
 
     def decide() -> Plan:
@@ -73,7 +73,7 @@ def resolve_plan(
         plan = decide_on_rank_zero(decide, rank=strategy.global_rank, broadcast=strategy.broadcast)
     except PlanError as error:
         raise (PlanError(f"{error}. {'; '.join(notes)}") if notes else error) from None
-    # after the plan was made: rank 0's mistake is raised by its own words, not as a difference between ranks
+    # compared afterwards: an error of rank 0 is then raised as such, not as a difference between ranks
     facts.compare()
     plan = replace(plan, notes=(*plan.notes, *(note for note in notes if note not in plan.notes)))
     if plan.mesh.data * plan.mesh.model != strategy.world_size:
@@ -94,7 +94,7 @@ def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, mo
     if asked is not None:
         asked += _without_profile(named or (), facts)
     size, stages = model_axis_size(request.model_parallel_size, asked, seen, policy=request.policy)
-    # an evaluation of a fit whose policy has chosen a grid has whole parameters, and no grid
+    # after a fit whose policy chose a grid, an evaluation has full parameters and no grid
     grid = facts.grid_ranks if asked is not None else None
     size = grid or size if model_ranks is None else model_ranks
     base = _without_step(facts, asked, size, steps=facts.steps)
@@ -109,8 +109,8 @@ def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, mo
         count=facts.step.count,
         asked=replace(stages, micro_batches=request.micro_batches, speeds=facts.speeds, memory=facts.memory),
     )
-    # to profile a technique with steps takes seconds: only where nothing fits, or where a plan with more than data
-    # parallelism takes much longer than computation
+    # profiling a technique with its own steps takes seconds: do it only if no plan fits, or if a plan with more than
+    # data parallelism takes much longer than computation
     slow = set(found.strategies) > {"S1"} and _pace(found) - seen.seconds > max(seen.seconds, SLOW_SECONDS)
     free = request.chooses and strategies is None and request.model_parallel_size == "auto"
     if free and (found.fits is False or slow):
@@ -119,17 +119,17 @@ def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, mo
 
 
 def _plan_of_decoder(facts: PlanningContext, strategies: Sequence[str] | None, model_ranks: int | None) -> Plan:
-    """Of a decoder by closed forms, with blocks outside of it by a count of the step."""
+    """Plan a decoder by closed forms, and the blocks outside it by counting the step."""
     request, outside = facts.request, facts.blocks_outside if strategies is None else ()
     asked: Sequence[str] | None = strategies
     if strategies is None and request.strategies is not None:
         asked = parse_strategies(request.strategies)
-    # blocks outside are planned on top of the decoder's techniques, not as techniques of the decoder
+    # techniques of blocks outside are added later, on top of the decoder's techniques
     if outside and (facts.outside is not None or facts.in_chunks or EVALUATED not in outside):
         asked = [name for name in asked or () if name not in outside]
     size = facts.grid_ranks or request.model_parallel_size if model_ranks is None else model_ranks
     make = partial(_without_step, facts, asked, size, steps=facts.steps)
-    # in a run that does not train, and for a leaner plan later in one that does, nothing outside is counted anew
+    # evaluations, and leaner plans during a fit, do not count blocks outside again
     if facts.outside is None or strategies is not None:
         return _evaluated(make(), facts, None)
     (profile, shape, _), (rates, _), step = facts.read, facts.rates, facts.outside
@@ -155,7 +155,7 @@ def _without_step(
     steps: DrySteps | None,
     budget: int | None = None,
 ) -> Plan:
-    """The plan that needs no count of a step, of some strategies and ranks of the model axis."""
+    """Make the plan that needs no count of a step, with these strategies and `size` ranks of the model axis."""
     request, strategy = facts.request, facts.strategy
     (profile, shape, notes), (rates, note) = facts.read, facts.rates
     made = make_plan(
@@ -177,10 +177,10 @@ def _without_step(
 
 
 def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
-    """Of the techniques that were requested, those that are planned all the same where there is no profile.
+    """Return the requested techniques that can be planned without a profile.
 
     Raises:
-        PlanError: One of the others was requested, and the step could not be profiled.
+        PlanError: A requested technique requires a profile, and the step could not be profiled.
     """
     if facts.seen[0] is not None:
         return []
@@ -193,12 +193,12 @@ def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
             " AMPStrategy(device_memory=...), fit with this Trainer first, give AMPStrategy(plan='plan.json'), or run"
             f" the module that lightning_amp.chunk(module, batch, budget=...) returns, without naming {EVALUATED}"
         )
-    # outside of a fit nothing is kept for a backward pass
+    # outside a fit nothing is saved for a backward pass, so that techniques which need a count have no effect
     return [name for name in named if name not in needing]
 
 
 def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) -> Plan:
-    """The plan of a run that does not train: in chunks by the rules of the fit before it, else by a budget's own.
+    """Add chunked evaluation to the plan of a run that does not train, by the fit's rules or for a budget.
 
     Raises:
         PlanError: Chunks were requested by name, and the step cannot be counted.
@@ -218,11 +218,11 @@ def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) 
 
 
 def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
-    """A given plan with the prediction and the budget of this run: its own were for the model that it was made for."""
+    """Update a given plan with the prediction and budget of this run; its old ones belong to another model."""
     (profile, shape, notes), (rates, note) = facts.read, facts.rates
     blocks, axes = [rule.fqn for rule in plan.rules if is_of_block(rule)], plan.axes
     if not shape.decoder:
-        # choices of the decoder of another module; what its own step says takes the place of this prediction below
+        # the axes describe the decoder of another module; `plan_again` below replaces this prediction
         axes = Axes()
     elif blocks:
         what = f"what {', '.join(blocks)} save outside of the decoder was not counted"
@@ -230,7 +230,7 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     notes = notes + note + build_rules.too_few_cells(profile, plan.mesh, shape.batch_size)
     notes += build_rules.remarks({rule.strategy: rule.spec for rule in plan.rules}, launches=rates.launches)
     if shape.batch_norms:
-        # the plan may be of a model without
+        # the plan may come from a model without batch normalisation
         plan = build_rules.with_shared_statistics(plan)
     predicted = predict(shape, plan.strategies, model_ranks=plan.mesh.model, axes=axes, ends=build_rules.ends_of(plan))
     again = replace(
@@ -252,15 +252,15 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
 
 
 def in_parts(whole: Plan, facts: PlanningContext) -> Plan:
-    """A plan that splits every sample or layer: the fastest that fits where no other plan fits, or where it is faster
-    than a slow one; without one the plan as it is. `whole`: the plan without such a technique; where it does not fit
-    that which needs least.
+    """Return the fastest fitting plan that splits samples or layers, if no other plan fits or the others are slower.
+
+    `whole`: the best plan without such a technique, or the one that needs least; returned with notes if none is better.
     """
     ranks, node_ranks, step = facts.strategy.world_size, facts.strategy.num_processes, facts.step
     assert step is not None, "it was profiled"
     found = list[tuple[str, Plan]]()
     for name, row in STRATEGIES.items():
-        # what splits layers only may cross nodes, and be faster than a plan that fits
+        # techniques on the data axis may cross nodes, and may be faster than a plan that fits
         n = ranks if row.data_axis else node_ranks
         if not row.steps or n < 2 or not (row.data_axis or whole.fits is False):
             continue
@@ -272,12 +272,12 @@ def in_parts(whole: Plan, facts: PlanningContext) -> Plan:
             base = _without_step(facts, ["S1", name], steps.ranks, steps=steps)
             made = [plan_module(base, seen, named=(), count=counted.count)]
             others = [other for other in together(name) if other in PREDICTIONS]
-            # one technique more only where fewer do not fit; of as many the fastest
+            # add further techniques only if fewer do not fit; of equally many, take the fastest plan
             for n in range(1, len(others) + 1):
                 if any(plan.fits for plan in made):
                     break
                 for more in combinations(others, n):
-                    # what this step cannot have is left out
+                    # combinations that this step does not support are skipped
                     with suppress(AmpError):
                         made.append(plan_module(base, seen, named=more, count=counted.count))
             if fitting := [plan for plan in made if plan.fits]:
@@ -289,7 +289,7 @@ def in_parts(whole: Plan, facts: PlanningContext) -> Plan:
             why = f"{name} is not possible: {error}"
         whole = replace(whole, notes=(*whole.notes, Explanation(why)))
     name, best = min(found, key=lambda one: _pace(one[1]), default=("", whole))
-    # one that splits samples or layers has to be faster by more than what counts as the same
+    # a plan that splits samples or layers must be faster by more than the tie margin
     if not name or (whole.fits and _pace(best) * TIE > _pace(whole)):
         return whole
     if whole.fits:
@@ -304,5 +304,5 @@ def in_parts(whole: Plan, facts: PlanningContext) -> Plan:
 
 
 def _pace(plan: Plan) -> float:
-    """Seconds of a step by how many batches of the loader a rank has in it."""
+    """Seconds of a step per batch and rank: a model group of M ranks reads one batch, so a rank counts 1 / M of it."""
     return (plan.predicted_step_seconds or inf) * plan.mesh.model

@@ -1,12 +1,12 @@
-"""Refuse, before the first step, a plan that does not fit, and features that its techniques would train wrongly.
+"""Raise a PlanError before the first step for a plan that does not fit, or for features that it would train wrongly.
 
-    sharded parameters    loss scaling, which lets a rank skip a step by what its own shard holds; averaged models
-    replaced modules      callbacks that have chosen layers already, such as pruning, or copy replaced buffers
-    compiled modules      replacing leaves of what torch.compile has wrapped, or of a whole module that it traces
-    stages of a pipeline  what sees all parameters or gradients at once, of which a rank has those of its stages
+    sharded parameters    loss scaling, where a rank would skip steps by overflows in its own shard; averaged models
+    replaced modules      callbacks that have chosen layers already, such as pruning, or that copy replaced buffers
+    compiled modules      replacing modules inside what torch.compile has wrapped
+    pipeline stages       code that requires all parameters or gradients: a rank has those of its stages only
 
-Optimisers are looked at in checkpoints/shards.py.
-Known limit: callbacks are detected by the name of one of their classes.
+Optimisers are checked in checkpoints/shards.py.
+Known limit: callbacks are detected by the names of their classes and base classes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,14 +39,14 @@ ALL = "all parameters"
 
 
 def announce(plan: Plan, request: Request, *, held: bool, report: str = "") -> None:
-    """Show the plan before training starts, on rank 0; where it is predicted not to fit, refuse it or warn.
+    """Show the plan before training starts, on rank 0; if it is predicted not to fit, raise or warn.
 
     Args:
-        held: Whether batches are counted while they run, against the budget that was named.
-        report: File that holds the whole report; "" where none is written.
+        held: Whether batches are counted during training against the given budget.
+        report: File with the complete report; "" if none is written.
 
     Raises:
-        PlanError: It does not fit, or that is not known where a budget was named and is not held; on all ranks.
+        PlanError: The plan does not fit, or this is not known and the given budget is not held; on all ranks.
     """
     shown = plan_report(plan) if request.verbose else plan_summary(plan, report=report)
     rank_zero_info(f"\n{shown}\n")
@@ -64,7 +64,7 @@ def announce(plan: Plan, request: Request, *, held: bool, report: str = "") -> N
 
 
 def check_precision(installed: Installed, precision: Precision, plan: Plan) -> None:
-    """Refuse, with a PlanError, loss scaling of shards: an overflow in one would let only its rank skip the step."""
+    """Raise a PlanError for loss scaling with shards: an overflow would let only the rank of that shard skip a step."""
     who, what = _sharding(installed, plan)
     if who and getattr(precision, "scaler", None) is not None:
         raise PlanError(
@@ -74,11 +74,11 @@ def check_precision(installed: Installed, precision: Precision, plan: Plan) -> N
 
 
 def check_compiled(module: nn.Module, plan: Plan) -> None:
-    """Refuse, with a PlanError, to change what torch.compile has wrapped, or what is inside of it."""
+    """Raise a PlanError if the plan changes modules that torch.compile has wrapped, or modules inside them."""
     compiled = [name for name, child in module.named_modules() if is_compiled(child)]
     changing = [rule for rule in plan.rules if not isinstance(rule.spec, LEAVES_LAYERS)]
     for rule in changing if compiled else ():
-        # fsdp replaces nothing: its hooks on a block that is compiled run as they are
+        # fsdp replaces no module: its hooks also run on a compiled block
         names = matched_names(rule, module) if installer_of(type(rule.spec)) else []
         if "" in compiled or any(f"{found}.".startswith(f"{name}.") for name in compiled for found in names):
             raise PlanError(
@@ -89,12 +89,13 @@ def check_compiled(module: nn.Module, plan: Plan) -> None:
 
 
 def check_callbacks(installed: Installed, callbacks: Sequence[object], plan: Plan) -> None:
-    """Refuse callbacks that hold the module as it was before.
+    """Check that no callback depends on parameters, layers or buffers that the plan shards or replaces.
 
     Raises:
-        PlanError: One averages shards, or buffers that were replaced, or prunes a module that the plan changes.
+        PlanError: A callback averages shards or replaced buffers, or prunes a module that the plan changes.
     """
     replaced = [swap.fqn for swap in installed.swaps]
+    # replaced modules with equal buffers are harmless to callbacks that copy buffers
     buffers = [swap.fqn for swap in installed.swaps if _buffers(swap.old) != _buffers(swap.new)]
     who, what = _sharding(installed, plan)
     for callback in callbacks:
@@ -119,7 +120,7 @@ def check_callbacks(installed: Installed, callbacks: Sequence[object], plan: Pla
 
 
 def check_rescue(plan: Plan, trainer: pl.Trainer, *, n_ranks: int) -> None:
-    """Refuse, with a PlanError, a rescue where a batch cannot run again, or where ranks would wait for each other."""
+    """Raise a PlanError for a rescue if a batch cannot run again, or if ranks would wait for each other."""
     reasons = []
     if not trainer.lightning_module.automatic_optimization:
         reasons.append("the module optimises by hand, and may have changed parameters by then")
@@ -143,12 +144,12 @@ def _buffers(module: nn.Module | None) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def is_named(thing: object, names: tuple[str, ...]) -> bool:
-    """Whether one of its classes has such a name; not every version of Lightning has these classes."""
+    """Whether a class in the MRO has one of these names; not every version of Lightning has these classes."""
     return any(kind.__name__ in names for kind in type(thing).__mro__)
 
 
 def _sharding(installed: Installed, plan: Plan) -> tuple[str, str]:
-    """Who shards parameters, and which; "" where nobody does."""
+    """Return which technique shards parameters, and which parameters; ("", "") if none are sharded."""
     everywhere = next((rule.strategy for rule in plan.rules if STRATEGIES[rule.strategy].data_axis), "")
     if everywhere or not installed.sharded:
         return everywhere, ALL if everywhere else ""
@@ -162,10 +163,10 @@ NORMS = ("clip_grad_norm_", "get_total_norm", "grad_norm")
 
 
 def check_run(request: Request, trainer: pl.Trainer, model: nn.Module, rules: Iterable[Rule] = ()) -> None:
-    """Refuse what a pipeline would train otherwise than one process.
+    """Check that the run has no features that a pipeline would train differently from one process.
 
     Raises:
-        PlanError: Options, callbacks, other techniques or a module that do not go together with stages.
+        PlanError: Options, callbacks, other techniques or a module that stages do not support.
         InstallError: Batch normalisation, or hooks on parameters.
     """
     function_at(stage_search().refuse)(model)
@@ -186,7 +187,7 @@ def _apart_from_stages(request: Request, trainer: pl.Trainer, rules: Iterable[Ru
             why = "it changes or averages parameters that a rank does not hold: leave it out"
             yield type(callback).__name__, why
     for rule in rules:
-        # those that leave layers as they are go together with stages, and so do those of blocks
+        # stages support techniques that change no layers, and techniques of blocks
         if rule.strategy != STAGED and not isinstance(rule.spec, LEAVES_LAYERS) and not is_of_block(rule):
             yield rule.strategy, "it was not tried inside of stages: leave it out"
         if getattr(rule.spec, "after", 0):
@@ -195,7 +196,7 @@ def _apart_from_stages(request: Request, trainer: pl.Trainer, rules: Iterable[Ru
     for hook in SEE_GRADIENTS:
         code = getattr(getattr(type(trainer.lightning_module), hook), "__code__", None)
         for norm in NORMS:
-            # a norm over all gradients that a hook of the user's takes by hand
+            # a hook of the user that computes a norm over all gradients
             if code and norm in code.co_names:
                 yield (
                     f"{norm!r} in {hook}",
@@ -205,7 +206,7 @@ def _apart_from_stages(request: Request, trainer: pl.Trainer, rules: Iterable[Ru
 
 
 def without_stages(seen: ProfiledStep, device: torch.device, request: Request, trainer: pl.Trainer) -> ProfiledStep:
-    """The step without a pipeline, where the run's options or its device do not go with one."""
+    """Return the step without pipeline candidates if the run's options or device do not support a pipeline."""
     if device.type != "cpu":
         return stage_search().without(seen, f"it runs on the CPU by now, and not on {device.type!r}")
     chosen = request.plan or request.strategies or request.model_parallel_size not in ("auto", 1)

@@ -19,7 +19,7 @@ START_METHODS: dict[str, StartMethod] = {
 
 
 def register(registry: Any) -> None:
-    """Add the strategy's names to Lightning's registry; those already there stay, so it may be called again."""
+    """Register the strategies with Lightning; registered names are kept, so that repeated calls are allowed."""
     for name, start_method in START_METHODS.items():
         if name not in registry:
             about = f"modality-aware parallelization, processes started by {start_method!r}"
@@ -27,14 +27,14 @@ def register(registry: Any) -> None:
 
 
 def refuse(registry: Any) -> None:
-    """Make the names fail with advice in the twin package, whose classes Lightning's does not know."""
+    """Register names in `pytorch_lightning` that raise an error with advice: its classes are not Lightning's."""
     for name in START_METHODS:
         if name not in registry:
             registry.register(name, partial(_refuse, name), "use lightning.pytorch")
 
 
 def _make(start_method: StartMethod) -> "AMPStrategy":
-    # late, for registering happens while Lightning itself is being imported
+    # imported late: registration runs while Lightning itself is being imported
     from lightning_amp.lightning.strategy.strategy import AMPStrategy
 
     return AMPStrategy(start_method=start_method)

@@ -30,10 +30,10 @@ CHOICES: dict[str, tuple[str | bool | None, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options of AMPStrategy, where they are described.
+    """The options of AMPStrategy, which documents them.
 
     Raises:
-        PlanError: A value outside what is allowed, or options that contradict each other.
+        PlanError: A value is not allowed, or options contradict each other.
     """
 
     policy: Literal["auto", "paper"] = "auto"
@@ -82,37 +82,37 @@ class Request:
             if path is not None and (not isinstance(path, str | Path) or not str(path)):
                 raise PlanError(f"{name}={path!r} is not supported; allowed is the path {what}, or None")
         if self.device_memory is not None:
-            # as text, for a person who writes 8 means no bytes
+            # as text, which requires a unit: a user who writes 8 does not mean 8 bytes
             sizes = self.device_memory
             memory_of_ranks([str(n) for n in sizes] if isinstance(sizes, list | tuple) else str(sizes))
 
     @property
     def if_unfit(self) -> str:
-        """What becomes of a plan that is predicted not to fit: "refuse" or "train"."""
+        """What to do with a plan that is predicted not to fit: "refuse" or "train"."""
         return self.unfit or ("train" if self.device_memory is None else "refuse")
 
     @property
     def chooses(self) -> bool:
-        """Whether policy "auto" is to choose a plan."""
+        """Whether policy "auto" chooses the plan."""
         return self.policy == "auto" and self.plan is None and self.strategies is None
 
     @property
     def given_plan(self) -> Plan | None:
-        """The plan to carry out instead of making one, read where it is a file."""
+        """The requested plan, which is read if it is a file; None makes a plan."""
         return self.plan if self.plan is None or isinstance(self.plan, Plan) else Plan.read(self.plan)
 
     @property
     def may_change_decoders(self) -> bool:
-        """Whether a technique of decoders may be in the plan: not where others alone are named."""
+        """Whether the plan may contain a technique of decoders; False if only other techniques are requested."""
         return self.strategies is None or any(STRATEGIES[name].choice for name in parse_strategies(self.strategies))
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """The specs of requested strategies that have options, by strategy."""
+        """Specs of the requested strategies that have options, by strategy."""
         return requested_specs(() if self.strategies is None else parse_strategies(self.strategies), self)
 
     def data_dir_or(self, data: object) -> str | Path | None:
-        """The data directory that was requested, else the data module's; None without either."""
+        """Return the requested data directory, else that of the data module; None without either."""
         found: str | Path | None = getattr(data, "data_dir", None)
         return found if self.data_dir is None else self.data_dir
 
@@ -133,17 +133,17 @@ class Request:
                 )
 
     def _check_options(self) -> None:
-        """Options of one technique require it, and have the values that it allows."""
+        """Check that options belong to a requested technique and have allowed values."""
         chosen = () if self.strategies is None else parse_strategies(self.strategies)
         for name, owners in options_of_techniques().items():
             value = getattr(self, name)
-            # a command line has lists
+            # options from the command line are lists
             given = (tuple(value) if isinstance(value, list) else value) != getattr(Request, name)
             if given and not {*owners} & {*chosen}:
                 of = owners[0]
                 raise PlanError(f"{name}={value!r} is an option of {of}; add strategies={of!r}, or leave it out")
         for spec in self.specs.values():
-            # a grid that was given decides the model axis
+            # a given grid decides the size of the model axis
             if getattr(spec, "grid", "") and (ranks := getattr(spec, "model_ranks", None)):
                 object.__setattr__(self, "model_parallel_size", ranks)
 

@@ -1,13 +1,13 @@
-"""`Trainer(strategy="amp")`: plan before the optimisers exist, install, train on averaged gradients, undo.
+"""Define AMPStrategy, `Trainer(strategy="amp")`: plan, install the plan, train on averaged gradients, undo.
 
-Parameters that S2 or fsdp has sharded are whole in every checkpoint and, after the run, in the module and its
-optimisers.
+Checkpoints contain full parameters, also if S2 or fsdp shards them. After the run, the module and its optimisers have
+full parameters too.
 
-Known limits: those of steps/training_step.py; buffers that a module changes by itself in training, other than shared
-batch statistics, differ between ranks until the next validation, where rank 0's are taken; `self.all_gather` gathers
-from all ranks, so a model group's values come once per rank of it; under S2, fsdp and pipeline `module.state_dict()`,
-and a norm taken by hand, are those of the rank's part (`gradient_norm` has all). Differences between
-ranks are reported as a warning.
+Known limits: those of steps/training_step.py. Buffers that a module changes in training, other than shared batch
+statistics, differ between ranks until the next validation, which takes those of rank 0. `self.all_gather` gathers from
+all ranks, so the values of a model group occur once per rank. Under S2, fsdp and pipeline, `module.state_dict()` and
+norms computed by hand cover only the rank's shards; `gradient_norm` covers all. Differences between ranks are reported
+as a warning.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +57,7 @@ OF_LIGHTNING = (
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
     *("process_group_backend", "timeout", "start_method"),
 )
-"""Options that DDPStrategy has too."""
+"""Options that are passed on to DDPStrategy."""
 
 
 class AMPStrategy(MeshStrategy):
@@ -119,36 +119,36 @@ class AMPStrategy(MeshStrategy):
         Args:
             accelerator, parallel_devices, cluster_environment, precision_plugin: Set by the Trainer.
             checkpoint_io, process_group_backend, timeout, start_method: As for DDPStrategy.
-            policy: "auto" takes the fastest plan that fits, "paper" AMP's fixed mapping from signals to strategies.
-            plan: A plan, or the path of one as JSON, to carry out instead of making one.
+            policy: "auto" takes the fastest plan that fits; "paper" AMP's fixed mapping from signals to strategies.
+            plan: A plan, or the path of its JSON file, to use instead of making one.
             strategies: The strategies to use, such as "S1,S3", instead of the policy's.
-            blocks: Classes, their paths, or names or patterns of the submodules that are blocks, for techniques that
-                work on blocks; None takes the children of lists and sequences.
-            device_memory: Budget of one device, as bytes or "24GiB", or of each in a list; None asks the device.
-            unfit: "refuse" or "train" a plan that is predicted not to fit; None refuses where `device_memory` is given.
-            rates: File written by `lightning-amp calibrate`, to predict times; None takes the device's kind.
+            blocks: Submodules that are blocks, for techniques that work on blocks: classes, paths of classes, names, or
+                patterns of names; None takes the children of lists and sequences.
+            device_memory: Budget per device, as bytes or "24GiB", or a list of them; None uses the device's memory.
+            unfit: "refuse" or "train" a plan that is predicted not to fit; None refuses if `device_memory` is given.
+            rates: File written by `lightning-amp calibrate`, to predict times; None uses those of the device type.
             rescue: Whether a batch that runs out of memory runs again with a leaner plan, up to three times in a fit.
             model_parallel_size: Ranks of the model axis.
-            data_dir: Directory to read the data configuration from; None means that of a SingleCellDataModule.
+            data_dir: Directory of the data configuration; None uses that of a SingleCellDataModule.
             balance_cells: Whether the sampler balances contacts over the ranks; "auto" leaves it to the plan.
             share_batch_statistics: Compute BatchNorm over the cells of all ranks.
-            save_distributed_checkpoint: Save a directory of the ranks' parts, without `checkpoint_io`; both are loaded.
+            save_distributed_checkpoint: Save a directory of shards, without `checkpoint_io`. Both forms can be loaded.
             bucket_mb: Largest flat gradient buffer in MiB.
             check_finite: Check every loss and gradient, and report the module whose output was first not finite.
             lost_after, stuck_after: Seconds without a message, or without progress, after which a rank has failed.
-            micro_batches, schedule: Of a pipeline: the number of micro-batches of a batch, and their order.
-            fsdp_ranks: Of `strategies="fsdp"`: ranks that shard parameters, such as those of a node; None is all.
-            fsdp_offload: Of `strategies="fsdp"`: whether parameter shards are kept in host memory.
-            device_speeds: "measure" assigns stages and strata to ranks by measured speed; None takes ranks as equal.
-            tensor_grid: Of `strategies="tensor3d"`: ranks (x, y, z); x and y split features, z rows of the batch.
-            tensor_overlap: Of `strategies="tensor3d"`: collectives that overlap with compute.
-            tensor_cache: Of `strategies="tensor3d"`: bytes of gathered parameters that are kept for the backward pass.
-            sequence_dim: Of `strategies="sequence"`, or of "tensor3d" where z splits samples: which dims.
-            sequence_sizes, sequence_grid: Of `strategies="sequence"`: how they are split.
-            verbose: Whether the whole report of the plan is shown, rather than its summary of five lines.
+            micro_batches, schedule: For a pipeline: the number of micro-batches of a batch, and their order.
+            fsdp_ranks: For `strategies="fsdp"`: ranks of a sharding group, such as those of a node; None uses all.
+            fsdp_offload: For `strategies="fsdp"`: whether parameter shards are kept in host memory.
+            device_speeds: "measure" assigns stages and strata to ranks by measured speed; None assumes equal speeds.
+            tensor_grid: For `strategies="tensor3d"`: ranks (x, y, z); x and y split features, z rows of the batch.
+            tensor_overlap: For `strategies="tensor3d"`: collectives that overlap with compute.
+            tensor_cache: For `strategies="tensor3d"`: bytes of gathered parameters that are kept for the backward pass.
+            sequence_dim: For `strategies="sequence"`, or "tensor3d" if z splits samples: the dims that are split.
+            sequence_sizes, sequence_grid: For `strategies="sequence"`: sizes of the shards, and ranks along two dims.
+            verbose: Show the complete report of the plan instead of its summary of five lines.
 
         Raises:
-            PlanError: A value outside what is allowed.
+            PlanError: A value is not allowed, or options contradict each other.
         """
         print_mistakes_once()
         given = locals()
@@ -163,8 +163,8 @@ class AMPStrategy(MeshStrategy):
         self._failures = FailureWatch(self, lost_after=lost_after, stuck_after=stuck_after)
         self._meshes: dict[tuple[int, int, int | None], DeviceMesh] = {}
         self._shards = Shards()
-        self._step: TrainingStep | None = None  # of a fit
-        self._deferred: bool | None = None  # known from setup to teardown
+        self._step: TrainingStep | None = None  # only in a fit
+        self._deferred: bool | None = None  # set from setup to teardown
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -175,15 +175,15 @@ class AMPStrategy(MeshStrategy):
 
     @property
     def balance_cells(self) -> bool:
-        """Whether the sampler is to balance contacts over the ranks."""
+        """Whether the sampler balances contacts over the ranks."""
         planned = self.plan is not None and self.plan.balance_cells
         return planned if self.request.balance_cells == "auto" else self.request.balance_cells
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether a checkpoint is loaded into the ranks' parts, for a module that has no values before."""
+        """Whether a checkpoint is loaded after `setup`: required for deferred modules, whose shards have no values."""
         if self._deferred is not None:
-            # a pipeline has left values out by then
+            # stored in setup: a pipeline has freed values since then
             return self._deferred
         return self.lightning_module is not None and is_deferred(self.lightning_module)
 
@@ -192,23 +192,23 @@ class AMPStrategy(MeshStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         end_as_ours(self._launcher)
-        # not before, for the Trainer refuses a plugin in addition to one that the strategy has already
+        # not earlier: the Trainer rejects a plugin if the strategy has one already
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
 
     def setup_environment(self) -> None:
-        """Connect the processes; all ranks draw on as rank 0 does, and rank 0 as a plain run."""
+        """Connect the processes; all ranks continue the random streams of rank 0, which match those of a plain run."""
         drawn = random_streams(self.root_device)
         with self._failures.starting():
             super().setup_environment()
             self._failures.connected()
         let_segments_grow(self.root_device)
-        # ddp starts the streams anew, where a plain run, which shuffles by them, goes on
+        # DDPStrategy reseeds the streams; a plain run does not, and uses them for shuffling
         set_random_streams(self.broadcast(drawn) if self.world_size > 1 else drawn, self.root_device)
 
     def setup(self, trainer: Trainer) -> None:
-        """Make ranks equal, plan, install, and only then let the optimisers be made."""
-        # late, for it reaches every technique, which a Trainer does not need
+        """Make the ranks equal, plan, install the plan, and create the optimisers last."""
+        # imported late: it imports every technique, which creating a Trainer does not need
         from lightning_amp.lightning.strategy.install_parts import check_split, shard_fully, share_statistics
 
         assert self.accelerator is not None, "the Trainer sets the accelerator before setup"
@@ -221,7 +221,7 @@ class AMPStrategy(MeshStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         fn, self._deferred = trainer.state.fn, is_deferred(self.model)
         if self._deferred:
-            # also where it is refused: Lightning moves the module then
+            # registered first: Lightning moves the module to the CPU, also if the check raises
             self._undo.append(partial(without_memory, self.model, self.root_device))
             check_deferred(self.model)
         else:
@@ -229,7 +229,7 @@ class AMPStrategy(MeshStrategy):
             any_rank = partial(self.reduce_boolean_decision, all=False)
             check_replicas(self.model, rank=self.global_rank, broadcast=self.broadcast, any_rank=any_rank)
             broadcast_module(self.model)
-        # before there are optimisers, which get the parameters that a plan puts in the place of others
+        # before optimisers exist: they must receive the parameters that the plan installs
         rescue = self._plan_and_install(trainer, self.model)
         plan, mesh = self.plan, self.mesh
         assert plan is not None, "made before it was installed"
@@ -238,12 +238,12 @@ class AMPStrategy(MeshStrategy):
             without_memory(self.model, self.root_device)
         if fn == TrainerFn.FITTING:
             self.model = share_statistics(plan, self.model, mesh, self._layer_sync, self._undo)
-        # one where gradients are averaged over the model axis too
+        # 1 if gradients are averaged over the model axis too
         inner = self.world_size // plan.gradient_ranks
         averaging, groups_of = self._mesh_of(inner)["data"], partial(self._mesh_of, inner)
         self._shards = shard_fully(plan, self.model, averaging, groups_of, self._shards, fn, self._undo)
         if fn == TrainerFn.FITTING:
-            # after parameters were split: gradients are watched where they are accumulated
+            # after sharding: gradient hooks are registered where gradients are accumulated
             self._step = TrainingStep(
                 module,
                 self.model,
@@ -257,7 +257,7 @@ class AMPStrategy(MeshStrategy):
                 over_model=bool(with_steps(plan.strategies)),
             )
             self.setup_optimizers(trainer)
-            # one after the other: each may refuse the run
+            # registered one by one, because each call may raise
             self._undo.append(self._shards.watch(trainer))
             self._undo.append(time_steps(trainer, self.plan))
             self._undo.append(rescue(self._step))
@@ -266,26 +266,26 @@ class AMPStrategy(MeshStrategy):
             optimizers_to_device(self.optimizers, self.root_device)
 
     def _plan_and_install(self, trainer: Trainer, model: nn.Module) -> Callable[..., Callable[[], None]]:
-        # late, for it reaches the reference model and every technique, which a Trainer does not need
+        # imported late: it imports the reference model and every technique, which creating a Trainer does not need
         from lightning_amp.lightning.profiling.loaders import forget_loaders
         from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 
         named = ExitStack()
         named.enter_context(named_blocks(model, self.request.blocks))
         self._undo.append(named.close)
-        # `_model_ranks` would answer by the plan of the run before while this one is planned
+        # without this, `_model_ranks` would read the previous run's plan during planning
         trained, self.plan = self.plan, None
         planned = InstalledPlan(self, trainer, model, trained=trained)
         self._undo.append(partial(forget_loaders, trainer))
-        # before it is installed: a refusal after that is undone too
+        # registered before installing: an install that raises is undone too
         self._undo.append(planned.undo)
-        # what is counted are tensors on the host, and stands for those on the device
+        # planning counts fake tensors on the host with the settings of the device
         there = settings_of(self.root_device.type)
         self._shards = there(planned.install)()
         return there(planned.rescue)
 
     def _remove_installed(self) -> None:
-        """Give the module back as it was; no collectives, for other ranks may be gone."""
+        """Restore the module; no collectives, because other ranks may have stopped."""
         while self._undo:
             self._undo.pop()()
         if self._step is not None:
@@ -293,17 +293,17 @@ class AMPStrategy(MeshStrategy):
         self._step, self._shards = None, Shards()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, as `deepcopy` and `torch.save` of a Trainer make: the step and its undoing stay the original's."""
+        """Return the state of a copy (`deepcopy`, `torch.save` of a Trainer), without the step and the undo list."""
         return {**super().__getstate__(), "_undo": [], "_step": None, "pipelined_steps": None}
 
     def teardown(self) -> None:
-        """Make parameters whole again, undo what was installed, then what Lightning does."""
+        """Gather full parameters, undo what was installed, then run Lightning's teardown."""
         trainer = trainer_of(self.lightning_module)
         try:
             if trainer is not None:
                 self._shards.give_back(self.optimizers, complete=not trainer.interrupted)
         finally:
-            # also where parameters could not be given back: the module's own methods must not stay replaced
+            # also if gathering raises: the module's own methods must not stay replaced
             try:
                 self._remove_installed()
             finally:
@@ -312,20 +312,20 @@ class AMPStrategy(MeshStrategy):
                     super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Add to an error of memory what was predicted; then say whose fault it is, here and to the other ranks."""
+        """Add the predicted memory to an out-of-memory error; then report the failure, also to the other ranks."""
         if is_out_of_memory(exception):
             explain(exception, self.plan, self)
         super().on_exception(exception)
         self._failures.tell(exception)
 
     def on_validation_start(self) -> None:
-        """Evaluate one model: buffers that each rank has changed by itself in training become rank 0's."""
+        """Make the ranks evaluate one model: buffers that differ after training become those of rank 0."""
         self._compare_ranks()
         if self._step is not None and self.model is not None and self.data_parallel_size > 1:
             take_buffers_of_first(self.model, self.mesh["data"].get_group())
 
     def on_train_end(self) -> None:
-        """Compare the ranks once more: nothing may have been validated or saved."""
+        """Compare the ranks once more, because the run may not have validated or saved anything."""
         self._compare_ranks()
 
     def _compare_ranks(self) -> None:
@@ -344,23 +344,23 @@ class AMPStrategy(MeshStrategy):
     # --- a step ---
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """The module's training step."""
+        """Run the module's training step."""
         step = partial(super().training_step, *args, **kwargs)
         return step() if self._step is None else self._step.forward(step, args[0] if args else None)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Backward of the mean over the cells of all ranks; outside of a fit of the rank's own loss, as under ddp."""
+        """Differentiate the mean loss over the cells of all ranks; outside a fit the rank's own loss, as DDP does."""
         if self._step is None:
             self._shards.refuse_backward()
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         return self._step.backward(closure_loss, optimizer, *args, **kwargs)
 
     def gradient_norm(self) -> Tensor:
-        """Norm of all gradients while training, as clipping sees it; every rank calls it, for shards are summed."""
+        """Return the norm of all gradients in training, as used for clipping; all ranks must call it."""
         return self._shards.gradient_norm()
 
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """Leave gradients on their ranks, for accumulation; the next backward outside averages their sum."""
+        """Accumulate gradients without averaging; the next backward pass outside the context averages their sum."""
         return nullcontext() if self._step is None else self._step.unreduced()
 
     def optimizer_step(
@@ -370,7 +370,7 @@ class AMPStrategy(MeshStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step on averaged gradients; asked by SIGTERM to end once parameters may have changed, end after it."""
+        """Step on averaged gradients; a SIGTERM after parameters may have changed is raised at the end of the step."""
         plain = super().optimizer_step
 
         def step(closure: Callable[[], Any]) -> Any:
