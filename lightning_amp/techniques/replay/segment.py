@@ -137,6 +137,7 @@ class Operator:
     Attributes:
         at: Its place among all operators of the step.
         args, kwargs: With a StorageRef or an Outside in place of every tensor.
+        grad: Whether gradients were enabled, by which kernels of recurrent layers choose what they return.
         draws: Generators that it draws from, with their states.
         results: The storage of each result that the segment has made, None for others.
         reads, writes, makes: Numbers of storages.
@@ -146,6 +147,7 @@ class Operator:
     at: int
     args: Any
     kwargs: Any
+    grad: bool
     draws: list[tuple[torch.Generator, Tensor]]
     results: list[int | None]
     reads: frozenset[int]
@@ -319,7 +321,9 @@ class Segment:
         for generator, state in operator.draws:
             generator.set_state(state)
         try:
-            found = operator.func(*args, **kwargs)
+            # below autograd, so that no graph is made
+            with torch.set_grad_enabled(operator.grad):
+                found = operator.func(*args, **kwargs)
         finally:
             for (generator, _), state in zip(operator.draws, now, strict=True):
                 generator.set_state(state)
