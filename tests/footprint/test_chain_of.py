@@ -220,6 +220,17 @@ def test_what_cannot_run_twice_stays_and_says_why() -> None:
     assert chain.names == ("net.0", "net.4")
 
 
+def test_a_generator_of_a_block_stays_where_it_was_and_is_seen() -> None:
+    nasty.GENERATOR.manual_seed(7)
+    module = chained(nasty.OwnTorchGenerator(), nasty.MakesGenerator(), nasty.GlobalGenerator(), nasty.Plain())
+    before = [generator.get_state() for generator in (module.net[0].generator, nasty.GENERATOR)]
+    chain = chain_of(module, batch_of())
+    assert chain.names == ("net.1", "net.2", "net.3")
+    assert "'generator' holds, which cannot be put back" in chain.blocks[0].fixed
+    after = [generator.get_state() for generator in (module.net[0].generator, nasty.GENERATOR)]
+    assert all(map(torch.equal, before, after))
+
+
 WIDTH, BLOCKS = 6, 3
 NETS = tuple(f"net.{k}" for k in range(BLOCKS))
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_amp
+from lightning_amp._torch import FakeTensorMode
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.copies.as_before import apart
@@ -447,3 +448,15 @@ def test_gradients_keep_their_values() -> None:
     for parameter, gradient in zip(module.parameters(), kept, strict=True):
         assert parameter.grad is gradient
         assert gradient.eq(1).all()
+
+
+def test_an_optimizer_that_a_method_is_bound_to_has_the_parameters_of_the_copy() -> None:
+    module = pl.LightningModule()
+    module.layer = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(module.parameters())
+    # as LightningCLI sets `configure_optimizers` of the command line's optimizer
+    module.configure_optimizers = MethodType(partial(lambda self, made: made, made=optimizer), module)  # type: ignore[method-assign]
+    twin = copy_of(module, FakeTensorMode())
+    found: Any = twin.configure_optimizers()
+    assert [*map(id, found.param_groups[0]["params"])] == [*map(id, twin.parameters())]
+    assert [*map(id, optimizer.param_groups[0]["params"])] == [*map(id, module.parameters())]

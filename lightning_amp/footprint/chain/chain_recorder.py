@@ -7,7 +7,8 @@ held by Python until its last read by an operator of a forward pass.
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -89,6 +90,19 @@ class _KeptTensor:
     make: Callable[[], Tensor]
 
 
+@contextmanager
+def drawn_from(generators: Iterable[torch.Generator]) -> Iterator[None]:
+    """Change the state of generators for a block: operators on fake tensors draw no numbers, as real ones do."""
+    before = [(generator, generator.get_state()) for generator in generators]
+    try:
+        for generator, _ in before:
+            generator.manual_seed(generator.initial_seed() ^ 1)
+        yield
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
+
+
 class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
     """StepRecorder that also records block calls and the tensors that autograd saves.
 
@@ -140,6 +154,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self._within = False
         self._uses_before = 0
         self._given: list[Life] = []
+        self._generators: list[torch.Generator] = []
         self._saved = saved_tensors_hooks(self._keep, self._give)
 
     def __deepcopy__(self, _: dict[int, Any]) -> "ChainRecorder":
@@ -206,14 +221,15 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self._aside = True
         first = FirstPass(block, (args, kwargs), {})
         self._aside = False
-        self._open = len(self.calls)
+        self._open, self._generators = len(self.calls), []
         self.calls.append(call)
         try:
             result = forward(*args, **kwargs)
         finally:
             self._open = None
         call.end, call.last_order = len(self.work) - 1, autograd_order()
-        call.fixed = call.fixed or first.settle()
+        with drawn_from(self._generators):
+            call.fixed = call.fixed or first.settle()
         call.result, self._uses_before = likeness(result), len(self.uses)
         results = list(tensors_of(tree_leaves(result)))
         # for a wrapper subclass, the bytes of its shards
@@ -283,6 +299,8 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         # an operator that raised an error is in `work` too
         self.orders += [self._now.order] * (len(self.work) - len(self.orders))
         self.took += [0.0] * (len(self.work) - len(self.took))
+        if isinstance(generator := kwargs.get("generator"), torch.Generator):
+            self._generators.append(generator)
         moved = sum(t.nbytes for t in (*(t for t, _ in read), *made) if t.layout is torch.strided)
         self.took[-1] = times_now() * self._rates.seconds(func, args, kwargs, result, moved)
         if self._open is not None and self.work[-1][0] == FORWARD:

@@ -93,6 +93,9 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
                 vars(own)[key] = None
             elif type(value) is ReferenceType and isinstance(value(), nn.Module):
                 vars(own)[key] = ref(memo.get(id(value()), value()))
+            elif isinstance(value, MethodType) and isinstance(value.__func__, partial):
+                # LightningCLI's `configure_optimizers` holds an optimizer of the original's parameters
+                vars(own)[key] = MethodType(_copied(value.__func__, memo=memo, own=set()), value.__self__)
             elif isinstance(value, MethodType) and id(value.__func__) in memo:
                 vars(own)[key] = MethodType(memo[id(value.__func__)], value.__self__)
         if getattr(fake, "valid", False) and isinstance(own, Metric | MetricCollection):

@@ -135,6 +135,7 @@ class Operator:
     Attributes:
         at: Place among all operators of the step.
         args, kwargs: Arguments, with a StorageRef or an Outside in place of every tensor.
+        grad: Whether gradients were enabled; kernels of recurrent layers return other results then.
         draws: Generators that it draws from, with their states.
         results: Index of the storage of each result made in the segment; None for others.
         reads, writes, makes: Indices of storages.
@@ -144,6 +145,7 @@ class Operator:
     at: int
     args: Any
     kwargs: Any
+    grad: bool
     draws: list[tuple[torch.Generator, Tensor]]
     results: list[int | None]
     reads: frozenset[int]
@@ -317,7 +319,9 @@ class Segment:
         for generator, state in operator.draws:
             generator.set_state(state)
         try:
-            found = operator.func(*args, **kwargs)
+            # below autograd, so that no graph is made
+            with torch.set_grad_enabled(operator.grad):
+                found = operator.func(*args, **kwargs)
         finally:
             for (generator, _), state in zip(operator.draws, now, strict=True):
                 generator.set_state(state)

@@ -214,6 +214,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     at=self.at,
                     args=kept_args,
                     kwargs=kept_kwargs,
+                    grad=torch.is_grad_enabled(),
                     draws=draws,
                     results=results,
                     reads=frozenset(own),

@@ -253,6 +253,23 @@ class OwnRandomState(OwnGenerator):
         return Plain.forward(self, x) * float(self.generator.rand())
 
 
+class OwnTorchGenerator(OwnGenerator):
+    """Draws nothing on fake tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator: Any = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Plain.forward(self, x) * torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+
+
+class MakesGenerator(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = torch.rand(x.shape, generator=torch.Generator().manual_seed(3), dtype=x.dtype)
+        return super().forward(x) * drawn
+
+
 class ChangesParameter(Plain):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():

@@ -116,6 +116,20 @@ def recurrent() -> tuple[Any, ...]:
     return step, [*lstm.parameters(), *cell.parameters()]
 
 
+@case
+def recurrent_by_the_kernel_of_a_processor() -> tuple[Any, ...]:
+    """In float32, whose kernel returns a workspace only where gradients are enabled."""
+    lstm = nn.LSTM(8, 8)
+
+    def step() -> Tensor:
+        h = lstm(rows(5, 3, 8).float())[0]
+        with torch.no_grad():
+            target = lstm(h)[0] * 2
+        return (lstm(h)[0] - target).square().sum()
+
+    return step, [*lstm.parameters()]
+
+
 class Exponential(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
