@@ -135,7 +135,7 @@ class Messages:
     def refuse_written(self) -> None:
         """Raise an InstallError if the forward pass has written into one of received tensors that shared memory.
 
-        On the sender, one was a view of the other, or both were one tensor, so a write would change both. Here it does not.
+        On the sender, one was a view of the other, or both were one tensor, so a write changed both. Here it does not.
         """
         shared, self._shared = self._shared, []
         for value, version in shared:
@@ -164,8 +164,8 @@ class Messages:
                 continue
             grad = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device) if i else there
             self._receive(grad, stage + 1, self._tag(self._stages + stage + 1, micro_batch, i))
-            # Received in any case: otherwise the next step, which has the same tag, would receive this message. A result
-            # that needs no gradient here (blocks under no_grad) was a leaf with a gradient on the receiver.
+            # Received in any case: otherwise the next step, which has the same tag, would receive this message. A
+            # result that needs no gradient here (blocks under no_grad) was a leaf with a gradient on the receiver.
             if i and tensor.requires_grad:
                 outputs.append(tensor)
                 grads.append(grad)
