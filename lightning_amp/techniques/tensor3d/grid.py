@@ -42,7 +42,7 @@ class Grid:
     def dry(
         sizes: tuple[int, int, int], *, ranks: tuple[int, int, int] = (0, 0, 0), copies: int = 1, sent: Any = None
     ) -> "Grid":
-        """Make a grid for a dry run of one rank, given its place on each axis; collectives are only recorded in `sent`."""
+        """Make a grid for a dry run of one rank, given its place on each axis; `sent` records the collectives."""
         x, y, z = (
             MeshAxis(name, n, rank, None, "gather", sent) for name, n, rank in zip(AXES, sizes, ranks, strict=True)
         )

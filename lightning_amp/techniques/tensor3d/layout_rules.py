@@ -110,7 +110,7 @@ def _convolution(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, foun
 def _in_groups(
     planner: LayoutPlanner, why: str, x: Tensor, weight: Tensor, bias: Any, groups: int, found: Tensor
 ) -> Grids:
-    """Keep the channels of a group on one rank; the weight is split by groups, over the axis of the input's channels."""
+    """Keep the channels of a group on one rank; the weight is split by groups, over the axis of the channels."""
     view, grids = planner.open_view(weight), Grids()
     axes = [axis for axis in planner.axes if groups >= planner.atoms.sizes[axis]]
     split = [axis for axis in axes if (grid := planner.grids(x).get(axis)) is not None and grid.shape[1] > 1]
