@@ -177,7 +177,7 @@ class FullySharded(Units):
                 parameter.shard.grad = whole.grad
 
     def after_update(self) -> None:
-        """Gather the root's parameters again, in a step with manual optimisation whose optimiser has changed the rows."""
+        """Gather the root's parameters again, if a step with manual optimisation has changed the rows."""
         if self._depth:
             self.on_rows(lambda: None)
 
