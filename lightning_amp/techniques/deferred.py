@@ -39,10 +39,7 @@ def check_deferred(module: nn.Module) -> None:
 
 
 def without_memory(module: nn.Module, device: torch.device) -> None:
-    """Replace parameters on "meta" by expanded nan scalars on a device; tied parameters stay tied.
-
-    Buffers on "meta" become zeros, and other buffers are moved to the device.
-    """
+    """Replace parameters on "meta" by expanded nan scalars on a device, and buffers by zeros; tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
     for child in module.modules():
         for name, old in child._parameters.items():

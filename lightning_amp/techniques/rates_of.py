@@ -7,10 +7,9 @@ from lightning_amp.costs.device_rates import CPU_CORE, Rates, nearest_rates, pro
 
 
 def rates_of(device: torch.device, precision: str = "32-true") -> tuple[Rates, str]:
-    """Return the rates of a device, and a sentence that names the device they were taken from if this one is unknown.
+    """Return the rates of a device (of one core of a CPU), and a sentence that names their source if it is unknown.
 
     Args:
-        device: For a CPU, the rates are those of one core.
         precision: As in a Trainer; it determines the dtype of matrix products.
     """
     if device.type != "cuda":

@@ -69,6 +69,7 @@ def likelihood_problem(leaf: nn.Module, ours: nn.Module, *, whole: Whole) -> str
         parameters.bind(*ARGUMENTS)
     except TypeError:
         return f"takes {list(parameters.parameters)!r}, where counts with many zeros have {list(ARGUMENTS)!r}"
+    # tables have one row for all cells, or one for each cell
     for checked, one, rows in product((False, True), EXAMPLES, (1, CELLS)):
         example = partial(_values, example=one, rows=rows, whole=whole[checked])
         with checking_values(checked):

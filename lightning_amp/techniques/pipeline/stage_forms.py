@@ -262,6 +262,7 @@ def _choice(pipeline: Pipeline, rank: int, levels: Levels, again: Sequence[int],
     if least is None or least.over:
         # if the least budget is too large, larger ones are not tried
         return best if least is None or best.over <= least.over else least
+    # from the largest budget down: smaller budgets take longer, so the search stops at the first that is not faster
     for level in reversed(range(1, len(levels))):
         found = tried(level, None if best.over else best.seconds)
         if found is None:

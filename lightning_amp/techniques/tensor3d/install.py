@@ -119,7 +119,6 @@ class _Unhooked(TorchFunctionMode):
     """Ignore registrations of hooks on tensors, because nothing is differentiated in this pass."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, unless it registers a hook."""
         if func in (Tensor.register_hook, Tensor.retain_grad):
             return RemovableHandle(OrderedDict())
         if in_transform() and any(isinstance(t, nn.Parameter) for t in tensors_in((args, kwargs))):

@@ -76,7 +76,6 @@ class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.views[parameter] = View(self.placed[name], list(range(parameter.dim())))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute an operator, and propagate grids to its results."""
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
         given = tensors_in((args, kwargs))

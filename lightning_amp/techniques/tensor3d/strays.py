@@ -111,7 +111,6 @@ class StrayReads(TorchFunctionMode):
         self._names = {id(one.parameter): one.name for one in parameters}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Check the arguments, and call the function."""
         for tensor in tensors_in((args, kwargs or {})):
             name, called = self._names.get(id(tensor)), getattr(func, "__name__", "")
             attribute = getattr(func.__self__, "__name__", "") if called in ("__get__", "__set__") else None

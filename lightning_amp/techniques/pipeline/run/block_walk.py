@@ -91,11 +91,10 @@ class BlockWalk:
         self.random_state_before = self.random_state_after = torch.empty(0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockWalk":
-        """Copy without the state of a pass."""
+        # the copy is in no pass
         return type(self)(self.name, self.blocks)
 
     def __reduce__(self) -> Any:
-        """Pickle without the state of a pass."""
         return type(self), (self.name, self.blocks)
 
     def run(

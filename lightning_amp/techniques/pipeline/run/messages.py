@@ -53,6 +53,7 @@ def go_on_with(packed: Tensor) -> None:
     """Set the random state to a result of `packed_draws`, which may come from another rank."""
     n = len(torch.get_rng_state())
     torch.set_rng_state(packed[:n].clone())
+    # as `packed_draws` has joined them: words, keys, then 4 int64 and 2 float64 (48 bytes)
     rest = packed[n:].numpy().tobytes()
     floats, numbers = np.frombuffer(rest[-16:], np.float64), np.frombuffer(rest[-48:-16], np.int64)
     words = np.frombuffer(rest[:-48], np.uint32)

@@ -197,6 +197,7 @@ def gpipe_seconds(times: LayerTimes, ends: Sequence[int], speeds: Sequence[float
         for table, stages, layers in ((times.send_forward, used[:-1], cuts - 1), (times.send_backward, used[1:], cuts))
     )
     slowest = np.maximum(forward.max(1), on.max(1, initial=0)) + np.maximum(backward.max(1), back.max(1, initial=0))
+    # the first micro-batch passes all stages; each further one takes the time of the slowest
     once = sum(part.sum(1) for part in (forward, backward, on, back))
     seconds: NDArray[np.float64] = once + (np.array(times.counts) - 1) * slowest + times.after
     return seconds

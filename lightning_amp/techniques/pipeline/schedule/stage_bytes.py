@@ -203,7 +203,6 @@ class _StageWalk:
         self._rest_done = False
 
     def forward(self, stage: int) -> None:
-        """Account for a forward pass."""
         own = self._stages(stage)
         self._reach(own.forward)
         self._now += own.kept
@@ -212,7 +211,6 @@ class _StageWalk:
             self._sent += DRAWS + PRINT
 
     def backward(self, stage: int) -> None:
-        """Account for a backward pass."""
         if stage == self._last and self._pipeline.at_once and not self._rest_done:
             self._rest()
         own = self._stages(stage)
@@ -245,7 +243,6 @@ class _StageWalk:
         self._now += rest.gradients + rest.inputs + rest.returned
 
     def after(self) -> None:
-        """Account for what follows the passes of a step."""
         pipeline, whole = self._pipeline, self._pipeline.whole
         # sent tensors are kept until `Messages.wait`, after the last pass, even if they arrived earlier
         self._now -= self._sent

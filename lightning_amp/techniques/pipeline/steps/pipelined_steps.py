@@ -358,7 +358,7 @@ def install(
 
 
 def within(call: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
-    """Wrap a call in a context that is created anew for every call."""
+    """Wrap a call in a context that is created for each call."""
 
     def called(*args: Any) -> Any:
         with context():
