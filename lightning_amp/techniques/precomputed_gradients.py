@@ -36,9 +36,8 @@ def with_gradients(compute: Compute, inputs: Sequence[Tensor], *, home: Iterable
     """Return the total that `compute` returns, as a function of the inputs.
 
     Args:
-        compute: Function that takes one bool per input (whether it needs a gradient), and returns the detached total
-            and the gradients of all inputs: None for inputs that need none or are not used. Called once, with
-            gradients enabled.
+        compute: Function from one bool per input (whether it needs a gradient) to the detached total and the gradients
+            of all inputs: None for inputs that need none or are not used. Called once, with gradients enabled.
         inputs: Tensors to differentiate with respect to.
         home: Inputs that are used on their own side of a region that ranks share; ranks/sharded_region.py reads this.
 

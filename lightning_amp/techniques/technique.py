@@ -94,8 +94,7 @@ class Technique:
         unsuited: (shape of the model, strategies of the plan) -> why it cannot be in the plan, or "".
         settle: (spec, shape of the model, ranks of the model axis) -> the spec with fields that depend on these.
         option_names: Options of AMPStrategy that configure it.
-        options: (spec, request) -> the spec with these options, and whether they determine it fully. May raise
-            PlanError.
+        options: (spec, request) -> the spec with these, and whether they determine it fully. May raise PlanError.
         contradictions: (specs of its rules, ranks that average gradients) -> one sentence for each contradiction.
         remark: (requested spec, whether the device is not the host's CPU) -> what users should know, or "".
         split_parameters: For a technique that shards parameters over the data axis, without `steps`:

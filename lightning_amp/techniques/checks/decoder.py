@@ -1,15 +1,13 @@
 """Check that the parts of a decoder compute what techniques require: its child `walk`, and a stratum's `decode`.
 
-S4 and S5 replace or shard what `decode` computes, stream and strata replace the loop over strata; recompute relies
-on it.
+S4 and S5 replace or shard `decode`, stream and strata replace the loop over strata, on which recompute relies.
 
     decode(u, key, feature_anchor)                         (u key^T)[:, feature_anchor]
     walk(strata, u, v, log_weights, own=..., **cells)      negative log-likelihood of the strata `own`, all if None
     stratum.arguments(k, log_weights, **cells)             arguments of a stratum in addition to v and u
     stratum.spine(v)                                       only v for the next stratum
 
-Known limit: `decode` is tested on a few scores of both signs, from 1e-6 to 1e5; differences for others are not
-detected.
+Known limit: `decode` is tested only on a few scores of both signs, from 1e-6 to 1e5.
 """
 
 from functools import partial
@@ -33,8 +31,7 @@ def decode_problem(decode: nn.Module) -> str:
     key, feature_anchor = torch.arange(10.0).view(5, 2), torch.tensor([3, 0, 3, 1])
 
     def run(decode: nn.Module, u: Tensor) -> dict[str, Tensor]:
-        # S5 sums results of the ranks' channels: a decode that is not linear in the channels is right for all of them
-        # only
+        # S5 sums results of the ranks' channels: a decode that is not linear is right for all channels only
         parts = [decode(u[:, part], key[:, part], feature_anchor) for part in (slice(0, 1), slice(1, 2))]
         return {"": decode(u, key, feature_anchor), "the sum over channels": parts[0] + parts[1]}
 

@@ -5,8 +5,7 @@ scale single numbers, must satisfy
 
     forward(v)[part] = forward(v[part])      and the same for spine, if there is one
 
-Then only the children mix channels or rows, and the technique knows those. Keys of any class that follow protocol.py
-pass.
+Then only the children mix channels or rows, and the technique knows those. Keys that follow protocol.py pass.
 
 The form of an attention key (stratum_keys.py) is detected in the same way. Attention reaches the neighbouring buckets
 of anchors, or all anchors:
@@ -14,8 +13,7 @@ of anchors, or all anchors:
     declared     the attention, or a module inside it, has `reach`, "local" or "full"
     detected     it has the methods of bucketed attention; or it computes full attention on an example
 
-Known limits: differences for other numbers than those of the example (normal, N(0, 1)), or in gradients only, are not
-detected.
+Known limits: not detected are differences in gradients only, or for other numbers than those of the example, N(0, 1).
 Legend: anchor (N), dim (D).
 """
 

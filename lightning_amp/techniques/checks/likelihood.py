@@ -2,8 +2,7 @@
 
 The likelihood, called as leaf(x, log_mu, log_theta, zi_logits), and ours are compared on two examples in float64: one
 with usual numbers, and one with extreme numbers of training, where clamps, and constants added to a mean, show. Two
-settings are determined by tests: the constant that is added to the probability of a zero, and which counts raise an
-error.
+settings are measured: the constant that is added to the probability of a zero, and which counts raise an error.
 
 Torch's distributions validate their arguments by default. Any import may turn that off for the whole process;
 `torch.compile` does when it is first used. The result must not depend on that, so both cases are tested.

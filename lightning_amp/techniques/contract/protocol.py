@@ -2,8 +2,7 @@
 
 Modules need not inherit from these classes. If a decoder replaces a user's module, the module keeps its parameters,
 names and children, and its `forward` is set on the instance to a `StandIn`. Techniques change the decoder behind it:
-names in rules below the module's name refer to children of the decoder (`decoders.hic.strata.3.key.attention`), not to
-children of the module.
+names in rules below the module's name mean children of the decoder (`decoders.hic.strata.3.key.attention`) only.
 
 Legend: cell, anchor (N), dim (D), row (anchors of a run of buckets), feature (F_k of one stratum),
 own_feature and own_vertex (features and vertices that a rank holds).
@@ -165,8 +164,7 @@ anchors), which checks/key.py tests with probe inputs:
 where ff returns 2 D channels, split in two halves of D that are combined channel by channel (GEGLU)."""
 
 CONVOLUTION_KEY = ("pairs", "activation")
-"""Children of a convolution key: a depthwise convolution over the anchors, and an elementwise function; checks/key.py
-tests that too."""
+"""Children of a convolution key: a depthwise convolution over anchors, and an elementwise function; tested likewise."""
 
 
 def is_decomposed(module: object) -> TypeGuard[DecomposedDecoder]:

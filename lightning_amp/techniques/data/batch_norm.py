@@ -101,8 +101,8 @@ def statistics_bytes(module: nn.Module) -> int:
     For one layer in its backward pass, per channel: 6 numbers (2 of `sums`, their averages, `rstd`, `weight` if its
     dtype is shorter) and 2 gradients.
 
-    Known limit: the correction that is subtracted from dx, as large as the layer's input, is not counted. The backward
-    pass of an activation has usually freed as much just before.
+    Known limit: the correction that is subtracted from dx, as large as the layer's input, is not counted. Other
+    temporaries of that moment replace memory that an activation's backward pass has just freed.
     """
     layers = [layer for layer in module.modules() if is_local(layer)]
     widths = [layer.num_features for layer in layers if isinstance(layer.num_features, int)]

@@ -120,8 +120,7 @@ class _FsdpWalk:
         whole = sum(unit.whole_bytes() for unit in units)
         self._buffers = profile.timeline[0].by_kind[PARAMETERS] - whole
         self._rows = 0 if offload else sum(self._padded.values()) // ranks
-        # rows of state and of old gradients are padded like those that are sent: as a share of the bytes of both on one
-        # device
+        # rows of state and old gradients are padded like those that are sent: as a share of both on one device
         self._part = 0.0 if offload else sum(self._sent.values()) / ranks / max(1, sum(self._whole.values()))
         # scalars such as the number of steps, which are not sharded
         self._numbers = sum(t.n_bytes for t in profile.tensors if t.kind == STATE and not t.shape)

@@ -3,8 +3,7 @@
 A unit has the parameters of a block, the root all others. A block is a unit if nothing else uses its parameters:
 tied parameters (embedding and head) would have to be gathered for both, so such a block belongs to the root, which is
 gathered for the full step. The same holds for a block inside another one, and for a block whose parameters a step
-reads without calling it. Parameters of 0 dimensions cannot be sharded; they stay replicated, and are averaged as under
-S1.
+reads without calling it. Parameters of 0 dimensions cannot be sharded; they are replicated, and averaged as under S1.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -8,8 +8,7 @@ write a placeholder into a tensor with values, or if its result or control flow 
 Once a rank's blocks run, the mode is off, because it costs time in every operator. Then torch raises an error if
 placeholders and values are mixed, and so do absent parameters.
 
-A placeholder reports the device of the run, so that tensors created from it (`torch.arange(n, device=x.device)`) have
-values.
+A placeholder reports the run's device, so that tensors created on it (`torch.arange(n, device=x.device)`) have values.
 
 An absent parameter is one that another rank holds. A plain tensor on the device "meta" is not enough: torch returns
 meaningless numbers for `x @ meta`, and ignores in-place additions (`loss += meta`). So every operator that reads an
@@ -111,8 +110,7 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode in which operators that read a tensor without values return placeholders.
 
     A draw without values does not advance this rank's random state, and a draw in a block of another rank happens here
-    only the first time. From then on the random state differs from that of other ranks, so later draws of the step
-    return placeholders too.
+    only the first time. After that the random state differs between ranks, so later draws return placeholders too.
 
     Args:
         device: Device of the run, which placeholders report.

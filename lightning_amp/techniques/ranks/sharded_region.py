@@ -23,14 +23,12 @@ are replicated, and each rank computes a partial gradient: these need one sum (`
 
 If the loss also reads a partial or sharded parameter outside (a penalty on weights, a table tied to another layer), it
 would count once per rank, or only a shard would be read. If it reads a replicated parameter inside (a learned library
-size), its gradient would be partial. Both would train wrongly without an error, so both raise one, before any gradient
-is accumulated.
+size), its gradient would be partial. Both would train wrongly, so both raise an error before gradients are changed.
 
 The autograd graph is walked from the loss to the leaves. A node with the attribute `behind` (`ctx.behind` in the
 forward of an autograd.Function) declares on which side its inputs were computed. The attribute `home` has the ids of
 parameters that a node reads on their right side: streamed strata are one node, part of which may be inside. The walk
-needs no collectives and no synchronization with the device; it takes some 1.5 us per node, and a small step has
-thousands.
+needs no collective and no device synchronization; it takes some 1.5 us per node, and a small step has thousands.
 
 Known limits: parameters behind a reentrant checkpoint are not detected, and neither are gradients that the strategy
 does not compute (`loss.backward()`, `torch.autograd.grad`).

@@ -8,8 +8,7 @@ the layout of the layer's input (AxoNN, Section III):
     input features split over an axis    the axis splits the input features of the weight, which are summed
     input not split over an axis         the axis splits the outputs; for two such axes, x splits the input features
 
-so that layers alternate. Operators without a rule count as gathered: a bad plan costs communication, and never makes a
-result wrong.
+so that layers alternate. Operators without a rule count as gathered: a bad plan costs communication, never exactness.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

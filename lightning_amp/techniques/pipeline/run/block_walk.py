@@ -7,8 +7,7 @@
 
 Code between two blocks thus runs on the later block's rank. Only the result of the block before the cut is sent to the
 next stage. If a block of the stage reads another result of earlier blocks, or if a step calls a block twice, out of
-order, or not at all, an error is raised. An attribute that a block of another rank sets is a placeholder during the
-step.
+order, or not at all, an error is raised. Attributes that blocks of other ranks set are placeholders during the step.
 """
 
 import sys

@@ -3,8 +3,7 @@
     loss of the batch = sum over micro-batches of weight_j loss_j           weight_j = samples of j / samples
 
 Gradients are accumulated in `.grad`. If all forward passes precede the first backward pass, what follows the blocks can
-run once for the full batch (`Rest`), from the blocks' results for the micro-batches. Then the loss may be any function
-of the batch.
+run once for the full batch (`Rest`), from the blocks' results for all micro-batches: any loss of the batch is exact.
 
 Random numbers: every micro-batch begins with a separate seed, and every stage continues with the random state of the
 stage before (messages.py). So they equal those of one process that sets the seed before every micro-batch.

@@ -22,11 +22,9 @@ With equal links a stage that takes more layers is never worse (costs/ordered_ru
 end may send less. So a partial cut (n stages that hold the first e layers) is extended in every way. The search always
 extends the partial cut with the least bound, and the first one that holds all layers is an optimum. For the remaining
 layers, the bound counts the least sum, the least maximum forward and backward, and the least maximum of both together,
-each computed separately. Of partial cuts at the same (n, e), one that is no better than another in f, b and sum is
-dropped.
+each computed separately. A partial cut is dropped if another one at the same (n, e) is as good in f, b and sum.
 
-Every stage has a layer, because an idle device would join two links. Times are whole numbers, so that rounding does not
-matter.
+Every stage has a layer, because an idle device would join two links. Times are whole numbers, without rounding.
 """
 
 from collections import defaultdict, deque

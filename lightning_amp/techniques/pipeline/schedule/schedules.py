@@ -194,8 +194,7 @@ class PassTimes:
 
     Attributes:
         passes: Begin and end of every pass, in seconds of the clock, in their order.
-        rest_seconds: Time of what follows the blocks, for the whole batch; it is part of the last stage's first
-            backward pass.
+        rest_seconds: Time of what follows the blocks (whole batch), in the last stage's first backward pass.
     """
 
     def __init__(self) -> None:

@@ -316,8 +316,7 @@ def layer_bytes(part: Passes, orders: Sequence[Order], stages: int, *, at_once: 
 def filled(ends: tuple[int, ...], stages: int, seconds: Any, speeds: tuple[float, ...]) -> tuple[int, ...]:
     """Extend a cut to the required number of stages, each with a block.
 
-    Without speeds, the longest stages with several blocks are split. With speeds, a rank that would best be idle gets a
-    block of its neighbour.
+    Without speeds, the longest stages are split. With speeds, a rank without blocks gets one of its neighbour.
 
     Args:
         ends: One past the last block of every stage.

@@ -24,8 +24,7 @@ A step with manual optimisation is treated as one that returns its loss, until i
 Validation, test and prediction run the full batch as one micro-batch.
 
 Known limits. Not detected are: a loss with the right value and a wrong gradient (such as x / x.detach()); samples that
-start to depend on each other after the first step; and weights that differ by less than the rounding of half precision
-parameters.
+start to depend on each other after the first step; weights that differ by less than half precision parameters round.
 """
 
 import hashlib
@@ -160,9 +159,8 @@ class PipelinedSteps:
             if at_once
             else None,
         )
-        # Passes accumulate into `.grad`, which may hold gradients of earlier batches. These are set aside and restored,
-        # and the backward pass of the returned loss adds the new ones: so the Trainer's scaling applies to the new ones
-        # only.
+        # Passes accumulate into `.grad`, which may hold gradients of earlier batches. These are set aside and restored;
+        # the backward pass of the returned loss adds the new ones, so that the Trainer scales only these.
         with self._gradients_aside() as parameters:
             again = batch if n * self._spec.stages_per_rank > 1 else None
             with self._same_tensors(record, again, values=self._looks > 0):
@@ -346,8 +344,7 @@ def install(
         overridden: Name, module and override of all modules with an overridden forward.
         spec: Spec of the plan.
         mesh: With the axes "data" and "model".
-        parameters_of: (module, [(block, rank of the model axis)], mesh) -> the parameters; it frees those of other
-            ranks.
+        parameters_of: (module, [(block, model rank)], mesh) -> the parameters; frees those of other ranks.
     """
     calls = [(fqn, block, run) for fqn, block, run in overridden if isinstance(run, StageBlock)]
     stages = Stages(calls[0][2].walk, spans(map(int, spec.ends.split(","))), mesh["model"], module.device)

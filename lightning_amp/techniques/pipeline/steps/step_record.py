@@ -6,8 +6,7 @@ in the same order. If a micro-batch logs or updates something that the run of th
 for example), it would be lost, and an error is raised.
 
 Known limits: all states of a metric are sent after every step that updates it. A metric with list states that a step
-updates and resets has its old state, and raises the same error. A logger that a step calls directly is called on the
-last stage's rank only.
+updates and resets has its old state, and raises the same error. Direct calls of a logger run on the last stage only.
 """
 
 import io
