@@ -80,6 +80,7 @@ def refuse(module: nn.Module, units: Mapping[str, nn.Module], *, by_hand: bool =
     for fqn, unit in (*units.items(), ("", module)):
         own = [p for p in unit.parameters() if id(p) not in taken and p.dim()]
         taken |= {id(p) for p in own}
+        # torch reduces all gradients of a unit in one buffer
         dtypes = {str(p.dtype).removeprefix("torch.") for p in own if p.requires_grad}
         if len(dtypes) > 1:
             where = f"of the block {fqn!r}" if fqn else "outside of blocks"

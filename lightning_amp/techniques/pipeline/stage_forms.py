@@ -14,8 +14,7 @@ all blocks in chunks. A rank's bytes depend on its segments only, so every rank 
                  if the rank fits without chunks
 
 Known limits: the second forward pass is counted to its end, although it stops after the last tensor that is needed.
-Blocks are chosen in a fixed order, which need not give the best set. On a rank all blocks that support chunks run in
-chunks, or none.
+Blocks are chosen in a fixed order, which need not be optimal. On a rank all blocks that can run in chunks, or none, do.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -113,9 +112,8 @@ def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
         seconds[start : start + end - begin] = passes.seconds[begin:end]
         own = _made_by(passes, i)
         of_own = (uses[:, 1] == i) & own[uses[:, 0]]
-        # A storage of the second pass lives as in the first one, or until the backward pass has read it. If the
-        # first pass leaves it beyond its end, as the block's result, the second one frees its copy at once: no later
-        # operator reads it.
+        # A storage of the second pass lives as in the first one, or until the backward pass has read it. The copy of
+        # the block's result, which outlives the first pass, is freed at once, because no operator reads it.
         until = start - begin + np.minimum(passes.held, end - 1)
         np.maximum.at(until, uses[of_own, 0], uses[of_own, 2])
         births.append(start - begin + passes.birth[own])
@@ -289,6 +287,7 @@ def _tried(
     if isinstance(part, str) or (seconds is not None and _seconds_of(part, runs) >= seconds):
         return None
     line = replace(pipeline, part=part)
+    # chunks come first: blocks are recomputed only for the bytes that are still over the budget
     blocks = _fewest_of(line, rank, again, budget)
     line = replace(line, part=computed_again(part, blocks))
     own = {name for start, end in runs for name in names[start:end]}

@@ -279,6 +279,7 @@ def _cat(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Tenso
         labels: Labels = [d for d in range(found.dim()) if d != dim]
         return planner.combine("stack", tensors, [labels] * len(tensors), list(range(found.dim())))
     grids = [planner.grids(t) for t in tensors]
+    # every entry keeps its atom, and so its rank
     joined = Grids()
     for axis in planner.axes:
         own = [one.get(axis) for one in grids]

@@ -87,6 +87,7 @@ def schedule(name: str, devices: int, micro_batches: int, *, stages_per_device: 
             f"schedule={name!r} got {stages_per_device!r} stages on a device, and has one: choose"
             " schedule='interleaved', or as many stages as devices"
         )
+    # forward passes before the first backward pass
     first = [micro_batches if name == "gpipe" else devices - device for device in range(devices)]
     return tuple(_one_stage(device, min(n, micro_batches), micro_batches) for device, n in enumerate(first))
 

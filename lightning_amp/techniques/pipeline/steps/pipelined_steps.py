@@ -224,6 +224,7 @@ class PipelinedSteps:
         """
         of_metrics = {id(b) for m in self._module.modules() if isinstance(m, Metric) for b in m.buffers()}
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        # versions count in-place writes, except those through `.data`, which digests of the values show
         before = [(n, t, t._version) for n, t in named if id(t) not in of_metrics and not t.is_inference()]
         sums = {n: digests(t) for n, t in named if values and id(t) not in of_metrics}
         kept = self._kept_buffers()

@@ -201,6 +201,7 @@ class SampleCheck:
         """
         first, second, same = alike(batch, sizes[0], sum(sizes))
         results, left = [], []
+        # one seed for both: equal samples then draw equal numbers, and must have equal results
         for own in (first, second):
             work = Work(step=partial(lambda batch, _: step(batch), own), seeds=[seed])
             results.append(self._stages.run(self._stages.forward_only, work).results[0])
