@@ -1,4 +1,4 @@
-"""Define a parameter whose entries are distributed over a grid of ranks: a flat run of each rank's entries.
+"""Define a parameter that is sharded over a grid of ranks: each rank holds a flat run of its entries.
 
     shard        the entries along dims that are split over x and y; of these a run, cut over the axes that split no dim
     gathered     the runs of those axes, when a layer reads the parameter; the backward pass gathers them again
