@@ -22,7 +22,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Parts(Protocol):
-    """How a tensor is sharded over a mesh axis."""
+    """Sharding of a tensor over a mesh axis."""
 
     @property
     def mesh(self) -> DeviceMesh:
