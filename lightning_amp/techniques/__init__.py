@@ -1,1 +1,1 @@
-"""Techniques, one folder each: what a plan says of it, its prediction, its installation and its modules."""
+"""Techniques, one folder each: spec in a plan, prediction, install function and modules."""

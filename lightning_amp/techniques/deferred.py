@@ -1,7 +1,7 @@
-"""Initialise modules that are on the device "meta", one at a time, when their parameters are split.
+"""Detect, check and materialize modules with parameters on the device "meta", before their parameters are sharded.
 
-Modules follow each other as `module.modules()` has them, and draw from torch's generator, which all ranks share: the
-values are those of one process that calls `to_empty`, and then `reset_parameters` of each module in this order.
+The modules are initialized one at a time, in the order of `module.modules()`, with torch's generator, which all ranks
+share. The values equal those of one process that calls `to_empty` and then `reset_parameters` of each module.
 """
 
 import torch
@@ -10,18 +10,18 @@ from torch import nn
 from lightning_amp.errors import ModelError
 
 DROPPED = "_amp_dropped"
-"""Mark of a whole parameter without its values."""
+"""Attribute that marks a full parameter whose values were dropped."""
 DEFERRED = "_amp_deferred"
-"""Mark of a module whose own parameters and buffers have no values yet."""
+"""Attribute that marks a module whose direct parameters and buffers have no values yet."""
 
 
 def is_deferred(module: nn.Module) -> bool:
-    """Whether a module has parameters on "meta", or such that a fit has left without values."""
+    """Whether a module has parameters on "meta", or parameters whose values an earlier fit has dropped."""
     return any(p.is_meta or DROPPED in vars(p) for p in module.parameters())
 
 
 def check_deferred(module: nn.Module) -> None:
-    """Refuse, with a ModelError, a module of which a part has values, or one that cannot give them to itself."""
+    """Raise a ModelError if only some parameters have values, or if a module on "meta" has no `reset_parameters`."""
     without = {name: p.is_meta or DROPPED in vars(p) for name, p in module.named_parameters()}
     if not all(without.values()):
         one, other = (next(name for name, value in without.items() if value == kind) for kind in (True, False))
@@ -39,7 +39,7 @@ def check_deferred(module: nn.Module) -> None:
 
 
 def without_memory(module: nn.Module, device: torch.device) -> None:
-    """Put parameters without memory on a device in the place of those on "meta"; what is shared stays shared."""
+    """Replace parameters on "meta" by expanded nan scalars on a device, and buffers by zeros; tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
     for child in module.modules():
         for name, old in child._parameters.items():

@@ -1,17 +1,17 @@
-"""Define a scalar whose gradients are computed together with it, so that only they are kept for the backward pass.
+"""Compute a scalar together with its gradients in the forward pass, and keep only the gradients for the backward pass.
 
     forward     total, and d total / d input for every input that needs it
     backward    these gradients, times the gradient of the total
 
-The gradients are handed out once and scaled in place: a second backward pass is refused, and so is a second derivative.
-So is the backward pass of anything else that was made of what is computed inside (`leaf`).
+The backward pass scales the gradients in place and returns them once. A second backward pass and a second derivative
+raise an error. So does a backward pass that starts from another result of the inner computation (`leaf`).
 
-Known limits: torch.autograd.grad does not run that check, and omits what such a term adds to the gradients; where the
-term starts from something in between, not from a leaf, torch refuses it ("a second time").
+Known limits: torch.autograd.grad does not run the check of `leaf`, so the gradient of such a term is omitted. Where the
+term depends on an intermediate result instead of a leaf, torch raises its error about a "second time".
 
 `call_with` calls a module with other tensors in place of its parameters and buffers. A tied tensor is replaced under
-each of its names; a module that is a child in two places counts once. torch.func.functional_call goes
-by all names of such a child, and leaves the other tensors in it when it is done.
+each of its names; a module that is a child in two places counts once. torch.func.functional_call replaces the tensors
+of such a child under all its names, and does not restore them.
 """
 
 from collections import defaultdict
@@ -33,12 +33,12 @@ Compute = Callable[[Sequence[bool]], tuple[Tensor, Gradients]]
 
 
 def with_gradients(compute: Compute, inputs: Sequence[Tensor], *, home: Iterable[Tensor] = ()) -> Scalar:
-    """The total that `compute` returns, as a function of the inputs.
+    """Return the total that `compute` returns, as a function of the inputs.
 
     Args:
-        compute: Which inputs need gradients -> the total, detached, and the gradients of all inputs, None for those
-            that need none or are not used. Called once, with gradients enabled.
-        inputs: What the gradients are of.
+        compute: Function from one bool per input (whether it needs a gradient) to the detached total and the gradients
+            of all inputs: None for inputs that need none or are not used. Called once, with gradients enabled.
+        inputs: Tensors to differentiate with respect to.
         home: Inputs that are used on their own side of a region that ranks share; ranks/sharded_region.py reads this.
 
     Raises:
@@ -49,25 +49,26 @@ def with_gradients(compute: Compute, inputs: Sequence[Tensor], *, home: Iterable
 
 
 def wants_gradients(inputs: Iterable[Tensor]) -> bool:
-    """Whether autograd would record what is computed from the inputs."""
+    """Whether autograd would record operators on the inputs."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
 
 
 def leaf(tensor: Tensor, needed: bool) -> Tensor:
-    """The same values as an input of a new graph, whose gradients only `gradients` takes."""
+    """Return a detached copy without new memory, as a leaf of a new graph; only `gradients` computes its gradient."""
     own = tensor.detach().requires_grad_(needed)
     if needed:
-        # torch.autograd.grad does not accumulate into leaves: the hook runs only if a term outside reaches a kept one
+        # torch.autograd.grad does not accumulate into leaves: the hook runs only if a later backward pass reaches it
         own.register_post_accumulate_grad_hook(_refuse)  # type: ignore[no-untyped-call]
     return own
 
 
 def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None]) -> Gradients:
-    """Gradients that share no memory, so that they can be added to and scaled in place; frees the graph.
+    """Compute gradients that share no memory, so that they can be scaled and added in place; frees the graph.
 
     Args:
-        inputs: Leaves of the graph; of those that need no gradient it is None.
-        grad_outputs: Gradients of the outputs, None for a scalar's 1.
+        outputs: Results of the graph.
+        inputs: Leaves of the graph; the gradient of a leaf that needs none is None.
+        grad_outputs: Gradients of the outputs; None for 1, if the output is a scalar.
     """
     # by identity: tensors compare by value
     known = {id(tensor) for tensor in inputs}
@@ -81,29 +82,29 @@ def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grad_outputs:
             "them, or leave 'stream' out"
         )
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    # the pass of a loss under autocast runs outside of it too; the meta device has no autocast itself
+    # the backward pass of a loss under autocast runs without autocast, and so must this one; meta has no autocast
     device = outputs[0].device.type
     with torch.autocast(device if torch.amp.is_autocast_available(device) else "cpu", enabled=False):
         found = iter(torch.autograd.grad(outputs, wanted, grad_outputs, allow_unused=True) if wanted else ())
-    # autograd may hand out one tensor for two inputs (u + v), or a gradient that it was given (nll + p): who adds to
-    # one in place would change the other
+    # autograd may return one tensor for two inputs (u + v), or one of `grad_outputs` (nll + p): adding to one in place
+    # would change the other
     seen = {id(grad.untyped_storage()) for grad in grad_outputs if grad is not None}
     return [_apart(next(found), seen) if tensor.requires_grad else None for tensor in inputs]
 
 
 def add(so_far: Tensor | None, more: Tensor | None) -> Tensor | None:
-    """The sum of two gradients in the memory of the first."""
+    """Add two gradients in the memory of the first; None counts as zero."""
     if so_far is None or more is None:
         return more if so_far is None else so_far
     return so_far.add_(more)
 
 
 class GradientSum:
-    """Sum of gradients in memory that is there before the first of them; None as long as there is none.
+    """Sum of gradients in memory that is allocated before the first one; `value` is None until a gradient is added.
 
     Args:
-        of: What the gradients are of; there is no memory if it needs none.
-        later: Take the memory of the first gradient instead.
+        of: Tensor to which the gradients belong; nothing is allocated if it needs no gradient.
+        later: Allocate nothing, and use the memory of the first gradient.
     """
 
     def __init__(self, of: Tensor, *, later: bool = False) -> None:
@@ -112,12 +113,12 @@ class GradientSum:
         self.value: Tensor | None = None
 
     def add(self, grad: Tensor | None, columns: slice | Tensor | None = None) -> None:
-        """Add a gradient, if it is one: of everything, or of some columns, where there was memory from the start."""
+        """Add a gradient unless it is None; adding to some columns requires memory that was allocated at first."""
         if grad is None or columns is None:
             add_up([(self, grad)])
             return
         assert self._room is not None, "what is added to in parts has its memory from the start"
-        # the other columns may get no gradient at all, and count as zero
+        # other columns may never get a gradient, and count as zero
         self.value = self._room.zero_() if self.value is None else self.value
         if isinstance(columns, Tensor):
             self.value.index_add_(1, columns, grad)
@@ -125,14 +126,14 @@ class GradientSum:
             self.value[:, columns].add_(grad)
 
     def take(self, grad: Tensor) -> Tensor | None:
-        """The memory to copy a first gradient to; None if `grad` itself becomes the sum."""
+        """Return the memory to copy a first gradient to; None if `grad` itself becomes the sum."""
         assert self.value is None, "a first gradient comes once"
         self.value = grad if self._room is None else self._room
         return self._room
 
 
 def add_up(found: Iterable[tuple[GradientSum, Tensor | None]]) -> None:
-    """Add the gradients that are not None to their sums, in two operators; a sum may occur once."""
+    """Add the gradients that are not None to their sums, with two multi-tensor operators; a sum may occur only once."""
     copied: list[tuple[Tensor, Tensor]] = []
     added: list[tuple[Tensor, Tensor]] = []
     for total, grad in found:
@@ -157,11 +158,11 @@ def _refuse(own: Tensor) -> None:
 
 
 def _apart(grad: Tensor | None, seen: set[int]) -> Tensor | None:
-    """The gradient, as a copy if it shares its memory: with another one, or with itself where it was expanded."""
+    """Return the gradient, cloned if it shares memory with another gradient or is an expanded view."""
     if grad is None:
         return None
     storage = grad.untyped_storage()
-    # an expanded gradient (that of a sum) has less storage than numbers, a view of a larger tensor has more
+    # an expanded gradient (that of a sum) has a smaller storage than its elements need, a view has a larger one
     shared = id(storage) in seen or storage.nbytes() != grad.nbytes
     seen.add(id(storage))
     return grad.clone(memory_format=torch.contiguous_format) if shared else grad
@@ -175,7 +176,7 @@ def _leaves(output: Tensor) -> Iterator[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        # only the node that adds up a leaf's gradient has it
+        # only the AccumulateGrad node of a leaf has this attribute
         tensor = getattr(node, "variable", None)
         if isinstance(tensor, Tensor):
             yield tensor
@@ -186,7 +187,7 @@ class _Ready(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compute: Compute, home: frozenset[int], *inputs: Tensor) -> Tensor:
         ctx.home = home
-        # autograd runs a Function's forward without gradients, and the strata's graphs live in this one
+        # autograd disables gradients in a Function's forward, but the strata build their graphs in it
         with torch.enable_grad():
             total, ctx.ready = compute(ctx.needs_input_grad[2:])
         return total
@@ -194,7 +195,7 @@ class _Ready(torch.autograd.Function):
     @staticmethod
     @first_only("a loss whose strata are streamed; leave 'stream' out, for example for 'recompute'")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # taken out, not copied: they are scaled in place, and a second pass would scale them again
+        # removed, not copied: they are scaled in place, and a second pass would scale them again
         ready, ctx.ready = ctx.ready, None
         if ready is None:
             raise InstallError(
@@ -205,7 +206,7 @@ class _Ready(torch.autograd.Function):
         for own in ready:
             if own is not None:
                 by_type[own.dtype].append(own)
-        # one operator for each type, where there may be hundreds of tensors
+        # one operator per dtype, because there may be hundreds of tensors
         for dtype, same in by_type.items():
             scale_each(same, grad.to(dtype))
         return None, None, *ready
@@ -215,7 +216,7 @@ Result = TypeVar("Result")
 
 
 def places(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name: one name for every place that can hold another tensor."""
+    """Return parameters and buffers by name, with one name for every place that can hold another tensor."""
     found: dict[str, Tensor] = {}
     for prefix, part in module.named_modules():
         found |= part.named_parameters(prefix, recurse=False, remove_duplicate=False)
@@ -224,19 +225,19 @@ def places(module: nn.Module) -> dict[str, Tensor]:
 
 
 def call_with(tensors: Mapping[str, Tensor], module: nn.Module, call: Callable[[], Result]) -> Result:
-    """What a call returns while a module holds other tensors.
+    """Call a function while a module holds other tensors, and return the result.
 
     Args:
-        tensors: By their names in `places`; the other places keep theirs.
-        module: Holds its own tensors again afterwards.
-        call: Calls the module, or methods of it.
+        tensors: Replacements, by their names in `places`; other places keep their tensors.
+        module: Module that holds the replacements during the call, and its own tensors afterwards.
+        call: Function that calls the module or its methods.
     """
     named = {f"module.{name}": tensor for name, tensor in tensors.items()}
     return cast(Result, functional_call(_FunctionalCall(module, call), named, tie_weights=False))
 
 
 class _FunctionalCall(nn.Module):
-    """A call of a module, as a module that is called."""
+    """Module whose forward pass runs `call`, as torch.func.functional_call requires a module."""
 
     def __init__(self, module: nn.Module, call: Callable[[], Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Override a module's methods on the instance, so that its class stays as it is."""
+"""Override methods on a module instance, without a change of its class, and undo that."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,8 +15,8 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def put_methods(module: nn.Module, changed: Mapping[str, Any]) -> Callable[[], None]:
-    """Put functions, by name, in the place of a module's methods; returns what undoes it."""
-    # past __setattr__, which a class may have its own of
+    """Set functions by name as methods of a module instance; returns a function that undoes it."""
+    # not through __setattr__, which the class may override
     own = vars(module)
     before = {name: own[name] for name in changed if name in own}
     own.update(changed)
@@ -31,7 +31,7 @@ def put_methods(module: nn.Module, changed: Mapping[str, Any]) -> Callable[[], N
 
 @contextmanager
 def methods_put(changed: Iterable[tuple[nn.Module, Mapping[str, Any]]]) -> Iterator[None]:
-    """While the block lasts, functions by name are in the place of methods of several modules."""
+    """Context manager: override methods of several modules, each with functions by name."""
     with ExitStack() as undo:
         for module, methods in changed:
             undo.callback(put_methods(module, methods))
@@ -39,15 +39,15 @@ def methods_put(changed: Iterable[tuple[nn.Module, Mapping[str, Any]]]) -> Itera
 
 
 def method_of(module: nn.Module, name: str) -> Callable[..., Any]:
-    """The function that a module runs as a method, called as `function(module, ...)`: put there, or of its class."""
+    """Return what a module runs as a method, called as `function(module, ...)`: the override, or the class's method."""
     put = vars(module).get(name)
     if put is not None and getattr(put, "__self__", None) is not module:
-        # Python calls what was put there without the module
+        # an override on the instance is called without the module
 
         def run(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return put(*args, **kwargs)
 
-        # Lightning looks whether a step takes the number of its batch
+        # Lightning inspects the signature to see whether a step takes the batch index
         module_first = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
         own = inspect.signature(put)
         run.__signature__ = own.replace(parameters=[module_first, *own.parameters.values()])  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ def method_of(module: nn.Module, name: str) -> Callable[..., Any]:
 
 
 def refuse_unseen(technique: str, module: nn.Module) -> None:
-    """Refuse, with an InstallError, a module whose operators a technique would not see while its step runs."""
+    """Raise an InstallError unless it is a LightningModule without compiled modules, whose operators are hidden."""
     if not isinstance(module, LightningModule):
         raise InstallError(f"{technique} requires a LightningModule, found {type(module).__name__!r}")
     for name, child in module.named_modules():

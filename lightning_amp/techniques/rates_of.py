@@ -1,4 +1,4 @@
-"""Look up the rates of a device that torch names."""
+"""Look up the arithmetic and memory rates of a torch device."""
 
 import torch
 
@@ -7,10 +7,10 @@ from lightning_amp.costs.device_rates import CPU_CORE, Rates, nearest_rates, pro
 
 
 def rates_of(device: torch.device, precision: str = "32-true") -> tuple[Rates, str]:
-    """Rates of a device, of a CPU those of one core, and a sentence that says whose they are where it is not known.
+    """Return the rates of a device (of one core of a CPU), and a sentence that names their source if it is unknown.
 
     Args:
-        precision: As a Trainer has it, which says what products are computed in.
+        precision: As in a Trainer; it determines the dtype of matrix products.
     """
     if device.type != "cuda":
         return CPU_CORE, ""

@@ -1,6 +1,6 @@
 """Define `register_technique`, which adds a user's technique to the table (AMP's fifth principle, Section 3.1).
 
-What is registered is data and functions that planning does not look into: nothing here imports torch.
+A registered technique consists of data and functions that planning does not inspect: nothing here imports torch.
 """
 
 import re
@@ -33,23 +33,23 @@ def register_technique(
 ) -> None:
     """Register a technique.
 
-    From then on `strategies="S1,S6"` names it, the policies choose it whenever its signal is raised, whatever the
-    memory, and plans with it are checked, written as JSON and installed like all others, after S1 to S5.
+    After that `strategies="S1,S6"` selects it, and the policies choose it whenever its signal is raised, whatever the
+    memory. Plans with it are checked, written as JSON and installed like all others, after S1 to S5.
 
     Args:
-        strategy: A free id, "S6" and so on; strategies are installed in the order of their numbers.
+        strategy: An id that is not registered yet, "S6" and so on; strategies are installed in order of registration.
         title: What it does, in a few words.
         shrinks: The tensor that it makes smaller, such as "[B, F] to its non-zeros".
         spec: Class of its settings: a frozen dataclass whose fields are numbers, strings, booleans or None.
-        targets: Shape of the model -> names or patterns of the modules to change, each with a spec; empty when
-            there is nothing to change in a model of that shape.
-        install: (module, spec, mesh) -> the module's replacement, which owns the same parameters under the same
-            names, or a `lightning_amp.Change`; raises InstallError for a module that it cannot
-            replace exactly. The mesh has the axes "data" and "model"; it is None where there are no ranks at all.
+        targets: Function of the model's shape that returns names or patterns of the modules to change, each with a
+            spec; an empty list if it changes nothing in such a model.
+        install: Function (module, spec, mesh) that returns the module's replacement, which owns the same parameters
+            under the same names, or a `lightning_amp.Change`. It raises InstallError for a module that it cannot
+            replace exactly. The mesh has the axes "data" and "model"; it is None without ranks.
         signal: Signal for which policies choose it, AMP's or registered; None if only users choose it.
         model_axis: Whether it splits a module over the model axis, so that all ranks there read the same cells.
-        shape_after: Shape of the model and ranks of the model axis -> shape that the memory model is to see once it
-            is installed; None leaves its savings out of the prediction, and the plan says so.
+        shape_after: Function (shape of the model, ranks of the model axis) that returns the shape for the memory model
+            after installation. With None, the prediction leaves its savings out, and the plan says so.
 
     Raises:
         PlanError: The id, spec or signal is invalid; nothing is registered.

@@ -1,4 +1,4 @@
-"""Run a LightningModule's step on sharded tensors: what comes out of it, and what metrics get, is whole."""
+"""Run a step of a LightningModule on sharded tensors, and gather what the step returns and what metrics receive."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,16 +19,16 @@ from lightning_amp.techniques.put_methods import methods_put
 
 
 def run_sharded(name: str, step: Callable[[], Any], module: nn.Module, axes: Sequence[MeshAxis]) -> Any:
-    """What a step returns, with its tensors whole.
+    """Run a step and return its result, with all tensors gathered.
 
     Args:
-        name: Of the step.
-        step: Calls it.
-        module: Whose step it is.
-        axes: All axes that tensors of the step may be split over.
+        name: Name of the step, such as "training_step".
+        step: Function that runs it.
+        module: The LightningModule.
+        axes: All mesh axes over which tensors of the step may be sharded.
 
     Raises:
-        ShardError: A loss for training that is split.
+        ShardError: The training loss is sharded.
     """
     with holding(RUNNING, True), guarded(axes), whole_in_metrics(module):
         found = step()
@@ -41,21 +41,21 @@ def run_sharded(name: str, step: Callable[[], Any], module: nn.Module, axes: Seq
 
 
 RUNNING: ContextVar[bool] = ContextVar("RUNNING", default=False)
-"""Whether a step runs. One that it calls gets what it is given, and returns it with gradients: it is a part of it."""
+"""Whether a step runs. A step that another step calls is a part of it: it gets and returns tensors with gradients."""
 
 
 def whole(x: Tensor) -> Tensor:
-    """A tensor without splits; it is not trained on."""
+    """Gather a sharded tensor, without gradients; other tensors are returned unchanged."""
     if not isinstance(x, ShardedTensor):
         return x
-    # what callbacks and loggers get is not trained on
+    # callbacks and loggers do not train on it
     with torch.no_grad():
         return x.full_tensor()
 
 
 @contextmanager
 def whole_in_metrics(module: nn.Module) -> Iterator[None]:
-    """Let the module's metrics see whole tensors: they add up counts of what they are given."""
+    """Gather the arguments of the module's metrics, because metrics count the elements that they receive."""
 
     def with_whole(update: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def whole_in_metrics(module: nn.Module) -> Iterator[None]:
 
 
 def tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch, with their paths."""
+    """Yield the tensors of a batch, with their paths."""
     found = dict[str, Tensor]()
     map_tensors(batch, found.setdefault)
     return iter(found.items())

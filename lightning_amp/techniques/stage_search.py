@@ -1,4 +1,4 @@
-"""Define what the planner asks of a technique that splits the blocks of a step into stages over the model axis."""
+"""Define the interface between the planner and a technique that splits the blocks of a step into stages."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from lightning_amp.costs.rule import Rule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageOptions:
-    """What a request says of stages; None leaves it open.
+    """Requested options of stages; None means that the search decides.
 
     Attributes:
         model: Ranks of the model axis.
-        micro_batches, schedule: As of AMPStrategy.
+        micro_batches, schedule: As in AMPStrategy.
         ends: One past the last block of every stage.
-        again: Patterns of blocks to compute again; left open, as few as are needed to fit.
-        chunks: Specs of blocks to run in chunks, by name or pattern; left open, where nothing else fits.
-        all_chunks: Left open: all blocks that can be, with the least bytes that do not make them far slower.
-        speeds: Of all ranks, by that of the fastest; none: all are equal.
-        memory: Bytes of all ranks; one or none: all have the budget.
+        again: Patterns of blocks to recompute; if None, as few as are needed to fit.
+        chunks: Specs of blocks to run in chunks, by name or pattern; if None, used only where nothing else fits.
+        all_chunks: If `chunks` is None: chunk all blocks that can be, with the fewest bytes that keep them fast enough.
+        speeds: Speed of every rank relative to the fastest; empty if all are equal.
+        memory: Bytes of every rank; with one number or none, all ranks have the budget.
     """
 
     model: int | None = None
@@ -34,7 +34,7 @@ class StageOptions:
     memory: tuple[int, ...] = ()
 
     def more_bytes(self, model: int) -> tuple[int, ...]:
-        """Of the ranks of the model axis beyond the least of all ranks; of a place the least of its groups."""
+        """Bytes by which each rank of the model axis exceeds the smallest rank, the minimum over all model groups."""
         if len(self.memory) < 2:
             return (0,) * model
         return tuple(min(self.memory[m::model]) - min(self.memory) for m in range(model))
@@ -45,24 +45,24 @@ OPEN = StageOptions()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageSearch:
-    """The search for stages, and what a run with stages requires.
+    """Functions that search for stages, and requirements of a run with stages.
 
     Attributes:
-        staged: (step, ranks of the model axis, data=, budget=, asked=) -> the draft, or why there can be none.
+        staged: (step, ranks of the model axis, data=, budget=, asked=) -> the draft, or why there is none.
         best: (step, ranks=, budget=, asked=) -> the fastest draft that fits over all lengths of the model axis that
-            divide the ranks, or why there can be none.
-        blocks: Step -> how many blocks can be stages, or why there can be none.
-        fixed: (spec, rules of a plan) -> all that the plan has decided, as options.
-        named: (options, techniques that a person has named too, budget_named=) -> the options with what these ask.
-            Raises PlanError for one that does not go together with stages.
-        inside: Options -> a technique that they ask for inside of stages, or "".
-        without: (step, reason) -> the step, of which it is known why it has no stages.
-        limit: Why stages may not help where they leave the peak about as it is.
+            divide the ranks, or why there is none.
+        blocks: Step -> number of blocks that can be stages, or why there are none.
+        fixed: (spec, rules of a plan) -> everything that the plan has decided, as options.
+        named: (options, other techniques that the user named, budget_named=) -> the options with these techniques.
+            Raises PlanError for a technique that cannot be combined with stages.
+        inside: Options -> a technique that they request inside stages, or "".
+        without: (step, reason) -> the step with the reason why it has no stages.
+        limit: Why stages may not help if they hardly lower the peak.
         names: "module:function": module -> names of the blocks that can be stages, or none and why.
-        refuse: "module:function": (module) -> None; raises what stages would train otherwise than one process.
+        refuse: "module:function": (module) -> None; raises for a module that would train differently in stages.
         install: "module:function": (module, overridden forwards, spec, mesh, parameters_of) -> the parameters, and
-            what runs the module's steps as stages; `parameters_of(module, [(block, rank)], mesh)` frees those of other
-            ranks. Like `names` and `refuse` it is a name, for it imports torch.
+            the object that runs the module's steps as stages. `parameters_of(module, [(block, rank)], mesh)` frees the
+            parameters of other ranks. Given by name, as `names` and `refuse` are, because it imports torch.
     """
 
     staged: Callable[..., Draft | str]

@@ -1,7 +1,8 @@
-"""List all techniques in the order of installation: AMP's five, ours, then registered ones.
+"""List all techniques in the order of installation, and answer questions about ids: order, conflicts, options, targets.
 
-S1 to S5 and their signals are those of Zhang et al. 2026, Table 4. A row has all that planning and installation know
-of a technique; it lies in the technique's folder. How policy "paper" reads the signals is in `policies/paper.py`.
+S1 to S5 and their signals are those of Zhang et al. 2026, Table 4. Ours and registered techniques follow. Each row
+holds all that planning and installation need, and lies in the technique's folder. How policy "paper" reads the signals
+is in `policies/paper.py`.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -53,48 +54,48 @@ PREDICTIONS: dict[str, Prediction] = dict(
         key=lambda item: item[1].turn,
     )
 )
-"""Of techniques that the step of any module may be planned with, in the order in which a draft gets them."""
+"""Predictions of techniques that apply to the step of any module, in the order in which a draft gets them."""
 OF_BLOCKS = tuple(
     name for name in PREDICTIONS if any(installer.on_blocks for installer in STRATEGIES[name].installers.values())
 )
-"""Those of them whose rules name blocks."""
+"""Techniques of `PREDICTIONS` whose rules name blocks."""
 STAGED = next(name for name, row in STRATEGIES.items() if row.search)
-"""The technique whose stages the planner cuts."""
+"""The technique whose stages the planner chooses."""
 EVALUATED, evaluated_within = next(
     (name, row.evaluation) for name, row in STRATEGIES.items() if row.evaluation is not None
 )
-"""The technique by which steps without gradients are held within a budget, and its spec for some bytes."""
+"""The technique that keeps steps without gradients within a budget, and the function from bytes to its spec."""
 
 
 @cache
 def stage_search() -> StageSearch:
-    """How the planner finds stages."""
-    # loaded when it is used: the search needs the whole table of its technique, and numpy
+    """Return the search for stages of the technique `STAGED`."""
+    # imported on first use: the search needs this table, and numpy
     found: object = function_at(STRATEGIES[STAGED].search)
     assert isinstance(found, StageSearch), "the row names one"
     return found
 
 
 def installer_of(spec: type[Spec]) -> Installer | None:
-    """How a type of spec is installed; None for what the Lightning strategy carries out by itself."""
+    """Return the installer of a type of spec; None if the Lightning strategy carries it out itself."""
     return next((row.installers[spec] for row in STRATEGIES.values() if spec in row.installers), None)
 
 
 def is_of_block(rule: Rule) -> bool:
-    """Whether a rule names a block of any module, and no decoder."""
+    """Whether a rule names a block of any module instead of a decoder."""
     found = installer_of(type(rule.spec))
     return found is not None and found.on_blocks
 
 
 def on_axis(*axes: str) -> tuple[str, ...]:
-    """Techniques that are a choice on one of some axes of the decoder."""
+    """Techniques that are a choice on one of these axes of the decoder."""
     return tuple(name for name, row in STRATEGIES.items() if row.choice is not None and row.choice[0] in axes)
 
 
 def of_blocks_outside(strategies: Sequence[str]) -> frozenset[str]:
-    """Those of the strategies that, if there is a decoder, are of blocks outside of it.
+    """Return the strategies that apply to blocks outside the decoder, if there is one.
 
-    A technique of strata and of blocks is of blocks alone where another one already says what is kept of the strata.
+    A technique of both strata and blocks applies to blocks only if it would conflict with another one on the strata.
     """
 
     def is_apart(name: str) -> bool:
@@ -106,39 +107,39 @@ def of_blocks_outside(strategies: Sequence[str]) -> frozenset[str]:
 
 
 def label(strategy: str) -> str:
-    """An id with its title: "S4 key-first decode", and "fused attention" where the title says the id."""
+    """Return an id with its title ("S4 key-first decode"), or the title alone if it has the id ("fused attention")."""
     if strategy not in STRATEGIES:
-        # a plan that came from another process may hold strategies that this one has not registered
+        # a plan from another process may have strategies that are not registered in this one
         return f"{strategy} (not registered here)"
     title = STRATEGIES[strategy].title
     return title if strategy in title.split() else f"{strategy} {title}"
 
 
 def without_blocks(strategies: Iterable[str], asked: Iterable[Spec]) -> list[str]:
-    """Strategies but those of strata and blocks that are requested for blocks: any choice of a decoder has them."""
+    """Leave out strategies of both strata and blocks that are requested for blocks: they restrict no decoder choice."""
     kinds = set(map(type, asked))
 
     def is_for_blocks(row: Technique) -> bool:
         found = [row.installers[kind] for kind in row.specs if kind in kinds and kind in row.installers]
         return row.choice is not None and bool(found) and all(installer.on_blocks for installer in found)
 
-    # a plan that came from another process may hold strategies that this one has not registered
+    # a plan from another process may have strategies that are not registered in this one
     return [name for name in strategies if name not in STRATEGIES or not is_for_blocks(STRATEGIES[name])]
 
 
 def in_order(strategies: Iterable[str]) -> tuple[str, ...]:
-    """Ids in the order of the library, each once: that of installation, in which S2 comes before S4 (Section 3.4.6)."""
+    """Sort ids by the order of installation, without duplicates; S2 comes before S4 (Section 3.4.6)."""
     return tuple(sorted(set(strategies), key=list(STRATEGIES).index))
 
 
 def conflicts(strategies: Collection[str]) -> Iterator[str]:
-    """One sentence for every pair of the strategies that cannot be together."""
+    """Yield one sentence for every pair of strategies that cannot be combined."""
     for one in in_order(strategy for strategy in strategies if strategy in STRATEGIES):
         for other, why in STRATEGIES[one].conflicts.items():
             if other in strategies:
                 yield f"{' and '.join(in_order((one, other)))} cannot be together: {why}"
     rows = {name: row for name, row in STRATEGIES.items() if name in strategies}
-    # those that change decoders only, and no blocks of other modules
+    # techniques that change decoders only, not blocks of other modules
     for one in (name for name, row in rows.items() if row.choice is not None and name not in OF_BLOCKS):
         for other, row in rows.items():
             if row.no_decoder:
@@ -146,10 +147,10 @@ def conflicts(strategies: Collection[str]) -> Iterator[str]:
 
 
 def parse_strategies(asked: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:
-    """Read a list of strategy ids, given as a list or as "S1,S3"; sorted, each once, S1 always included.
+    """Parse strategy ids, given as a list or as "S1,S3"; returns them sorted, without duplicates, and always with S1.
 
     Raises:
-        PlanError: An id that is not in the library, or one that does not go together with a technique of steps.
+        PlanError: An id is not in the library, or cannot be combined with a technique that replaces steps.
     """
     if not isinstance(asked, str | list | tuple):
         raise PlanError(f"strategies={asked!r} is not supported; allowed is a list such as ['S1', 'S3'], or 'S1,S3'")
@@ -169,17 +170,17 @@ def parse_strategies(asked: str | list[str] | tuple[str, ...]) -> tuple[str, ...
 
 
 def with_steps(strategies: Iterable[str]) -> str:
-    """The strategy whose steps take the place of the module's; "" where none is among them."""
+    """Return the strategy that replaces the module's steps; "" if there is none."""
     return next((name for name in strategies if name in STRATEGIES and STRATEGIES[name].steps), "")
 
 
 def together(name: str) -> tuple[str, ...]:
-    """The strategies that one with steps goes together with."""
+    """Return the strategies that can be combined with `name`, which replaces steps."""
     return in_order({*STRATEGIES[name].together, *(other for other, row in STRATEGIES.items() if row.in_any_steps)})
 
 
 def not_together(name: str, other: str) -> str:
-    """Why a strategy does not go together with `name`, which has steps, and what to do instead."""
+    """Return why `other` cannot be combined with `name`, which replaces steps, and what to do instead."""
     row, others = STRATEGIES[name], [one for one in together(name) if one != "S1"]
     less = f"with {' and '.join(others)}, and with more ranks of the model axis (model_parallel_size)"
     less = f"a rank holds less {less if others else 'on more ranks'}"
@@ -187,7 +188,7 @@ def not_together(name: str, other: str) -> str:
 
 
 def refuse_apart(strategies: Iterable[str]) -> None:
-    """Refuse, with a PlanError, what does not go together with a strategy that has steps."""
+    """Raise a PlanError if one of the strategies replaces steps and another cannot be combined with it."""
     chosen = tuple(strategies)
     name = with_steps(chosen)
     for other in chosen if name else ():
@@ -198,21 +199,21 @@ def refuse_apart(strategies: Iterable[str]) -> None:
 
 
 def requested_specs(strategies: Iterable[str], request: Any) -> dict[str, Spec]:
-    """The specs of those strategies that have options, with the options of a request.
+    """Return the specs of the strategies that have options, with the options of a request.
 
     Args:
         strategies: Ids.
-        request: Has options as attributes; one that is absent was not given.
+        request: Object with options as attributes; a missing attribute means that the option is not set.
 
     Raises:
-        PlanError: An option outside what is allowed.
+        PlanError: The value of an option is not allowed.
     """
     rows = {name: STRATEGIES[name] for name in strategies}
     return {name: row.options(row.specs[0](), request)[0] for name, row in rows.items() if row.options is not None}
 
 
 def options_of_techniques() -> dict[str, tuple[str, ...]]:
-    """The options of AMPStrategy that say how a strategy is done: by option, the strategies that have it."""
+    """Options of AMPStrategy that configure techniques: names of the techniques by option."""
     found = dict[str, tuple[str, ...]]()
     for name, row in STRATEGIES.items():
         for option in row.option_names:
@@ -221,21 +222,21 @@ def options_of_techniques() -> dict[str, tuple[str, ...]]:
 
 
 def specs_by_name() -> dict[str, type[Spec]]:
-    """Types of all specs by the name that stands in a plan's JSON."""
+    """Types of all specs, by their name in a plan's JSON."""
     return {spec.__name__: spec for info in STRATEGIES.values() for spec in info.specs}
 
 
 def targets_of(strategy: str, shape: ModelShape) -> Sequence[Target]:
-    """What a strategy changes in a model; what a function from outside returned is checked.
+    """Return what a strategy changes in a model, and check the result of registered functions.
 
     Raises:
-        PlanError: Not pairs of a name and a spec of this strategy, or a spec that JSON cannot hold.
+        PlanError: The function did not return pairs of a name and a spec of this strategy, or JSON cannot hold a spec.
     """
     info = STRATEGIES[strategy]
     found = [] if info.targets is None else list(info.targets(shape))
     for target in found:
         fqn, spec = target if isinstance(target, tuple) and len(target) == 2 else (None, None)
-        # "" is the whole module, which no technique from outside can replace
+        # "" is the root module, which a registered technique cannot replace
         named = isinstance(fqn, str) and bool(fqn or info.data_axis or info.steps)
         if not named or type(spec) not in info.specs:
             raise PlanError(

@@ -1,14 +1,13 @@
 """Check that the parts of a decoder compute what techniques require: its child `walk`, and a stratum's `decode`.
 
-S4 and S5 replace or split what `decode` computes, stream and strata replace the loop over strata; recompute
-relies on it.
+S4 and S5 replace or shard `decode`, stream and strata replace the loop over strata, on which recompute relies.
 
     decode(u, key, feature_anchor)                         (u key^T)[:, feature_anchor]
-    walk(strata, u, v, log_weights, own=..., **cells)      negative log-likelihood of the own strata, all if None
+    walk(strata, u, v, log_weights, own=..., **cells)      negative log-likelihood of the strata `own`, all if None
     stratum.arguments(k, log_weights, **cells)             arguments of a stratum in addition to v and u
     stratum.spine(v)                                       only v for the next stratum
 
-Known limit: `decode` is tried on a few scores of both signs, from 1e-6 to 1e5; what it does with others is not seen.
+Known limit: `decode` is tested only on a few scores of both signs, from 1e-6 to 1e5.
 """
 
 from functools import partial
@@ -23,17 +22,16 @@ from lightning_amp.techniques.checks.same_function import mismatch, shown
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder
 
 SCALES = (1.0, 2.0**-20, 2.0**13)
-"""Of the examples; powers of two keep products exact."""
+"""Scales of the examples; powers of two keep products exact."""
 
 
 def decode_problem(decode: nn.Module) -> str:
-    """Why a module is not (u key^T)[:, feature_anchor], of all channels or summed over parts of them; "" if it is."""
-    # small integers are exact in any order of summation: a difference is a different function
+    """Describe why a module is not (u key^T)[:, feature_anchor], also as a sum over channels; "" if it is."""
+    # small integers are exact in any order of summation: a difference means a different function
     key, feature_anchor = torch.arange(10.0).view(5, 2), torch.tensor([3, 0, 3, 1])
 
     def run(decode: nn.Module, u: Tensor) -> dict[str, Tensor]:
-        # S5 adds up what ranks compute of their channels: a decode that is not linear in them is right for all of them
-        # alone
+        # S5 sums results of the ranks' channels: a decode that is not linear is right for all channels only
         parts = [decode(u[:, part], key[:, part], feature_anchor) for part in (slice(0, 1), slice(1, 2))]
         return {"": decode(u, key, feature_anchor), "the sum over channels": parts[0] + parts[1]}
 
@@ -47,14 +45,16 @@ def decode_problem(decode: nn.Module) -> str:
 
 
 def walk_of(decoder: DecomposedDecoder, strategy: str, *, stacked: bool = False, once: bool = False) -> nn.Module:
-    """The child `walk` of a decoder, checked.
+    """Return the child `walk` of a decoder, after checks.
 
     Args:
-        stacked: Whether a loop that another technique has put there will do.
-        once: Whether a stratum has to run once, on all cells, to compute what it should.
+        decoder: The decoder.
+        strategy: Id of the technique, for messages.
+        stacked: Whether a loop of another technique is supported.
+        once: Whether strata must run once, on all cells, to compute correctly, so that some layers are not supported.
 
     Raises:
-        InstallError: A technique could not stand in for the decoder's strata loop.
+        InstallError: A technique could not replace the decoder's loop over strata.
     """
     walk = getattr(decoder, "walk", None)
     if not isinstance(walk, nn.Module):
@@ -62,7 +62,7 @@ def walk_of(decoder: DecomposedDecoder, strategy: str, *, stacked: bool = False,
     elif getattr(walk, "is_technique", False):
         problem = "" if stacked else f"is {type(walk).__name__!r}, which another technique has put there"
     else:
-        # strata add 1 to v along the spine and return v + k, which of all is 1 + 0, 2 + 1, 3 + 2 and 4 + 3
+        # strata add 1 to v and return v + k as loss: for all four 1 + 0, 2 + 1, 3 + 2 and 4 + 3
         problem = mismatch(walk, {"all strata": 16.0, "the inner ones": 8.0, "none": 0.0}, _run_walk)
     if problem:
         raise InstallError(
@@ -96,13 +96,13 @@ def _run_walk(walk: Any) -> dict[str, float]:
 def _sees_the_batch(part: nn.Module) -> bool:
     keeps = isinstance(part, nn.modules.instancenorm._InstanceNorm) and part.track_running_stats
     hooks = part._forward_pre_hooks.values()
-    # its power iteration changes a buffer in every pass that trains
+    # spectral norm changes a buffer in every forward pass in training mode
     spectral = any("SpectralNorm" in type(one).__name__ for one in (part, *hooks))
     return isinstance(part, AnyBatchNorm) or keeps or spectral
 
 
 class _ExampleStratum(nn.Module):
-    """A stratum with v + k for a loss and v + 1 for the next one."""
+    """A stratum with v + k as loss and v + 1 as the next v."""
 
     def arguments(self, k: int, log_weights: Tensor, **cells: Any) -> dict[str, Any]:
         return {"k": k}

@@ -1,21 +1,19 @@
-"""Check what a key computes with other ranks' channels or rows, and how far its attention reaches.
+"""Check that a key can run on some channels or rows only, and detect how far its attention reaches.
 
-Under S5 and nodes a key's own forward runs on a part of v. It is probed on one: a copy of the key, with stand-ins for
-its children that scale single numbers, has to give
+Under S5 and nodes a key's forward runs on a part of v. A copy of the key, whose children are replaced by stand-ins that
+scale single numbers, must satisfy
 
-    forward(v)[part] = forward(v[part])      and the same of spine, where there is one
+    forward(v)[part] = forward(v[part])      and the same for spine, if there is one
 
-Then all that mixes channels or rows lies in the children, which the technique knows. Keys of any form pass that keep to
-protocol.py, whatever their class.
+Then only the children mix channels or rows, and the technique knows those. Keys that follow protocol.py pass.
 
-Which of the forms of stratum_keys.py an attention key has is found in the same way. Attention reaches the neighbouring
-buckets of anchors, or all anchors:
+The form of an attention key (stratum_keys.py) is detected in the same way. Attention reaches the neighbouring buckets
+of anchors, or all anchors:
 
     declared     the attention, or a module inside it, has `reach`, "local" or "full"
-    detected     it has the methods of bucketed attention; or, tried on an example, it is full attention
+    detected     it has the methods of bucketed attention; or it computes full attention on an example
 
-Known limits: what a key does with other numbers than those of the example (normal, N(0, 1)), or with their gradients
-alone, is not seen.
+Known limits: not detected are differences in gradients only, or for other numbers than those of the example, N(0, 1).
 Legend: anchor (N), dim (D).
 """
 
@@ -37,25 +35,26 @@ from lightning_amp.techniques.contract.change import hooks_within
 from lightning_amp.techniques.contract.protocol import ATTENTION_KEY, BucketedAttention
 
 Index = tuple[slice | list[int], ...]
-"""An index of v."""
+"""Index into v."""
 
 RTOL = 1e-9
 ROWS = 7
 
 
 def channels_problem(key: nn.Module, dim: int, *ranks: list[int]) -> str:
-    """Why a key cannot run on only the channels of some ranks; "" if it can.
+    """Describe why a key cannot run on only the channels of some ranks; "" if it can.
 
     Args:
         key: Has the children of ATTENTION_KEY or CONVOLUTION_KEY.
-        ranks: The channels of every rank that is probed; the same on all ranks, so that all find the same.
+        dim: D.
+        ranks: Channels of every rank that is tested; equal on all ranks, so that all get the same result.
     """
     return _problem(key, dim, "channels", [(slice(None), channels) for channels in ranks])
 
 
 def rows_problem(key: nn.Module, dim: int) -> str:
-    """Why a key with attention cannot run on only some anchors, once attention sees the others; "" if it can."""
-    # both halves: a key that adds up the rows before each would leave the first half as it is
+    """Describe why a key with attention cannot run on some anchors only, except in its attention; "" if it can."""
+    # both halves: a key that sums preceding rows would not change the first half
     half = ROWS // 2
     return _problem(key, dim, "anchors", [(slice(half),), (slice(half, None),)])
 
@@ -64,14 +63,14 @@ def rows_problem(key: nn.Module, dim: int) -> str:
 def attention_form(key: nn.Module) -> tuple[bool, bool] | None:
     """Whether an attention key attends to its projected anchors, and whether it adds its gated layer to its input.
 
-    None where it is none of the four forms, or has hooks.
+    Returns None if it has none of the four forms, or has hooks.
     """
     if set(key._modules) != set(ATTENTION_KEY) or hooked([key]):
         return None
     alone: Any = _alone(key)
     v = torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
     with warnings.catch_warnings(action="ignore"):
-        # the forms come first, so that it is the key's own forward that has failed
+        # the forms are computed first, so that only the key's forward runs inside `try`
         expected = {}
         p = alone.prenorm(v)
         qk, val = alone.qk(p), alone.value(p)
@@ -110,7 +109,7 @@ def _problem(key: nn.Module, dim: int, things: str, parts: Sequence[Index]) -> s
 
 @torch.no_grad()
 def _keeps_parts(run: Callable[[Tensor], Any], v: PerAnchor, part: Index) -> bool:
-    """Whether the result of a part is the part of the whole result."""
+    """Whether the result for a part equals the part of the full result."""
     expected = [whole[part] for whole in _tensors(run(v))]
     found = _tensors(run(v[part]))
     return len(found) == len(expected) and all(close(x, y, rtol=RTOL) for x, y in zip(found, expected, strict=True))
@@ -121,20 +120,20 @@ def _tensors(made: Any) -> tuple[Tensor, ...]:
 
 
 def _alone(key: nn.Module) -> nn.Module:
-    """A copy in training mode, where dropout shows, without the key's children, which are not touched."""
-    # shallow: the stand-ins are set on the copy only, and parameters are not copied
+    """Copy a key in training mode, so that dropout shows, with stand-ins for its children, which do not change."""
+    # a shallow copy: stand-ins are set on the copy only, and parameters are not copied
     alone = copy.copy(key)
     stand_ins = ATTENTION if "attention" in key._modules else {"pairs": partial(_pairs, cast(nn.Conv1d, key.pairs))}
-    # a key may ask whether a norm is nn.Identity; activations work on single numbers as they are
+    # nn.Identity is kept, because a key may check for it; elementwise activations are kept too
     kept = {n: child for n, child in key._modules.items() if n not in stand_ins or type(child) is nn.Identity}
     replaced = {name: function for name, function in stand_ins.items() if name not in kept}
     vars(alone).update(replaced, _modules=kept, training=True)
-    # what a technique has set there would run the key itself
+    # an override of a technique would run the key itself
     vars(alone).pop("forward", None)
     return alone
 
 
-# unlike factors: with equal ones two forms of a key would return the same
+# different factors: with equal ones two forms of a key would return the same
 ATTENTION: dict[str, Callable[..., Tensor]] = {
     "prenorm": lambda x: 0.9 * x,
     "qk": lambda x: 1.1 * x,
@@ -156,11 +155,11 @@ CLOSE = 1e-10
 
 
 class Reach(NamedTuple):
-    """How far attention reaches.
+    """Reach of attention.
 
     Attributes:
-        full: Whether to all anchors; else to the neighbouring buckets.
-        known_from: What says so, as part of a sentence.
+        full: Whether it reaches all anchors; otherwise the neighbouring buckets.
+        known_from: How that was determined, as part of a sentence.
     """
 
     full: bool
@@ -168,7 +167,7 @@ class Reach(NamedTuple):
 
 
 def reach_of(attention: nn.Module) -> Reach:
-    """The reach of a key's attention."""
+    """Return the reach of a key's attention: declared, or detected."""
     for part in attention.modules():
         kind, declared = type(part).__name__, getattr(part, "reach", None)
         if declared in ("local", "full"):
@@ -182,7 +181,7 @@ def reach_of(attention: nn.Module) -> Reach:
 
 
 def full_problem(attention: nn.Module) -> str:
-    """Why a module is not full attention by torch's definition, with one head and no mask; "" if it is."""
+    """Describe why a module is not full attention as torch defines it, with one head, without mask; "" if it is."""
     hooks = hooks_within(attention)
     if hooks:
         return f"has {hooks!r}, which would not run"
@@ -191,7 +190,7 @@ def full_problem(attention: nn.Module) -> str:
 
 
 def attention_results(attention: Callable[..., Tensor], n: int = 7, dim: int = 4) -> dict[str, Tensor]:
-    """Output and gradients in float64 for random anchors [n, dim], always the same."""
+    """Return output and gradients in float64 for random anchors [n, dim], the same in every call."""
     generator = torch.Generator().manual_seed(0)
     draws = torch.randn((4, n, dim), dtype=torch.float64, generator=generator, device="cpu")
     inputs = [draw.clone().requires_grad_() for draw in draws[:3]]

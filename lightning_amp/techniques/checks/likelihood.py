@@ -1,14 +1,13 @@
 """Check that a likelihood is that of zero-inflated negative binomial counts, in value and gradients, for `sparse`.
 
-It is called as leaf(x, log_mu, log_theta, zi_logits) on two examples, in float64, and so is ours: one with usual
-numbers, and one with numbers as far apart as training may meet, where clamps, and what is added to a mean, show. Two
-settings are found by trying: what is added to the probability of a zero, and which counts are refused.
+The likelihood, called as leaf(x, log_mu, log_theta, zi_logits), and ours are compared on two examples in float64: one
+with usual numbers, and one with extreme numbers of training, where clamps, and constants added to a mean, show. Two
+settings are measured: the constant that is added to the probability of a zero, and which counts raise an error.
 
-Torch's distributions check the values that they are given, unless this is turned off for the whole process, which any
-import may do: `torch.compile` does when it is first used. What a likelihood is must not depend on that, so that it is
-tried with and without.
+Torch's distributions validate their arguments by default. Any import may turn that off for the whole process;
+`torch.compile` does when it is first used. The result must not depend on that, so both cases are tested.
 
-Known limit: what a likelihood does with other numbers than those of the examples is not seen.
+Known limit: differences for other numbers than those of the examples are not detected.
 """
 
 import inspect
@@ -30,14 +29,13 @@ ARGUMENTS = ("x", "log_mu", "log_theta", "zi_logits")
 RTOL = 1e-9
 CELLS = 3
 IMPOSSIBLE = 20.0, 8.0, -1000.0
-"""log_mu, log_theta and zi_logits for which exp says that a zero has no probability."""
+"""log_mu, log_theta and zi_logits for which the probability of a zero underflows to 0."""
 Whole = tuple[bool, bool]
-"""Whether counts that are no whole numbers are refused, while torch's distributions do not check values, and while
-they do."""
+"""Whether fractional counts raise an error: without, and with validation of torch's distributions."""
 
 
 class _ExampleCounts(NamedTuple):
-    """Counts of CELLS cells, and the first and the last number of every argument, between which the others lie."""
+    """Counts of CELLS cells, and the first and the last value of every argument, with linear steps between them."""
 
     x: tuple[float, ...]
     log_mu: tuple[float, float]
@@ -52,29 +50,29 @@ EXAMPLES = (
 
 
 def likelihood_settings(leaf: nn.Module) -> tuple[float, Whole]:
-    """What a likelihood adds to the probability of a zero, and which counts it refuses; of any other 0 and none."""
+    """Return what a likelihood adds to the probability of a zero, and which counts it refuses; (0, none) on failure."""
     try:
         with checking_values(False), warnings.catch_warnings(action="ignore"):
             least = float(_of_impossible(leaf, 0.0).exp())
-        # to the number that was written down, such as 1e-8, of which logarithm and exponential leave twelve digits or
-        # more
+        # rounded to the constant in the code, such as 1e-8: logarithm and exponential keep at least twelve digits
         return float(f"{least:.12g}"), (_refuses_halves(leaf, False), _refuses_halves(leaf, True))
     except Exception:
-        # whatever has failed: `likelihood_problem` tries again, and says what it is
+        # `likelihood_problem` repeats the call, and describes the failure
         return 0.0, (False, False)
 
 
 def likelihood_problem(leaf: nn.Module, ours: nn.Module, *, whole: Whole) -> str:
-    """What a likelihood does that ours, with its settings, does not, as what follows its name; "" if nothing."""
+    """Describe how a likelihood differs from ours with its settings, as what follows its name; "" if it does not."""
     parameters = inspect.signature(leaf.forward)
     try:
         parameters.bind(*ARGUMENTS)
     except TypeError:
         return f"takes {list(parameters.parameters)!r}, where counts with many zeros have {list(ARGUMENTS)!r}"
+    # tables have one row for all cells, or one for each cell
     for checked, one, rows in product((False, True), EXAMPLES, (1, CELLS)):
         example = partial(_values, example=one, rows=rows, whole=whole[checked])
         with checking_values(checked):
-            # numbers are far apart, so that the largest one is no scale for the others
+            # magnitudes differ widely, so that the largest number is no scale for the others
             problem = mismatch(leaf, ours, example, rtol=RTOL, scale=1.0)
         if problem:
             return problem
@@ -82,9 +80,9 @@ def likelihood_problem(leaf: nn.Module, ours: nn.Module, *, whole: Whole) -> str
 
 
 def _values(leaf: nn.Module, *, example: _ExampleCounts, rows: int, whole: bool) -> dict[str, Tensor]:
-    """Value and gradients for an example with that many rows in its tables, and perhaps whole counts alone."""
+    """Return value and gradients for an example, with `rows` rows in its tables, and only whole counts if `whole`."""
     x = torch.tensor(example.x, dtype=torch.float64, device="cpu").view(CELLS, -1)
-    # one count of the first example is a fraction, which some refuse
+    # one count of the first example is a fraction, for which some likelihoods raise
     x = x.ceil() if whole else x
     given = {
         name: torch.linspace(*ends, n * x.shape[1], dtype=torch.float64, device="cpu").view(n, -1)
@@ -117,7 +115,7 @@ def _refuses_halves(leaf: nn.Module, checked: bool) -> bool:
 
 @contextmanager
 def checking_values(wanted: bool) -> Iterator[None]:
-    """Let torch's distributions check values, or not; in all threads."""
+    """Context manager: turn validation of torch's distributions on or off, in all threads."""
     before = values_are_checked()
     Distribution.set_default_validate_args(wanted)
     try:

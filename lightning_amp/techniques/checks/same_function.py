@@ -1,14 +1,14 @@
-"""Compare the results of two computations; every check of a replacement uses this.
+"""Compare the results of two computations; all checks of replacements use this.
 
-A technique replaces a part of a user's module by another form of it. That is exact only where the part has no state
+A technique replaces a part of a user's module by another implementation. That is exact only if the part has no state
 and returns what the reference returns. Examples are whole numbers, which are exact in any order of summation, or
-float64. Modules of the same class and settings are checked once (`found_out`), such as those of 32 strata.
+float64. Modules of the same class and settings, such as those of 32 strata, are checked once (`found_out`).
 
-Under `InFloat64` everything is computed in float64, whatever types the code names: a forward that makes a softmax in
-float32, or generated code with the types of a capture, then computes the same function without their rounding. Numbers
-that Python has written down (`torch.tensor(0.1)`) keep the rounding of their type.
+Under `InFloat64` everything is computed in float64, whatever dtypes the code names: code that computes a softmax in
+float32, or generated code with captured dtypes, then computes the same function without rounding. Python constants that
+were converted before (`torch.tensor(0.1)`) keep the rounding of their dtype.
 
-Known limits: what a module does with numbers other than those of the example is not seen.
+Known limits: differences for other numbers than those of the example are not detected.
 """
 
 import warnings
@@ -23,7 +23,7 @@ from lightning_amp.errors import InstallError
 
 Values = Mapping[str, Any]
 SHOWN = 12
-"""Numbers of a tensor that a message spells out."""
+"""Most elements of a tensor that a message prints."""
 
 
 def mismatch(
@@ -34,21 +34,21 @@ def mismatch(
     rtol: float = 0.0,
     scale: float | None = None,
 ) -> str:
-    """What a candidate does that its replacement would not, as what follows its name; "" if nothing.
+    """Describe how a candidate differs from its replacement, as what follows its name in a message; "" if it does not.
 
     Args:
         candidate: The module to be replaced.
-        reference: The right values by name, or a module that computes them.
+        reference: The expected values by name, or a module that computes them.
         example: Runs a module on a small example and returns results by name.
-        rtol: As of `difference`, as is `scale`.
+        rtol, scale: As in `difference`.
     """
     if not isinstance(candidate, nn.Module):
         return f"is {shown(candidate)} and no module"
-    # a replacement would lose it, or rename it in checkpoints
+    # a replacement would lose the state, or rename it in checkpoints
     state = sorted(candidate.state_dict())
     if state:
         return f"has the state {state!r}"
-    # a library's warning says nothing of the candidate, also where warnings are errors
+    # warnings of libraries are ignored, also where the user turns warnings into errors
     with warnings.catch_warnings(action="ignore"):
         expected = example(reference) if isinstance(reference, nn.Module) else reference
         try:
@@ -64,12 +64,13 @@ def mismatch(
 def difference(
     found: Values, right: Values, *, rtol: float = 0.0, scale: float | None = None, equal_nan: bool = False
 ) -> str:
-    """The first result that differs, with its name; "" if all are the same.
+    """Describe the first result that differs, with its name; "" if all are equal.
 
     Args:
-        rtol: Largest error of a number, as a share of that number plus `scale`.
-        scale: By default the largest finite number of each tensor: one that is zero but for rounding has no scale.
-        equal_nan: Whether a NaN is the same as a NaN.
+        found, right: Results, and expected results, by name.
+        rtol: Largest error of a number, relative to that number plus `scale`.
+        scale: By default the largest finite number of each tensor, so that zeros with rounding errors are accepted.
+        equal_nan: Whether NaN equals NaN.
     """
     for name, expected in right.items():
         own = found[name]
@@ -82,15 +83,15 @@ def difference(
 
 
 def close(found: Tensor, right: Tensor, *, rtol: float, scale: float | None = None, equal_nan: bool = False) -> bool:
-    """Whether two tensors have the same shape, type and numbers; arguments as of `difference`."""
+    """Whether two tensors have the same shape, dtype and numbers; arguments as in `difference`."""
     if found.shape != right.shape or found.dtype != right.dtype:
         return False
-    # the difference of booleans is an error in torch, and that of unsigned numbers wraps around
+    # torch cannot subtract booleans, and differences of unsigned numbers wrap around
     if rtol == 0 or not (right.is_floating_point() or right.is_complex()):
         return torch.equal(found, right)
     error = (found - right).abs()
     allowed = rtol * right.abs() + rtol * (largest(right) if scale is None else scale)
-    # not `>`: an error that is NaN is one; an infinite number allows any error, and has to be the same
+    # not `>`: an error of NaN is an error; for an infinite number any error would be allowed, so it must be equal
     right_numbers = ((error <= allowed) & right.isfinite()) | (found == right)
     if equal_nan:
         right_numbers |= found.isnan() & right.isnan()
@@ -98,19 +99,19 @@ def close(found: Tensor, right: Tensor, *, rtol: float, scale: float | None = No
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest finite magnitude of a tensor's numbers."""
+    """Return the largest finite magnitude in a tensor."""
     found = (tensor if tensor.is_complex() else tensor.double()).detach().abs()
     return float(torch.where(found.isfinite(), found, 0.0).max()) if found.numel() else 0.0
 
 
 def shown(value: object) -> str:
-    """A value in a message: a layer with its settings, a module of several by its class alone."""
+    """Format a value for a message: a layer with its settings, a module with children by its class name."""
     composed = isinstance(value, nn.Module) and any(True for _ in value.children())
     return repr(type(value).__name__) if composed else repr(value)
 
 
 def failure(error: Exception) -> str:
-    """An error in a message, on one line."""
+    """Format an error for a message, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -142,18 +143,18 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def found_out(module: nn.Module, probe: Callable[[nn.Module], Found]) -> Found:
-    """What `probe` returns for a module.
+    """Return `probe(module)`, cached for modules with equal class and settings.
 
     Args:
-        module: Checked every time if it has parameters, buffers, children, or settings that are not plain values: only
-            without does its class, with its settings, say what it computes.
-        probe: The same object for the same question.
+        module: Not cached if it has parameters, buffers, children, or settings that are not plain values: only without
+            these do class and settings determine what it computes.
+        probe: Part of the cache key, so it must be the same object in every call.
     """
     own = own_attributes(module)
     plain = all(isinstance(value, bool | int | float | str | slice | type | None) for value in own.values())
     if not plain or list(module.children()) or module.state_dict():
         return probe(module)
-    # slices cannot be keys
+    # slices are not hashable
     settings = sorted((name, v if isinstance(v, type) else repr(v)) for name, v in own.items())
     key = probe, type(module), module.training, *settings
     if key not in _FOUND:
@@ -172,12 +173,12 @@ WIDER = {
 
 
 class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Below autograd, so that gradients have 64 bits too."""
+    """Mode that computes in float64; below autograd, so that gradients are float64 too."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(lambda x: WIDER.get(x, x) if isinstance(x, torch.dtype) else x, (args, kwargs or {}))
         before = torch.get_default_dtype()
-        # what is made without a type, or of whole numbers, has the default's
+        # tensors without a given dtype, or results from integers, have the default dtype
         torch.set_default_dtype(torch.float64)
         try:
             return tree_map(widened, func(*args, **kwargs))
@@ -186,5 +187,5 @@ class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def widened(value: Any) -> Any:
-    """A tensor of floating point in 64 bits; anything else as it is."""
+    """Convert a floating-point tensor to 64 bits; anything else is returned unchanged."""
     return value.to(WIDER[value.dtype]) if isinstance(value, Tensor) and value.dtype in WIDER else value

@@ -17,13 +17,13 @@ class Change:
 
     Attributes:
         swaps: New modules by their name relative to the rule's module; "" is that module itself.
-        partial: Parameters of which every rank of the model axis computes a part of the gradient; the loss reaches them
-            through `collectives.leave`, or another node that says on which side it is (ranks/sharded_region.py).
+        partial: Parameters of which every rank of the model axis computes a partial gradient. The loss reaches them
+            through `collectives.leave`, or another node that declares on which side it is (ranks/sharded_region.py).
         sharded: Parameters of which the new modules hold only a shard.
         forwards: Replacements of `forward` of modules that are not swapped, by module name as in `swaps`; called as
-            `forward(module, *args, **kwargs)`. One with a `position` runs around what others compute
-            (footprint/forward_overrides.py). One with a method `installed_at(fqn, plans)` is given the block's name and
-            a dictionary that all blocks of the model share. It can be copied with the module, and pickled.
+            `forward(module, *args, **kwargs)`. A replacement with a `position` wraps the overrides of other techniques
+            (footprint/forward_overrides.py). One with a method `installed_at(fqn, plans)` receives the block's name and
+            a dictionary that all blocks of the model share. Replacements are copied with the module, and pickled.
         methods: Replacements of other methods of the rule's module, by method name; called as
             `method(module, *args, **kwargs)`.
     """
@@ -39,7 +39,7 @@ OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def hooks_within(module: nn.Module) -> list[str]:
-    """Kinds of hooks on calls of a module or of one inside it."""
+    """Kinds of module hooks on a module or on modules inside it."""
     return hooked(module.modules())
 
 
@@ -49,14 +49,14 @@ def hooks_of(parameter: Tensor, name: str = "") -> list[str]:
 
 
 def check_parameters(fqn: str, old: nn.Module | None, new: nn.Module, sharded: Sequence[ShardedParameter]) -> None:
-    """Optimisers and checkpoints find parameters by object and by name: a replacement keeps both."""
+    """Check that a replacement keeps parameter objects and names, by which optimisers and checkpoints find them."""
     if old is None:
         raise InstallError(
             f"a technique cannot replace {fqn!r}, which is no module; allowed are the rule's module and its children"
         )
-    # a shard stands for the whole that it was cut from
+    # a shard counts as the full parameter that it replaces
     shards = {id(parameter.whole): parameter.shard for parameter in sharded}
-    # duplicates too: a parameter that is tied has all its names in a checkpoint
+    # with duplicates: a checkpoint has all names of a tied parameter
     named = old.named_parameters(remove_duplicate=False)
     before = {name: id(shards.get(id(parameter), parameter)) for name, parameter in named}
     after = {name: id(parameter) for name, parameter in new.named_parameters(remove_duplicate=False)}
@@ -70,7 +70,7 @@ def check_parameters(fqn: str, old: nn.Module | None, new: nn.Module, sharded: S
 
 
 def check_hooks(fqn: str, old: nn.Module | None) -> None:
-    """A replacement may not call the module at all, or with a part of what it would see."""
+    """Check for hooks: a replacement may not call the module at all, or only with a part of its inputs."""
     found = hooks_within(old) if old is not None else []
     if found:
         raise InstallError(
@@ -81,7 +81,7 @@ def check_hooks(fqn: str, old: nn.Module | None) -> None:
 
 
 def check_forwards(fqn: str, old: nn.Module | None, new: nn.Module, strategy: str) -> None:
-    """A `forward` set on an instance calls that instance: in a replacement it would run what was replaced."""
+    """Check for `forward` set on an instance: it would call the replaced module instead of the replacement."""
     kept = set(new.modules())
     for name, part in old.named_modules() if old is not None else ():
         if "forward" in vars(part) and part not in kept:

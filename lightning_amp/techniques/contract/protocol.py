@@ -1,11 +1,11 @@
-"""Define the structure that techniques require of modules and of a training step; no base class is needed.
+"""Define the interface (protocols) that techniques require of modules and of a training step.
 
-A module written elsewhere keeps its parameters, names and children where a decoder replaces it: its `forward`, set on
-the instance, is a `StandIn`. Techniques change the decoder behind it: below the module's name, rules meet the decoder's
-children (`decoders.hic.strata.3.key.attention`) and not the module's own.
+Modules need not inherit from these classes. If a decoder replaces a user's module, the module keeps its parameters,
+names and children, and its `forward` is set on the instance to a `StandIn`. Techniques change the decoder behind it:
+names in rules below the module's name mean children of the decoder (`decoders.hic.strata.3.key.attention`) only.
 
 Legend: cell, anchor (N), dim (D), row (anchors of a run of buckets), feature (F_k of one stratum),
-own_feature and own_vertex (those that a rank holds).
+own_feature and own_vertex (features and vertices that a rank holds).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,9 +25,9 @@ from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor
 
 
 class StandIn:
-    """A forward that runs a decoder in place of a module's own; subclasses are called as the module is.
+    """A `forward` that runs a decoder in place of the module's forward; subclasses are called like the module.
 
-    Not a module, so that setting it registers nothing. A copy of the module has a copy of it.
+    It is not a module, so that setting it registers no child. A copy of the module has a copy of it.
     """
 
     def __init__(self, decoder: nn.Module) -> None:
@@ -35,21 +35,21 @@ class StandIn:
 
 
 def in_place_of(module: nn.Module) -> nn.Module:
-    """The decoder that stands in for a module, or the module itself."""
+    """Return the decoder that replaces a module's forward, or the module itself."""
     forward = vars(module).get("forward")
     return forward.decoder if isinstance(forward, StandIn) else module
 
 
 def part(module: nn.Module, fqn: str) -> nn.Module:
-    """The module of a name, through what stands in for modules on the way, and for the last one."""
+    """Return the submodule of a name, or its decoder; names are resolved through decoders that replace modules."""
     for name in fqn.split(".") if fqn else ():
-        # at every step: a decoder that stands in may hold another that is stood in for
+        # resolved at every level: a decoder may contain a module that another decoder replaces
         module = in_place_of(module).get_submodule(name)
     return in_place_of(module)
 
 
 def named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules by name, with those of a decoder that stands in for a module in place of the module's own."""
+    """Yield all modules by name; below a module that a decoder replaces, the modules of the decoder."""
     hidden: list[str] = []
     for fqn, child in module.named_modules():
         if any(fqn.startswith(f"{outer}." if outer else "") for outer in hidden):
@@ -58,7 +58,7 @@ def named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if decoder is child:
             yield fqn, child
         else:
-            # its own children are not run any more: names below it mean the children of the decoder
+            # the module's own children do not run any more: names below it mean the children of the decoder
             hidden.append(fqn)
             yield from decoder.named_modules(prefix=fqn)
 
@@ -66,11 +66,11 @@ def named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 class DecomposedDecoder(Protocol):
     """A decoder whose loss is a sum over strata, each a function of the anchors and the cells.
 
-    `strata[k](v, u, ...)` returns the negative log-likelihood summed over cells and features, and v for the
-    next stratum. A stratum that reads a run of columns of a parameter may say so by `runs`, the parameter's name to a
-    slice; it then finds the parameter, or just these columns, under the name.
+    `strata[k](v, u, ...)` returns the negative log-likelihood, summed over cells and features, and v for the next
+    stratum. A stratum that reads only a run of columns of a parameter may declare that in `runs`, a dict from the
+    parameter's name to a slice; the parameter of that name may then hold just these columns.
 
-    Test for it with `is_decomposed`: from Python 3.12 on `isinstance` does not see the children of a module.
+    Check with `is_decomposed`: from Python 3.12 on `isinstance` does not detect the children of a module.
     """
 
     strata: nn.ModuleList
@@ -84,38 +84,38 @@ class BucketedAttention(Protocol):
     """Attention between neighbouring buckets of anchors, bucket by bucket."""
 
     def n_buckets(self, n: int) -> int:
-        """Buckets that n anchors fill."""
+        """Number of buckets for n anchors."""
 
     def prepare(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> tuple[Tensor, ...]:
-        """What `attend` reads, made once for all buckets."""
+        """Compute the tensors that `attend` reads, once for all buckets."""
 
     def attend(self, state: tuple[Tensor, ...], first: int, last: int) -> Float[Tensor, "row dim"]:
-        """Rows of the buckets [first, last)."""
+        """Compute the rows of the buckets [first, last)."""
 
 
 Messages = Callable[[], tuple[Tensor, Tensor, Tensor]]
-"""Makes source, target and coefficient of all edges of a graph."""
+"""Computes source, target and coefficient of all edges of a graph."""
 
 
 FEATURE_METHODS = ("own", "scores", "log_softmax", "whole")
-"""Methods of a stratum's child `features`: which features the device holds; the reference is models' AllFeatures."""
+"""Methods of a stratum's child `features`, which determines the device's features; see AllFeatures of models."""
 
 VERTEX_METHODS = ("propagate", "add_messages", "blocks", "noise", "mean", "rows")
-"""Methods of a graph encoder's child `vertices`: which vertices the device holds; the reference is AllVertices."""
+"""Methods of a graph encoder's child `vertices`, which determines the device's vertices; see AllVertices."""
 
 
 def has_methods(module: object, names: Iterable[str]) -> bool:
-    """Whether a module has all methods of some names."""
+    """Whether an object is a module with all these methods."""
     return isinstance(module, nn.Module) and all(callable(getattr(module, name, None)) for name in names)
 
 
 class VertexEncoder(Protocol):
     """An encoder of a graph's vertices, whose children `loc` and `std` work row by row.
 
-    `rows` has a child for every modality that takes v to what the modality's decoder gets: the rows of its vertices,
-    which are its buffer `ids` and, in the host's memory, its attribute `on_host`. `ends` are source and target of the
-    edges in both directions, in the host's memory too; `messages` has them on the device, with coefficients.
-    Test for it with `is_vertex_encoder`.
+    `rows` has a child for every modality that maps v to the input of the modality's decoder: the rows of the modality's
+    vertices, given by the child's buffer `ids` and, in host memory, by its attribute `on_host`. `ends` are source and
+    target of the edges in both directions, also in host memory; `messages` returns them on the device, with
+    coefficients. Check with `is_vertex_encoder`.
     """
 
     n_vertices: int
@@ -133,17 +133,17 @@ class ShardableAttention(BucketedAttention, Protocol):
     """Bucketed attention that can also be computed for some of the channels."""
 
     def shard(self, pairs: slice, total: Callable[[Tensor], Tensor]) -> nn.Module:
-        """The same for the channels i and i + D/2 of the given i, in this order.
+        """Return the same attention for the channels i and i + D/2 of the given i, in this order.
 
         Args:
             pairs: The i, a run in [0, D/2).
-            total: Sums a tensor over all ranks' channels, forward and backward; every call is a collective.
+            total: Sums a tensor over the channels of all ranks, forward and backward; every call is a collective.
         """
 
 
 @runtime_checkable
 class ScattersFeatures(Protocol):
-    """A decode that can hand each feature's score, summed over the ranks, to only the feature's owner."""
+    """A decode that can return each feature's score, summed over the ranks, only to the rank that owns the feature."""
 
     def scatter(
         self,
@@ -152,20 +152,19 @@ class ScattersFeatures(Protocol):
         feature_anchor: FeatureAnchor,
         run: int,
     ) -> OwnCounts:
-        """Columns [rank * run, (rank + 1) * run) of (u key^T)[:, feature_anchor], as far as there are any."""
+        """Return the existing columns of [rank * run, (rank + 1) * run) of (u key^T)[:, feature_anchor]."""
 
 
 ATTENTION_KEY = ("prenorm", "qk", "value", "attention", "postnorm", "ff")
-"""Children of an attention key. It computes with them, and with functions that do not mix channels (for nodes:
-anchors), which is probed (checks/key.py),
+"""Children of an attention key. It computes with these and with functions that do not mix channels (under "nodes":
+anchors), which checks/key.py tests with probe inputs:
 
     p = prenorm(v),  q = qk(p),  val = value(p),  attention(q, q, p or val),  ff(postnorm(...))
 
-where ff gives 2 D channels that are cut in two halves of D, which meet channel by channel (GEGLU)."""
+where ff returns 2 D channels, split in two halves of D that are combined channel by channel (GEGLU)."""
 
 CONVOLUTION_KEY = ("pairs", "activation")
-"""Children of a convolution key: a depthwise convolution over the anchors and a function of single numbers; the same is
-probed."""
+"""Children of a convolution key: a depthwise convolution over anchors, and an elementwise function; tested likewise."""
 
 
 def is_decomposed(module: object) -> TypeGuard[DecomposedDecoder]:
@@ -175,7 +174,7 @@ def is_decomposed(module: object) -> TypeGuard[DecomposedDecoder]:
 
 
 def is_vertex_encoder(module: object) -> TypeGuard[VertexEncoder]:
-    """Whether a module encodes the vertices of a graph, with the leaves that can be sharded to ranks."""
+    """Whether a module encodes the vertices of a graph, with the children that allow sharding over ranks."""
     has_all = all(hasattr(module, name) for name in ("n_vertices", "ends", "messages", "loc", "std"))
     return (
         has_all
@@ -186,7 +185,7 @@ def is_vertex_encoder(module: object) -> TypeGuard[VertexEncoder]:
 
 
 def find_decoders(module: nn.Module) -> dict[str, DecomposedDecoder]:
-    """The decomposed decoders in a module by name; what lies inside a decoder is not looked at."""
+    """Return the decomposed decoders in a module by name, without decoders inside decoders."""
     found: dict[str, DecomposedDecoder] = {}
     for fqn, child in named_parts(module):
         inside = any(not outer or fqn.startswith(f"{outer}.") for outer in found)
@@ -196,12 +195,12 @@ def find_decoders(module: nn.Module) -> dict[str, DecomposedDecoder]:
 
 
 INSIDE = "it is of the decoder"
-"""Why a block that lies in a decoder, or holds it, stays as it is: decoders have techniques of their own."""
+"""Reason why a block inside a decoder, or one that contains it, is skipped: decoders have separate techniques."""
 T = TypeVar("T")
 
 
 class StratumInputs(NamedTuple, Generic[T]):
-    """Tensors that strata read, may have a gradient and are no parameters; or the gradient of each."""
+    """Tensors that strata read that may have a gradient and are not parameters; or the gradient of each."""
 
     u: T
     v: T
@@ -210,10 +209,10 @@ class StratumInputs(NamedTuple, Generic[T]):
 
 
 class LoopTechnique(nn.Module):
-    """A technique in the place of a strata loop; its `forward` takes `latents` (u, v, log_weights) as the loop does.
+    """A technique that replaces a loop over strata; `forward` takes `latents` (u, v, log_weights) as the loop does.
 
     Args:
-        inner: The loop that was there before.
+        inner: The loop that it replaces.
     """
 
     is_technique = True
@@ -224,12 +223,12 @@ class LoopTechnique(nn.Module):
 
 
 class StepToPlan(Protocol):
-    """A training step that is run on fake tensors, as often as techniques need it.
+    """A training step that techniques can run on fake tensors, any number of times.
 
     Attributes:
-        module: Whose step it is.
-        shared_statistics: Whether ranks exchange the statistics of batches.
-        no_stages: Why the blocks of the module cannot be stages of a pipeline; "" where they can.
+        module: The module of the step.
+        shared_statistics: Whether ranks exchange batch statistics.
+        no_stages: Why the blocks of the module cannot be pipeline stages; "" if they can.
     """
 
     module: LightningModule
@@ -237,29 +236,29 @@ class StepToPlan(Protocol):
     no_stages: str
 
     def step(self, rows: int | None = None) -> CountedStep:
-        """The step as it is, for a batch of so many rows, None for the batch of the run; counted once for each."""
+        """Count the unchanged step for a batch of so many rows (None: the run's batch); cached for each number."""
 
     def step_with(self, rules: Sequence[Rule], rows: int | None = None) -> CountedStep:
-        """The step with rules installed, which are undone.
+        """Count the step with rules installed, and undo the rules.
 
         Raises:
-            AmpError: A technique refuses the module, or the step fails with it.
+            AmpError: A technique does not support the module, or the step fails with it.
         """
 
     def run_with(self, rules: Sequence[Rule], count: Callable[..., T]) -> T:
-        """What `count(module, batch, batch_size=, around=)` returns while rules are installed; raises as above."""
+        """Return `count(module, batch, batch_size=, around=)`, run with rules installed; raises as `step_with`."""
 
     def operator_rates(self) -> Any:
-        """Rates that the times of operators follow from."""
+        """Rates from which the times of operators are computed."""
 
 
 class Units:
-    """Parameters of which every rank has a part: what a training step, checkpoints and optimisers ask of them.
+    """Interface of sharded parameters that training steps, checkpoints and optimisers use.
 
     Attributes:
-        groups: With the axes "replicate" and "shard", where groups of ranks have the same parts; else None.
-        offload: Whether this rank's parts lie in the host's memory.
-        deferred: Whether the module came without values, so that no rank is to have all of them.
+        groups: Mesh with the axes "replicate" and "shard" if groups of ranks have the same shards; else None.
+        offload: Whether this rank's shards lie in host memory.
+        deferred: Whether the module came without values, so that no rank may ever hold all of them.
     """
 
     groups: DeviceMesh | None = None
@@ -267,28 +266,28 @@ class Units:
     deferred: bool = False
 
     def backward(self, loss: Tensor) -> AbstractContextManager[None]:
-        """Around the backward pass of a loss, after which gradients are averaged; a collective."""
+        """Context manager for the backward pass of a loss; gradients are averaged at its end, which is a collective."""
         raise NotImplementedError
 
     def optimizers_made(self, optimizers: Iterable[Optimizer]) -> None:
-        """The optimisers of the fit exist now."""
+        """Called when the optimisers of the fit exist."""
 
     def before_update(self) -> None:
-        """An optimiser is about to change the parts."""
+        """Called before an optimiser changes the shards."""
 
     def after_update(self) -> None:
-        """An optimiser has changed the parts."""
+        """Called after an optimiser has changed the shards."""
 
     def on_rows(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method while the module has this rank's parts as parameters."""
+        """Call a method while the module has this rank's shards as parameters."""
         return method(*args, **kwargs)
 
     def undo(self) -> None:
-        """Give the module back as it was."""
+        """Restore the module."""
 
 
 def normalises_by_batch(layer: nn.Module) -> bool:
-    """Whether a module is a BatchNorm that trains, or has no running statistics and is the same in both modes."""
+    """Whether a module is a BatchNorm that uses batch statistics: in training mode, or without running statistics."""
     return isinstance(layer, AnyBatchNorm) and (
         layer.training or (layer.running_mean is None and layer.running_var is None)
     )

@@ -1,13 +1,14 @@
-"""Normalise over the cells of all ranks of a mesh axis, as one process does on the union batch.
+"""Synchronize BatchNorm over the ranks of a mesh axis, so that it computes as one process does on the union batch.
 
-Where ranks of another axis have parts of the cells, it is over their values too (dist/normalise.py).
+If ranks of another axis hold shards of the cells, their values count too (dist/normalise.py).
 
-Collectives: forward one all-gather of 2 C + 1 numbers, backward one all-reduce of 2 C; none in eval mode, unless a
-layer without running statistics is trained through, and none in the forward pass of a block that runs again, which has
-the statistics of its first one. Each waits for all ranks, and there is nothing to be computed meanwhile.
+Collectives: forward one all-gather of 2 C + 1 numbers, backward one all-reduce of 2 C. In eval mode there are none,
+unless a layer without running statistics is part of a training step. When a block is recomputed, the forward pass has
+none: it uses the statistics of the first forward pass. No computation overlaps with these collectives.
+
 Legend: C channels.
-Known limits: every rank must call the layer equally often; a union of one value per
-channel has no unbiased variance and makes the running variance nan.
+Known limits: every rank must call the layer equally often. A union batch with one value per channel has no unbiased
+variance, and makes the running variance nan.
 """
 
 from collections.abc import Callable, Container
@@ -29,22 +30,22 @@ from lightning_amp.techniques.contract.protocol import normalises_by_batch
 from lightning_amp.techniques.ranks.received import once
 
 SHARE = "share_batch_statistics"
-"""Name of the option of AMPStrategy, for messages."""
+"""Name of the option of AMPStrategy, for error messages."""
 
 
 def share_batch_statistics(module: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
-    """Let every BatchNorm inside a module compute the same over all ranks.
+    """Synchronize the statistics of every BatchNorm inside a module over the ranks.
 
     Args:
-        module: Its layers stay where they are, with another forward; those that are SyncBatchNorm are left as they are.
+        module: Its BatchNorm layers get another forward and are not replaced; SyncBatchNorm layers do not change.
         mesh: One axis.
 
     Returns:
         A function that undoes it; it may be called twice.
 
     Raises:
-        InstallError: A subclass of BatchNorm that computes something else, a layer that a technique or something else
-            computes already, or one that trains in a block that runs in chunks; nothing is changed.
+        InstallError: A BatchNorm has an overridden forward, is already computed by a technique or something else, or
+            trains in a block that runs in chunks; nothing is changed.
     """
     layers = {layer: name for name, layer in module.named_modules() if is_local(layer)}
     own = {
@@ -70,14 +71,14 @@ def share_batch_statistics(module: nn.Module, mesh: DeviceMesh) -> Callable[[], 
 
 
 def _refuse_computed(outer: str, block: nn.Module, layers: Container[nn.Module]) -> None:
-    """Refuse layers that another technique computes: by itself, or in a block that it computes from its operators."""
+    """Raise if another technique computes one of the layers: alone, or as part of a block whose operators it runs."""
     for one in overrides_of(block) or ():
         if one.position is not Position.INSTEAD:
             continue
         whole = getattr(one.run, "captures_whole", False)
         inside = block.named_modules() if whole else [("", block)]
         for name, layer in inside:
-            # a frozen layer is computed as its class does
+            # a frozen layer in such a block needs no batch statistics
             if layer in layers and (normalises_by_batch(layer) or not whole):
                 where = f"{outer}.{name}" if name else outer
                 raise InstallError(
@@ -89,17 +90,19 @@ def _refuse_computed(outer: str, block: nn.Module, layers: Container[nn.Module])
 
 
 def has_batch_norms(module: nn.Module) -> bool:
-    """Whether there is a BatchNorm inside a module."""
+    """Whether a module contains a BatchNorm."""
     return any(isinstance(layer, AnyBatchNorm) for layer in module.modules())
 
 
 def statistics_bytes(module: nn.Module) -> int:
-    """Most bytes that shared statistics add to a training step: of every layer how many values it has seen and, where
-    it runs again, its statistics until then, 2 numbers per channel; of one layer in its backward pass, per channel, 6
-    numbers (2 of `sums`, their averages, `rstd`, `weight` where its type is shorter) and 2 gradients.
+    """Upper bound of the bytes that shared statistics add to a training step.
 
-    Known limit: what is taken off dx, as large as the layer's input, is not among them; nothing else is made at that
-    moment that is not freed by an activation's backward pass just before.
+    For every layer: the number of values and, if it is recomputed, its statistics until then, 2 numbers per channel.
+    For one layer in its backward pass, per channel: 6 numbers (2 of `sums`, their averages, `rstd`, `weight` if its
+    dtype is shorter) and 2 gradients.
+
+    Known limit: the correction that is subtracted from dx, as large as the layer's input, is not counted. Other
+    temporaries of that moment replace memory that an activation's backward pass has just freed.
     """
     layers = [layer for layer in module.modules() if is_local(layer)]
     widths = [layer.num_features for layer in layers if isinstance(layer.num_features, int)]
@@ -107,19 +110,19 @@ def statistics_bytes(module: nn.Module) -> int:
 
 
 def is_local(layer: nn.Module) -> bool:
-    """Whether a module is a BatchNorm over the cells of its rank."""
+    """Whether a module is a BatchNorm with statistics of this rank only."""
     return isinstance(layer, AnyBatchNorm) and not (isinstance(layer, nn.SyncBatchNorm) or is_shared(layer))
 
 
 def is_shared(layer: nn.Module) -> bool:
-    """Whether a module is a BatchNorm over the cells of all ranks, by `share_batch_statistics`."""
+    """Whether a module is a BatchNorm synchronized by `share_batch_statistics`."""
     return any(isinstance(one.run, SharedStatistics) for one in overrides_of(layer) or ())
 
 
 class SharedStatistics:
-    """What a BatchNorm computes where it trains: its statistics are those of all ranks of a mesh axis.
+    """Forward override of a BatchNorm: in training, its statistics are those of all ranks of a mesh axis.
 
-    What was pickled has no mesh: it belongs to no ranks, and is plain.
+    An unpickled instance has no mesh and computes the layer's plain forward.
     """
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
@@ -128,8 +131,8 @@ class SharedStatistics:
     def __call__(
         self, inside: Callable[..., Any], layer: AnyBatchNorm, input: Float[Tensor, "cell channel *position"]
     ) -> Float[Tensor, "cell channel *position"]:
-        """Normalise; where it is by the statistics of a batch that is trained on, a collective."""
-        # outside of training ranks have unlike numbers of batches, and a layer without running statistics its own
+        """Normalise the input; with batch statistics in a training step, this is a collective."""
+        # outside of training, ranks have different numbers of batches, so layers without running statistics stay local
         by_batch = normalises_by_batch(layer) and (layer.training or torch.is_grad_enabled())
         mesh = self._mesh
         if mesh is None or mesh.size() == 1 or not by_batch:
@@ -152,7 +155,7 @@ def _track(layer: AnyBatchNorm, mean: Tensor, m2: Tensor, count: Tensor) -> None
     tracks = layer.training and layer.track_running_stats
     if not tracks or layer.running_mean is None or layer.running_var is None:
         return
-    # over the values of all ranks, with the unbiased variance, as torch tracks it
+    # over the values of all ranks, with the unbiased variance, as in torch
     momentum = layer.momentum
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
@@ -160,5 +163,5 @@ def _track(layer: AnyBatchNorm, mean: Tensor, m2: Tensor, count: Tensor) -> None
         momentum = 1 / float(layer.num_batches_tracked) if momentum is None else momentum
     assert momentum is not None, "a layer that tracks statistics counts its batches"
     for running, new in ((layer.running_mean, mean), (layer.running_var, m2 / (count - 1))):
-        # no new version, as of torch's kernel: a call in eval mode, whose backward pass is to come, may have saved it
+        # .data, without a new version, as torch's kernel: a call in eval mode may have saved it for its backward pass
         running.data.lerp_(new.to(running.dtype), momentum)

@@ -1,30 +1,29 @@
-"""Reduce gradients over the mesh after backward: averaged over the data axis, parts summed over the model axis.
+"""Reduce gradients over the mesh after backward: average over the data axis, sum partial ones over the model axis.
 
-    replicated p   grad(p) <- (1 / D) sum over data ranks d of grad_d(p)            a model group has the same
-    sharded p      the same, for the rank's own shard
-    partial p      grad(p) <- (1 / D) sum over d and model ranks m of grad_dm(p)    a rank's gradient is a part
+    replicated p   grad(p) <- (1 / D) sum over data ranks d of grad_d(p)            equal in a model group
+    sharded p      the same, for the rank's shard
+    partial p      grad(p) <- (1 / D) sum over d and model ranks m of grad_dm(p)    each rank has a partial gradient
 
-for every p that the backward of any rank of the mesh has reached. A rank that did not reach p contributes zero; a p
-that no rank has reached keeps its gradient, or its None.
+for every p that the backward pass of any rank of the mesh has reached. A rank that did not reach p contributes zero; a
+p that no rank has reached keeps its gradient, or its None.
 
-An average leaves equal tensors equal, so reducing an accumulated sum once, or a gradient twice, is exact. A sum does
-not: where a backward adds to a partial gradient that is whole already, every rank first keeps 1 / M of it.
+Averaging keeps equal tensors equal, so it is exact to reduce an accumulated sum once, or a gradient twice. A sum is
+not: before a backward pass adds to a partial gradient that is already reduced, every rank scales it by 1 / M.
 
-Collectives per reduction: one all-reduce of P bytes (which parameters), over all ranks; then one all-reduce per
-bucket: over all ranks for partial gradients, over the data axis for replicated ones, and over the data axis for
-sharded ones. Their buckets are apart, so that those of replicated gradients are equal on all ranks of a model group,
-whatever the shards' sizes, and add up in one order. Nothing is sent over an axis of one rank; without partial gradients
-nothing is sent over the model axis but the agreement. A device that does not add up in the same order each time, as a
-GPU with its atomic sums, would let the copies of a replicated parameter drift apart: with `rounds_differently` their
-gradients are averaged over all ranks.
+Collectives per reduction: one all-reduce of P bytes over all ranks (which parameters were reached), then one all-reduce
+per bucket: over all ranks for partial gradients, over the data axis for replicated and for sharded ones. These kinds
+have separate buckets, so that replicated gradients are summed in the same order on all ranks of a model group, whatever
+the sizes of shards. Nothing is sent over an axis of one rank; without partial gradients only the first all-reduce
+crosses the model axis. On a device with a varying order of summation, such as a GPU with atomic additions, copies of a
+replicated parameter would drift apart: with `rounds_differently` their gradients are averaged over all ranks.
 
-A bucket travels while the next one is filled. A gradient of `ALONE` bytes or more is a bucket by itself, and is not
-copied; those go first, so that the small ones are put together meanwhile. A model has hundreds of parameters, and each
-look at a gradient makes an object in Python: a reduction looks once.
+A bucket is reduced while the next one is filled. A gradient of `ALONE` bytes or more is a bucket without a copy; these
+buckets go first, so that small gradients are copied meanwhile. A model has hundreds of parameters, and each access to
+`.grad` creates a Python object: a reduction accesses each once.
 
 Legend: P parameters, D and M ranks of the data and the model axis.
-Known limits: a tensor hook of the user's on a partial parameter sees the rank's part; parameters added to the module
-later are not seen; all gradients lie on one device.
+Known limits: a user's tensor hook on a partial parameter receives the rank's partial gradient; parameters added to the
+module later are ignored; all gradients must lie on one device.
 """
 
 import functools
@@ -44,21 +43,21 @@ from lightning_amp.techniques.ranks.collectives import wait_in_all_reduce
 MIB = 2**20
 ALONE = MIB
 IN_FLIGHT = 2
-"""Buckets at a time, which is what bounds the memory that they need."""
+"""Buckets that are reduced at a time, which bounds their memory."""
 REACHED, SPARSE = 1, 2
-"""What a rank says of a parameter; the largest word of all ranks counts."""
+"""Status of a parameter on a rank; the largest value of all ranks counts."""
 
 
 def gradient_sizes(module: nn.Module) -> tuple[int, ...]:
-    """Bytes of every gradient of a module; parameters without a dimension are left out."""
+    """Bytes of every gradient of a module, without parameters of 0 dimensions."""
     return tuple(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad and p.dim())
 
 
 class GradientSync:
-    """Knows which gradients have changed since the last reduction, and reduces those.
+    """Track which gradients have changed since the last reduction, and reduce these.
 
     Attributes:
-        blocked: While true `reduce` does nothing and the changed gradients stay known; for accumulation.
+        blocked: While true, `reduce` does nothing and the changed gradients stay pending; for gradient accumulation.
     """
 
     def __init__(
@@ -72,22 +71,22 @@ class GradientSync:
         rounds_differently: bool = False,
         apart: bool = False,
     ) -> None:
-        """Watch parameters.
+        """Register the parameters.
 
         Args:
-            parameters: In the same order on every rank; a parameter given twice counts once.
+            parameters: In the same order on every rank; duplicates are ignored.
             mesh: All ranks, with the axes "data" and "model".
-            partial: Those of which a rank of the model axis has a part of the gradient.
-            sharded: Those that are a rank's shard; their shapes may differ over the model axis.
-            bucket_bytes: Largest flat buffer; a gradient that is larger travels alone as well.
-            rounds_differently: Whether a model group's ranks may find replicated gradients that differ in rounding.
-            apart: Whether the ranks of a model group have their own parameters: they agree on nothing here.
+            partial: Parameters of which a rank of the model axis computes a partial gradient.
+            sharded: Parameters that are a rank's shard; their shapes may differ over the model axis.
+            bucket_bytes: Largest flat buffer; a larger gradient is a bucket without a copy.
+            rounds_differently: Whether replicated gradients may differ in rounding within a model group.
+            apart: Whether ranks of a model group have different parameters, so that nothing is exchanged between them.
         """
         self.blocked = False
         self._parameters = list({id(p): p for p in parameters}.values())
         self._partial, self._sharded = self._places(partial), self._places(sharded)
         assert not self._partial & self._sharded, "a shard's gradient is whole"
-        # a mesh can be deep-copied, a process group cannot; taking an axis out of it takes long
+        # groups are read from the axes when needed: a mesh can be deep-copied, a group cannot; mesh["data"] takes long
         self._data, self._model = mesh["data"], mesh["model"]
         self._data_ranks, self._model_ranks = self._data.size(), 1 if apart else self._model.size()
         self._bucket_bytes = bucket_bytes
@@ -98,18 +97,18 @@ class GradientSync:
 
     @property
     def pending(self) -> bool:
-        """Whether this rank holds gradients that were not reduced yet; other ranks may differ."""
+        """Whether this rank holds gradients that are not reduced yet; other ranks may differ."""
         return any(self._parameters[i].grad is not None for i in self._reached)
 
     @property
     def _sends(self) -> bool:
-        """Whether ranks have different gradients at all."""
+        """Whether gradients differ between ranks at all."""
         crosses_model = self._model_ranks > 1 and (bool(self._partial) or self._copies > 1)
         return bool(self._parameters) and (self._data_ranks > 1 or crosses_model)
 
     @property
     def _everyone(self) -> ProcessGroup:
-        """The group of all ranks of the mesh."""
+        """Process group of all ranks of the mesh."""
         if self._model_ranks == 1:
             return self._data.get_group()
         if self._data_ranks == 1:
@@ -120,7 +119,7 @@ class GradientSync:
         return whole
 
     def watch(self) -> None:
-        """Hook the parameters that need gradients by now; call it before every backward, for unfreezing."""
+        """Register hooks on parameters that require gradients; call it before every backward, for unfreezing."""
         if not self._sends:
             return
         for i, parameter in enumerate(self._parameters):
@@ -134,7 +133,7 @@ class GradientSync:
                     self._hooks[i].append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hooks in self._hooks.values():
             for hook in hooks:
                 hook.remove()
@@ -143,10 +142,10 @@ class GradientSync:
 
     @torch.no_grad()
     def reduce(self, *, force: bool = False) -> None:
-        """Reduce what has changed on any rank; a collective, every rank must call it.
+        """Reduce gradients that have changed on any rank; a collective that every rank must call.
 
         Args:
-            force: Also while `blocked`.
+            force: Reduce also while `blocked`.
 
         Raises:
             InstallError: A rank holds a gradient that is not a dense tensor; raised on every rank.
@@ -160,7 +159,7 @@ class GradientSync:
         reached = self._agree(grads)
         data = self._data.get_group()
         others = self._partial | self._sharded
-        # in this order on every rank: collectives find each other by their order
+        # in this order on every rank, because collectives are matched by their order
         kinds = (
             ([i for i in reached if i in self._partial], self._everyone, 1),
             ([i for i in reached if i not in others], self._everyone if self._copies > 1 else data, self._copies),
@@ -179,7 +178,7 @@ class GradientSync:
         self._reached.clear()
 
     def reduce_rest(self) -> None:
-        """Reduce what is left, also while `blocked`; where no rank has anything left, a collective of one byte."""
+        """Reduce pending gradients, also while `blocked`; if no rank has any, a collective of one byte."""
         left = self.pending
         if self._sends:
             box = torch.tensor(left, dtype=torch.uint8, device=self._parameters[0].device)
@@ -199,25 +198,25 @@ class GradientSync:
         self._reached.add(index)
 
     def _keep_part(self, index: int, incoming: Tensor) -> None:
-        """Before a backward adds parts to a gradient that is whole."""
+        """Scale a reduced gradient by 1 / M before a backward pass adds a partial gradient to it."""
         grad = self._parameters[index].grad
-        # the reduction will sum over M ranks what is whole on each of them: M times 1 / M of it
+        # the reduction will sum the M equal copies: M times 1 / M of each
         if index not in self._reached and grad is not None:
             with torch.no_grad():
                 grad.div_(self._model_ranks)
 
     def _agree(self, grads: Mapping[int, Tensor]) -> list[int]:
-        """The parameters that any rank has reached, the same list on every rank.
+        """Return the parameters that any rank has reached, the same list on every rank.
 
-        A gradient that was reset to None after backward is not among `grads`, those of this rank, and must not come
-        back as zeros: optimisers skip None.
+        `grads` are those of this rank. A gradient that was reset to None after backward is not among them, and must not
+        come back as zeros: optimisers skip None.
         """
-        # one word for each, agreed on by their largest: which parameters are reached may depend on the data, and ranks
-        # that send other lists would wait for each other for ever
+        # one byte per parameter, combined by the maximum: which parameters are reached may depend on the data, and
+        # ranks with different lists of collectives would deadlock
         words = bytearray(len(self._parameters))
         for i, grad in grads.items():
             words[i] = REACHED if grad.layout is torch.strided else SPARSE
-        # a copy: memory of Python's own is given back by whichever thread is the last to hold it
+        # a copy: memory that Python owns may be freed by any thread that holds it last
         union = torch.frombuffer(words, dtype=torch.uint8).to(self._parameters[0].device, copy=True)
         all_reduce(union, ReduceOp.MAX, group=self._everyone)
         found = union.tolist()
@@ -230,7 +229,7 @@ class GradientSync:
         return [i for i, word in enumerate(found) if word]
 
     def _buckets(self, indices: list[int]) -> Iterator[list[int]]:
-        """Those of large gradients first, then gradients of one type, up to the bucket size together."""
+        """Yield each large gradient as one bucket, then buckets of gradients of one dtype up to the bucket size."""
         alone = min(ALONE, self._bucket_bytes)
         small: dict[torch.dtype, list[int]] = {}
         for i in indices:
@@ -252,7 +251,7 @@ class GradientSync:
             yield bucket
 
     def _send(self, bucket: list[Tensor], ranks: ProcessGroup, copies: int) -> Callable[[], None]:
-        """Begin to sum a bucket over ranks; returns what waits for it and puts the means in place."""
+        """Start to average a bucket over ranks; returns a function that waits and writes the result back."""
         alone = len(bucket) == 1 and bucket[0].is_contiguous()
         flat = bucket[0] if alone else flatten_each(bucket)
         # divided before the sum, as torch's own reducer does: half precision sums could overflow
@@ -262,7 +261,7 @@ class GradientSync:
         def arrive() -> None:
             wait_in_all_reduce(work)
             if not alone:
-                # at once, for every operator has its price
+                # one operator for all, because each has a launch cost
                 copy_each(bucket, unflatten_like(flat, bucket))
 
         return arrive
@@ -274,6 +273,6 @@ class GradientSync:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         elif index in self._partial and index not in self._reached:
-            # whole on this rank, which has not reached it, and summed with the parts of others: as in `_keep_part`
+            # already reduced, and not reached on this rank, while others add partial gradients: as in `_keep_part`
             parameter.grad.div_(self._model_ranks)
         return parameter.grad

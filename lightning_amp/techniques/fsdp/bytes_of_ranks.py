@@ -1,30 +1,30 @@
-"""Predict the peak bytes of a rank whose parameters, gradients and optimiser state are split by torch's FSDP2.
+"""Predict the peak bytes of a rank whose parameters, gradients and optimiser state are sharded by torch's FSDP2.
 
-A step on one device is walked through once more, with activations and temporaries as they are, and of a rank
+The profile of a step on one device is replayed. Activations and temporaries stay as they are, and a rank has
 
     always      its rows of parameters and optimiser state, padded to ceil(rows / R), and buffers
-    root        its parameters whole, from the step's beginning to the end of backward, and there its gradients too
-    forward     the unit at work: its parameters whole, and once more as they were received, until the next unit's are
-    backward    the unit at work: its parameters whole, its gradients as they come; the parameters of the unit before
-                it, received ahead; what the unit after it has sent of its gradients, until this one sends
-    its end     gradients whole, and once more as they are sent; then as they are sent, received, and summed
-    after it    its rows of the sum
+    root        its full parameters, from the begin of the step to the end of backward, and then also its gradients
+    forward     the current unit: its full parameters, twice until the next unit's parameters are received (the receive
+                buffer and the parameters)
+    backward    the current unit: its full parameters, and its gradients as they are computed; prefetched parameters of
+                the unit before it; the sent gradients of the unit after it, until this unit sends
+    its end     full gradients, and their send buffer; then the buffers of sent, received and reduced gradients
+    after it    its rows of the reduced gradients
 
-With rows in the host's memory a device has none of these rows, but while a unit is gathered its own, on their way, and
-of gradients the rows of the sum until they are sent back.
+With rows in host memory, the device has none of these rows, except those of a unit while it is gathered, and the rows
+of reduced gradients until they are copied to the host.
 
-Where batches add up their gradients, rows of all of them are there throughout, and a unit's rows of this batch are
-added to its own as soon as they are summed.
+When gradients are accumulated over batches, their rows exist throughout, and a unit's rows of this batch are added to
+them as soon as they are reduced.
 
-A unit whose inputs have no gradient, the first one, is notified of the end of its backward pass when the module's ends.
+For a unit whose inputs have no gradient, such as the first one, the backward pass ends with that of the module.
 These are the tensors of torch 2.13 on a CPU with the collectives of techniques/fsdp/parameters.py.
 
-Known limits: a unit that is called more than once counts as one call; in manual optimisation the root's parameters are
-gathered again for the optimiser's step, which is not counted; on a GPU the unit after the one at work is gathered while
-it works; bytes of a GPU were not compared with a meter.
+Known limits: a unit that is called several times counts as one call. In manual optimisation the root's parameters are
+gathered again for the optimiser's step, which is not counted. On a GPU the next unit is gathered while the current one
+runs. Bytes of a GPU were not compared with measurements.
 
-Legend: R ranks among which parameters are split; a unit is what is gathered together, a block or the rest of the module
-("").
+Legend: R ranks over which parameters are sharded; a unit is gathered together: a block, or the rest of the module ("").
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ from lightning_amp.footprint.module_profile import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterShape:
-    """One parameter: its name in the module, whole shape, bytes of an entry, and whether it has a gradient."""
+    """One parameter: its name in the module, full shape, bytes of an element, and whether it has a gradient."""
 
     name: str
     shape: tuple[int, ...]
@@ -56,41 +56,41 @@ class ParameterShape:
 
     @property
     def whole_bytes(self) -> int:
-        """Of all entries."""
+        """Bytes of the full parameter."""
         return self.item_bytes * prod(self.shape)
 
     def shard_bytes(self, ranks: int) -> int:
-        """Of one rank's rows, those that the first rank has: ceil(rows / R)."""
+        """Bytes of one rank's rows, for the first rank: ceil(rows / R)."""
         rows = -(-self.shape[0] // ranks)
         return self.item_bytes * rows * prod(self.shape[1:])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterUnit:
-    """Parameters that are gathered together: of the block `fqn`, or with "" of all that is in no block."""
+    """Parameters that are gathered together: of the block `fqn`, or with "" of everything outside blocks."""
 
     fqn: str
     parameters: tuple[ParameterShape, ...]
 
     def whole_bytes(self, *, trained: bool = False) -> int:
-        """Of its parameters, or of their gradients."""
+        """Bytes of its full parameters, or with `trained` of their gradients."""
         return sum(p.whole_bytes for p in self.parameters if p.trained or not trained)
 
     def shard_bytes(self, ranks: int, *, trained: bool = False) -> int:
-        """Of one rank's rows of its parameters, or of their gradients."""
+        """Bytes of one rank's rows of its parameters, or with `trained` of their gradients."""
         return sum(p.shard_bytes(ranks) for p in self.parameters if p.trained or not trained)
 
 
 def fsdp_peak_bytes(
     profile: ModuleProfile, units: Sequence[ParameterUnit], ranks: int, *, offload: bool = False
 ) -> int:
-    """Most bytes that a rank's device has at once in a training step, the second one.
+    """Peak bytes of a rank's device in a training step, the second one.
 
     Args:
-        profile: Of the rank's own batch, on one device.
-        units: All of them, the root last; techniques/fsdp/look.py reads them from a module.
-        ranks: Among which parameters are split, 2 or more.
-        offload: Whether a rank's rows lie in a memory that is not the device's.
+        profile: Profile of a step with the rank's batch, on one device.
+        units: All units, the root last; techniques/fsdp/look.py computes them for a module.
+        ranks: Ranks over which parameters are sharded, 2 or more.
+        offload: Whether a rank's rows lie in host memory, apart from the device's.
     """
     assert ranks >= 2, f"parameters are split over 2 ranks or more, got {ranks!r}"
     walk = _FsdpWalk(profile, units, ranks, offload=offload)
@@ -100,30 +100,29 @@ def fsdp_peak_bytes(
 def fsdp_held_bytes(
     profile: ModuleProfile, units: Sequence[ParameterUnit], ranks: int, *, offload: bool = False
 ) -> int:
-    """What a rank's device keeps for the next step: its rows of parameters, gradients and optimiser state, and buffers.
+    """Bytes that a rank's device keeps between steps: rows of parameters, gradients and optimiser state, and buffers.
 
-    Arguments as of `fsdp_peak_bytes`.
+    The arguments are those of `fsdp_peak_bytes`.
     """
     return _FsdpWalk(profile, units, ranks, offload=offload).held()
 
 
 class _FsdpWalk:
-    """One walk through a step: bytes alive at its moments, and between them where FSDP itself has more."""
+    """Replay of a step: bytes alive at its moments, and between them where FSDP has more."""
 
     def __init__(self, profile: ModuleProfile, units: Sequence[ParameterUnit], ranks: int, *, offload: bool) -> None:
         self._timeline, self._ranks, self._offload = profile.timeline, ranks, offload
         self._units = {unit.fqn: unit for unit in units}
         self._whole = {fqn: unit.whole_bytes(trained=True) for fqn, unit in self._units.items()}
-        # as they are gathered, and as gradients are sent: R parts of equal size
+        # sizes of gathered parameters, and of sent gradients: R shards of equal size
         self._padded = {fqn: ranks * unit.shard_bytes(ranks) for fqn, unit in self._units.items()}
         self._sent = {fqn: ranks * unit.shard_bytes(ranks, trained=True) for fqn, unit in self._units.items()}
         whole = sum(unit.whole_bytes() for unit in units)
         self._buffers = profile.timeline[0].by_kind[PARAMETERS] - whole
         self._rows = 0 if offload else sum(self._padded.values()) // ranks
-        # Rows of state and of old gradients are padded as those that are sent: their share of what one device has of
-        # both.
+        # rows of state and old gradients are padded like those that are sent: as a share of both on one device
         self._part = 0.0 if offload else sum(self._sent.values()) / ranks / max(1, sum(self._whole.values()))
-        # such as how many steps were taken: numbers that have no rows
+        # scalars such as the number of steps, which are not sharded
         self._numbers = sum(t.n_bytes for t in profile.tensors if t.kind == STATE and not t.shape)
         self._added = 0 < sum(self._whole.values()) <= profile.added_bytes
         # units in the order of the forward pass
@@ -131,26 +130,26 @@ class _FsdpWalk:
         self._order = [fqn for fqn in dict.fromkeys(seen) if fqn]
 
     def held(self) -> int:
-        """Between steps."""
+        """Bytes between steps."""
         last = self._timeline[-1]
         return self._held(last) + self._share(last, GRADIENTS)
 
     def forward(self) -> Iterator[int]:
-        """The forward pass, with the last step's gradients until they are dropped."""
+        """Bytes during the forward pass, with the last step's gradients until they are freed."""
         received, last = 0, ""
         yield self._buffers + 2 * self._padded[""] + self._on_its_way("")
         for moment in self._of(FORWARD):
             unit = self._unit_of(moment)
             held = self._held(moment) + self._other(moment) + self._share(moment, GRADIENTS) + self._padded[""]
             if unit and unit != last:
-                # what was received before is let go of only when this is in its place
+                # the previous receive buffer is freed once this one is allocated
                 yield held + received + 2 * self._padded[unit] + self._on_its_way(unit)
                 received = self._padded[unit]
             yield held + received + (self._padded[unit] if unit else 0)
             last = unit
 
     def backward(self) -> Iterator[int]:
-        """The backward pass, at the end of which the root's gradients and the first unit's are reduced."""
+        """Bytes during the backward pass, at the end of which the root's and the first unit's gradients are reduced."""
         pending, done = list(self._order), {"whole": 0, "rows": 0, "sent": 0}
         unit, at, root, worked = "", 0, 0, set[str]()
         for moment in self._of(BACKWARD):
@@ -162,8 +161,8 @@ class _FsdpWalk:
                 unit = now
             at = self._held(moment) + self._other(moment)
             worked.add(moment.fqn)
-            # gradients that the profile has by now, less those of units that have reduced theirs
-            # The profile of one device keeps all gradients to the end. What units have reduced by now is rows here.
+            # Gradients in the profile so far, minus those of units that have reduced theirs: on one device gradients
+            # stay until the end, and here a finished unit has only rows.
             come = moment.by_kind[GRADIENTS] - done["whole"] - root
             if self._added:
                 at += sum(self._sent.values()) // self._ranks * (not self._offload)
@@ -176,20 +175,20 @@ class _FsdpWalk:
                 root, come = min(max(0, root + come), self._whole[""]), 0
             gathered = self._padded[unit] + self._ahead(unit) if unit in pending else 0
             yield at + self._padded[""] + root + gathered + come + done["rows"] + done["sent"]
-        # the root is notified first
+        # the backward pass of the root ends first
         gathered = self._padded[unit] + self._whole[unit] if unit in pending else 0
         yield from self._finish("", at + gathered, done)
         if unit in pending:
             yield from self._finish(unit, at, done)
 
     def optimiser(self) -> Iterator[int]:
-        """The optimiser's step on the rows, with temporaries of rows."""
+        """Bytes during the optimiser's step on the rows, with temporaries of the size of rows."""
         for moment in self._of(OPTIMISER):
             shared = self._share(moment, GRADIENTS) + self._share(moment, TEMPORARIES)
             yield self._held(moment) + shared + moment.by_kind[ACTIVATIONS]
 
     def _finish(self, fqn: str, beside: int, done: dict[str, int]) -> Iterator[int]:
-        """A unit lets go of its parameters and reduces its gradients; `beside` is all but what `done` counts."""
+        """Free a unit's parameters and reduce its gradients; `beside` is everything that `done` does not count."""
         sent, beside = self._sent[fqn], beside + done["rows"]
         yield beside + self._whole[fqn] + sent
         yield beside + 2 * sent + sent // self._ranks
@@ -198,19 +197,19 @@ class _FsdpWalk:
         done["sent"] = sent
 
     def _ahead(self, fqn: str) -> int:
-        """What is received ahead while a unit works in the backward pass: the unit that comes next there."""
+        """Bytes that are prefetched while a unit runs backward: those of the next unit there."""
         place = self._order.index(fqn) if fqn in self._order else 0
         return self._padded[self._order[place - 1]] if place else 0
 
     def _on_its_way(self, fqn: str) -> int:
-        """A unit's rows on the device while it is gathered, where they lie elsewhere."""
+        """Bytes of a unit's rows on the device while it is gathered, with offload."""
         return self._padded[fqn] // self._ranks if self._offload else 0
 
     def _of(self, phase: str) -> list[Moment]:
         return [moment for moment in self._timeline if moment.phase == phase]
 
     def _unit_of(self, moment: Moment) -> str:
-        """The unit that a moment's module lies in, "" for the root."""
+        """Return the unit that contains a moment's module, "" for the root."""
         name = moment.fqn
         while name and name not in self._units:
             name = name.rpartition(".")[0]
@@ -221,7 +220,7 @@ class _FsdpWalk:
         return self._rows + self._buffers + numbers + self._share(moment, STATE, but=numbers)
 
     def _share(self, moment: Moment, kind: str, *, but: int = 0) -> int:
-        """The rows' part of what has the shape of parameters, of some kind but for so many bytes."""
+        """A rank's share of bytes of a kind with the shape of parameters, without `but` bytes."""
         return round((moment.by_kind[kind] - but) * self._part)
 
     @staticmethod

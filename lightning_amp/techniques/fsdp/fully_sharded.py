@@ -1,32 +1,32 @@
-"""Apply torch's `fully_shard` to any module: parameters, gradients and optimiser state over the data axis.
+"""Apply torch's `fully_shard` (FSDP2) to any module: parameters, gradients and optimiser state over the data axis.
 
     a rank has        ceil(rows / R) rows of every parameter, of its gradient and of its optimiser state
-    forward           a unit (look.py) gathers its parameters before its forward, and drops them after it
-    backward          it gathers them again; its gradients are averaged over the ranks, of which each keeps its rows
-    the root          gathers the parameters of no unit for a whole step, from its beginning to the end of backward;
-                      where the step goes on after it, they have the rows' gradients, for clipping by hand
+    forward           a unit (look.py) gathers its parameters before its forward, and frees them after it
+    backward          it gathers them again; its gradients are averaged over the ranks, and each rank keeps its rows
+    the root          gathers the parameters of no unit for a full step, from its begin to the end of backward; if the
+                      step continues after it, their `.grad` is that of the rows, for manual clipping
 
-The losses are weighed by the ranks' cells before (steps/cells.py), so the averages are those of the union's mean
-loss, exact up to rounding. Gradients are reduced in every backward pass, under accumulation too: nothing whole is kept.
+The losses are weighted by the ranks' cells before (steps/cells.py), so the averages are the gradients of the mean loss
+of the union batch, exact up to rounding. Gradients are reduced in every backward pass, also when they are accumulated:
+no full gradients are kept.
 
-Collectives of a unit per step: two all-gathers of its parameters, one sum of its gradients; before each of them, and at
-the end of both passes, one all-reduce of two integers (ranks/collectives.py).
+Collectives of a unit per step: two all-gathers of its parameters, one reduction of its gradients; before each of them,
+and at the end of both passes, one all-reduce of two integers (ranks/collectives.py).
 
-In groups of S ranks, such as those of a node (HSDP), R is S: a group has all parameters, and gathers and sums among its
-ranks, after which one all-reduce of the rows' gradients goes between the groups. All ranks of the data axis compare
-what they do. With `offload` the rows, their gradients and the optimiser's state lie in the host's memory, and the
-optimiser works there; the module is whole on the device once, before it is split.
+In groups of S ranks, such as those of a node (HSDP), R is S: a group has all parameters, and gathers and reduces among
+its ranks, followed by one all-reduce of the rows' gradients between the groups. All ranks of the data axis compare
+their collectives. With `offload` the rows, their gradients and the optimiser's state lie in host memory, and the
+optimiser runs there; the full module is on the device once, before it is sharded.
 
-`training_step` and its like are no `forward`, so they are wrapped on the instance; so are methods that look at all
-parameters in a step, while those of the root are gathered. `undo` gives the module back as it was, with whole
-parameters: trained ones where `ShardedParameter.restore` was called before, else this rank's rows, and nan.
+`training_step` and similar methods are not `forward`, so they are overridden on the instance; so are methods that
+iterate over all parameters in a step, while those of the root are gathered. `undo` restores the module with full
+parameters: trained ones if `ShardedParameter.restore` was called before, otherwise this rank's rows, and nan.
 
-What is written into a whole parameter, such as a critic's weights that are clamped in `training_step`, would be lost
-with it, and is refused.
+Writes into a gathered parameter (a critic's weights clamped in `training_step`) would be lost, and raise an error.
 
-Known limits: second derivatives, and backward passes that the strategy has not begun, are refused; a block's parameters
-are there while its forward runs, so code that reads them elsewhere sees a rank's rows (a DTensor); what is written by
-way of `.data` is noticed in the first `LOOKS` steps, and of parameters outside of blocks.
+Known limits: second derivatives, and backward passes that the strategy has not started, raise an error. A block's
+parameters are gathered only while its forward runs, so other code reads a rank's rows (a DTensor). Writes through
+`.data` are detected in the first `LOOKS` steps only, and only for parameters outside blocks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -55,11 +55,11 @@ from lightning_amp.techniques.ranks.sharded_region import leaves_of
 
 """Methods of a LightningModule that need the root's parameters."""
 ON_ALL = ("zero_grad", "toggle_optimizer", "untoggle_optimizer")
-"""Methods that change all parameters or their gradients, and are to find the rank's rows."""
+"""Methods that change all parameters or their gradients, and must run on the rank's rows."""
 MIXED = "mixed torch.Tensor and DTensor"
-"""What torch says where a rank's rows meet a whole tensor."""
+"""Part of torch's error message when a rank's rows meet a full tensor."""
 LOOKS = 2
-"""Training steps in which it is looked at what costs time to see: parameters' values, and what a loss reads."""
+"""Training steps with expensive checks: values of parameters, and the leaves that a loss reads."""
 STRAY = (
     "a backward pass was begun by loss.backward() or torch.autograd.grad, and under fsdp the strategy has to begin it,"
     " to weigh the loss and to average gradients: call self.manual_backward(loss) in place of loss.backward(); with"
@@ -68,22 +68,22 @@ STRAY = (
 
 
 class FullySharded(Units):
-    """A module whose parameters are split, until `undo`.
+    """A module whose parameters are sharded, until `undo`.
 
     Attributes:
-        parameters: Those that are split; the others, which have no dimension, are whole on every rank.
-        groups, offload: As given.
+        parameters: Sharded parameters; others, which have 0 dimensions, are replicated.
+        groups, offload: As the arguments.
 
     Args:
-        module: Whole, equal on all ranks.
+        module: Has full parameters, equal on all ranks.
         fqns: Names or patterns of units, with "" for the rest of the module, which is always one.
         mesh: The data axis.
-        groups: The same ranks with the axes "replicate" and "shard": parameters are split over the latter. None splits
-            them over all of the data axis.
-        offload: Whether a rank's rows lie in the host's memory.
+        groups: The same ranks with the axes "replicate" and "shard": parameters are sharded over the latter. With None,
+            they are sharded over the full data axis.
+        offload: Whether a rank's rows lie in host memory.
 
     Raises:
-        InstallError: Something in the module cannot be split, or a name is of no unit; the module is unchanged.
+        InstallError: A parameter cannot be sharded, or a name matches no unit; the module is unchanged.
     """
 
     parameters: tuple[ShardedParameter, ...]
@@ -98,7 +98,7 @@ class FullySharded(Units):
         offload: bool = False,
     ) -> None:
         units = chosen_units(module, fqns)
-        # a gradient there cannot be that of a parameter here
+        # a gradient in host memory cannot be set on a parameter on the device
         self._shows = not offload or mesh.device_type == "cpu"
         refuse(module, units, by_hand=self._shows)
         self.parameters, self.groups, self.offload = (), groups, offload
@@ -117,12 +117,12 @@ class FullySharded(Units):
         self._split([*units.values(), module], over, offload=offload)
         among = mesh if groups is None else groups["shard"]
         self.parameters = tuple(shards_of(self._places, among))
-        # kept to see an assignment to .data, which neither the object nor its version shows
+        # kept to detect assignments to .data, which change neither the object nor its version
         self._storages = [parameter.shard.untyped_storage() for parameter in self.parameters]
-        # After the split: hooks of units have to be called with what torch has gathered.
+        # after sharding: hooks of units must see the gathered parameters
         self._watch({**units, "": module})
-        # Torch makes once the tensors that parameters are gathered in, which must not be those of
-        # torch.inference_mode: what comes first may be a validation.
+        # Torch allocates the tensors of gathered parameters once, and they must not be inference tensors, although a
+        # validation may run first.
         with torch.inference_mode(False):
             unit: Any
             for unit in (*units.values(), module):
@@ -135,10 +135,10 @@ class FullySharded(Units):
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
-        """Around the backward pass of a loss: gradients of all units are averaged; a collective.
+        """Context manager for the backward pass of a loss: gradients of all units are averaged; a collective.
 
         Raises:
-            ModelError: Ranks have used other units; on every rank. Or the loss reads a rank's rows.
+            ModelError: Ranks have used different units (raised on every rank), or the loss reads a rank's rows.
         """
         if is_split(loss):
             raise ModelError(
@@ -161,27 +161,27 @@ class FullySharded(Units):
             self._begun = False
         self._agreement.on("ends the backward pass")
         self._agreement.look()
-        # A step by hand goes on after its backward pass, and may read the root's parameters or clip their gradients.
+        # with manual optimisation the step continues, and may read the root's parameters or clip their gradients
         if self._depth:
-            # the pass has let go of the root's
+            # the backward pass has freed the root's
             self._gather_root()
 
     def before_update(self) -> None:
-        """Refuse, with a ModelError, gradients that have not reached the rows that an optimiser is to change."""
+        """Raise a ModelError for gradients that have not been reduced to the rows that an optimiser updates."""
         if self._root.has_gradients():
             raise ModelError(STRAY)
         for parameter, whole, shown in self._shown:
             if whole.grad is not shown:
-                # it has been replaced
+                # the user has replaced the gradient
                 parameter.shard.grad = whole.grad
 
     def after_update(self) -> None:
-        """An optimiser has changed the rows: in a step of manual optimisation the root's are gathered anew."""
+        """Gather the root's parameters again, if a step with manual optimisation has changed the rows."""
         if self._depth:
             self.on_rows(lambda: None)
 
     def undo(self) -> None:
-        """Give the module back as it was; no collective. May be called twice."""
+        """Restore the module, without a collective; may be called twice."""
         while self._undo:
             self._undo.pop()()
         if not self.parameters:
@@ -195,7 +195,7 @@ class FullySharded(Units):
         self.parameters = ()
 
     def _split(self, units: Sequence[nn.Module], mesh: DeviceMesh, *, offload: bool) -> None:
-        """Let torch split the parameters of units, the root's last; an InstallError where it refuses."""
+        """Shard the parameters of units with torch, the root's last; raises an InstallError if torch does."""
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
         undivided = {parameter for parameter in self._module.parameters() if not parameter.dim()}
         try:
@@ -225,17 +225,17 @@ class FullySharded(Units):
                 self._shown.append((parameter, whole, whole.grad))
 
     def _hide_gradients(self) -> None:
-        """Before a backward pass, which would add whole gradients to those of rows."""
+        """Reset shown gradients before a backward pass, which would add full gradients to those of the rows."""
         for _, whole, _ in self._shown:
             whole.grad = None
         self._shown = []
 
     def _whole_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step with the root's parameters at hand."""
-        # A step may call another one, as a training step that validates: the outermost gathers.
+        """Run a step with the root's parameters gathered."""
+        # a step may call another one, as a training step that validates: only the outermost gathers
         if self._depth == 0:
             self._refuse_replaced()
-            # of a step without a backward pass they are still there, and may be old
+            # after a step without a backward pass, gathered parameters may be outdated
             self._module.reshard()
             self._gather_root()
         self._depth += 1
@@ -254,13 +254,13 @@ class FullySharded(Units):
             self._refuse_written(self._root, by_value=looks)
             end_gathered(self._module)
             self._agreement.on("ends the step")
-            # a backward pass through the output is to come
+            # otherwise a backward pass through the output follows
             if not any(tensor.requires_grad for tensor in tensors_in(output)):
                 self._module.reshard()
         return output
 
     def on_rows(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method while the module has the rank's rows as parameters, the root's too."""
+        """Call a method while all parameters of the module, also the root's, are the rank's rows."""
         if self._depth:
             self._refuse_written(self._root)
             end_gathered(self._module)
@@ -272,7 +272,7 @@ class FullySharded(Units):
                 self._gather_root()
 
     def _watch(self, units: dict[str, nn.Module]) -> None:
-        """Compare what units do over the ranks, and see that the strategy has begun what they do in backward."""
+        """Compare the units' collectives over the ranks, and detect backward passes that the user started."""
         taken: set[int] = set()
         for fqn, unit in units.items():
             watch = ReachedParameters(unit, taken)
@@ -280,7 +280,7 @@ class FullySharded(Units):
             held.set_custom_all_gather(Gather(fqn, self._agreement))
             held.set_custom_reduce_scatter(AddUp(fqn, self._agreement, watch.take))
             if fqn:
-                # before torch's, which puts parameters in the place of any others
+                # before torch's hook, which replaces whatever is in the place of the parameters
                 own = unit.register_forward_pre_hook(partial(refuse_swapped, fqn), prepend=True)
                 before = unit.register_forward_pre_hook(watch.gathered)
                 after = unit.register_forward_hook(partial(self._look_at_output, watch))
@@ -295,7 +295,7 @@ class FullySharded(Units):
                 tensor.register_hook(self._refuse_stray)  # type: ignore[no-untyped-call]
 
     def _refuse_written(self, watch: ReachedParameters, *, by_value: bool = False) -> None:
-        """Refuse, with a ModelError, what was written into parameters while they were whole; by value a collective."""
+        """Raise a ModelError for writes into gathered parameters; with `by_value` this is a collective."""
         names = watch.written()
         if by_value:
             names += [parameter.name for parameter in self.parameters if _differs(parameter)]
@@ -310,7 +310,7 @@ class FullySharded(Units):
             )
 
     def _refuse_replaced(self) -> None:
-        """Refuse, with a ModelError, rows whose `.data` was assigned: of a DTensor that changes nothing."""
+        """Raise a ModelError for rows whose `.data` was assigned: for a DTensor that changes nothing."""
         for parameter, storage in zip(self.parameters, self._storages, strict=True):
             if parameter.shard.untyped_storage() is not storage:
                 raise ModelError(
@@ -320,7 +320,7 @@ class FullySharded(Units):
                 )
 
     def _refuse_old(self, loss: Tensor) -> None:
-        """Refuse, with a ModelError, a loss that reads a parameter that was split, by a reference in user code."""
+        """Raise a ModelError for a loss that reads a parameter from before sharding, by a reference in user code."""
         replaced = {id(parameter.whole): parameter.name for parameter in self.parameters}
         found = next((replaced[id(leaf)] for leaf, _ in leaves_of(loss) if id(leaf) in replaced), None)
         if found is not None:
@@ -336,13 +336,13 @@ class FullySharded(Units):
 
 
 def refuse_swapped(fqn: str, unit: nn.Module, *_: Any) -> None:
-    """Refuse, with a ModelError, a call of a unit in which other tensors are in the place of its parameters."""
+    """Raise a ModelError for a call of a unit in which other tensors replace its parameters."""
     if not all(isinstance(parameter, nn.Parameter) for parameter in unit.parameters()):
         raise ModelError(f"under fsdp {SWAPPED.format(fqn)}")
 
 
 def _differs(parameter: ShardedParameter) -> bool:
-    """Whether the whole parameter is at hand, and has other values than this rank's rows."""
+    """Whether the full parameter is gathered, and differs from this rank's rows."""
     whole, rows = parameter.module._parameters[parameter.name], local(parameter.shard)
     return not (whole is None or is_split(whole)) and not torch.equal(parameter.own(whole).to(rows.device), rows)
 
@@ -358,9 +358,9 @@ def _read_elsewhere(what: str) -> str:
 def split_parameters(
     model: nn.Module, rules: Sequence[Rule], mesh: DeviceMesh, groups_of: Callable[[int], DeviceMesh]
 ) -> FullySharded:
-    """Split a model's parameters over the ranks that average gradients, or within groups; `undo` makes them whole.
+    """Shard a model's parameters over the ranks that average gradients, or within groups; `undo` restores them.
 
-    All rules have the same spec; all ranks call `groups_of`. An InstallError where something cannot be split.
+    All rules must have the same spec, and all ranks must call `groups_of`. Raises as `FullySharded`.
     """
     spec = rules[0].spec
     assert isinstance(spec, FullyShard), "rules of fsdp have this spec"

@@ -1,10 +1,9 @@
-"""Group a module's parameters into units that are gathered together, and refuse modules that fsdp cannot train exactly.
+"""Group a module's parameters into units that are gathered together, and check that fsdp can train the module exactly.
 
-A unit has the parameters of a block, the root the rest. A block is a unit where its parameters are its own: one that
-something else uses too (a tied embedding and head) must be gathered for both, so such a block is left to the root,
-which is gathered for the whole of a step. So is a block that lies in another one, and one of which a step reads
-parameters without calling it. Parameters without a dimension cannot be split; they stay whole, and are averaged as
-under S1.
+A unit has the parameters of a block, the root all others. A block is a unit if nothing else uses its parameters:
+tied parameters (embedding and head) would have to be gathered for both, so such a block belongs to the root, which is
+gathered for the full step. The same holds for a block inside another one, and for a block whose parameters a step
+reads without calling it. Parameters of 0 dimensions cannot be sharded; they are replicated, and averaged as under S1.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -33,13 +32,13 @@ SWAPPED = (
 
 
 def refuse(module: nn.Module, units: Mapping[str, nn.Module], *, by_hand: bool = True, values: bool = True) -> None:
-    """Refuse, with an InstallError, a module that cannot be split; it is unchanged.
+    """Raise an InstallError for a module that cannot be sharded; the module does not change.
 
     Args:
-        module: Whole.
+        module: Module with full parameters.
         units: Its blocks that are gathered separately, by name.
-        by_hand: Whether a step of manual optimisation can have the gradients of what is gathered.
-        values: Whether parameters are to have their values by now; a plan needs none.
+        by_hand: Whether a step with manual optimisation can have the gradients of gathered parameters.
+        values: Whether parameters must have values already; a plan needs none.
     """
     if not by_hand and getattr(module, "automatic_optimization", True) is False:
         raise InstallError(
@@ -82,6 +81,7 @@ def refuse(module: nn.Module, units: Mapping[str, nn.Module], *, by_hand: bool =
     for fqn, unit in (*units.items(), ("", module)):
         own = [p for p in unit.parameters() if id(p) not in taken and p.dim()]
         taken |= {id(p) for p in own}
+        # torch reduces all gradients of a unit in one buffer
         dtypes = {str(p.dtype).removeprefix("torch.") for p in own if p.requires_grad}
         if len(dtypes) > 1:
             where = f"of the block {fqn!r}" if fqn else "outside of blocks"
@@ -107,7 +107,7 @@ def _problem(parameter: Tensor, *, values: bool) -> str:
 
 
 def chosen_units(module: nn.Module, fqns: Sequence[str]) -> dict[str, nn.Module]:
-    """The units of some names or patterns, without the root; an InstallError where a name is of no unit."""
+    """Return the units that match names or patterns, without the root; raises an InstallError for other names."""
     possible = blocks_with_own_parameters(module)
     for fqn in fqns:
         if fqn and not any(fnmatchcase(unit, fqn) for unit in possible):
@@ -124,7 +124,7 @@ def chosen_units(module: nn.Module, fqns: Sequence[str]) -> dict[str, nn.Module]
 
 
 def units_of(module: nn.Module, apart: Collection[str] = ()) -> tuple[ParameterUnit, ...]:
-    """The units of a whole module with the sizes of their parameters, the root last; blocks in `apart` are none."""
+    """Return the units of a module with the sizes of parameters, the root last; blocks in `apart` are left out."""
     taken: set[int] = set()
     found = []
     blocks = {fqn: block for fqn, block in blocks_with_own_parameters(module).items() if fqn not in apart}
@@ -142,12 +142,12 @@ def units_of(module: nn.Module, apart: Collection[str] = ()) -> tuple[ParameterU
 
 
 def read_step(module: LightningModule, step: CountedStep) -> tuple[ParameterUnit, ...]:
-    """The units of a module: blocks of which the step reads parameters outside of their calls are left to the root."""
+    """Return the units of a module; blocks whose parameters the step reads outside their calls belong to the root."""
     return units_of(module, apart=step.read_outside)
 
 
 def refusal(module: LightningModule, step: CountedStep, *, values: bool) -> str:
-    """Why fsdp cannot train this module; "" where it can."""
+    """Why fsdp cannot train this module; "" if it can."""
     units = blocks_with_own_parameters(module)
     try:
         refuse(module, units, values=values)

@@ -1,9 +1,9 @@
-"""Handle parameters that `fully_shard` has split, and run the collectives of a unit.
+"""Collect the parameters that `fully_shard` has sharded, and run the collectives of its units.
 
-A unit has two collectives: an all-gather of parameters, a reduce-scatter of gradients. gloo has no collective that adds
-up in parts (dist/collectives.py has one).
+A unit has two collectives: an all-gather of parameters and a reduce-scatter of gradients. gloo has no reduce-scatter
+(dist/collectives.py has one).
 
-Legend: R ranks, n numbers of a rank's part.
+Legend: R ranks, n elements of a rank's shard.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,11 +21,11 @@ from lightning_amp.techniques.ranks.collectives import Agreement
 from lightning_amp.techniques.ranks.shards import Runs
 
 Place = tuple[nn.Module, str, nn.Parameter]
-"""Module, name there, and the whole parameter."""
+"""Module, name in the module, and full parameter."""
 
 
 def shards_of(places: Iterable[Place], mesh: DeviceMesh) -> Iterator[ShardedParameter]:
-    """The split parameters, each once; the whole ones lose their values, which `restore` gives back."""
+    """Yield the sharded parameters, without duplicates; the full ones lose their values until `restore`."""
     seen: set[int] = set()
     for module, name, whole in places:
         if id(whole) in seen:
@@ -33,7 +33,7 @@ def shards_of(places: Iterable[Place], mesh: DeviceMesh) -> Iterator[ShardedPara
         seen.add(id(whole))
         shard = module._parameters[name]
         assert shard is not None, "fully_shard has split it"
-        # marks that configure_optimizers may look for
+        # attributes that configure_optimizers may read
         vars(shard).update({key: value for key, value in vars(whole).items() if key != "_fsdp_orig_uid"})
         parts = Runs(mesh=mesh, n=len(whole), dim=0)
         parameter = ShardedParameter(
@@ -44,11 +44,11 @@ def shards_of(places: Iterable[Place], mesh: DeviceMesh) -> Iterator[ShardedPara
 
 
 class ReachedParameters:
-    """Which of a unit's parameters a backward pass has reached on this rank, and which were written while whole.
+    """Track which of a unit's parameters a backward pass has reached on this rank, and writes into gathered ones.
 
     Args:
         unit: The module.
-        taken: `id` of parameters of other units, and then of this one's too.
+        taken: `id` of parameters of other units; those of this unit are added.
     """
 
     def __init__(self, unit: nn.Module, taken: set[int]) -> None:
@@ -63,13 +63,13 @@ class ReachedParameters:
                     self._places[f"{fqn}.{name}" if fqn else name] = child, name
 
     def gathered(self, *_: object) -> None:
-        """The unit has its whole parameters now, which are the same objects each time."""
+        """Called after the unit has gathered its parameters, which are the same objects each time."""
         for label, (child, name) in self._places.items():
             parameter = child._parameters[name]
             if parameter is None:
                 continue
             self._written[label] = parameter, parameter._version
-            # One that a callback unfreezes later is watched from then on, for torch keeps the object.
+            # a parameter that a callback unfreezes later gets its hook then, because torch keeps the object
             if not parameter.requires_grad or id(parameter) in self._watched:
                 continue
             if torch.is_grad_enabled():
@@ -77,16 +77,16 @@ class ReachedParameters:
                 parameter.register_post_accumulate_grad_hook(partial(self._mark, label))  # type: ignore[no-untyped-call]
 
     def written(self) -> list[str]:
-        """Names of the whole parameters that were changed in place since they were gathered."""
+        """Names of the gathered parameters that were changed in place since they were gathered."""
         return [label for label, (p, version) in self._written.items() if p._version != version]
 
     def has_gradients(self) -> bool:
-        """Whether whole parameters of the unit have gradients that were not reduced."""
+        """Whether gathered parameters of the unit have gradients that are not reduced."""
         held = (child._parameters[name] for child, name in self._places.values())
         return any(p is not None and not is_split(p) and p.grad is not None and not is_split(p.grad) for p in held)
 
     def take(self) -> list[str]:
-        """Names, since the last time."""
+        """Return the names of reached parameters since the last call."""
         reached, self._reached = sorted(self._reached), set()
         return reached
 
@@ -95,34 +95,34 @@ class ReachedParameters:
 
 
 class _Comm:
-    """Of one unit, `fqn`; torch asks it for memory, and calls it."""
+    """Collective of one unit, `fqn`; torch asks it to allocate memory, and calls it."""
 
     def __init__(self, fqn: str, agreement: Agreement) -> None:
         self._fqn, self._agreement = fqn, agreement
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is sent or received."""
+        """Allocate a send or receive buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class Gather(_Comm):
-    """Every rank's part of the parameters [n] to the whole [R n]."""
+    """All-gather every rank's shard of the parameters [n] to the full ones [R n]."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Gather them; a ModelError where another rank gathers those of another unit."""
+        """Gather the parameters; raises a ModelError if another rank gathers another unit."""
         self._agreement.on(f"gathers the parameters of {self._fqn!r}")
         work: dist.Work | None = ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
         return work
 
 
 class AddUp(_Comm):
-    """The sum or the mean over the ranks of [R n], the own part [n] of it.
+    """Reduce-scatter gradients: sum or mean over the ranks of [R n], of which each rank gets its shard [n].
 
     Args:
         fqn, agreement: As above.
-        reached: Names of the parameters that the backward pass has reached on this rank since the last time.
+        reached: Returns the names of the parameters that the backward pass has reached since the last call.
     """
 
     def __init__(self, fqn: str, agreement: Agreement, reached: Callable[[], list[str]]) -> None:
@@ -132,8 +132,8 @@ class AddUp(_Comm):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Add up; a ModelError where another rank has gradients of other parameters."""
-        # torch sends no gradients that are not there: ranks that have reached other parameters would send other sizes
+        """Reduce the gradients; raises a ModelError if another rank has gradients of other parameters."""
+        # torch omits gradients that are None: ranks that have reached different parameters would send different sizes
         self._agreement.on(f"adds up the gradients of {self._reached()!r} in {self._fqn!r}")
         if dist.get_backend(group) != "gloo":
             work: dist.Work | None = REDUCE_SCATTER(output_tensor, input_tensor, group=group, op=op, async_op=async_op)

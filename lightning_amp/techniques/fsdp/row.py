@@ -1,17 +1,17 @@
-"""The row of fsdp: its spec, what it predicts, its options.
+"""Define the row of fsdp in the table of techniques: its spec, its prediction, its options.
 
-Predict the seconds of fsdp's collectives, which replace one average of all gradients.
+The predicted seconds are those of fsdp's collectives, which replace one all-reduce of all gradients:
 
-    among S ranks           of every unit two all-gathers of its parameters, one reduce-scatter of their gradients
-    between D / S groups    of every unit one all-reduce of a rank's rows of gradients
-    rows on the host        through its link: the rows for each gather, and those of gradients back; the optimiser goes
-                            over rows, gradients and state there
+    among S ranks           for every unit two all-gathers of its parameters, one reduce-scatter of their gradients
+    between D / S groups    for every unit one all-reduce of a rank's rows of gradients
+    rows on the host        copies between host and device: the rows for each gather, and those of gradients back; the
+                            optimiser reads rows, gradients and state in host memory
 
-Where D ranks are several nodes, groups of a node's ranks gather through the links inside of it, and 1 / S of the
-gradients passes between nodes; one group of all ranks holds less.
+If the D ranks are on several nodes, groups of a node's ranks gather through the links inside the node, and only 1 / S
+of the gradients passes between nodes; one group of all ranks holds less memory.
 
-Known limits: transfers do not overlap with computation; what ranks compare before they gather (ranks/collectives.py) is
-not counted. Legend: D ranks of the data axis, S of them among which parameters are split.
+Known limits: transfers do not overlap with computation; the comparison between ranks before they gather
+(ranks/collectives.py) is not counted. Legend: D ranks of the data axis, S of them over which parameters are sharded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,12 +31,13 @@ from lightning_amp.techniques.technique import Prediction, Technique
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FullyShard:
-    """Parameters, gradients and optimiser state are split over the ranks that average gradients, those of the data axis
-    in most plans; a block's are gathered while it works.
+    """Shard parameters, gradients and optimiser state over the ranks that average gradients (mostly the data axis).
+
+    A block's parameters are gathered while it runs.
 
     Attributes:
-        offload: Keep a rank's part in the host's memory, and let the optimiser work there.
-        shard_ranks: Consecutive ranks that they are split among; each group of so many has all of them. None for all.
+        offload: Keep a rank's shards in host memory, and run the optimiser there.
+        shard_ranks: Consecutive ranks over which they are sharded; each group of this size has all. None for all ranks.
     """
 
     offload: bool = False
@@ -44,22 +45,21 @@ class FullyShard:
 
 
 MESSAGES = 3
-"""Of a unit among the ranks that it is split over."""
+"""Messages of a unit among the ranks over which it is sharded."""
 HANDLING_S = 3.3e-3
-"""Of a message on a CPU, where nothing hides it: torch's hooks, the copies into and out of what is sent, gloo's threads
-besides the computation. By hand FSDP2 takes 8 to 14 ms more than ddp for each unit of five of the examples, three
-messages each, on two ranks of one core (docs/reports/any_module.md)."""
+"""Seconds per message on a CPU, where nothing hides it: torch's hooks, copies to and from send buffers, gloo's threads
+in addition to the computation. FSDP2 applied by hand takes 8 to 14 ms more than DDP for each unit of five of the
+examples, with three messages each, on two ranks of one core (docs/reports/any_module.md)."""
 PASSES = 2
-"""Times that a rank's core of the host goes over rows, gradients and state in an optimiser's step: Adam, measured on
-one core."""
+"""Times that a rank's host core reads rows, gradients and state in an optimiser's step: Adam, measured on one core."""
 
 
 def fsdp_seconds(step: ProfiledStep, units: Sequence[ParameterUnit], spec: FullyShard, ranks: int) -> float:
-    """Seconds of a step beyond those of one that averages gradients over D ranks; never below 0."""
+    """Seconds of a step in addition to those of one that averages gradients over D ranks; never below 0."""
     shard, links = spec.shard_ranks or ranks, step.rates.links
     whole = sum(unit.whole_bytes() for unit in units)
     handling = 0.0 if step.rates.launches or shard == 1 else HANDLING_S
-    # The step's prediction has this average already, which fsdp does not do.
+    # the step's prediction includes this average, which fsdp does not run
     sent = -collective_seconds("all_reduce", whole, ranks, links)
     for own in filter(None, (unit.whole_bytes() for unit in units)):
         sent += 2 * collective_seconds("all_gather", own / shard, shard, links)
@@ -67,7 +67,7 @@ def fsdp_seconds(step: ProfiledStep, units: Sequence[ParameterUnit], spec: Fully
         sent += collective_seconds("all_reduce", own / shard, ranks // shard, links, inner=shard)
         sent += MESSAGES * handling
     if not (spec.offload and step.rates.launches):
-        # on a CPU rows pass no link, and the optimiser works where it would anyway
+        # on a CPU rows are not copied, and the optimiser runs there in any case
         return max(0.0, sent)
     moved, updated = 3 * whole / shard, PASSES * step.held_bytes / shard
     return max(0.0, sent) + moved / step.rates.host_bandwidth + updated / CPU_CORE.memory_bytes
@@ -77,13 +77,13 @@ NAME = "fsdp"
 
 
 def units_in(step: ProfiledStep) -> tuple[ParameterUnit, ...]:
-    """Parameters of a step that can be gathered together; none where the module was not looked at."""
+    """Units of parameters of a step; none if the module was not inspected."""
     found: tuple[ParameterUnit, ...] = step.facts.get(NAME, ())
     return found
 
 
 def variants(step: ProfiledStep, ranks: int) -> Iterator[ProfiledStep]:
-    """The step with each way to split over D ranks: as requested; else over all, or within a node."""
+    """Yield the step with each way to shard over D ranks: as requested; otherwise over all ranks, or within a node."""
     if NAME in step.requested:
         yield step
         return
@@ -94,7 +94,7 @@ def variants(step: ProfiledStep, ranks: int) -> Iterator[ProfiledStep]:
 
 
 def add(step: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
-    """Every rank has a part of parameters, gradients and optimiser state, and gathers a block's when it works."""
+    """Add fsdp to a draft: each rank has shards of parameters, gradients and optimiser state, and gathers by block."""
     units = units_in(step)
     whole = sum(unit.whole_bytes() for unit in units)
     if not whole:
@@ -102,7 +102,7 @@ def add(step: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     ranks, spec = draft.ranks, step.requested.get(NAME, FullyShard())
     assert isinstance(spec, FullyShard), "rules of fsdp have this spec"
     shard = spec.shard_ranks or ranks
-    # the host's memory is the device's where the device is its processor
+    # on a CPU, host memory is the device's memory
     offload = spec.offload and step.rates.launches
     peak = fsdp_peak_bytes(step.profile, units, shard, offload=offload) + step.agreed_bytes(ranks)
     saved = draft.peak_bytes - peak
@@ -110,7 +110,7 @@ def add(step: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     why += f", the same in each of {ranks // shard} groups" if shard < ranks else ""
     why += ", and lie in the host's memory" if offload else ""
     rules = [Rule(strategy=NAME, fqn=unit.fqn, spec=spec, why=why) for unit in units]
-    # of the technique as a whole, shown once
+    # the saving of the technique in total, shown once
     rules[-1] = replace(rules[-1], saves_bytes=max(0, saved))
     return replace(
         draft,
@@ -124,7 +124,7 @@ def add(step: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
 
 
 def _asked(spec: FullyShard, request: Any) -> tuple[FullyShard, bool]:
-    """The spec with `fsdp_ranks` and `fsdp_offload` of a request."""
+    """Return the spec with `fsdp_ranks` and `fsdp_offload` of a request."""
     ranks = getattr(request, "fsdp_ranks", spec.shard_ranks)
     offload = getattr(request, "fsdp_offload", spec.offload)
     whole_number("fsdp_ranks", ranks, least=2)

@@ -1,4 +1,4 @@
-"""Count the blocks of a training step as stages of a pipeline, for micro-batches of several lengths."""
+"""Count the blocks of a training step as pipeline stages, for micro-batches of several sizes, also in chunks."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ from lightning_amp.techniques.pipeline.stage_facts import StageChunks, StageFact
 
 
 def look(step: StepToPlan) -> StageFacts:
-    """The passes of the step, and its blocks in chunks."""
+    """Return functions that count the passes of the step, without and with blocks in chunks."""
     counts = _Counts(step)
     return StageFacts(
         passes=None if step.no_stages else counts.passes,
@@ -26,12 +26,12 @@ def look(step: StepToPlan) -> StageFacts:
 
 
 def refusal(module: LightningModule, step: CountedStep, *, values: bool) -> str:
-    """Why the blocks of the step cannot be stages; "" where they can."""
+    """Why the blocks of the step cannot be stages; "" if they can."""
     return step.no_stages
 
 
 class _Counts:
-    """Steps of micro-batches that were counted."""
+    """Cache of counted micro-batches."""
 
     def __init__(self, step: StepToPlan) -> None:
         self._step = step
@@ -40,7 +40,7 @@ class _Counts:
         self._chunked: dict[tuple[int, frozenset[tuple[str, ChunkBlock]]], Passes | str] = {}
 
     def passes(self, rows: int | None) -> Passes | str:
-        """Counted for two lengths of the batch, and for others on the line through these."""
+        """Return the passes of a batch of `rows` rows: counted for two sizes, interpolated for others."""
         whole = self._step.step().passes
         if rows is None or isinstance(whole, str) or rows == whole.rows:
             return whole
@@ -52,21 +52,21 @@ class _Counts:
             try:
                 self._passes[rows] = self._step.step(rows).passes
             except AmpError as error:
-                # rows of a graph, or of sequences end to end, are no batch by themselves
+                # some rows of a graph, or of concatenated sequences, are not a valid batch
                 self._passes[rows] = (
                     f"a micro-batch of {rows} of the batch's {whole.rows} rows cannot be counted: {error}"
                 )
         return self._passes[rows]
 
     def forms(self, rows: int) -> ChunkForms:
-        """The forms in chunks of the blocks of a micro-batch."""
+        """Return how the blocks of a micro-batch can run in chunks."""
         if rows not in self._forms:
             self._forms[rows] = look_for_chunks(self._step, rows)
             self._passes.setdefault(rows, self._step.step(rows).passes)
         return self._forms[rows]
 
     def passes_in_chunks(self, rows: int, chunks: Mapping[str, ChunkBlock]) -> Passes | str:
-        """The passes of a micro-batch of which some blocks run in chunks, or why one of them cannot."""
+        """Return the passes of a micro-batch with some blocks in chunks, or why one of them does not support it."""
         key = rows, frozenset(chunks.items())
         if key not in self._chunked:
             rules = [Rule(fqn=fqn, spec=spec, strategy="chunk", why="counted") for fqn, spec in chunks.items()]

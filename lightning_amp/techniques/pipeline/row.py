@@ -1,4 +1,4 @@
-"""The row of pipeline in the table of techniques, and its spec in a plan."""
+"""Define the row of "pipeline" in the table of techniques, and its spec in a plan."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -13,13 +13,13 @@ from lightning_amp.techniques.technique import Installer, Technique
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineStages:
-    """The blocks of a list are split over the model axis, in runs, and micro-batches pass through them.
+    """Split the blocks of a module list into runs over the model axis, and pass micro-batches through them.
 
     Attributes:
         ends: One past the last block of every stage, separated by commas, such as "2,4,6"; stage s is on rank s mod the
-            ranks of the model axis. "" before it is cut.
+            ranks of the model axis. "" before the cut is chosen.
         schedule: "gpipe", "1f1b" or "interleaved".
-        micro_batches: Of a batch, or as many as it has samples where these are fewer.
+        micro_batches: Number per batch; a batch with fewer samples has one per sample.
         stages_per_rank: More than 1 for "interleaved" only.
     """
 
@@ -30,7 +30,7 @@ class PipelineStages:
 
 
 def _asked(spec: PipelineStages, request: Any) -> tuple[PipelineStages, bool]:
-    """The spec with `micro_batches` and `schedule` of a request; a rank has two stages if interleaved."""
+    """Return the spec with `micro_batches` and `schedule` of a request; "interleaved" has two stages per rank."""
     micro_batches, schedule = getattr(request, "micro_batches", None), getattr(request, "schedule", None)
     whole_number("micro_batches", micro_batches, least=1)
     one_of("schedule", schedule, (None, *SCHEDULES))
@@ -41,10 +41,10 @@ def _asked(spec: PipelineStages, request: Any) -> tuple[PipelineStages, bool]:
 
 
 def _settle(spec: PipelineStages, shape: ModelShape, ranks: int) -> PipelineStages:
-    """Stages of as many blocks each, give or take one; the first ones have the more.
+    """Return the spec with stages of nearly equal numbers of blocks; the first stages have one more.
 
     Raises:
-        PlanError: More stages than blocks.
+        PlanError: There are more stages than blocks.
     """
     if spec.ends:
         return spec
@@ -82,7 +82,7 @@ ROW = Technique(
     shrinks="K blocks to those of a rank",
     specs=(PipelineStages,),
     installers={PipelineStages: Installer("lightning_amp.techniques.pipeline.run.blocks:pipeline_stages", last=True)},
-    # the stages depend on the mesh, and are filled in later
+    # the stages depend on the mesh, and are set later (`settle`)
     targets=lambda shape: [] if shape.block_list is None else [(shape.block_list[0], PipelineStages())],
     model_axis=True,
     option_names=("micro_batches", "schedule"),

@@ -1,4 +1,4 @@
-"""Answer what the planner asks of a pipeline (`StageSearch`)."""
+"""Collect the functions with which the planner searches for pipeline stages (`StageSearch`)."""
 
 from lightning_amp.techniques.pipeline.stage_facts import blocks_of, without_stages
 from lightning_amp.techniques.pipeline.stage_forms import asked_inside, decided, with_named

@@ -1,4 +1,4 @@
-"""Define what is known of a step's stages before planning."""
+"""Define the facts of a profiled step that the planning of pipeline stages needs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -10,16 +10,16 @@ from lightning_amp.techniques.chunk.row import ChunkBlock
 
 NAME = "pipeline"
 PassesOf = Callable[[int | None], Passes | str]
-"""Samples of a micro-batch, None for the whole batch -> the passes of a step, or why it cannot be run as stages."""
+"""Rows of a micro-batch, None for the full batch -> the passes of a step, or why it cannot run as stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageChunks:
-    """The blocks of stages in chunks.
+    """Functions that count blocks of stages in chunks.
 
     Attributes:
-        forms: Samples of a micro-batch -> what its blocks may run as.
-        passes: Samples, and specs of blocks by name or pattern -> the passes of a step, or why it cannot be run so.
+        forms: Rows of a micro-batch -> how its blocks can run in chunks.
+        passes: Rows, and specs of blocks by name or pattern -> the passes of a step, or why it cannot run so.
     """
 
     forms: Callable[[int], ChunkForms]
@@ -28,12 +28,12 @@ class StageChunks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageFacts:
-    """A step's blocks as stages.
+    """Functions that count a step's blocks as stages.
 
     Attributes:
-        passes: For a batch of any length; None where there can be no pipeline.
+        passes: Counts the passes for a batch of any size; None if there can be no pipeline.
         reason: Why there can be none.
-        chunks: The same with blocks in chunks.
+        chunks: Functions for blocks in chunks.
     """
 
     passes: PassesOf | None = None
@@ -41,7 +41,7 @@ class StageFacts:
     chunks: StageChunks | None = None
 
     def whole(self) -> Passes | str:
-        """The passes of the whole batch, or why there can be no pipeline."""
+        """Return the passes of the full batch, or why there can be no pipeline."""
         return self.reason if self.passes is None else self.passes(None)
 
 
@@ -49,17 +49,17 @@ NOTHING_KNOWN = StageFacts()
 
 
 def without_stages(step: ProfiledStep, reason: str) -> ProfiledStep:
-    """The step with the reason why it cannot be a pipeline."""
+    """Return the step with a reason why it cannot be a pipeline."""
     return replace(step, facts={**step.facts, NAME: StageFacts(reason=reason)})
 
 
 def stages_of(step: ProfiledStep) -> StageFacts:
-    """What is known of a step's stages."""
+    """Return the facts about a step's stages."""
     found: StageFacts = step.facts.get(NAME, NOTHING_KNOWN)
     return found
 
 
 def blocks_of(step: ProfiledStep) -> int | str:
-    """How many blocks can be stages, or why there can be no pipeline."""
+    """Return the number of blocks that can be stages, or why there can be no pipeline."""
     whole = stages_of(step).whole()
     return whole if isinstance(whole, str) else len(whole.names)

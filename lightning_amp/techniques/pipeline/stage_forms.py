@@ -1,20 +1,20 @@
 """Choose which blocks of a pipeline's stages are recomputed or run in chunks, and predict the step with them.
 
-A recorded step in which they keep everything becomes that in which they keep their inputs: what autograd keeps of such
-a block is let go of after its forward pass, and before the first operator of its backward pass all operators of its
-forward pass come once more, with their own storages. So every stage's bytes and seconds follow as without.
+`computed_again` converts a recorded step without recomputation into one with it: what autograd keeps of a recomputed
+block is freed after its forward pass, and all operators of its forward pass are repeated, with separate storages,
+before the first operator of its backward pass. The stage's bytes and seconds are then computed as usual.
 
-    which    of each rank over the budget the fewest blocks with which it fits, those first that give back the most
-             bytes for a second; all of them where that is not enough
+    which    on each rank over the budget the fewest blocks with which it fits, in the order of bytes saved per second;
+             all of them if that is not enough
 
-A step in which blocks run in chunks is recorded once more, once with all of them for each of the budgets that they have
-plans for (chunk/forms.py). A rank's bytes are those of its own segments, so every rank has its own choice:
+A step with blocks in chunks is recorded again, once for each budget for which blocks have plans (chunk/forms.py), with
+all blocks in chunks. A rank's bytes depend on its segments only, so every rank chooses separately:
 
-    in chunks    every rank takes the budgets with which it is fastest of those with which it fits, with as few blocks
-                 computed again as that needs; where it fits as it is, none
+    in chunks    of the budgets with which a rank fits, the fastest, with as few recomputed blocks as that needs; none
+                 if the rank fits without chunks
 
-Known limits: the second pass is counted to its end, and ends with the last tensor that is needed; blocks are taken one
-after the other in that order, which need not be the best set; all blocks of a rank that can are in chunks, or none.
+Known limits: the second forward pass is counted to its end, although it stops after the last tensor that is needed.
+Blocks are chosen in a fixed order, which need not be optimal. On a rank all blocks that can run in chunks, or none, do.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -40,7 +40,7 @@ from lightning_amp.techniques.stage_search import StageOptions
 
 
 def decided(spec: PipelineStages, rules: Sequence[Rule]) -> StageOptions:
-    """All that a plan has decided of its stages, given the spec and all rules."""
+    """Convert the spec and the rules of a plan into options with everything that the plan has decided."""
     return StageOptions(
         micro_batches=spec.micro_batches,
         schedule=spec.schedule,
@@ -51,17 +51,17 @@ def decided(spec: PipelineStages, rules: Sequence[Rule]) -> StageOptions:
 
 
 def with_named(asked: StageOptions, names: Collection[str], *, budget_named: bool) -> StageOptions:
-    """The options, with what techniques ask that a person has named together with a pipeline.
+    """Add the techniques that the user named together with a pipeline to the options.
 
     Raises:
-        PlanError: One of them does not go together with a pipeline.
+        PlanError: One of them cannot be combined with a pipeline.
     """
     others = [name for name in names if name not in ("recompute", "chunk")]
     if others:
         raise PlanError(f"pipeline together with {', '.join(others)} is not supported: leave one of them out")
     return replace(
         asked,
-        # of a budget that was named as few as are needed
+        # with a user's budget, as few as are needed
         again=() if "recompute" not in names else None if budget_named else ("*",),
         chunks=None if "chunk" in names else {},
         all_chunks="chunk" in names and not budget_named,
@@ -69,12 +69,12 @@ def with_named(asked: StageOptions, names: Collection[str], *, budget_named: boo
 
 
 def asked_inside(asked: StageOptions) -> str:
-    """A technique that is required inside of stages; "" where none is."""
+    """Return a technique that is required inside stages; "" if there is none."""
     return "chunk" if asked.chunks is None else "recompute" if asked.again != () else ""
 
 
 def repeatable(seen: ProfiledStep, passes: Passes, patterns: Collection[str] = ("*",)) -> tuple[int, ...]:
-    """Those blocks that one of some patterns names and that can be computed a second time, by their place."""
+    """Return the indices of blocks that match a pattern and can be recomputed."""
     again = set(seen.chain.names)
     return tuple(
         i
@@ -84,18 +84,17 @@ def repeatable(seen: ProfiledStep, passes: Passes, patterns: Collection[str] = (
 
 
 def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
-    """The same step with some blocks computed again."""
+    """Return the step with some blocks recomputed."""
     back = {i: np.flatnonzero(passes.segment == i) for i in blocks}
-    # in the order of their backward passes; one that has none is not computed again
+    # in the order of their backward passes; a block without one is not recomputed
     listed = sorted((int(times[0]), i) for i, times in back.items() if len(times))
     starts = np.array([start for start, _ in listed], dtype=np.int64)
     lengths = np.array([passes.first[i + 1] - passes.called[i] for _, i in listed], dtype=np.int64)
     added = np.concatenate([[0], np.cumsum(lengths)])
 
-    # where a time lies once the forward passes that come again are put in before it
+    # maps a time to its place after the repeated forward passes are inserted
     def later(t: Any) -> Any:
-        # To the right: the first operator of a backward pass itself comes after the forward pass that is put in before
-        # it.
+        # side="right": the first operator of a backward pass moves behind the forward pass that is inserted before it.
         return t + added[np.searchsorted(starts, t, side="right")]
 
     places = later(np.arange(len(passes.segment)))
@@ -113,15 +112,14 @@ def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
         seconds[start : start + end - begin] = passes.seconds[begin:end]
         own = _made_by(passes, i)
         of_own = (uses[:, 1] == i) & own[uses[:, 0]]
-        # a storage of the second pass lives as in the first one, or until the backward pass has read it
-        # What the first pass leaves beyond its end, as the result of the block, the second one makes and drops: no
-        # later operator reads that copy.
+        # A storage of the second pass lives as in the first one, or until the backward pass has read it. The copy of
+        # the block's result, which outlives the first pass, is freed at once, because no operator reads it.
         until = start - begin + np.minimum(passes.held, end - 1)
         np.maximum.at(until, uses[of_own, 0], uses[of_own, 2])
         births.append(start - begin + passes.birth[own])
         ends.append(until[own])
         sizes.append(passes.n_bytes[own])
-        # what the block is given is kept for the second pass until its backward pass ends
+        # inputs of the block are kept for the second pass, until its backward pass ends
         last = int(places[back[i][-1]])
         given = np.array([(n, i, last, -1) for n in passes.inputs[i]], dtype=np.int64).reshape(-1, 4)
         uses = np.concatenate([uses[~of_own], given])
@@ -143,7 +141,7 @@ def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
 
 
 def fewest_again(pipeline: Pipeline, blocks: Sequence[int], budgets: Sequence[int]) -> tuple[int, ...]:
-    """Of these blocks those that are computed again so that every rank fits its bytes, as far as it can."""
+    """Return which of these blocks to recompute so that every rank fits its budget, if possible."""
     return tuple(sorted(i for rank, n in enumerate(budgets) for i in _fewest_of(pipeline, rank, blocks, n)))
 
 
@@ -152,7 +150,7 @@ def _fewest_of(pipeline: Pipeline, rank: int, blocks: Sequence[int], budget: int
     own = [i for i in blocks if any(start <= i < end for start, end in pipeline.runs_of(rank))]
     own.sort(key=lambda i: -saved_bytes(part, i) / max(again_seconds(part, i), LEAST_SECONDS))
     low, high = 0, len(own)
-    # the peak is taken to fall with every further block, so that the fewest are found by halving
+    # assumes that every further block lowers the peak, so that bisection finds the fewest
     while low < high:
         middle = (low + high) // 2
         peak = rank_peak(replace(pipeline, part=computed_again(part, own[:middle])), rank)
@@ -162,7 +160,7 @@ def _fewest_of(pipeline: Pipeline, rank: int, blocks: Sequence[int], budget: int
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StagesInChunks:
-    """A micro-batch as it is, with some blocks in chunks, and which ones these are, by name or pattern."""
+    """Passes of a micro-batch without and with some blocks in chunks, and the specs of these by name or pattern."""
 
     plain: Passes
     part: Passes
@@ -170,11 +168,11 @@ class StagesInChunks:
 
 
 class Levels:
-    """A micro-batch of which all blocks run in chunks that can, for each of the budgets that they have plans for.
+    """Passes of a micro-batch with all blocks in chunks that support it, for each budget for which they have plans.
 
     Args:
-        chunks: Of the step.
-        part: Passes of the micro-batch as it is.
+        chunks: Blocks of the step in chunks.
+        part: Passes of the micro-batch without chunks.
     """
 
     def __init__(self, chunks: StageChunks, part: Passes) -> None:
@@ -185,11 +183,11 @@ class Levels:
         self.reason = "" if self._budgets else forms.reason or "no block of the stages takes less in chunks"
 
     def __len__(self) -> int:
-        """How many budgets there are."""
+        """Number of budgets."""
         return max(map(len, self._budgets.values()), default=0)
 
     def at(self, level: int, names: Collection[str] | None = None) -> dict[str, ChunkBlock]:
-        """The blocks, or some of them, with one of their budgets; 0 is the least."""
+        """Specs of all blocks, or of some, with one of their budgets; level 0 is the least."""
         return {
             name: ChunkBlock(budget_bytes=budgets[min(level, len(budgets) - 1)])
             for name, budgets in self._budgets.items()
@@ -198,16 +196,16 @@ class Levels:
 
     @property
     def every(self) -> dict[str, ChunkBlock]:
-        """All blocks, with the least bytes that do not make them far slower."""
+        """Specs of all blocks, each with the least bytes that do not make it far slower."""
         return {name: ChunkBlock(budget_bytes=n_bytes) for name, n_bytes in self._quick.items()}
 
     def passes(self, level: int) -> Passes | str:
-        """Of the micro-batch with all blocks at a level, or why one cannot be."""
+        """Passes of the micro-batch with all blocks at a level, or why one of them does not support it."""
         return self._chunks.passes(self._rows, self.at(level))
 
 
 def with_chunks(seen: ProfiledStep, part: Passes, asked: StageOptions) -> StagesInChunks | str:
-    """A micro-batch with what is to run in chunks whatever fits, or why that cannot be."""
+    """Return a micro-batch with the blocks in chunks that were requested in any case, or why that is impossible."""
     if not (asked.chunks or asked.all_chunks):
         return StagesInChunks(plain=part, part=part, chunks={})
     in_chunks, chunks = stages_of(seen).chunks, asked.chunks
@@ -224,7 +222,7 @@ def with_chunks(seen: ProfiledStep, part: Passes, asked: StageOptions) -> Stages
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Choice:
-    """For one rank: by how much it exceeds the budget, its seconds, its blocks in chunks, and those computed again."""
+    """Choice for one rank: bytes over the budget, seconds, its blocks in chunks, and its recomputed blocks."""
 
     over: int
     seconds: float
@@ -232,19 +230,19 @@ class _Choice:
     again: tuple[int, ...]
 
     def merit(self) -> tuple[int, float]:
-        """Of two choices the better one has less of it."""
+        """Key for comparison; less is better."""
         return self.over, self.seconds
 
 
 def fewest_chunks(
     pipeline: Pipeline, levels: Levels, again: Sequence[int], budgets: Sequence[int]
 ) -> tuple[dict[str, ChunkBlock], tuple[int, ...]]:
-    """Blocks in chunks, and of `again` those that are computed again, so that every rank fits, as far as it can.
+    """Choose blocks in chunks, and which of `again` to recompute, so that every rank fits, if possible.
 
     Args:
-        pipeline: With nothing of both.
-        levels: Of its micro-batch.
-        again: Blocks that can be computed again.
+        pipeline: Without chunks and recomputed blocks.
+        levels: Budgets of its micro-batch.
+        again: Blocks that can be recomputed.
         budgets: Bytes of every rank.
     """
     found = [_choice(pipeline, rank, levels, again, budget) for rank, budget in enumerate(budgets)]
@@ -260,8 +258,9 @@ def _choice(pipeline: Pipeline, rank: int, levels: Levels, again: Sequence[int],
     assert best is not None, "a micro-batch with nothing in chunks is there already"
     least = tried(0) if len(levels) and (best.over or best.again) else None
     if least is None or least.over:
-        # nothing in between is looked for where the least is too much
+        # if the least budget is too large, larger ones are not tried
         return best if least is None or best.over <= least.over else least
+    # from the largest budget down: smaller budgets take longer, so the search stops at the first that is not faster
     for level in reversed(range(1, len(levels))):
         found = tried(level, None if best.over else best.seconds)
         if found is None:
@@ -279,14 +278,16 @@ def _tried(
     level: int | None,
     seconds: float | None = None,
 ) -> _Choice | None:
-    """A rank with all of its blocks at a level, None for none of them in chunks; None where a level cannot be, or takes
-    as many seconds as it may.
+    """Evaluate a rank with all of its blocks at a level; level None is without chunks.
+
+    Returns None if the level is not possible, or if it takes at least `seconds`.
     """
     names, runs = pipeline.part.names, pipeline.runs_of(rank)
     part = pipeline.part if level is None else levels.passes(level)
     if isinstance(part, str) or (seconds is not None and _seconds_of(part, runs) >= seconds):
         return None
     line = replace(pipeline, part=part)
+    # chunks come first: blocks are recomputed only for the bytes that are still over the budget
     blocks = _fewest_of(line, rank, again, budget)
     line = replace(line, part=computed_again(part, blocks))
     own = {name for start, end in runs for name in names[start:end]}
@@ -304,7 +305,7 @@ def _seconds_of(passes: Passes, runs: Sequence[tuple[int, int]]) -> float:
 
 
 def targets_again(part: Passes, blocks: Sequence[int]) -> tuple[Rule, ...]:
-    """What a plan's rules will be."""
+    """Rules of a plan for recomputed blocks."""
     of_all = f"{len(blocks)} of {len(part.names)} blocks are computed again"
     return tuple(
         Rule(
@@ -320,7 +321,7 @@ def targets_again(part: Passes, blocks: Sequence[int]) -> tuple[Rule, ...]:
 
 
 def targets_in_chunks(run: StagesInChunks, again: Collection[int]) -> tuple[Rule, ...]:
-    """The same of blocks in chunks, of which some are computed again besides."""
+    """Rules of a plan for blocks in chunks, of which those in `again` are also recomputed."""
     plain, part, chunks = run.plain, run.part, run.chunks
     more = sum(segment_seconds(part)) - sum(segment_seconds(plain))
     places = {name: i for i, name in enumerate(part.names) if name in chunks}
@@ -342,17 +343,17 @@ def targets_in_chunks(run: StagesInChunks, again: Collection[int]) -> tuple[Rule
 
 
 def saved_bytes(passes: Passes, block: int) -> int:
-    """What a block keeps of one micro-batch if it is not computed again, besides what it is given."""
+    """Bytes that a block keeps of one micro-batch if it is not recomputed, without its inputs."""
     kept = passes.uses[passes.uses[:, 1] == block, 0]
     own = _made_by(passes, block)
     return int(passes.n_bytes[np.unique(kept[own[kept]])].sum())
 
 
 def again_seconds(passes: Passes, block: int) -> float:
-    """Of its forward pass."""
+    """Seconds of a block's forward pass."""
     return float(passes.seconds[passes.called[block] : passes.first[block + 1]].sum())
 
 
 def _made_by(passes: Passes, block: int) -> Any:
-    """Whether a storage is made in the forward pass of a block."""
+    """Mask of storages that are allocated in the forward pass of a block."""
     return (passes.birth >= passes.called[block]) & (passes.birth < passes.first[block + 1])

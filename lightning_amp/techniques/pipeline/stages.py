@@ -1,22 +1,22 @@
-"""Plan a module's step as a pipeline: the cut of its blocks, the number of micro-batches, and the step's time.
+"""Plan a module's step as a pipeline: the cut of its blocks into stages, the number of micro-batches, time and memory.
 
-    1. seconds of every segment, forward and backward, for micro-batch and batch (footprint/chain/passes.py)
-    2. the cut of least rho_1 + rho_2, over unlike links that of least Eq. 8 (schedule/cut.py), under a cap of bytes per
-       stage that depends on how many micro-batches are in flight there; embedding, head and loss are part of the first
-       and the last block
-    3. seconds by the schedule's timeline, with its bubbles, and the optimiser's; peak of each rank by a walk of its
-       passes (schedule/stage_bytes.py); where that exceeds the budget after all, the cap is lowered, and cut again
-    4. blocks that are computed again in their stage, as few as are needed where the budget is exceeded, and where that
-       is not enough blocks that run in chunks (stage_forms.py)
-    5. of the numbers of micro-batches that are tried the fastest that fits, else that of the least peak. Tried are one,
-       two and four per rank, and the fastest of all numbers by Eq. 8 of Zhou et al. 2025 (CSIMD), each with its own
-       exact cut (schedule/micro_batches.py)
+    1. Seconds of every segment, forward and backward, for micro-batch and batch (footprint/chain/passes.py).
+    2. The cut of least rho_1 + rho_2, or with different links that of least Eq. 8 (schedule/cut.py), under a cap of
+       bytes per stage, which depends on how many micro-batches are in flight there. Embedding, head and loss are part
+       of the first and the last block.
+    3. Seconds by the schedule's timeline, with its bubbles, and of the optimiser; peak of each rank by a simulation of
+       its passes (schedule/stage_bytes.py). If a peak exceeds the budget, the cap is lowered, and the cut repeated.
+    4. If the budget is still exceeded: as few recomputed blocks as are needed, then blocks that run in chunks
+       (stage_forms.py).
+    5. The fastest number of micro-batches that fits; if none fits, the one with the least peak. The candidates are one,
+       two and four per rank, and the fastest of all numbers by Eq. 8 of Zhou et al. 2025 (CSIMD), each with its exact
+       cut (schedule/micro_batches.py).
 
-With "gpipe" what follows the blocks runs once, for the whole batch; with the others for every micro-batch, and once
-more without gradients for the whole batch.
+With "gpipe" what follows the blocks runs once, for the full batch. With other schedules it runs for every micro-batch,
+and once more without gradients for the full batch.
 
-Known limits: seconds are those of operators one after the other at the device's rates; a rank's own walk through the
-step to its blocks (placeholders) takes no time here; caps do not count what passes make for a moment, the peak does.
+Known limits: operators are assumed to run one after the other at the device's rates. The time in which a rank passes
+the blocks of other ranks (placeholders) is not counted. Caps ignore temporaries of passes; the peak includes them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,16 +58,16 @@ from lightning_amp.techniques.pipeline.stage_forms import (
 from lightning_amp.techniques.stage_search import StageOptions
 
 SAFE = "gpipe"
-"""What a policy takes: the loss may be any function of the batch. Others refuse a step whose loss is no mean."""
+"""Schedule that policies use: the loss may be any function of the batch. Others require that the loss is a mean."""
 PER_RANK = (1, 2, 4)
-"""Micro-batches per rank that are tried whatever is fastest: fewer or more may be needed to fit."""
+"""Micro-batches per rank that are always tried: the fastest number may not fit."""
 CAPS = 12
-"""Caps that are tried for one cut."""
+"""Most caps that are tried for one cut."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Shape:
-    """What is decided before a cut."""
+    """Settings of a pipeline that are fixed before its cut."""
 
     seen: ProfiledStep
     whole: Passes
@@ -82,46 +82,46 @@ class _Shape:
 
     @property
     def of_stages(self) -> tuple[float, ...] | None:
-        """Speeds of the stages' ranks."""
+        """Speed of every stage's rank; None if all are equal."""
         return self.speeds * self.each or None
 
     @property
     def unlike(self) -> tuple[float, ...]:
-        """Speeds of the ranks, where ranks differ in that or in memory."""
+        """Speeds of the ranks, if ranks differ in speed or in memory; else empty."""
         return self.speeds or (1.0,) * (self.ranks if any(self.more) else 0)
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """Of the ranks, where there is a budget."""
+        """Budget of every rank; requires a budget."""
         assert self.budget is not None, "there is one"
         return tuple(self.budget + more for more in self.more)
 
     @property
     def at_once(self) -> bool:
-        """Whether what follows the blocks runs once, for the whole batch."""
+        """Whether what follows the blocks runs once, for the full batch."""
         return self.schedule == "gpipe" and self.micro_batches > 1
 
     @property
     def each(self) -> int:
-        """Stages of a rank."""
+        """Stages per rank."""
         return 2 if self.schedule == "interleaved" else 1
 
     @property
     def orders(self) -> tuple[Order, ...]:
-        """Of every rank."""
+        """Order of passes of every rank."""
         return schedule(self.schedule, self.ranks, self.micro_batches, stages_per_device=self.each)
 
     @property
     def crossing(self) -> tuple[bool, ...]:
-        """Of every stage, whether it sends to another node."""
+        """For every stage, whether it sends to another node."""
         return crossing_nodes(self.seen.rates.links, self.ranks, self.data) * self.each
 
     def pipeline(self, part: Passes, ends: tuple[int, ...]) -> Pipeline:
-        """Of a micro-batch, cut there."""
+        """The pipeline with a micro-batch's passes, cut at these ends."""
         return Pipeline(part=part, whole=self.whole, ends=ends, orders=self.orders, at_once=self.at_once)
 
     def seconds(self, part: Passes) -> LayerSeconds:
-        """Of the blocks of a micro-batch."""
+        """Seconds of a micro-batch's blocks."""
         return LayerSeconds.of(
             part,
             self.whole,
@@ -133,20 +133,20 @@ class _Shape:
 
 
 def best_pipeline(seen: ProfiledStep, *, ranks: int, budget: int | None, asked: StageOptions) -> Draft | str:
-    """The fastest pipeline that fits, over all lengths of the model axis that divide the ranks, or why there is none.
+    """Return the fastest pipeline that fits, over all lengths of the model axis, or why there is none.
 
     Args:
-        seen: The step.
-        ranks: All of them.
-        budget: Bytes of one device, None when unknown.
-        asked: What is decided already.
+        seen: The profiled step.
+        ranks: Number of all ranks; lengths of the model axis are its divisors.
+        budget: Bytes of one device; None if unknown.
+        asked: Options that are decided already.
     """
     lengths = [n for n in range(2, ranks + 1) if ranks % n == 0 and asked.model in (None, n)]
     if not lengths:
         there = f"of the {ranks} there are" if asked.model is None else f"and model_parallel_size={asked.model!r}"
         return f"it needs two ranks or more, {there}"
     made = list[Draft]()
-    # chunks take seconds to look for, and are left where some number of stages fits without
+    # the search for chunks takes seconds: skipped if some number of stages fits without chunks
     for way in (asked,) if asked.chunks is not None else (replace(asked, chunks={}), asked):
         found = [staged(seen, n, data=ranks // n, budget=budget, asked=way) for n in lengths]
         made += [one for one in found if isinstance(one, Draft)]
@@ -158,7 +158,7 @@ def best_pipeline(seen: ProfiledStep, *, ranks: int, budget: int | None, asked: 
 
 
 def staged(seen: ProfiledStep, model: int, *, data: int, budget: int | None, asked: StageOptions) -> Draft | str:
-    """The step over so many stages, or why it cannot be."""
+    """Return the step as a pipeline with `model` ranks on the model axis, or why there is none."""
     known = stages_of(seen)
     whole = known.whole()
     if isinstance(whole, str) or known.passes is None:
@@ -187,7 +187,7 @@ def staged(seen: ProfiledStep, model: int, *, data: int, budget: int | None, ask
     if not shapes:
         return f"{counts!r} micro-batches do not fill the rounds of an interleaved schedule on {model} ranks"
     made, parts, refused = list[Draft](), list[Passes](), ""
-    # the smallest first: other lengths lie on the line between it and the whole
+    # the smallest micro-batch first: other sizes are interpolated between it and the full batch
     shapes.reverse()
     for shape in shapes:
         part = known.passes(-(-whole.rows // shape.micro_batches))
@@ -206,21 +206,21 @@ def staged(seen: ProfiledStep, model: int, *, data: int, budget: int | None, ask
         return refused
     over = budget is not None and min(one.peak_bytes for one in made) > budget
     if over and asked.chunks is None and not asked.all_chunks:
-        # the fewest samples at once that can run in chunks at all: more of them need no less
+        # the first, smallest micro-batch that can run in chunks: larger ones need at least as many bytes
         in_chunks = (list(_drafts_in_chunks(*one, asked)) for one in zip(shapes, parts, strict=True))
         made += next(filter(None, in_chunks), [])
     return _best(made, budget)
 
 
 def _fastest(shape: _Shape, rows: int) -> dict[int, float]:
-    """Seconds of a step by Eq. 8: of the fastest number of micro-batches, of one, and of one per rank; {}: not known.
+    """Seconds of a step by Eq. 8, by number of micro-batches: the fastest number, one, and one per rank; {} if unknown.
 
-    A micro-batch of so many rows is counted; others lie on the line between it and the whole.
+    A micro-batch of `rows` rows is counted; other sizes are interpolated between it and the full batch.
     """
     passes = stages_of(shape.seen).passes
     whole, counted = shape.whole, passes(rows) if passes else ""
     if isinstance(counted, str) or counted.rows == whole.rows or shape.each > 1:
-        # stages that take turns on a rank have another time than Eq. 8
+        # Eq. 8 does not hold for several stages per rank
         return {}
     counts = counts_for(whole.rows, [shape.ranks])
     parts = {count: whole.at(counted, -(-whole.rows // count)) for count in counts}
@@ -238,7 +238,7 @@ def _best(made: Sequence[Draft], budget: int | None) -> Draft:
 
 
 def _drafts(shape: _Shape, run: StagesInChunks, asked: StageOptions) -> Iterator[Draft]:
-    """With the blocks that are recomputed; left open, with none, and with as few as are needed to fit."""
+    """Yield drafts with the requested recomputed blocks; if left open, with none, and with as few as are needed."""
     again = repeatable(shape.seen, run.part, ("*",) if asked.again is None else asked.again)
     if asked.again is not None:
         yield _draft(shape, run, ends=asked.ends, again=again)
@@ -253,7 +253,7 @@ def _drafts(shape: _Shape, run: StagesInChunks, asked: StageOptions) -> Iterator
 
 
 def _drafts_in_chunks(shape: _Shape, part: Passes, asked: StageOptions) -> Iterator[Draft]:
-    """With as many blocks in chunks as are needed to fit, and as few computed again as that leaves."""
+    """Yield drafts with as many blocks in chunks as are needed to fit, and as few recomputed ones as that allows."""
     chunks, again = stages_of(shape.seen).chunks, repeatable(shape.seen, part, asked.again or ("*",))
     again = () if asked.again == () else again
     if chunks is None or shape.budget is None:
@@ -271,22 +271,22 @@ def _drafts_in_chunks(shape: _Shape, part: Passes, asked: StageOptions) -> Itera
 
 
 def _likely_ends(shape: _Shape, part: Passes, least: Passes, asked: StageOptions) -> list[tuple[int, ...]]:
-    """Those that were requested; else the fastest as it is, and the fastest that fits in its form of least bytes."""
+    """Return the requested ends; else those of the fastest cut, and of the fastest that fits with the least bytes."""
     if asked.ends is not None:
         return [asked.ends]
-    # forms are chosen after the cut: the fastest may need many of them, the one that fits in its least form few
+    # forms are chosen after the cut: the fastest cut may need many of them, one that fits in its least form few
     fastest = _cut(replace(shape, budget=None), part, shape.seconds(part))
     return sorted({fastest, _cut(shape, least, shape.seconds(least))})
 
 
 def _draft(shape: _Shape, run: StagesInChunks, *, ends: tuple[int, ...] | None, again: tuple[int, ...] = ()) -> Draft:
-    """Cut, and predict."""
+    """Cut the blocks if `ends` is None, and predict seconds and peaks."""
     part = computed_again(run.part, again)
     layers = shape.seconds(part)
     if ends is None:
         ends = _cut(shape, part, layers)
-    # Over unlike devices the peak that counts is not the largest one: that of the rank with the least room left is, as
-    # if all had the smallest device.
+    # On different devices, the peak that counts is that of the rank with the least room left, expressed as if all
+    # ranks had the smallest device.
     pipeline = shape.pipeline(part, ends)
     peaks = rank_peaks(pipeline)
     peak, more = max((peak - more, more) for peak, more in zip(peaks, shape.more, strict=True))
@@ -334,7 +334,7 @@ def _target(shape: _Shape, ends: tuple[int, ...], stages: Sequence[Stage]) -> Ru
 
 
 def _after(shape: _Shape, pipeline: Pipeline) -> float:
-    """Seconds after the passes: the gradients of the fullest rank are averaged over the data axis, and it steps."""
+    """Seconds after the passes: average the fullest rank's gradients over the data axis, and step."""
     whole, links = shape.whole, shape.seen.rates.links
     held = [held_bytes(pipeline, rank, gradients=False) for rank in range(shape.ranks)]
     every = sum(p.n_bytes + p.state_bytes for p in whole.parameters)
@@ -345,7 +345,7 @@ def _after(shape: _Shape, pipeline: Pipeline) -> float:
 
 
 def _cut(shape: _Shape, part: Passes, layers: LayerSeconds) -> tuple[int, ...]:
-    """Ends of the stages: the least rho_1 + rho_2 whose peak is within the budget, else of the least bytes found."""
+    """Return the cut of least rho_1 + rho_2 whose peak is within the budget, or the cut with the least excess found."""
     stages = shape.ranks * shape.each
     cut = partial(
         cut_pipeline,
@@ -363,8 +363,8 @@ def _cut(shape: _Shape, part: Passes, layers: LayerSeconds) -> tuple[int, ...]:
         return found
     rows = list(layer_bytes(part, shape.orders, stages, at_once=shape.at_once))
     best, least, ends = found, inf, found
-    # caps count what blocks hold, and the walk also what passes make for a moment: by how much the walk exceeds the
-    # budget, the caps are lowered, until it fits or nothing fits
+    # caps ignore temporaries, which the simulated peak includes: the caps are lowered by the excess of the peak
+    # until it fits, or no cut is possible
     for _ in range(CAPS):
         peaks = rank_peaks(shape.pipeline(part, ends))
         overs = [peak - own for peak, own in zip(peaks, shape.budgets, strict=True)]
@@ -375,7 +375,7 @@ def _cut(shape: _Shape, part: Passes, layers: LayerSeconds) -> tuple[int, ...]:
             break
         has = [sum(rows[n][slice(*run)]) for n, run in enumerate(runs)]
         most = [max(has[rank :: shape.ranks]) for rank in range(shape.ranks)]
-        # what the larger stage of the fullest rank has now has to exceed the cap; others may come as near to theirs
+        # the cap must be below what the fullest rank's larger stage has now; others may come as close to the budget
         less = max(1.0, min(over, most[overs.index(over)] / 8))
         room = [max(0.0, n + over - less - own) for n, own in zip(most, overs, strict=True)]
         caps = [room[n % shape.ranks] for n in range(stages)]

@@ -1,27 +1,28 @@
-"""Define collectives over the model axis with the gradients that a sharded computation needs.
+"""Define collectives over the model axis, each with the gradient that a sharded computation needs.
 
     name       forward            backward           the result is used ...
-    enter      identity           all-reduce         differently by every rank (a part of the loss, own channels)
+    enter      identity           all-reduce         differently by every rank (its part of the loss, its channels)
     leave      all-reduce         identity           the same on every rank
     total      all-reduce         all-reduce         differently by every rank
-    scatter    reduce-scatter     all-gather         own part
+    scatter    reduce-scatter     all-gather         as this rank's shard
     gather     all-gather         reduce-scatter     differently by every rank
 
-Each is one collective forward and one backward at most. `torch.distributed.nn.functional` has the row `total` only,
-which multiplies gradients by the number of ranks where the others are needed.
+Each is at most one collective forward and one backward. `torch.distributed.nn.functional` has only the row `total`;
+used in place of the others, it would multiply gradients by the number of ranks.
 
-`enter` and `leave` begin and end the sharded region, and their nodes say so by `behind` (sharded_region.py).
+`enter` and `leave` begin and end the sharded region; their autograd nodes have the attribute `behind`
+(sharded_region.py).
 
-A *block* is a tensor [R, ...]: part r is rank r's. Parts are of one size, so uneven shards are padded by the caller.
-Legend: R ranks of the mesh axis.
-Known limit: second derivatives are refused.
+A *block* is a tensor [R, ...] whose part r belongs to rank r. All parts have the same size; the caller pads uneven
+shards. Legend: R ranks of the mesh axis.
+Known limit: second derivatives raise an error.
 
-`Agreement` checks that all ranks issue the same collectives of sharded parameters in the same order. Collectives find
-each other by their order alone. A rank that skips a block, as a branch on its own cells may, would take another block's
-parameters for its own: numbers without meaning where the sizes agree, and no end where they do not. So before
-each collective the ranks compare what it is for: one all-reduce of two integers.
+`Agreement` checks that all ranks issue the same collectives of sharded parameters in the same order. Collectives are
+matched by their order only. A rank that skips a block, such as in a branch on its cells, would receive another block's
+parameters: wrong numbers if the sizes are equal, a hang if they are not. So before each collective the ranks compare
+its purpose: one all-reduce of two integers.
 
-On a CPU they stop before the collective. On a GPU, where looking at a number waits for all that was launched, they look
+On a CPU they raise before the collective. On a GPU, where reading a number waits for all launched kernels, they check
 at the end of the backward pass, before the optimiser's step.
 """
 
@@ -43,29 +44,29 @@ from lightning_amp.errors import ModelError
 
 Result = TypeVar("Result")
 
-# torch 2.13 renames both and warns of the old names
+# torch 2.13 renames both, and warns about the old names
 _ALL_GATHER = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _REDUCE_SCATTER = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 
 
 def wait_in_all_reduce(work: Work | None) -> None:
-    """Wait for an all-reduce that is on its way; by this function a rank is known to wait for others (faults).
+    """Wait for a pending all-reduce; fault detection recognizes waiting ranks by this function.
 
-    Until it has arrived the work holds the memory that is written to, also where an error keeps a rank from waiting.
+    The work object keeps the output memory alive until the all-reduce is done, even if an error prevents the wait.
     """
     assert work is not None, "a rank of the group waits for it"
     work.wait()
 
 
 def enter(mesh: DeviceMesh, *values: Tensor) -> tuple[Tensor, ...]:
-    """The values themselves; their gradients are summed over the ranks, all in one collective."""
+    """Return the values unchanged; in the backward pass, one all-reduce sums all their gradients over the ranks."""
 
     def back(*grads: Tensor | None) -> tuple[Tensor | None, ...]:
         used = [grad for grad in grads if grad is not None]
-        # nothing to join, so nothing is copied
+        # with one gradient there is nothing to concatenate, so no copy
         if len(used) <= 1:
             return tuple(None if grad is None else all_reduce(mesh, grad) for grad in grads)
-        # one collective for all gradients, for each has its latency
+        # one collective for all gradients, because each has a latency
         flat = all_reduce(mesh, torch.cat([grad.reshape(-1) for grad in used]))
         parts = iter(torch.split(flat, [grad.numel() for grad in used]))
         return tuple(None if grad is None else next(parts).view_as(grad) for grad in grads)
@@ -74,7 +75,7 @@ def enter(mesh: DeviceMesh, *values: Tensor) -> tuple[Tensor, ...]:
 
 
 def leave(mesh: DeviceMesh, part: Tensor) -> Tensor:
-    """Sum over the ranks, for a result that is replicated (Megatron's *reduce from* the parallel region)."""
+    """Sum over the ranks, for a replicated result (Megatron's *reduce from* the parallel region)."""
     return linear(partial(all_reduce, mesh), lambda grad: grad, part, behind="inside")
 
 
@@ -84,31 +85,31 @@ def total(mesh: DeviceMesh, part: Tensor) -> Tensor:
 
 
 def scatter(mesh: DeviceMesh, block: Tensor) -> Tensor:
-    """Sum over the ranks of part r of a block [R, ...], on rank r."""
+    """Sum a block [R, ...] over the ranks, and return part r on rank r."""
     return linear(partial(reduce_scatter, mesh), partial(all_gather, mesh), block)
 
 
 def gather(mesh: DeviceMesh, part: Tensor) -> Tensor:
-    """The block [R, ...] of all ranks' parts, for a result that every rank uses differently."""
+    """Gather the block [R, ...] of all ranks' parts, for a result that every rank uses differently."""
     return linear(partial(all_gather, mesh), partial(reduce_scatter, mesh), part)
 
 
 @torch.no_grad()
 def all_reduce(mesh: DeviceMesh, value: Tensor, op: str = "sum") -> Tensor:
-    """Reduction over the ranks, without gradients; `op` is "sum" or "max"."""
+    """Reduce over the ranks, without gradients; `op` is "sum" or "max"."""
     return _wait(functional.all_reduce(value.contiguous(), op, mesh.get_group()))
 
 
 @torch.no_grad()
 def all_gather(mesh: DeviceMesh, part: Tensor) -> Tensor:
-    """The block [R, ...] of all ranks' parts, without gradients."""
-    # a new first dim, along which the parts are joined
+    """Gather the block [R, ...] of all ranks' parts, without gradients."""
+    # a new first dim, along which the parts are concatenated
     return _wait(_ALL_GATHER(part.contiguous()[None], 0, mesh.get_group()))
 
 
 @torch.no_grad()
 def reduce_scatter(mesh: DeviceMesh, block: Tensor) -> Tensor:
-    """Sum over the ranks of the own part of a block, without gradients."""
+    """Sum a block over the ranks, and return this rank's part, without gradients."""
     if dist.get_backend(mesh.get_group()) == "gloo":
         return start_adding_rows(block, mesh.get_group())()
     return _wait(_REDUCE_SCATTER(block.contiguous(), "sum", 0, mesh.get_group()))[0]
@@ -121,15 +122,15 @@ def _wait(value: Tensor) -> Tensor:
 def linear(
     there: Callable[..., Result], back: Callable[..., Any], *values: Tensor, behind: str = "", unused: bool = False
 ) -> Result:
-    """What a linear map returns of values.
+    """Apply a linear map with a given adjoint.
 
     Args:
-        there: Values -> the result, or a tuple of results. A result may be a view of a value, and is never the value
-            itself, as autograd requires.
-        back: The adjoint: gradients of the results -> those of the values.
+        there: Values -> the result, or a tuple of results. A result may be a view of a value, but not the value itself,
+            as autograd requires.
+        back: The adjoint: gradients of the results -> gradients of the values.
         values: Tensors.
-        behind: The side of the shared region that the values come from, "outside" or "inside" (sharded_region.py).
-        unused: Pass None to `back`, not zeros, for a result that nothing has used: an optimiser would decay by zeros.
+        behind: Side of the shared region from which the values come, "outside" or "inside" (sharded_region.py).
+        unused: Pass None instead of zeros to `back` for an unused result: with zeros an optimiser would apply decay.
     """
     return cast(Result, _LinearOnce.apply(there, back, behind, unused, *values))  # type: ignore[no-untyped-call]
 
@@ -149,17 +150,17 @@ class _LinearOnce(torch.autograd.Function):
 
 
 class Agreement:
-    """What the ranks of a mesh axis are about to do, compared."""
+    """Compare descriptions of the next action between the ranks of a mesh axis."""
 
     def __init__(self, mesh: DeviceMesh, technique: str) -> None:
         self._mesh, self._technique = mesh, technique
         self._unseen: list[tuple[str, Tensor]] = []
 
     def on(self, what: str) -> None:
-        """This rank is about to do something; a collective. A ModelError on every rank where ranks differ."""
-        # the same in every process, which `hash` of a text is not
+        """Compare this rank's next action; a collective. Raises a ModelError on every rank if ranks differ."""
+        # equal in every process, unlike `hash` of a string
         number = zlib.crc32(what.encode())
-        # the largest of minus the numbers is minus the smallest: one reduction says whether all are equal
+        # the maximum of the negated numbers is the negated minimum: one reduction shows whether all are equal
         box = torch.tensor([number, -number], device=self._mesh.device_type)
         wait_in_all_reduce(dist.all_reduce(box, dist.ReduceOp.MAX, group=self._mesh.get_group(), async_op=True))
         self._unseen.append((what, box))
@@ -167,7 +168,7 @@ class Agreement:
             self.look()
 
     def look(self) -> None:
-        """Look at what was compared since the last time; a ModelError on every rank where something differed."""
+        """Check all comparisons since the last call; raises a ModelError on every rank if ranks differed."""
         unseen, self._unseen = self._unseen, []
         numbers = torch.stack([box for _, box in unseen]).tolist() if unseen else []
         for (what, _), (largest, smallest) in zip(unseen, numbers, strict=True):

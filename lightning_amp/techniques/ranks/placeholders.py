@@ -1,20 +1,19 @@
-"""Define tensors with a shape and no values, for what is computed from parameters of other ranks.
+"""Define tensors with a shape and without values, for what is computed from parameters of other ranks.
 
-A rank runs the user's whole step up to its own blocks. What comes from the batch alone (targets, masks, positions) is
-computed there; what reads a parameter that is not here (on the device "meta"), or a placeholder, becomes one itself.
-So a value that should have been computed by another rank can nowhere be taken for a number: an operator that would
-write a placeholder into a tensor with values is refused, and so is one whose result or control flow needs its values.
+A rank runs the user's full step up to its blocks. What depends on the batch only (targets, masks, positions) is
+computed. What reads a parameter of another rank (on the device "meta"), or a placeholder, becomes a placeholder. So a
+value that only another rank could compute is never mistaken for a number: an operator raises an error if it would
+write a placeholder into a tensor with values, or if its result or control flow depends on the placeholder's values.
 
-Where a rank's own blocks have begun the mode is off, which costs time in every operator: torch itself then refuses to
-mix placeholders and values, and absent parameters do.
+Once a rank's blocks run, the mode is off, because it costs time in every operator. Then torch raises an error if
+placeholders and values are mixed, and so do absent parameters.
 
-A placeholder reports the device of the run, so that tensors made next to it (`torch.arange(n, device=x.device)`) are
-real ones.
+A placeholder reports the run's device, so that tensors created on it (`torch.arange(n, device=x.device)`) have values.
 
-An absent parameter is one that another rank holds. A plain tensor on the device "meta" would not do: torch gives
-numbers that mean nothing for `x @ meta`, and adds nothing where one is added in place (`loss += meta`). So every
-operator that reads an absent parameter and a tensor with values is refused, unless placeholders are being computed, and
-what is computed from absent parameters alone is absent too. To write into one is allowed: whoever holds it does the
+An absent parameter is one that another rank holds. A plain tensor on the device "meta" is not enough: torch returns
+meaningless numbers for `x @ meta`, and ignores in-place additions (`loss += meta`). So every operator that reads an
+absent parameter and a tensor with values raises an error, unless placeholders are being computed. Results from absent
+parameters only are absent too. Writes into an absent parameter are allowed, because the rank that holds it does the
 same.
 """
 
@@ -39,11 +38,11 @@ from lightning_amp.errors import InstallError
 
 
 class Absent(Tensor):
-    """What is computed from absent parameters."""
+    """Result of operators on absent parameters."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, if no value is read that is not here."""
+        """Run an operator, unless it reads values that are not on this rank."""
         kwargs = kwargs or {}
         with disable_torch_function():
             name = getattr(func, "__name__", "")
@@ -52,7 +51,7 @@ class Absent(Tensor):
                 # writes into an absent parameter, such as those of init, do nothing
                 return func(*args, **kwargs)
             if _makers:
-                # before autocast, which would not cast what is on no device
+                # before autocast, which does not cast tensors on the device meta
                 plain = func.__name__ == "__get__" and func is not Tensor.device.__get__
                 args, kwargs = (args, kwargs) if plain else tree_map(_makers[-1], (args, kwargs))
                 return func(*args, **kwargs)
@@ -66,18 +65,18 @@ class Absent(Tensor):
                         " leave 'pipeline' out"
                     )
             result = func(*args, **kwargs)
-            # a shape would become a tuple
+            # torch.Size would become a tuple
             return result if isinstance(result, torch.Size) else tree_map(_absent, result)
 
 
 class AbsentParameter(nn.Parameter):
-    """One, on the device "meta", in the place of the parameter in its modules."""
+    """Parameter on the device "meta" that replaces a parameter of another rank in its modules."""
 
     __torch_function__ = Absent.__torch_function__
 
 
 def absent_parameter(like: nn.Parameter) -> AbsentParameter:
-    """The shape of a parameter."""
+    """Make an absent parameter with the shape of a parameter."""
     values = like.detach().to("meta")
     made = values.as_subclass(AbsentParameter)
     made.requires_grad_(like.requires_grad)
@@ -85,16 +84,16 @@ def absent_parameter(like: nn.Parameter) -> AbsentParameter:
 
 
 UNIFORM = (torch.ops.aten.rand.default, torch.ops.aten.rand.generator)
-"""Draws of numbers in [0, 1)."""
+"""Operators that draw numbers in [0, 1)."""
 BELOW: dict[Any, bool] = {
     torch.ops.aten.lt.Scalar: True,
     torch.ops.aten.le.Scalar: True,
     torch.ops.aten.gt.Scalar: False,
     torch.ops.aten.ge.Scalar: False,
 }
-"""Comparisons with a number, and what they give for smaller ones."""
+"""Comparisons with a number, and their result for smaller numbers."""
 _makers: list[Callable[[Any], Any]] = []
-"""While there is one, operators may read absent parameters together with values: it makes placeholders of them."""
+"""If not empty, operators may read absent parameters together with values: the last function makes placeholders."""
 
 
 def _absent(value: Any) -> Any:
@@ -104,22 +103,21 @@ def _absent(value: Any) -> Any:
 
 
 def without_values(values: Any) -> Iterator[Tensor]:
-    """The placeholders in any nesting of containers."""
+    """Yield the placeholders in nested containers."""
     return (leaf for leaf in tree_leaves(values) if has_no_values(leaf))
 
 
 class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is on, operators that read a tensor without values give placeholders.
+    """Mode in which operators that read a tensor without values return placeholders.
 
-    A draw without values takes nothing from this rank's random numbers, and one in a block of another rank is made here
-    the first time only. They are not those of the other ranks from there on, so what the step draws after it has no
-    values either.
+    A draw without values does not advance this rank's random state, and a draw in a block of another rank happens here
+    only the first time. After that the random state differs between ranks, so later draws return placeholders too.
 
     Args:
-        device: Of the run, which placeholders report.
+        device: Device of the run, which placeholders report.
 
     Attributes:
-        missed: How many such draws there were, since it is on.
+        missed: Number of such draws since the mode is on.
         in_block: Whether a block of another rank runs.
     """
 
@@ -127,24 +125,24 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._fake, self.missed = device, FakeTensorMode(), 0
         self.in_block = False
-        # with the parameter, whose id stays taken as long as it is kept
+        # the parameter is kept, so that its id is not reused
         self._absent: dict[int, tuple[Tensor, Tensor]] = {}
         self._uniform: Tensor | None = None
 
     def __enter__(self) -> "Placeholders":
-        """Let absent parameters be read together with values."""
+        """Allow reads of absent parameters together with values."""
         self.missed, self.in_block, self._uniform = 0, False, None
         _makers.append(lambda value: self.of(value) if isinstance(value, Absent | AbsentParameter) else value)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Refuse it again."""
+        """Disallow such reads again."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         _makers.pop()
 
     def of(self, value: Any) -> Any:
-        """The placeholder of a tensor; anything else as it is."""
+        """Return the placeholder of a tensor; anything else is returned unchanged."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         if not value.is_meta:
@@ -154,18 +152,18 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._absent[id(value)][1]
 
     def _like(self, value: Tensor) -> Tensor:
-        # a validation may make it, under torch.inference_mode, and a training step keep it for its backward pass
+        # a validation under torch.inference_mode may create it, and a training step save it for its backward pass
         with torch.inference_mode(False):
             if value.layout is not torch.strided:
-                # a copy, which is no tensor of inference mode
+                # a copy, which is not an inference tensor
                 return self._fake.from_tensor(value.detach().clone())
             with self._fake:
                 return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self._device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator on values, where all are there."""
+        """Run an operator on values if all inputs have some, otherwise on placeholders."""
         kwargs = kwargs or {}
-        # for the next operator only: any other one may be a write into it
+        # valid for the next operator only, because any other operator may write into it
         uniform, self._uniform = self._uniform, None
         if uniform is not None and args and args[0] is uniform and (found := _decided(func, args[1:])) is not None:
             return torch.full(uniform.shape, found, device=self._device)
@@ -185,14 +183,14 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 " its blocks a rank has only the batch and the parameters outside the blocks: compute it inside a"
                 " block, or leave 'pipeline' out"
             ) from error
-        # torch hands out what is drawn detached
+        # torch returns drawn tensors detached
         same = func is torch.ops.aten.detach.default and args[0] is uniform
         self._uniform = made if same or func in UNIFORM else None
         return made
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator takes random numbers: attention has the tag without dropout too."""
+    """Whether an operator draws random numbers: attention has the tag also without dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     given = {
@@ -204,7 +202,7 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _decided(func: Any, bound: Any) -> bool | None:
-    """How all numbers in [0, 1) compare with a bound; None where that depends on the number."""
+    """Result of comparing any number in [0, 1) with a bound; None if it depends on the number."""
     below = BELOW.get(func)
     if below is None:
         return None
@@ -216,7 +214,7 @@ def _decided(func: Any, bound: Any) -> bool | None:
 
 
 def _refuse_writing(func: Any, args: Any, kwargs: Any) -> None:
-    """A placeholder that is written into a tensor with values would be lost without a word."""
+    """Raise if a placeholder would be written into a tensor with values, which would be lost silently."""
     for index, argument in enumerate(func._schema.arguments):
         written = argument.alias_info is not None and argument.alias_info.is_write
         value = args[index] if index < len(args) else kwargs.get(argument.name)

@@ -1,8 +1,8 @@
-"""Keep what a block's first forward pass received from other ranks, for its second pass, which sends nothing.
+"""Keep what a block's first forward pass received from other ranks, for its recomputation, which sends nothing.
 
-A block that runs again in the backward pass computes the same a second time, and would send the same a second time. A
-layer that receives a few numbers asks for them by `once`: they are kept from the first pass to the end of the backward
-pass. What is as large as an activation is better sent again than kept.
+A block that is recomputed in the backward pass would repeat its communication. A layer that receives a few numbers
+calls `once`, which keeps them from the first pass to the end of the backward pass. A tensor as large as an activation
+should be sent again instead.
 """
 
 from collections.abc import Callable
@@ -17,18 +17,18 @@ _asked: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("aske
 
 
 def once(receive: Callable[[], T]) -> T:
-    """What `receive()` returns; in a block's second pass what it has returned at the same place of the first one."""
+    """Return `receive()`; in a recomputed block, the value that was received at the same place of the first pass."""
     through = _asked.get()
     return receive() if through is None else through(receive)
 
 
 def nothing_kept() -> AbstractContextManager[None]:
-    """For what is computed within a pass and is no part of it."""
+    """Context manager for computation inside a pass that is not part of it."""
     return holding(_asked, None)
 
 
 def first_pass(received: list[Any]) -> AbstractContextManager[None]:
-    """While the block runs for the first time: what it receives is kept in the list, in order."""
+    """Context manager for the first pass of a block: received values are appended to the list, in order."""
 
     def keep(receive: Callable[[], Any]) -> Any:
         received.append(receive())
@@ -38,7 +38,7 @@ def first_pass(received: list[Any]) -> AbstractContextManager[None]:
 
 
 def second_pass(received: list[Any]) -> AbstractContextManager[None]:
-    """While the block runs again, as it may several times."""
+    """Context manager for the recomputation of a block, which may happen several times."""
     values = iter(received)
-    # a pass that asks more often is another function: received then, for ranks may do so together, and compared
+    # a pass that receives more often differs from the first one: it receives then, as all ranks may, and is checked
     return holding(_asked, lambda receive: next(values, None) or receive())

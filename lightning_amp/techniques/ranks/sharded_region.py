@@ -1,37 +1,37 @@
-"""Define the region of a decoder that ranks share, and refuse a loss that reads a parameter on its wrong side.
+"""Define the region of a decoder that is sharded over ranks, and check that a loss reads parameters on the right side.
 
 What enters and leaves the region under S2, S5, strata and nodes:
 
-    S5         u and v become the own channels; backward, one all-gather of their gradients
-    S2         the loss of the own features is summed over the ranks (one all-reduce, forward)
+    S5         u and v are reduced to the rank's channels; backward, one all-gather of their gradients
+    S2         the loss of the rank's features is summed over the ranks (one all-reduce, forward)
     S2 only    gradients of u, v and log_weights are summed over the ranks (one all-reduce, backward)
-    S2 and S5  gradients of log_weights are summed (one all-reduce, backward): those of u and v are whole already,
+    S2 and S5  gradients of log_weights are summed (one all-reduce, backward). Those of u and v are complete already,
                because the scores are scattered to the features' owners forward and gathered backward
-    strata     the same as S2 only, of the own strata
-    nodes      v becomes the own rows, the losses are summed as under S2; backward, one all-gather of the gradients of
-               the own rows, and of the parts of those of u and log_weights
-    nodes, with    v comes with the own rows (nodes/graph_encoder.py), which enter as they are; gradients of u and
-    vertices       log_weights are summed (one all-reduce, backward)
+    strata     as S2 only, for the rank's strata
+    nodes      v is reduced to the rank's rows, and losses are summed as under S2; backward, one all-gather of the
+               gradients of these rows, and of the partial gradients of u and log_weights
+    nodes, with    v has only the rank's rows already (nodes/graph_encoder.py), which enter unchanged; gradients of u
+    vertices       and log_weights are summed (one all-reduce, backward)
 
-Everything outside then has equal gradients on all ranks of the model axis and needs no sum over it. Parameters inside
-are held whole by every rank, and each rank's gradient is a part of the whole: they need one sum (`Change.partial`).
+Everything outside then has equal gradients on all ranks of the model axis, and needs no sum over it. Parameters inside
+are replicated, and each rank computes a partial gradient: these need one sum (`Change.partial`).
 
-`check_region` checks that a loss reads every parameter on the right side of it.
+`check_region` checks that a loss reads every parameter on the right side.
 
-    outside    every rank computes the same                from whole parameters
-    inside     every rank computes a part of the whole     from split ones: partial, or their own shards
+    outside    every rank computes the same                     from replicated parameters
+    inside     every rank computes its part of the result       from partial or sharded parameters
 
-A split parameter that the loss also reads outside (a penalty on weights, a table tied to another layer) would count
-once per rank, or be read in part; a whole one that is read inside (a library size that is learned) would get a part of
-its gradient. Both train wrongly without failing, so both are refused, before anything is added to a gradient.
+If the loss also reads a partial or sharded parameter outside (a penalty on weights, a table tied to another layer), it
+would count once per rank, or only a shard would be read. If it reads a replicated parameter inside (a learned library
+size), its gradient would be partial. Both would train wrongly, so both raise an error before gradients are changed.
 
-The loss's graph is walked from the loss down. A node with the attribute `behind` (`ctx.behind` in the forward of an
-autograd.Function) says on which side the computation lies that it got its inputs from. One with the attribute `home`
-has the ids of parameters that it reads on the side where they belong: streamed strata are one node, a part of which
-may be inside. No collectives, and no waiting for the device; some 1.5 us per node, of which a small step has thousands.
+The autograd graph is walked from the loss to the leaves. A node with the attribute `behind` (`ctx.behind` in the
+forward of an autograd.Function) declares on which side its inputs were computed. The attribute `home` has the ids of
+parameters that a node reads on their right side: streamed strata are one node, part of which may be inside. The walk
+needs no collective and no device synchronization; it takes some 1.5 us per node, and a small step has thousands.
 
-Known limits: what a reentrant checkpoint hides is not seen, nor a gradient that the strategy does not take itself
-(`loss.backward()`, `torch.autograd.grad`).
+Known limits: parameters behind a reentrant checkpoint are not detected, and neither are gradients that the strategy
+does not compute (`loss.backward()`, `torch.autograd.grad`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,13 +52,13 @@ from lightning_amp.techniques.ranks.shards import AnchorShards, Channels, take_a
 
 
 class SharedRegion(nn.Module):
-    """What enters and leaves the region that the ranks of a mesh axis share.
+    """Entry and exit of the region that is sharded over the ranks of a mesh axis.
 
     Args:
         channels: Channel sets of S5, None without it.
-        summed: Whether the ranks' losses are parts of the loss: of features under S2, of strata under strata.
+        summed: Whether each rank computes a part of the loss: of features under S2, of strata under strata.
         anchors: The ranks' anchors under nodes, None without it.
-        given: Whether v comes with only the own rows.
+        given: Whether v already has only the rank's rows.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class SharedRegion(nn.Module):
         self.given = given
 
     def extra_repr(self) -> str:
-        """Shown by `print(module)`."""
+        """Description in `print(module)`."""
         anchors = "" if self.anchors is None else f", anchors={self.anchors.sizes}"
         return f"{', '.join(self.strategies)}, ranks={self.mesh.size()}{anchors}"
 
     def enter(
         self, u: PerCell, v: Float[Tensor, "given_anchor dim"], log_weights: LogWeights
     ) -> tuple[Float[Tensor, "cell own_dim"], Float[Tensor, "own_anchor own_dim"], LogWeights]:
-        """What the strata read on this rank; an InstallError where v was to come with the own rows, and has others."""
+        """Return what the strata read on this rank; raises an InstallError if v has other rows than the rank's."""
         if self.given:
             assert self.anchors is not None, "own rows are those of nodes"
             if len(v) != len(self.anchors.own):
@@ -109,24 +109,24 @@ class SharedRegion(nn.Module):
         return u, v, log_weights
 
     def n_rows(self, n_anchors: int) -> int:
-        """Rows of v that the decoder receives."""
+        """Number of rows of v that the decoder receives."""
         return len(self.anchors.own) if self.anchors is not None and self.given else n_anchors
 
     def leave(self, total: Scalar) -> Scalar:
-        """The negative log-likelihood over all ranks."""
+        """Return the negative log-likelihood over all ranks."""
         return collectives.leave(self.mesh, total) if self.summed else total
 
 
 def share_region(decoder: object, new: SharedRegion) -> SharedRegion:
-    """The region with one more technique; S2 and S5 may come in any order, strata and nodes go with no other.
+    """Return the region with one more technique; S2 and S5 can be combined in any order, strata and nodes with none.
 
     Args:
-        decoder: Has the region so far as a child.
-        new: That of the technique by itself.
+        decoder: Has the current region as a child.
+        new: Region of the new technique alone.
 
     Raises:
-        InstallError: The decoder is split in a way that goes with no other, or the region is missing, has state, or
-            does something that would be lost.
+        InstallError: Another technique has sharded the decoder, or the region is missing, has state, or does something
+            that would be lost.
     """
     region, (strategy,) = getattr(decoder, "region", None), new.strategies
     if isinstance(region, SharedRegion):
@@ -136,7 +136,7 @@ def share_region(decoder: object, new: SharedRegion) -> SharedRegion:
                 f"{strategy} does not support a decoder that {', '.join(region.strategies)} has split"
                 " already; two splits add up to another loss: only S2 and S5 can be together, leave one out"
             )
-        # S2 and S5 in either order: each brings what the other has not
+        # S2 and S5 in either order: each adds what the other does not have
         channels, summed = new.channels or region.channels, new.summed or region.summed
         return SharedRegion(new.mesh, strategies, channels=channels, summed=summed)
     problem = mismatch(region, {"its arguments unchanged:": True}, _pass)
@@ -150,9 +150,9 @@ def share_region(decoder: object, new: SharedRegion) -> SharedRegion:
 
 
 def _pass(region: Any) -> dict[str, bool]:
-    """Whether a region hands on what it was given, as it is."""
+    """Check whether a region returns its arguments unchanged."""
     given, total = (torch.ones(2, 4), torch.ones(3, 4), torch.ones(1, 5)), torch.ones(())
-    # by identity: even a region that copies does something that a replacement would not
+    # by identity: even a region that copies does something that the replacement would not
     entered = all(a is b for a, b in zip(region.enter(*given), given, strict=True))
     return {"its arguments unchanged:": entered and region.leave(total) is total}
 
@@ -160,16 +160,16 @@ def _pass(region: Any) -> dict[str, bool]:
 def check_region(
     loss: Tensor, module: nn.Module, *, partial: Sequence[nn.Parameter], sharded: Sequence[ShardedParameter]
 ) -> None:
-    """Refuse, with an InstallError, a loss with a parameter on the wrong side; a model group's ranks find the same.
+    """Raise an InstallError if a loss reads a parameter on the wrong side; all ranks of a model group raise the same.
 
     Args:
-        loss: A scalar of a rank, before its backward.
-        partial: Parameters of which every rank of the model axis computes a part of the gradient.
+        loss: Scalar loss of a rank, before its backward.
+        partial: Parameters of which every rank of the model axis computes a partial gradient.
         sharded: Parameters of which every rank holds a shard.
     """
     if not partial and not sharded:
         return
-    # by identity: a parameter that is equal to another one is not the other
+    # by identity, because parameters compare by value
     split = {id(p) for p in (*partial, *(parameter.shard for parameter in sharded))}
     replaced = {id(parameter.whole): parameter for parameter in sharded}
     for leaf, inside in leaves_of(loss):
@@ -195,8 +195,8 @@ def check_region(
 
 
 def leaves_of(loss: Tensor) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors that get gradients, each with whether it is read inside."""
-    # a node may be reached on both sides, and is looked at once on each
+    """Yield the tensors that get gradients, each with whether it is read inside."""
+    # a node that is reached on both sides is visited once for each
     seen: set[tuple[Node, bool]] = set()
     found: list[tuple[Node | None, bool]] = [(loss.grad_fn, False)]
     while found:

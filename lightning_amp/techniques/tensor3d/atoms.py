@@ -1,8 +1,8 @@
-"""Find which entries of parameters have to be on one rank: sets of atoms, united by what needs them together.
+"""Determine which entries of parameters have to be on one rank, with disjoint sets of entries (atoms).
 
-Every entry of a dim that may be split is an atom, for each mesh axis. A tensor has, for each axis, a grid: an integer
-array that broadcasts against its shape and says which atom an entry belongs to. An operator that needs several entries
-on one rank, as a head of attention does, unites their atoms. In the end sets of atoms go to ranks in runs.
+Every entry of a dim that may be split is an atom, for each mesh axis. A tensor has a grid for each axis: an integer
+array that broadcasts against the tensor's shape and contains the atom of each entry. An operator that needs several
+entries on one rank, such as a head of attention, unites their sets. At the end, sets are assigned to ranks in runs.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from scipy.sparse.csgraph import connected_components
 
 AtomGrid = NDArray[np.int64]
 MOST = 4096
-"""Atoms of a dim; a longer one has blocks of entries as atoms."""
+"""Most atoms of a dim; in a longer dim, an atom is a block of entries."""
 
 
 class Atoms:
-    """The sets of atoms of all axes that split anything, given their ranks."""
+    """Sets of atoms, for all axes that split anything; `sizes` are the ranks of each axis."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.sizes = dict(sizes)
@@ -28,7 +28,7 @@ class Atoms:
         self._families = 0
 
     def fresh(self, axis: str, n: int) -> AtomGrid:
-        """New atoms for a dim of n entries."""
+        """Create atoms for a dim of n entries."""
         block = -(-n // MOST)
         first, count = len(self._set[axis]), -(-n // block)
         ids = np.arange(first, first + count)
@@ -41,18 +41,18 @@ class Atoms:
         return ids.repeat(block)[:n]
 
     def now(self, axis: str, grid: AtomGrid) -> AtomGrid:
-        """A grid by the sets as they are now, with size 1 along dims where it does not vary."""
+        """Replace atoms by their current sets, with size 1 along dims where the grid does not vary."""
         return collapsed(self._set[axis][grid])
 
     def unite(self, axis: str, a: AtomGrid, b: AtomGrid) -> bool:
-        """Put entries of two grids together; False, and nothing done, if a dim were left with fewer sets than ranks."""
+        """Unite entries of two grids; returns False, without a change, if a dim would have fewer sets than ranks."""
         sets = self._set[axis]
         left, right = (sets[grid].ravel() for grid in np.broadcast_arrays(a, b))
         apart = left != right
         left, right = left[apart], right[apart]
         if not len(left):
             return True
-        # sets are nodes, and entries that meet are edges: each component becomes one set, named by its least
+        # sets are nodes, and pairs of entries are edges: each component becomes one set, named by its least member
         known = np.unique(np.concatenate([left, right]))
         edges = np.searchsorted(known, left), np.searchsorted(known, right)
         n, part = connected_components(
@@ -63,8 +63,8 @@ class Atoms:
         touched = np.isin(sets, known)
         new = sets.copy()
         new[touched] = first[part[np.searchsorted(known, sets[touched])]]
-        # All dims that the union touches are looked at, not those of the tensor alone: sets are shared, and it may
-        # leave the dim of another parameter with fewer sets than ranks.
+        # Every dim that the union touches is checked, not only those of the tensor: sets are shared, and the dim of
+        # another parameter may be left with fewer sets than ranks.
         for family in np.unique(self._family[axis][touched]):
             if len(np.unique(new[self._family[axis] == family])) < self.sizes[axis]:
                 return False
@@ -72,10 +72,10 @@ class Atoms:
         return True
 
     def owners(self, axis: str) -> AtomGrid:
-        """The rank of every atom.
+        """Return the rank of every atom.
 
-        Dims that share sets are handled together: their sets go to ranks in the order of their first atoms, by
-        weight, so that ranks have runs as even as sets allow.
+        Dims that share sets are handled together: their sets are assigned to ranks in the order of their first atoms,
+        by weight, so that the runs of ranks are as even as the sets allow.
         """
         sets, family, size = self._set[axis], self._family[axis], self.sizes[axis]
         n = len(sets)
@@ -87,14 +87,14 @@ class Atoms:
             at = np.nonzero(group[sets] == one)[0]
             _, inverse = np.unique(sets[at], return_inverse=True)
             weight = np.bincount(inverse, self._weight[axis][at])
-            # a set goes to the rank in whose even share its middle lies
+            # the middle of a set determines the rank, in an even division of the total weight
             middle = np.cumsum(weight) - weight / 2
             rank[at] = np.minimum((middle * size / weight.sum()).astype(np.int64), size - 1)[inverse]
         return rank
 
 
 def collapsed(grid: AtomGrid) -> AtomGrid:
-    """A grid with size 1 along dims where it does not vary."""
+    """Reduce dims along which a grid does not vary to size 1."""
     for dim, n in enumerate(grid.shape):
         first = grid.take([0], dim)
         if n > 1 and (grid == first).all():
@@ -103,5 +103,5 @@ def collapsed(grid: AtomGrid) -> AtomGrid:
 
 
 def varying(grid: AtomGrid) -> list[int]:
-    """The dims along which a grid varies."""
+    """Dims along which a grid varies."""
     return [dim for dim, n in enumerate(grid.shape) if n > 1]

@@ -12,13 +12,13 @@ AXES = ("x", "y", "z")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Grid:
-    """The axes of one rank, and what is common to all of them.
+    """Axes of one rank of the grid, and process groups over all of them.
 
     Attributes:
-        x, y, z: The axes, x innermost: ranks next to each other share most.
-        replicas: The ranks that hold the same part, whose gradients are averaged; None where there is one.
-        block: All ranks of the grid, whose parts make up the parameters; None in a dry run.
-        device_type: Of the ranks' devices.
+        x, y, z: The axes, x innermost: adjacent ranks communicate most.
+        replicas: Ranks that hold the same shard, whose gradients are averaged; None if there is only one.
+        block: All ranks of the grid, whose shards form the parameters; None in a dry run.
+        device_type: Type of the ranks' devices.
     """
 
     x: MeshAxis
@@ -35,14 +35,14 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """Ranks of the grid."""
+        """Number of ranks of the grid."""
         return self.x.size * self.y.size * self.z.size
 
     @staticmethod
     def dry(
         sizes: tuple[int, int, int], *, ranks: tuple[int, int, int] = (0, 0, 0), copies: int = 1, sent: Any = None
     ) -> "Grid":
-        """One rank of a grid, with its place along each axis, whose collectives send nothing; `sent` gets them."""
+        """Make a grid for a dry run of one rank, given its place on each axis; `sent` records the collectives."""
         x, y, z = (
             MeshAxis(name, n, rank, None, "gather", sent) for name, n, rank in zip(AXES, sizes, ranks, strict=True)
         )
@@ -51,7 +51,7 @@ class Grid:
 
     @staticmethod
     def of(device_type: str, sizes: tuple[int, int, int], ranks: int) -> "Grid":
-        """The grid of this rank, with data-parallel copies of it as the outermost axis; all ranks call it."""
+        """Make the grid of this rank, with data-parallel copies as the outermost axis; all ranks must call it."""
         x, y, z = sizes
         shape = (ranks // (x * y * z), z, y, x)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=("data", *reversed(AXES)))

@@ -1,18 +1,18 @@
-"""Predict seconds, bytes and peak of a step on grids of ranks, from dry runs of it.
+"""Predict seconds, bytes and peak of a step on grids of ranks, from dry runs of the step.
 
-A grid has axes x and y, whose ranks share a batch, z, whose ranks have other rows and parts of parameters, and copies
-("data"), which average gradients. Groups nest in this order, x innermost, which decides the bandwidth of each
-(link_seconds.py). A layout that was planned for (x, y) serves the grid (y, x) too, with the axes' names exchanged.
+A grid has the axes x and y, whose ranks share a batch, z, whose ranks have other rows and shards of parameters, and
+copies ("data"), which average gradients. Groups nest in this order, x innermost, which determines the bandwidth of each
+(link_seconds.py). A layout that was planned for (x, y) also serves the grid (y, x), with the axes exchanged.
 
-One dry run for each pair (x, y) is enough, for z and the copies change what follows from its list:
+One dry run for each pair (x, y) is enough, because z and the copies only scale its messages and bytes:
 
     all-gather over z        a rank contributes n / z
-    reduce-scatter over z    a rank puts in n, whatever z is
-    all-reduce over copies   of n / z
-    what a rank holds        parameters, gradients and optimiser state are n / z
+    reduce-scatter over z    a rank contributes n, for any z
+    all-reduce over copies   n / z
+    bytes held by a rank     parameters, gradients and optimiser state are n / z
 
-Seconds are those of one step, nothing hidden behind computation; grids are compared by the seconds of a batch of the
-loader, of which a step takes one for each rank of z and each copy.
+Seconds are those of one step, without overlap of communication and computation. Grids are compared by the seconds per
+batch of the loader: a step consumes one batch for each rank of z and each copy.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,12 +24,12 @@ from lightning_amp.costs.device_rates import Kind, Links, collective_seconds
 from lightning_amp.footprint.module_profile import HELD, ModuleProfile
 
 ORDER = ("x", "y", "z", "data")
-"""Axes of a grid, the innermost first."""
+"""Axes of a grid, from the innermost to the outermost."""
 SizesOf = Mapping[str, int]
 
 
 class Message(NamedTuple):
-    """One collective of a rank, with the bytes that it passes in."""
+    """One collective of a rank, with the bytes that the rank contributes."""
 
     kind: Kind
     n_bytes: float
@@ -38,7 +38,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DryRun:
-    """What one rank of a grid does in a step: seconds of its own computation, what it sends, its bytes."""
+    """Step of one rank of a grid: seconds of its computation, its collectives, its memory profile."""
 
     sizes: SizesOf
     seconds: float
@@ -48,14 +48,15 @@ class DryRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GridCost:
-    """A grid, and what a step on it is predicted to take.
+    """Predicted cost of a step on a grid.
 
     Attributes:
         sizes: Ranks of x, y and z.
-        copies: Of the grid.
+        copies: Number of copies of the grid.
         exchanged: Whether its layout was planned for (y, x).
-        sent_bytes: What a rank passes in to collectives.
-        seconds: Of a step.
+        peak_bytes: Peak of the rank.
+        sent_bytes: Bytes that a rank contributes to collectives.
+        seconds: Seconds of a step.
     """
 
     sizes: tuple[int, int, int]
@@ -67,18 +68,18 @@ class GridCost:
 
     @property
     def batch_seconds(self) -> float:
-        """Seconds of a batch of the loader."""
+        """Seconds per batch of the loader."""
         return self.seconds / (self.sizes[2] * self.copies)
 
     @property
     def roles(self) -> tuple[int, int]:
-        """The pair (x, y) that its layout was planned for."""
+        """The pair (x, y) for which its layout was planned."""
         x, y, _ = self.sizes
         return (y, x) if self.exchanged else (x, y)
 
 
 def factorings(ranks: int) -> Iterator[tuple[int, int, int, int]]:
-    """All grids (x, y, z, copies) of so many ranks."""
+    """All grids (x, y, z, copies) with this number of ranks."""
     for x in divisors(ranks):
         for y in divisors(ranks // x):
             for z in divisors(ranks // (x * y)):
@@ -86,20 +87,20 @@ def factorings(ranks: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def divisors(n: int) -> list[int]:
-    """Whole numbers that divide a number."""
+    """Divisors of a number, ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def one_bandwidth(links: Links) -> Links:
-    """The placement-agnostic model: any two ranks have the same bandwidth."""
+    """Return links in which any two ranks have the same bandwidth, independent of their placement."""
     return replace(links, inter_bandwidth=links.intra_bandwidth, adapters=1, ranks_per_node=2**31)
 
 
 def sent_seconds(messages: Iterable[Message], sizes: SizesOf, links: Links, *, order: Sequence[str] = ORDER) -> float:
-    """Seconds of one rank's collectives one after the other.
+    """Seconds of one rank's collectives, one after the other.
 
-    Links are those of `one_bandwidth` where places are to make no difference. `order`: the innermost axis first; others
-    are innermost.
+    `order` lists the axes from the innermost to the outermost; other axes count as innermost. With links from
+    `one_bandwidth`, placement makes no difference.
     """
     inner = {axis: prod(sizes.get(own, 1) for own in order[:i]) for i, axis in enumerate(order)}
     return sum(
@@ -108,7 +109,7 @@ def sent_seconds(messages: Iterable[Message], sizes: SizesOf, links: Links, *, o
 
 
 def grid_cost(run: DryRun, z: int, copies: int, links: Links, *, exchanged: bool = False) -> GridCost:
-    """What a step takes on the grid (x, y, z) of a dry run's x and y, or on (y, x, z) where they are exchanged."""
+    """Predict a step on the grid (x, y, z), with x and y of a dry run, or on (y, x, z) if they are exchanged."""
     x, y = run.sizes["x"], run.sizes["y"]
     sizes = {"x": x, "y": y, "z": z, "data": copies}
     order = ("y", "x", *ORDER[2:]) if exchanged else ORDER
@@ -131,7 +132,7 @@ def grid_cost(run: DryRun, z: int, copies: int, links: Links, *, exchanged: bool
 
 
 def ranked(costs: Iterable[GridCost], budget: int | None) -> list[GridCost]:
-    """The fastest first of those that fit, then the others, that of the least peak first."""
+    """Sort costs: those that fit by seconds, then the others by their peak."""
 
     def order(cost: GridCost) -> tuple[object, ...]:
         fits = budget is None or cost.peak_bytes <= budget

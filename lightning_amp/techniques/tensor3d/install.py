@@ -1,4 +1,4 @@
-"""Install `tensor3d`: in a dry run as steps of the module, in a run as units that hold its parameters."""
+"""Install `tensor3d`: overrides of a module's steps for a dry run, sharded parameters (GridUnits) for a run."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,19 +39,20 @@ from lightning_amp.techniques.tensor3d.strays import refuse_aliases, watch_hooks
 from lightning_amp.techniques.tensor3d.units import GridUnits
 
 NO_GRADIENT = "does not require grad"
-"""What torch says of a backward pass where nothing is differentiated."""
+"""Part of torch's error message for a backward pass without anything to differentiate."""
 _GRIDS: dict[Any, Grid] = {}
-"""By the ranks of the run: process groups are never given back."""
+"""Grids by the ranks of the run; cached, because process groups are never freed."""
 Pair = tuple[int, int]
 
 
 class LookedAt(ModelError):
-    """Layouts are found, and the rest of the step need not run; never leaves this file."""
+    """Raised once layouts are computed, because the rest of the step need not run; caught in this file."""
 
 
 def install(module: LightningModule, spec: TensorParallel3D, mesh: DeviceMesh | MeshAxis) -> dict[str, Any]:
-    """What takes the place of the module's methods while a rank is counted; in a run nothing, for optimisers are made
-    of whole parameters, and `split_parameters` follows. An InstallError of a module that it does not support.
+    """Return overrides of the module's methods for a dry run; {} in a run, where `split_parameters` is called later.
+
+    In a run, optimisers are created from full parameters. Raises an InstallError for modules that are not supported.
     """
     refuse(module)
     if not isinstance(mesh, MeshAxis):
@@ -63,11 +64,11 @@ def install(module: LightningModule, spec: TensorParallel3D, mesh: DeviceMesh | 
 
     def configure_optimizers(module: LightningModule) -> Any:
         found = type(module).configure_optimizers(module)
-        # of the copy that is counted
+        # by id, because the step is counted on a copy of the module
         units[id(module)] = GridUnits(module, spec, grid, begun=True)
         units[id(module)].cut(_optimizers_in(found))
         watch_hooks(module, units[id(module)].parameters)
-        # after the gradients are summed, which is no hook of the user's
+        # called after gradients are reduced; not watched, because it is not a hook of the user
         vars(module)["on_after_backward"] = MethodType(on_after_backward, module)
         return found
 
@@ -84,16 +85,16 @@ def install(module: LightningModule, spec: TensorParallel3D, mesh: DeviceMesh | 
 
 
 def layouts(pairs: Sequence[Pair], look: Callable[[Mapping[str, Callable[..., Any]]], None]) -> dict[Pair, str]:
-    """Layouts for numbers of ranks of x and y, found by one forward pass of the step's copy.
+    """Compute layouts for numbers of ranks of x and y, by one forward pass of a copy of the step.
 
-    `look` runs the step once with other functions in the place of the module's.
+    `look` runs the step once with overrides of the module's methods.
     """
     found = dict[Pair, str]()
 
     def training_step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
         step = MethodType(type(module).training_step, module)
         planners = {(x, y): LayoutPlanner(list(module.named_parameters()), {"x": x, "y": y}) for x, y in pairs}
-        # of a step that optimises by hand the forward passes are followed
+        # the backward pass of a step with manual optimisation is skipped
         vars(module)["manual_backward"] = lambda *args, **kwargs: None
         try:
             with ExitStack() as stack:
@@ -117,10 +118,9 @@ def layouts(pairs: Sequence[Pair], look: Callable[[Mapping[str, Callable[..., An
 
 
 class _Unhooked(TorchFunctionMode):
-    """Registers no hooks: nothing is differentiated while layouts are looked for."""
+    """Ignore registrations of hooks on tensors, because nothing is differentiated in this pass."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function that is no hook's."""
         if func in (Tensor.register_hook, Tensor.retain_grad):
             return RemovableHandle(OrderedDict())
         if in_transform() and any(isinstance(t, nn.Parameter) for t in tensors_of((args, kwargs))):
@@ -129,14 +129,14 @@ class _Unhooked(TorchFunctionMode):
 
 
 def on_grid(spec: TensorParallel3D, sizes: tuple[int, int, int], layouts: str, *, exchanged: bool) -> TensorParallel3D:
-    """The spec on a grid, with layouts that were found for (x, y), or for (y, x) where they are exchanged."""
+    """Return the spec for a grid, with layouts for (x, y), or for (y, x) if they are exchanged."""
     return replace(spec, grid="x".join(map(str, sizes)), layouts=with_axes_exchanged(layouts) if exchanged else layouts)
 
 
 def split_parameters(
     module: nn.Module, spec: TensorParallel3D, mesh: DeviceMesh, *, fitting: bool, agree: Callable[[str], None]
 ) -> GridUnits:
-    """Split a module's parameters, equal on all ranks, over the grid; in a fit once there are optimisers."""
+    """Shard a module's parameters, equal on all ranks, over the grid; in a fit, once optimisers exist."""
     if mesh.size() % spec.ranks:
         raise InstallError(
             f"the plan has a grid of {spec.grid} ranks for {mesh.size()} ranks, which are no multiple of it; make it"
@@ -153,7 +153,7 @@ def split_parameters(
 
 
 def refuse(module: LightningModule) -> None:
-    """Refuse, with an InstallError, a module that would not train as it does on one device."""
+    """Raise an InstallError for a module that would not train as it does on one device."""
     if skip_one_torch_function is None:
         raise InstallError(f"tensor3d requires torch 2.13 or newer, found {torch.__version__}; leave it out")
     refuse_aliases(module)
@@ -185,7 +185,7 @@ def refuse(module: LightningModule) -> None:
 
 
 def _optimizers_in(found: Any) -> Iterator[Optimizer]:
-    """The optimisers that `configure_optimizers` has returned in one of Lightning's forms."""
+    """Yield the optimisers in a result of `configure_optimizers`, in any form that Lightning accepts."""
     if isinstance(found, Optimizer):
         yield found
     elif isinstance(found, Mapping):

@@ -1,4 +1,4 @@
-"""Define how operators propagate which entries may be on different ranks (for plan_layouts.py)."""
+"""Register rules that propagate through operators which entries may be on different ranks (for plan_layouts.py)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 
 @_rule("")
 def _by_rule(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
-    """Dims follow as the rules of the library say; what follows none has to be whole."""
+    """Use the library's rule for the operator's dims; without a rule its arguments are gathered."""
     name = name_of(func)
     leaves = tensors_of((args, kwargs))
     call, _ = call_of(func, args, kwargs, leaves)
@@ -40,7 +40,7 @@ def _by_rule(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: A
     for out, sources in enumerate(follows):
         for k, d in sources:
             labels[k][d] = out
-    # scores of attention are not added up over ranks: their heads are kept together
+    # attention scores are not summed over ranks: their heads are kept on one rank
     weights = any(t in planner.views for t in leaves)
     summed = sums_of(call) if weights or name in ("sum", "mean") else ()
     for i, group in enumerate(sums_of(call)):
@@ -76,13 +76,13 @@ def _layer(
     bias: Tensor | None,
     found: Tensor,
 ) -> Grids:
-    """A product with a weight: features of the input are added up, other dims stay, the bias follows the outputs."""
+    """Propagate through a layer: input features are summed, other dims stay, and the bias follows the outputs."""
     planner.roles(x, feature, weight, out, inner)
     n = x.dim()
     rows: Labels = ["inner" if d == feature % n else ("row", d) for d in range(n)]
     of_weight: Labels = ["out" if d == out else "inner" if d == inner else ("kernel", d) for d in range(weight.dim())]
     result: Labels = ["out" if d == feature % n else ("row", d) for d in range(n)]
-    # positions of a convolution change, so they have to be whole
+    # a convolution combines positions, so they must be on one rank
     whole = (
         [row for row in rows if row != "inner" and isinstance(row, tuple) and row[1] > 1] if weight.dim() > 2 else []
     )
@@ -111,7 +111,7 @@ def _convolution(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, foun
 def _in_groups(
     planner: LayoutPlanner, why: str, x: Tensor, weight: Tensor, bias: Any, groups: int, found: Tensor
 ) -> Grids:
-    """Channels of a group stay together; the weight is split by groups, over the axis of the input's channels."""
+    """Keep the channels of a group on one rank; the weight is split by groups, over the axis of the channels."""
     view, grids = planner.open_view(weight), Grids()
     axes = [axis for axis in planner.axes if groups >= planner.atoms.sizes[axis]]
     split = [axis for axis in axes if (grid := planner.grids(x).get(axis)) is not None and grid.shape[1] > 1]
@@ -128,7 +128,7 @@ def _in_groups(
         if view is not None:
             view.split(axis, along(group.repeat(weight.shape[0] // groups), 0, weight.dim()))
         grids[axis] = along(group.repeat(found.shape[1] // groups), 1, found.dim())
-    # one axis has the groups; of another one that splits channels they are gathered
+    # only one axis splits the groups; over another axis that splits channels, they are gathered
     if len(grids) < len(split):
         planner.gathered.append(why)
     if view is not None:
@@ -142,7 +142,7 @@ def _in_groups(
 
 @_rule("embedding")
 def _embedding(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Tensor) -> Grids:
-    """Rows of the table over y, as a head that shares it has its outputs; columns over x."""
+    """Split the rows of the table over y, as the outputs of a head that shares it, and the columns over x."""
     weight, indices = args[:2]
     view = planner.open_view(weight)
     if view is not None:
@@ -158,7 +158,7 @@ def _embedding(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found:
 
 @_rule("group_norm")
 def _group_norm(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Tensor) -> Any:
-    """Channels of a group go together where that leaves enough sets, else the tensor is gathered."""
+    """Keep the channels of a group on one rank if enough sets remain; otherwise the tensor is gathered."""
     x, n_groups = args[:2]
     parameters = [t for t in (*args[2:4], kwargs.get("weight"), kwargs.get("bias")) if isinstance(t, Tensor)]
     for axis, grid in planner.grids(x).items():
@@ -175,7 +175,7 @@ def _group_norm(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found
 
 @_rule("layer_norm", "rms_norm", "native_layer_norm", "batch_norm")
 def _norm(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
-    """Features may be apart: statistics are added up over ranks."""
+    """Allow features on different ranks, because statistics are summed over ranks."""
     x = args[0]
     channel = "batch" in name_of(func)
     rest = tensors_of((args[1:], kwargs))
@@ -186,7 +186,7 @@ def _norm(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Any)
 
 @_rule("cross_entropy_loss")
 def _cross_entropy(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Tensor) -> Grids:
-    """Classes may be apart: two sums per row are sent."""
+    """Allow classes on different ranks, because only two sums per row are exchanged."""
     return {}
 
 
@@ -212,14 +212,14 @@ def _reshape(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: T
 
 
 def _settle(planner: LayoutPlanner, x: Tensor) -> None:
-    """A parameter that is looked at in another shape first is not split."""
+    """Leave a parameter unsplit if it is reshaped before any layer uses it."""
     view = planner.open_view(x)
     if view is not None:
         view.of.decided = True
 
 
 def _reshaped(grid: AtomGrid, before: tuple[int, ...], after: tuple[int, ...]) -> AtomGrid:
-    """The grid of a view, full along the dims that are merged or split."""
+    """Reshape a grid like a view; it is expanded along dims that are merged or split."""
     full, shape = list(grid.shape), [1] * len(after)
     for merged, split in groups(before, after):
         if any(grid.shape[d] > 1 for d in merged):
@@ -273,13 +273,14 @@ def _split(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Any
 
 @_rule("cat", "stack")
 def _cat(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Tensor) -> Grids:
-    """End to end along a split dim where all tensors are split along it; else that dim has to be whole."""
+    """Concatenate along a split dim if all tensors are split along it; otherwise that dim must be on one rank."""
     tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     dim %= found.dim()
     if name_of(func) == "stack":
         labels: Labels = [d for d in range(found.dim()) if d != dim]
         return planner.combine("stack", tensors, [labels] * len(tensors), list(range(found.dim())))
     grids = [planner.grids(t) for t in tensors]
+    # every entry keeps its atom, and so its rank
     joined = Grids()
     for axis in planner.axes:
         own = [one.get(axis) for one in grids]

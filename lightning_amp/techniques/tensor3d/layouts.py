@@ -1,4 +1,4 @@
-"""Describe how the dims of parameters are split over x and y: found by one forward pass, kept as JSON in a plan."""
+"""Convert between a planner's layouts, their JSON in a plan, and the splits of a module's parameters over x and y."""
 
 import json
 from collections import Counter
@@ -17,7 +17,7 @@ from lightning_amp.techniques.tensor3d.plan_layouts import LayoutPlanner
 
 
 def written(planner: LayoutPlanner) -> str:
-    """What a planner has decided: {parameter: {axis: [dim, [rank, entries, rank, entries, ...]]}}."""
+    """Write a planner's layouts as JSON: {parameter: {axis: [dim, [rank, entries, rank, entries, ...]]}}."""
     owners = {axis: planner.atoms.owners(axis) for axis in planner.axes}
     found: dict[str, dict[str, Any]] = {}
     for name, placed in planner.placed.items():
@@ -27,7 +27,7 @@ def written(planner: LayoutPlanner) -> str:
             if len(dims) != 1:
                 continue
             ranks = [int(rank) for rank in owners[axis][now].ravel()]
-            # a rank without an entry could not compute
+            # skipped if a rank would have no entry, because it could not compute
             if len(set(ranks)) == planner.atoms.sizes[axis]:
                 runs = [n for rank, run in groupby(ranks) for n in (rank, len(list(run)))]
                 found.setdefault(name, {})[axis] = [dims[0], runs]
@@ -35,7 +35,7 @@ def written(planner: LayoutPlanner) -> str:
 
 
 def with_axes_exchanged(layouts: str) -> str:
-    """The same layouts with the axes' names exchanged: those of (x, y) for a grid (y, x)."""
+    """Exchange the axes of layouts: those for (x, y) become layouts for a grid (y, x)."""
     other = {"x": "y", "y": "x"}
     read: Mapping[str, Mapping[str, Any]] = json.loads(layouts or "{}")
     found = {name: {other[axis]: split for axis, split in own.items()} for name, own in read.items()}
@@ -43,7 +43,7 @@ def with_axes_exchanged(layouts: str) -> str:
 
 
 def largest_rank(layouts: str, axis: str) -> int:
-    """The rank of an axis that has most entries of the parameters' dims, where they are split unevenly."""
+    """Return the rank of an axis that has most entries of the parameters' dims, if they are split unevenly."""
     entries = Counter[int]()
     for split in json.loads(layouts or "{}").values():
         _, runs = split.get(axis, (0, []))
@@ -53,9 +53,10 @@ def largest_rank(layouts: str, axis: str) -> int:
 
 
 def splits_in(layouts: str, module: nn.Module, grid: Grid) -> dict[str, Splits]:
-    """The splits of a module's parameters, by name; those without any are flat over all axes.
+    """Return the splits of a module's parameters by name; parameters without splits are flat over all axes.
 
-    A PlanError where the layouts are those of another module.
+    Raises:
+        PlanError: The layouts do not fit the module.
     """
     read: Mapping[str, Mapping[str, Any]] = json.loads(layouts or "{}")
     found = {}

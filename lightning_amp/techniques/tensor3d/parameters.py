@@ -1,11 +1,11 @@
-"""Define a parameter of which a rank of the grid holds one part, flat over all other axes.
+"""Define a parameter that is sharded over a grid of ranks: each rank holds a flat run of its entries.
 
-    own part     the entries along dims that are split over x and y; of these a run, cut over the axes that split no dim
-    gathered     the runs of those axes, when a layer reads the parameter; the backward pass gathers again
-    gradient     summed over those axes, each rank keeping its run; divided by the ranks of the grid
+    shard        the entries along dims that are split over x and y; of these a run, cut over the axes that split no dim
+    gathered     the runs of those axes, when a layer reads the parameter; the backward pass gathers them again
+    gradient     reduce-scattered over those axes, divided by the number of ranks of the grid
 
-Every entry lies on exactly one rank of the grid, so optimiser state is split too, and norms are sums over the ranks.
-The gathered part is not kept for the backward pass: `forgetting_gathered` saves where it came from.
+Every entry lies on exactly one rank of the grid, so optimiser state is sharded too, and norms are sums over the ranks.
+Gathered values are not kept for the backward pass: `forgetting_gathered` saves a reference to the parameter instead.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ Place = tuple[int, ...]
 
 
 def run_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[Place, Place]]:
-    """Offsets and sizes of the boxes that make up a run of a flat tensor, in its order."""
+    """Yield offsets and sizes of the boxes that a run of a flat tensor consists of, in order."""
     if start >= stop:
         return
     if len(shape) < 2:
@@ -41,7 +41,7 @@ def run_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[Pla
         return
     inner = prod(shape[1:])
     first, last = -(-start // inner), stop // inner
-    # a part of a row, whole rows, a part of a row
+    # end of a row, full rows, begin of a row
     if first > last:
         ends = [(last, start - last * inner, stop - last * inner)]
     else:
@@ -55,7 +55,7 @@ def run_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[Pla
 
 
 def _runs(splits: Splits, dim: int, start: int, n: int) -> list[tuple[int, int, int]]:
-    """Of n of this rank's indices of a dim: every run's place in the whole, its place among them, its length."""
+    """Split n of this rank's indices of a dim into runs: start in the full dim, start among the n, and length."""
     split = splits.at(dim)
     if split is None:
         return [(start, 0, n)]
@@ -69,22 +69,22 @@ def _runs(splits: Splits, dim: int, start: int, n: int) -> list[tuple[int, int, 
 
 
 class GridParameter:
-    """Where the entries of a parameter lie, and how its part is read and its gradient kept.
+    """Location of a parameter's entries, and how its shard is gathered and its gradient reduced.
 
     Args:
-        parameter: It keeps its identity; `cut` gives it this rank's part.
+        parameter: Stays the same object; `cut` replaces its values by this rank's shard.
         grid: The ranks.
         splits: Its dims that are split over x and y.
-        name: In the module.
-        in_step: What it has in common with the others.
+        name: Its name in the module.
+        in_step: State that is shared with the other parameters.
 
     Attributes:
-        shape: Of the whole parameter.
-        is_cut: Whether the parameter has this rank's part.
-        most_bytes: Of the entries of the split dims, on the rank that has most of them.
-        is_forgotten: Whether autograd saves where what was gathered came from. What torch saves of a dim of size 1 can
-            be a view where it is a copy of a longer one: where some ranks have one entry of a dim and others have more,
-            some would gather it again and others would not.
+        shape: Shape of the full parameter.
+        is_cut: Whether the parameter has this rank's shard as its values.
+        most_bytes: Bytes of the entries of the split dims, on the rank that has most of them.
+        is_forgotten: Whether autograd saves a reference instead of gathered values. For a dim of size 1, torch may
+            save a view where it saves a copy for a longer dim. If only some ranks have one entry of a dim, some would
+            gather again and others would not, so the values are kept.
     """
 
     technique = "tensor3d"
@@ -98,8 +98,8 @@ class GridParameter:
         self._block = splits.local_shape(self.shape)
         self._flat: list[tuple[MeshAxis, int]] = []
         n = prod(self._block)
-        # Each axis that splits no dim cuts the run of the one before it once more. Lengths are rounded up, so that all
-        # ranks of an axis send as many entries, with padding at the end.
+        # Each axis that splits no dim cuts the run of the axis before. Lengths are rounded up, so that all ranks of an
+        # axis send equally many entries, with padding at the end.
         for axis in grid.axes:
             if splits.on(axis) is None and axis.size > 1:
                 self._flat.append((axis, n))
@@ -113,18 +113,18 @@ class GridParameter:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """All ranks of the grid, each of which has other entries."""
+        """All ranks of the grid, each of which has different entries."""
         return cast(DeviceMesh, self.grid.block)
 
     def cut(self) -> None:
-        """Give the parameter this rank's part."""
+        """Replace the parameter's values by this rank's shard."""
         self.parameter.data = self.own(self.parameter.data).clone()
         self.is_cut = True
 
     # --- parts of whole tensors with the parameter's shape: itself, an optimiser's state ---
 
     def own(self, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor, flat, with zeros where a run is longer than what is there."""
+        """Return this rank's shard of a full tensor, flat, padded with zeros."""
         part = whole
         for axis, dim, owners in self.splits:
             part = own_part(part, dim, owners, axis.rank)
@@ -134,23 +134,23 @@ class GridParameter:
         return part
 
     def join(self, own: Tensor) -> Tensor:
-        """The whole tensor of all ranks' parts; a collective of the grid."""
+        """Gather the full tensor from all ranks' shards; a collective of the grid."""
         part = self._start_joining(own.detach())()
         return part_in(wrap(part, self.splits), WHOLE).contiguous()
 
     def boxes(self, own: Tensor) -> Iterator[tuple[Place, Tensor]]:
-        """Boxes of adjacent entries of this rank's part: offsets in the whole tensor, and views of the entries."""
+        """Yield boxes of adjacent entries of this rank's shard: offsets in the full tensor, and views of them."""
         start, stop, n = 0, prod(self._block), prod(self._block)
         for axis, _ in self._flat:
             n = -(-n // axis.size)
             start += axis.rank * n
             stop = min(stop, start + n)
-        # what is longer than the run is padding
+        # entries after `stop` are padding
         at = 0
         for starts, sizes in run_boxes(start, stop, self._block):
             values = own[at : at + prod(sizes)].view(sizes)
             at += prod(sizes)
-            # adjacent entries of the part may be apart in the whole, along every split dim
+            # adjacent entries of the shard may not be adjacent in the full tensor, along every split dim
             dims = [_runs(self.splits, d, first, n) for d, (first, n) in enumerate(zip(starts, sizes, strict=True))]
             for pieces in product(*dims):
                 box = values
@@ -161,7 +161,7 @@ class GridParameter:
     # --- in a step ---
 
     def wrapper(self) -> ShardedTensor:
-        """What stands in the module's place of the parameter during a step."""
+        """Return the sharded tensor that replaces the parameter in the module during a step."""
         leaf = self.parameter
 
         def gathered() -> Tensor:
@@ -170,16 +170,16 @@ class GridParameter:
             return found
 
         made = ShardedTensor.made_when_read(gathered, leaf, self.shape, self.splits)
-        # isinstance(x, nn.Parameter)
+        # for isinstance(x, nn.Parameter)
         made._is_param = True
         return made
 
     def gather(self) -> Tensor:
-        """The entries of the split dims, without a gradient."""
+        """Gather the entries of the split dims, without a gradient."""
         return self.in_step.gather(self) if self._flat else self.parameter.detach().view(self._block)
 
     def start_gather(self) -> Callable[[], Tensor]:
-        """Begin to gather them; the returned function waits for them."""
+        """Start to gather these entries; returns a function that waits for them."""
         return self._start_joining(self.parameter.detach())
 
     def _start_joining(self, own: Tensor) -> Callable[[], Tensor]:
@@ -195,10 +195,11 @@ class GridParameter:
         return joined
 
     def start_sum(self, grad: Tensor, *, fresh: bool = False) -> Callable[[], Tensor]:
-        """Begin to sum a gradient of the gathered part, which may be changed if it is fresh; the returned function
-        waits for what is this rank's.
+        """Start to reduce-scatter a gathered parameter's gradient; returns a function that waits for this rank's run.
+
+        The gradient may be changed if it is `fresh`.
         """
-        # autograd may hand one tensor to several
+        # not in place: autograd may pass one gradient tensor to several functions
         part = grad.reshape(-1).div_(self.grid.size) if fresh else grad.reshape(-1) / self.grid.size
         for i, (axis, _) in enumerate(self._flat):
             rows = _padded(part, axis.size)
@@ -210,12 +211,12 @@ class GridParameter:
         return lambda: part
 
     def zeros(self) -> Tensor:
-        """A gradient of the gathered part."""
+        """Return a zero gradient of the gathered entries."""
         return self.parameter.new_zeros(self._block)
 
 
 def _padded(flat: Tensor, size: int) -> Tensor:
-    """A flat tensor as rows, one for each rank; the last ones end in zeros."""
+    """Reshape a flat tensor to one row per rank, padded with zeros."""
     per = -(-flat.numel() // size)
     missing = per * size - flat.numel()
     flat = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
@@ -223,14 +224,15 @@ def _padded(flat: Tensor, size: int) -> Tensor:
 
 
 class _Gathered(torch.autograd.Function):
-    """A parameter's part -> the entries that layers compute with. Its gradient goes to the parameter by itself, where
-    it is waited for when the backward pass ends.
+    """Gather a parameter's shard to the entries that layers compute with.
+
+    Its gradient is reduced asynchronously, and added to the parameter when the backward pass ends.
     """
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, of: GridParameter) -> Tensor:
         ctx.of = of
-        # of a layer that hands its gradient on later there is none
+        # a layer that defers its weight gradient returns none
         ctx.set_materialize_grads(False)
         found = of.gather()
         if of.is_forgotten:
@@ -245,7 +247,7 @@ class _Gathered(torch.autograd.Function):
         return None, None
 
 
-# the weak reference keeps the address of a storage from being used again
+# the weak reference prevents that the address of a storage is reused
 _WHENCE: dict[int, tuple[StorageWeakRef, GridParameter]] = {}
 
 
@@ -258,12 +260,12 @@ def _remember(x: Tensor, of: GridParameter) -> None:
 
 @contextmanager
 def forgetting_gathered() -> Iterator[None]:
-    """Let autograd keep where a gathered parameter came from, instead of its values."""
+    """Context manager: autograd saves a reference to a gathered parameter instead of its values."""
 
     def pack(x: Tensor) -> Any:
-        # what checkpoints save may be sharded
+        # activation checkpoints may save sharded tensors
         known = None if type(x) is ShardedTensor else _WHENCE.get(x.untyped_storage()._cdata)
-        # views as complex numbers, and of their imaginary parts, are more than strides
+        # complex views, and views of imaginary parts, are not described by strides alone
         if known is None or x.dtype != known[1].parameter.dtype or x.is_neg():
             return x
         return known[1], known[1].parameter._version, x.shape, x.stride(), x.storage_offset()

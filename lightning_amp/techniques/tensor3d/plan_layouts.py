@@ -1,14 +1,14 @@
 """Plan how parameters are split over the axes x and y, by one forward pass on fake tensors.
 
-The pass runs below autograd, so operators arrive whole: `aten.linear`, `aten.scaled_dot_product_attention`. Tensors
-are plain and whole; for each of them and each axis a grid of atoms says which entries may be apart (atoms.py). The
-first layer that uses a parameter decides its roles, by how the layer's input is split (AxoNN, Section III):
+The pass runs below autograd, so that composite operators are not decomposed: `aten.linear`,
+`aten.scaled_dot_product_attention`. Tensors are plain and full-size. For each tensor and axis, a grid of atoms records
+which entries may be on different ranks (atoms.py). The first layer that uses a parameter decides how it is split, by
+the layout of the layer's input (AxoNN, Section III):
 
-    input split along its features over an axis    that axis splits the features that are added up
-    input not split over an axis                   that axis splits the outputs; of two such axes x adds up
+    input features split over an axis    the axis splits the input features of the weight, which are summed
+    input not split over an axis         the axis splits the outputs; for two such axes, x splits the input features
 
-so that layers alternate by themselves. What has no rule counts as gathered: a bad plan costs communication, and never
-makes a result wrong.
+so that layers alternate. Operators without a rule count as gathered: a bad plan costs communication, never exactness.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,12 +26,12 @@ from lightning_amp.techniques.tensor3d.atoms import AtomGrid, Atoms, collapsed, 
 
 Grids = dict[str, AtomGrid]
 Labels = list[Any]
-"""A name for each dim of a tensor: dims of one name go together; None where a dim of size 1 is broadcast."""
+"""A label for each dim of a tensor: dims with the same label correspond; None for a broadcast dim of size 1."""
 
 
 @dataclass(eq=False)
 class Placed:
-    """What was decided of a parameter: atoms of its entries by axis, and whether a layer has used it."""
+    """Layout of a parameter: atoms of its entries by axis, and whether a layer has used it."""
 
     grids: Grids = field(default_factory=dict)
     decided: bool = False
@@ -39,29 +39,29 @@ class Placed:
 
 @dataclass(eq=False)
 class View:
-    """A parameter with its dims in another order."""
+    """A parameter with permuted dims."""
 
     of: Placed
     order: list[int]
 
     def grids(self) -> Grids:
-        """The parameter's grids in this order of dims."""
+        """Return the parameter's grids in this order of dims."""
         return {axis: grid.transpose(self.order) for axis, grid in self.of.grids.items()}
 
     def split(self, axis: str, grid: AtomGrid) -> None:
-        """Split the parameter, unless it is split over the axis already or the grid does not vary."""
+        """Split the parameter over an axis, unless it is already split over it or the grid does not vary."""
         if varying(grid) and axis not in self.of.grids:
             self.of.grids[axis] = grid.transpose(np.argsort(self.order))
 
 
 Rule = Callable[["LayoutPlanner", Any, Any, Any, Any], Any]
-"""(planner, operator, args, kwargs, what it returned) -> the grids of each result, or of all of them, or a view."""
+"""(planner, operator, args, kwargs, result) -> the grids of each result, or of all results, or a view."""
 RULES: dict[str, Rule] = {}
-"""By operator; "" is the rule of those that have none (layout_rules.py)."""
+"""Rules by operator; "" is the rule of all other operators (layout_rules.py)."""
 
 
 class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows a forward pass; `placed` has what was decided, and `gathered` the operators that need whole tensors."""
+    """Plan layouts during a forward pass: `placed` has the layouts, `gathered` the operators that need full tensors."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], sizes: Mapping[str, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -76,7 +76,6 @@ class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.views[parameter] = View(self.placed[name], list(range(parameter.dim())))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute an operator, and follow what it does."""
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
         given = tensors_of((args, kwargs))
@@ -96,18 +95,18 @@ class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.known[tensor] = {axis: grid for axis, grid in one.items() if varying(grid)}
 
     def grids(self, x: Any) -> Grids:
-        """The grids of a tensor, by the sets as they are now."""
+        """Return the grids of a tensor, with atoms replaced by their current sets."""
         view = self.views.get(x) if isinstance(x, Tensor) else None
         found = view.grids() if view is not None else self.known.get(x, {}) if isinstance(x, Tensor) else {}
         return {axis: self.atoms.now(axis, grid) for axis, grid in found.items()}
 
     def open_view(self, x: Any) -> View | None:
-        """The view of a parameter that no layer has used before."""
+        """Return the view of a parameter if no layer has used the parameter before."""
         view: View | None = self.views.get(x) if isinstance(x, Tensor) else None
         return view if view is not None and not view.of.decided else None
 
     def roles(self, x: Tensor, feature: int, weight: Tensor, out: int, inner: int) -> None:
-        """Decide how a layer's weight is split, along its dims `out` and `inner`, by how its input's features are."""
+        """Decide how a layer's weight is split along `out` and `inner`, from the split of the input's features."""
         view = self.open_view(weight)
         if view is None:
             return
@@ -139,19 +138,19 @@ class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         whole: Iterable[Any] = (),
         sums: Iterable[Any] = (),
     ) -> Grids:
-        """The grids of a result, after the atoms that it needs together were united.
+        """Unite the atoms that an operator needs on one rank, and return the grids of its result.
 
         Args:
-            why: The operator, for `gathered`.
-            tensors, labels, out: The arguments, and the labels of their dims and of the result's.
-            whole: Labels whose entries have to be on one rank.
-            sums: Labels that are added up, each rank's entries by itself.
+            why: Name of the operator, for `gathered`.
+            tensors, labels, out: The arguments, the labels of their dims, and those of the result's dims.
+            whole: Labels whose entries must be on one rank.
+            sums: Labels that are summed, over each rank's entries first.
         """
         whole, sums = set(whole), set(sums)
         names = list(dict.fromkeys(label for row in labels for label in row if label is not None))
         views = [self.open_view(t) for t in tensors]
         found, taken = Grids(), set[Any]()
-        # where two axes want one dim, the axis of the largest argument has it: the other one's are gathered
+        # if two axes want one dim, the axis of the largest argument splits it; over the other one it is gathered
         sizes = {a: max((t.numel() for t in tensors if a in self.grids(t)), default=0) for a in self.axes}
         for axis in sorted(self.axes, key=lambda a: (-sizes[a], a)):
             now = self._together(why, axis, tensors, labels, names)
@@ -159,7 +158,7 @@ class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             apart = {name for name, n in zip(names, now.shape, strict=True) if n > 1}
             adding = apart & sums
-            # what is added up over ranks has no other dim apart on the axis
+            # if a summed dim is split over the axis, no other dim may be
             for name in sorted(apart & (whole if not adding else whole | (set(names) - sums)), key=names.index):
                 first = now.take([0], names.index(name))
                 if not self.atoms.unite(axis, now, first):
@@ -183,7 +182,7 @@ class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _together(
         self, why: str, axis: str, tensors: Sequence[Tensor], labels: Sequence[Labels], names: list[Any]
     ) -> AtomGrid | None:
-        """One grid over all labels for what the arguments have; those that cannot go together are gathered."""
+        """Join the arguments' grids to one grid over all labels; arguments that do not fit are gathered."""
         now: AtomGrid | None = None
         for tensor, row in zip(tensors, labels, strict=True):
             grid = self.grids(tensor).get(axis)
@@ -201,12 +200,12 @@ class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def along(ids: AtomGrid, dim: int, n: int) -> AtomGrid:
-    """Atoms as the grid of a tensor with n dims that varies along one of them."""
+    """Reshape atoms to the grid of a tensor with n dims that varies along one of them."""
     return ids.reshape([-1 if d == dim % n else 1 for d in range(n)])
 
 
 def in_order(grid: AtomGrid, have: Sequence[Any], want: Sequence[Any]) -> AtomGrid:
-    """A grid with its dims in another order; a dim that is not wanted loses its variation, one that is new has none."""
+    """Reorder the dims of a grid by labels; missing dims are reduced to their first entry, new ones have size 1."""
     for dim, name in enumerate(have):
         if name not in want:
             grid = grid.take([0], dim)

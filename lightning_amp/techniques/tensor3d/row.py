@@ -1,4 +1,4 @@
-"""The row of `tensor3d` in the table of techniques, and the spec that its rule has in a plan."""
+"""Define the row of `tensor3d` in the table of techniques, the spec of its rule, and the check of its options."""
 
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -10,20 +10,20 @@ from lightning_amp.techniques.sequence import row as sequence_row
 from lightning_amp.techniques.technique import Technique
 
 OVERLAP = "all_reduce,reduce_scatter,all_gather"
-"""Collectives that may be under way while a rank computes."""
+"""Collectives that may overlap with computation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorParallel3D:
-    """Parameters, gradients and optimiser state are split over a grid of ranks, features over two of its axes.
+    """Split parameters, gradients and optimiser state over a grid of ranks, and features over two of its axes.
 
     Attributes:
         grid: Ranks of the axes x, y and z, such as "2x1x2"; z splits rows of the batch. "" before it is chosen.
         layouts: How the dims of parameters are split, as JSON (layouts.py).
-        dims: Dims of the batch's tensors, as of `sequence`, that z splits in place of rows; "" where it does not.
-        overlap: Collectives that are under way while a rank computes: all-reduces of gradients of inputs, sums of
-            gradients of weights, gathers of parameters.
-        cache_bytes: Of gathered parameters that a rank keeps until the backward pass has ended.
+        dims: Dims of the batch's tensors, as in `sequence`, that z splits instead of rows; "" if z splits rows.
+        overlap: Collectives that overlap with computation: all-reduces of input gradients, reduce-scatters of weight
+            gradients, all-gathers of parameters.
+        cache_bytes: Bytes of gathered parameters that a rank keeps until the backward pass has ended.
     """
 
     grid: str = ""
@@ -34,26 +34,26 @@ class TensorParallel3D:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Ranks of the axes."""
+        """Ranks of the axes x, y and z."""
         x, y, z = map(int, (self.grid or "1x1x1").split("x"))
         return x, y, z
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that read the same rows; also those of z where it splits samples."""
+        """Number of ranks that read the same rows; includes z if z splits samples."""
         return prod(self.sizes if self.dims else self.sizes[:2])
 
     @property
     def ranks(self) -> int:
-        """Ranks of a grid; a run has a multiple of them."""
+        """Number of ranks of a grid; the number of all ranks is a multiple of it."""
         return prod(self.sizes)
 
 
 def asked(spec: TensorParallel3D, request: Any) -> tuple[TensorParallel3D, bool]:
-    """The spec with the options of a request; a grid that is open, and layouts, follow from the first batch.
+    """Return the spec with the options of a request; an open grid, and layouts, follow from the first batch.
 
     Raises:
-        PlanError: Only a part of a grid is given, or no size of a cache.
+        PlanError: The value of an option is not supported, or options contradict each other.
     """
     grid, size = getattr(request, "tensor_grid", None), getattr(request, "model_parallel_size", "auto")
     whole = isinstance(grid, tuple | list) and len(grid) == 3 and all(type(n) is int and n > 0 for n in grid)
@@ -78,7 +78,7 @@ def asked(spec: TensorParallel3D, request: Any) -> tuple[TensorParallel3D, bool]
             " a tuple"
         )
     cache = getattr(request, "tensor_cache", 0)
-    # none is no memory size elsewhere
+    # parse_bytes does not accept 0
     cache_bytes = 0 if str(cache).strip().upper() in ("0", "0B") else parse_bytes(cache)
     found = replace(
         spec,

@@ -1,8 +1,8 @@
-"""Refuse reads of a parameter outside its module, which would see this rank's part, or old values.
+"""Detect reads of a parameter outside its module, which would read this rank's shard or old values, and raise an error.
 
-memory       another tensor lies in a parameter's memory, which the parameter leaves: refused before a fit
-in a step    a reference to the parameter itself: looked for in the first step of each kind
-in hooks     more is computed than value by value, such as a norm: looked for in the module's hooks between steps
+memory       another tensor shares the memory of a parameter, which moves; checked before a fit
+in a step    a reference to the parameter object itself; checked in the first step of each kind
+in hooks     operators that are not elementwise, such as a norm; checked in the module's hooks between steps
 """
 
 import sys
@@ -31,7 +31,7 @@ HOOKS = (
     *("on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end"),
     *("on_validation_batch_start", "on_validation_batch_end"),
 )
-"""Of a LightningModule, which are called while its parameters are parts."""
+"""Hooks of a LightningModule that are called while its parameters are shards."""
 READ_ELSEWHERE = (
     "under tensor3d a parameter has this rank's part, and a function or object has read {name} by a reference to the"
     " parameter; read it through its module, as self.layer.weight, in the step, or train with strategies='S1'"
@@ -51,7 +51,7 @@ COPIED = (
     " setup, where parameters are whole, or train with strategies='S1'"
 )
 _ABOUT = ("data", "shape", "ndim", "T", "mT", "H", "mH", "real", "imag")
-"""What is read of a tensor that is another one of a part."""
+"""Attributes of a tensor that differ for a shard."""
 _ASKED = (
     "register_hook",
     "is_inference",
@@ -66,7 +66,7 @@ _BY_VALUE = ("detach", "alias", "clone", "copy_", "zero_", "fill_", "zeros_like"
 
 
 def refuse_aliases(module: nn.Module) -> None:
-    """Refuse, with an InstallError, tensors in the memory of a parameter that is another one."""
+    """Raise an InstallError for tensors that share memory with a parameter and are not the same object."""
     places: dict[int, list[tuple[str, nn.Parameter, range]]] = {}
     for name, parameter in module.named_parameters():
         mine = _places(parameter)
@@ -105,7 +105,7 @@ def _overlap(a: range, b: range) -> bool:
 
 
 class StrayReads(TorchFunctionMode):
-    """Refuses what reads a parameter itself, in a step where sharded tensors are in the places of all."""
+    """Raise an error for reads of a parameter object in a step, where sharded tensors replace all parameters."""
 
     def __init__(self, parameters: Iterable[GridParameter]) -> None:
         super().__init__()
@@ -123,25 +123,25 @@ class StrayReads(TorchFunctionMode):
 
 
 def _is_ours() -> bool:
-    """Whether the library or an optimiser calls a function of torch, and not the user."""
+    """Whether the library or an optimiser has called a function of torch, and not the user."""
     frame = sys._getframe(2)
     while frame.f_back:
         name = frame.f_globals.get("__name__", "")
         if name.startswith("torch.optim."):
-            # in a step that optimises by hand, which updates this rank's parts
+            # in a step with manual optimisation, which updates this rank's shards
             return True
-        # a mode of the library that counts passes on what others call
+        # skipped: modes of the library that count operators forward calls of others
         if name.partition(".")[0] != "torch" and not frame.f_code.co_name.startswith("__torch_"):
             break
         frame = frame.f_back
-    # Lightning's clipping, which a run does by whole norms, runs as it is where a step is counted
+    # Lightning's gradient clipping, which a run replaces by full norms, runs unchanged when a step is counted
     return bool(
         frame.f_globals.get("__name__", "").startswith(("lightning_amp.", "lightning.pytorch.plugins.precision"))
     )
 
 
 class _ByValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what a hook computes of parts, unless it does so value by value."""
+    """Raise an error for operators on shards in a hook, unless they are elementwise."""
 
     def __init__(self, hook: str, parameters: Iterable[GridParameter]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -153,14 +153,14 @@ class _ByValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._parts[tensor.untyped_storage()._cdata] = one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute an operator; what it returns of parts is a part."""
+        """Check and compute an operator; its results from shards count as shards."""
         kwargs = kwargs or {}
         if func.namespace == "prim":
-            # what is asked of a fake tensor, such as its device
+            # queries of a fake tensor, such as its device
             return func(*args, **kwargs)
         given = [t for t in tensors_of((args, kwargs)) if type(t) is not ShardedTensor]
         of = [self._parts.get(t.untyped_storage()._cdata) for t in given]
-        # a whole norm, computed by the library, is no part
+        # a full norm, computed by the library, is no shard
         ours = _is_ours()
         parts = [one for one in of if one is not None and not ours]
         if parts and not self._allowed(func, given, of):
@@ -180,14 +180,14 @@ class _ByValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(one.shape != parts[0].shape or one.splits != parts[0].splits for one in parts):
             return False
         if func._schema.is_mutable:
-            # a part is not written into what all ranks have
+            # a shard must not be written into a replicated tensor
             return of[0] is not None and all(one or t.numel() == 1 for t, one in zip(given, of, strict=True))
-        # other ranks have padding in the place of a single number
+        # a scalar parameter has padding on other ranks
         return prod(parts[0].shape) > 1 and all(one or t.numel() == 1 for t, one in zip(given, of, strict=True))
 
 
 def watch_hooks(module: nn.Module, parameters: list[GridParameter]) -> Callable[[], None]:
-    """Refuse what the module's own hooks compute of parts; the returned function ends it."""
+    """Check what the module's hooks compute from shards; returns a function that stops the check."""
     kind = type(module)
     own = [n for n in HOOKS if n in vars(module) or getattr(kind, n, None) is not getattr(LightningModule, n)]
     return put_methods(module, {name: _watched(name, getattr(module, name), parameters) for name in own})
@@ -202,7 +202,7 @@ def _watched(name: str, hook: Callable[..., Any], parameters: list[GridParameter
             with _ByValue(name, parameters):
                 return hook(*args, **kwargs)
         except (ValueError, RuntimeError, IndexError) as error:
-            # others are signals, as that a step needs values
+            # subclasses are signals, such as that a step needs values
             if type(error) not in (ValueError, RuntimeError, IndexError):
                 raise
             raise ModelError(FAILS.format(hook=name, error=error)) from error

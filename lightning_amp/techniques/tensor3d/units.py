@@ -1,10 +1,10 @@
-"""Put a module's parameters on a grid of ranks, until `undo`.
+"""Shard a module's parameters over a grid of ranks for tensor3d, and run its steps on sharded tensors, until `undo`.
 
-    between steps    the module has its own Parameter objects, each with this rank's part, flat
-    in a step        in their places are sharded tensors, which are gathered where a layer reads them; until the
-                     backward pass has ended, or the step has returned nothing to train on
+    between steps    the module has its Parameter objects, each with this rank's shard, flat
+    in a step        sharded tensors replace them, and are gathered where a layer reads them, until the backward pass
+                     has ended, or until the step has returned nothing that requires a gradient
 
-Gradients are summed over the grid while the backward pass goes on, and averaged over its copies when it has ended.
+Gradients are reduced over the grid during the backward pass, and averaged over the copies of the grid at its end.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -33,17 +33,17 @@ from lightning_amp.techniques.tensor3d.strays import READ_ELSEWHERE, StrayReads,
 
 
 class GridUnits(Units):
-    """The parameters of a module on a grid.
+    """Parameters of a module on a grid.
 
     Attributes:
-        parameters: In the order of the module's, each once.
-        deferred: Whether parameters came without values, and get them one module at a time when they are cut.
+        parameters: In the order of the module's, without duplicates.
+        deferred: Whether parameters came without values, and are initialized module by module when they are sharded.
 
     Args:
-        module: Whole, equal on all ranks.
-        spec: How dims are split (layouts.py), the dims of the batch that z splits, and what overlaps.
+        module: Has full parameters, equal on all ranks.
+        spec: How dims are split (layouts.py), the dims of the batch that z splits, and which collectives overlap.
         grid: The ranks.
-        agree: Called with what this rank is about to do; a collective that fails where ranks differ.
+        agree: Called with a description of this rank's next action; a collective that raises if ranks differ.
         begun: Whether any backward pass belongs to the step, as in a dry run.
     """
 
@@ -79,7 +79,7 @@ class GridUnits(Units):
         self._undo: list[Callable[[], None]] = []
 
     def cut(self, optimizers: Iterable[Optimizer] = ()) -> None:
-        """Give every parameter this rank's part; optimisers that have state of it already get theirs."""
+        """Replace the values of every parameter by this rank's shard, and also existing states of optimisers."""
         for optimizer in optimizers:
             own = getattr(optimizer, "optimizer", optimizer).state
             for one in self.parameters:
@@ -94,7 +94,7 @@ class GridUnits(Units):
                     one.parameter.data = one.parameter.new_empty(one.shape)
                 cast(Any, child).reset_parameters()
             for one in own:
-                # a tied one once more, as `reset_parameters` in one process would
+                # a tied parameter is initialized again, as `reset_parameters` in one process does
                 if deferred or not one.is_cut:
                     one.cut()
         for one in self.parameters:
@@ -106,7 +106,7 @@ class GridUnits(Units):
     optimizers_made = cut
 
     def wrap_steps(self) -> None:
-        """Run the module's steps with sharded tensors in the places of its parameters."""
+        """Override the module's steps, so that sharded tensors replace its parameters in them."""
         methods = {
             name: getattr(self._module, name)
             for name in STEPS
@@ -117,9 +117,9 @@ class GridUnits(Units):
         self._undo.append(watch_hooks(self._module, self.parameters))
 
     def run(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step; what it returns is whole."""
+        """Run a step; tensors that it returns are gathered."""
         if self._running:
-            # another step has called it, and goes on with what is in the parameters' places
+            # called by another step, in which sharded tensors replace the parameters already
             return step(*args, **kwargs)
         self._put_back()
         # a tied parameter stays one object
@@ -130,7 +130,7 @@ class GridUnits(Units):
         goes_on = False
         self._in_step.begin(name)
         try:
-            # the first step of a kind tells how it reads parameters
+            # reads of parameters are checked in the first step of each kind
             first = name not in self._looked_at
             self._looked_at.add(name)
             with forgetting_gathered(), StrayReads(self.parameters) if first else nullcontext():
@@ -139,7 +139,7 @@ class GridUnits(Units):
             automatic = getattr(self._module, "automatic_optimization", True)
             goes_on = automatic and any(tensor.requires_grad for _, tensor in tensors(found))
             if not goes_on:
-                # no backward pass is to come
+                # no backward pass follows
                 self._in_step.end(f"ends {name!r}")
         except BaseException:
             self._in_step.forget()
@@ -155,7 +155,7 @@ class GridUnits(Units):
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
-        """Around the backward pass of a loss; a collective."""
+        """Context manager for the backward pass of a loss; a collective."""
         self._in_step.begun = True
         try:
             with forgetting_gathered():
@@ -169,7 +169,7 @@ class GridUnits(Units):
             self._put_back()
 
     def end_backward(self) -> None:
-        """Wait for gradients, and put the parameters back."""
+        """Wait for pending gradients, average them over the copies, and restore the parameter objects."""
         reached = self._in_step.end("ends the backward pass")
         if (replicas := self._grid.replicas) is not None:
             for grad in (p.grad for p in reached if p.grad is not None):
@@ -177,13 +177,13 @@ class GridUnits(Units):
         self._put_back()
 
     def undo(self) -> None:
-        """Give the module back as it was; its parameters have the parts or, after `restore`, are whole."""
+        """Restore the module; its parameters have the shards or, after `restore`, their full values."""
         self._put_back()
         while self._undo:
             self._undo.pop()()
 
     def _put_back(self) -> None:
-        # a step that optimises by hand goes on after a backward pass
+        # a step with manual optimisation continues after a backward pass
         if self._inside and not self._running:
             for child, place, one in self._places:
                 child._parameters[place] = one.parameter
@@ -191,6 +191,6 @@ class GridUnits(Units):
 
 
 def _refuse_read(grad: Tensor | None) -> None:
-    # what is gathered has its gradient summed, and hands none on
+    # a gathered parameter's gradient is reduced separately, and not passed on to the parameter
     if grad is not None:
         raise ModelError(READ_ELSEWHERE.format(name="it"))

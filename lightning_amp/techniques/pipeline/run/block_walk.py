@@ -1,14 +1,13 @@
-"""Run a stage's blocks of an unmodified step, in order, and skip those of other stages.
+"""Run a stage's blocks of an unmodified step, in order, and replace blocks of other stages by placeholders.
 
-    blocks before the stage    give placeholders of what they would return
-    the last one of these      gives what the stage before has sent
+    blocks before the stage    return placeholders of their results
+    the last one of these      returns what the stage before has sent
     blocks of the stage        run
-    the last one of these      ends the step (`Leave`), unless it is the last of all
+    the last one of these      ends the step by an exception (`Leave`), unless it is the last of all
 
-so that what lies between two blocks is run by the later one's rank. What passes from stage to stage is all that the
-block at the cut returns; a block of the stage that is handed anything else of earlier blocks is refused, and so is a
-step that calls a block twice, out of order, or not at all. An attribute that a block of another rank sets is a
-placeholder for as long as the step runs.
+Code between two blocks thus runs on the later block's rank. Only the result of the block before the cut is sent to the
+next stage. If a block of the stage reads another result of earlier blocks, or if a step calls a block twice, out of
+order, or not at all, an error is raised. Attributes that blocks of other ranks set are placeholders during the step.
 """
 
 import sys
@@ -27,27 +26,27 @@ from lightning_amp.techniques.pipeline.run.messages import packed_draws
 from lightning_amp.techniques.ranks.placeholders import Placeholders, without_values
 
 Receive = Callable[[Any], Any]
-"""What a block would return, as placeholders -> what it has returned on another rank."""
+"""Function from placeholders of a block's result to the result that another rank has computed."""
 Run = Callable[..., Any]
-"""Block, arguments -> what it returns."""
+"""Function that calls a block with arguments, and returns its result."""
 Attribute = tuple[dict[str, Any], str, Any]
-"""A table of names, a name in it, and what it stands for."""
+"""An attribute dict, a name in it, and its value."""
 GONE = object()
-"""Of an attribute that is not there."""
+"""Value of an attribute that does not exist."""
 WITHOUT_VALUES = ("FakeTensor", "meta tensor", "device meta", "_local_scalar_dense", "data-dependent")
-"""What errors of torch say of tensors without values."""
+"""Parts of torch's error messages about tensors without values."""
 
 UNUSED = "Set allow_unused=True"
-"""What torch says of a gradient that does not reach what was requested."""
+"""Part of torch's error message for an input that the gradient does not reach."""
 
 
 class Leave(BaseException):
-    """A stage has computed its last block; no `Exception`, which a user's step may catch."""
+    """Raised after a stage's last block, to end the step; not an `Exception`, which a user's step may catch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The blocks of one stage, and how many there are in all."""
+    """Blocks [first, end) of one stage, and the number of all blocks."""
 
     first: int
     end: int
@@ -55,7 +54,7 @@ class Span:
 
     @property
     def is_last(self) -> bool:
-        """Whether the step goes on to its end."""
+        """Whether the step continues to its end after these blocks."""
         return self.end == self.blocks
 
 
@@ -72,15 +71,15 @@ class _Pass:
 
 
 class BlockWalk:
-    """What blocks do when they are called: `run` says it for one pass, and outside of one they do as their class does.
+    """State shared by the blocks of a list; `run` makes one pass, and outside of a pass blocks run as usual.
 
     Args:
-        name: Of the list of blocks, for messages.
-        blocks: How many.
+        name: Type of the list of blocks, for messages.
+        blocks: Number of blocks.
 
     Attributes:
-        random_state_before, random_state_after: Where random numbers were when the first of all blocks was called, and
-            when the last one had returned.
+        random_state_before, random_state_after: Random state when the first of all blocks was called, and when the
+            last one had returned.
     """
 
     def __init__(self, name: str, blocks: int) -> None:
@@ -91,37 +90,36 @@ class BlockWalk:
         self.random_state_before = self.random_state_after = torch.empty(0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockWalk":
-        """Of a copied module: no pass is under way in it."""
+        # the copy is in no pass
         return type(self)(self.name, self.blocks)
 
     def __reduce__(self) -> Any:
-        """As a copy."""
         return type(self), (self.name, self.blocks)
 
     def run(
         self, span: Span, step: Callable[[], Any], *, receive: Receive, device: torch.device, leave: bool = False
     ) -> tuple[Any, Any]:
-        """One pass through the step.
+        """Run one pass through the step.
 
         Args:
-            span: The blocks to run; an empty one at the end runs none, and goes on from what is received.
+            span: Blocks to run; with an empty span at the end no block runs, and the step continues from `receive`.
             step: Calls the user's step.
-            receive: Gives what the block before the span has returned; not called where it begins with the first.
-            device: Of the run.
-            leave: End the step after the last of all blocks too.
+            receive: Returns the result of the block before the span; not called if the span starts with block 0.
+            device: Device of the run.
+            leave: Whether to end the step also after the last of all blocks.
 
         Returns:
-            What the span's last block has returned, and, of the last stage, what the step has.
+            The result of the span's last block, and, on the last stage, the result of the step.
 
         Raises:
-            InstallError: The step does not walk the blocks once and in order.
+            InstallError: The step does not call all blocks once and in order.
         """
         now = self._pass = _Pass(span, receive, leave or not span.is_last, torch.is_grad_enabled())
         try:
             with now.placeholders:
                 # the first stage computes everything that its blocks read, and needs no placeholders
                 if span.first:
-                    # made once: it knows the parameters that are not here
+                    # created once: it remembers which parameters are not on this rank
                     self._mode = self._mode or Placeholders(device)
                     now.placeholders.enter_context(self._mode)
                 returned = step()
@@ -142,7 +140,7 @@ class BlockWalk:
             ) from error
         finally:
             self._pass = None
-            # in reverse: an attribute that several blocks set gets its oldest value last
+            # in reverse order: an attribute that several blocks set gets its oldest value last
             for attribute in reversed(now.set_before):
                 _set(*attribute)
         if now.next < self.blocks:
@@ -153,7 +151,7 @@ class BlockWalk:
         return now.result, returned
 
     def call(self, index: int, block: nn.Module, run: Run, args: Any, kwargs: Any) -> Any:
-        """Block `index` is called, which `run` runs."""
+        """Handle the call of block `index`: run it with `run`, or return a placeholder or received values."""
         now = self._pass
         if now is None:
             return run(block, *args, **kwargs)
@@ -171,16 +169,16 @@ class BlockWalk:
         now.next += 1
         if index == 0:
             self.random_state_before = packed_draws()
-        # Placeholders of the block right before the stage are made too: their shapes are what `receive` expects, and
-        # the digest of them is compared with that of the sender.
+        # The block right before the stage needs placeholders too: they have the shapes that `receive` expects, and
+        # their digest is compared with that of the sender.
         if index < now.span.first:
             made = self._placeholder(now, index, block, args, kwargs)
             if index < now.span.first - 1:
                 return made
-            # from here on values are there, and operators run without the mode's cost
+            # tensors have values from here on, and operators need not pay for the mode
             now.placeholders.close()
             result = now.receive(made)
-            # an empty span: nothing of it is run
+            # an empty span runs no block, so this is its result
             now.result = result
             return result
         for found in without_values((args, kwargs)):
@@ -199,9 +197,9 @@ class BlockWalk:
         return now.result
 
     def _placeholder(self, now: _Pass, index: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """What the block would return, computed once for inputs of the same shapes, and the attributes it would set."""
-        # Whatever a result's shape or type can depend on has to be in the key. What is left out is noticed where the
-        # stage receives, because the sender's digest is of the real result.
+        """Return placeholders of a block's result, cached by input shapes, and set placeholders as its attributes."""
+        # The key must contain everything on which a result's shape or type can depend. Anything missing is detected
+        # when the stage receives, because the sender's digest is that of the real result.
         on = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         key = (
             index,
@@ -211,29 +209,29 @@ class BlockWalk:
             *map(_print_of, tree_leaves((args, kwargs))),
         )
         made, sets, draws = self._shapes.get(key) or self._run_on_placeholders(block, args, kwargs)
-        # a number may be another one in every step, such as a rate that a callback sets
+        # a number may change in every step, such as a rate that a callback sets
         numbers = any(isinstance(value, int | float | complex) for value in [*tree_leaves(made), *(s[2] for s in sets)])
         if None not in key and not numbers:
             self._shapes[key] = made, sets, draws
         assert self._mode is not None, "on since the pass began"
         self._mode.missed += draws
-        # A step may read what a block has set, as an attention that is kept for a plot: it finds a placeholder, and is
-        # refused, where it would find what an earlier step has left.
+        # A step may read what a block has set, such as attention weights that are kept for a plot: it must get a
+        # placeholder, which raises an error, instead of the value of an earlier step.
         for table, name, value in sets:
             now.set_before.append((table, name, table.get(name, GONE)))
             _set(table, name, value)
         return made
 
     def _run_on_placeholders(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, list[Attribute], int]:
-        """What it returns, the attributes that it sets, and how often it draws."""
+        """Run a block on placeholders; returns its result, the attributes that it sets, and its number of draws."""
         mode = self._mode
         assert mode is not None, "on since the pass began"
         missed, mode.in_block = mode.missed, True
-        # the block runs on placeholders to learn what it returns, and must not keep any of them
+        # the block must not keep any of the placeholders
         before = [(table, dict(table)) for part in block.modules() for table in (vars(part), part._buffers)]
         with torch.no_grad():
             inputs = tree_map(mode.of, (args, kwargs))
-            # of tensors with values `of` has made others: what is written into these is not in the tensors themselves
+            # `of` replaces tensors with values by placeholders, so writes into these do not reach the tensors
             stands = [
                 (value, stand, stand._version)
                 for value, stand in zip(tree_leaves((args, kwargs)), tree_leaves(inputs), strict=True)
@@ -258,7 +256,7 @@ class BlockWalk:
             table.update(held)
         draws, mode.missed, mode.in_block = mode.missed - missed, missed, False
         if draws:
-            # what it has drawn from nothing is another number on the block's own rank
+            # a number that depends on draws differs on the block's rank
             made = tree_map(mode.of, made)
             sets = [(table, name, tree_map(mode.of, value)) for table, name, value in sets]
         return made, sets, draws
@@ -277,7 +275,7 @@ class BlockWalk:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StageBlock:
-    """What decides whether a block runs."""
+    """Forward override of a block, which passes its calls to the walk."""
 
     position = Position.STAGE
     walk: BlockWalk
@@ -296,13 +294,13 @@ def _set(table: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _print_of(leaf: Any) -> Any:
-    """What of an input the shape of a result can depend on; None where that cannot be told."""
+    """Return the properties of an input on which a result's shape can depend; None if they cannot be determined."""
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype
     return (type(leaf), leaf) if isinstance(leaf, int | float | str | bool | torch.dtype | None) else None
 
 
 def spans(ends: Iterable[int]) -> tuple[Span, ...]:
-    """The stages of a pipeline from one past the last block of each."""
+    """Return the stages of a pipeline, given one past the last block of each."""
     listed = list(ends)
     return tuple(Span(first, end, listed[-1]) for first, end in zip([0, *listed], listed, strict=False))

@@ -1,4 +1,4 @@
-"""Find the blocks of a module that can be pipeline stages, and define the technique that runs them so."""
+"""Detect the blocks of a module that can be pipeline stages, and define the install function that runs them so."""
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,10 +12,10 @@ from lightning_amp.techniques.pipeline.run.block_walk import BlockWalk, StageBlo
 
 
 def pipeline_stages(blocks: nn.Module, spec: PipelineStages, mesh: DeviceMesh) -> Change:
-    """Let the blocks of a list be run as stages.
+    """Override the forward of a list's blocks, so that they run as stages.
 
     Raises:
-        InstallError: They are no list of different modules, or stages could not train them as one device does.
+        InstallError: The list has a module twice or hooks, the ends are invalid, or the device is not the CPU.
     """
     name = type(blocks).__name__
     if not isinstance(blocks, nn.ModuleList | nn.Sequential):
@@ -54,7 +54,7 @@ def pipeline_stages(blocks: nn.Module, spec: PipelineStages, mesh: DeviceMesh) -
 
 
 def refuse_hooks(parameter: nn.Parameter) -> None:
-    """Refuse, with an InstallError, a hook that would see the gradient of every micro-batch, and then the batch's."""
+    """Raise an InstallError for gradient hooks, which would run for every micro-batch and again for the batch."""
     watched = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
     if parameter._backward_hooks or watched > 1:
         raise InstallError(
@@ -65,7 +65,7 @@ def refuse_hooks(parameter: nn.Parameter) -> None:
 
 
 def refuse_module(module: nn.Module) -> None:
-    """Refuse, with an InstallError, a module that stages would train otherwise than one process."""
+    """Raise an InstallError for a module that would train differently in stages than in one process."""
     if has_batch_norms(module):
         raise InstallError(
             "pipeline is not supported: the module has BatchNorm layers, which in a pipeline would "
@@ -77,7 +77,7 @@ def refuse_module(module: nn.Module) -> None:
 
 
 def blocks_for_stages(module: nn.Module) -> tuple[tuple[str, ...], str]:
-    """Names of the blocks that a pipeline would be made of, in order; or none, and why, as far as the module tells."""
+    """Return the names of the blocks that can be stages, in order; or none, and why, without running the module."""
     found = longest_list(module)
     if found is None:
         return (), "it has no ModuleList or Sequential of two modules and more that could be stages"

@@ -1,15 +1,15 @@
-"""Send activations and the states of random numbers forward between stages, and gradients back.
+"""Send activations and random states forward between pipeline stages, and gradients back.
 
-A receiver knows the shapes, for it has placeholders of what it waits for; so nothing but values is sent, and
-micro-batches may differ in size. That sender and receiver mean the same is compared (`_print_of`): a block whose result
-has a shape, or a number besides tensors, that its inputs do not fix is refused. Every tensor of a micro-batch has a
-tag of its own, and order does not matter. Which tensors have a gradient is sent back before the gradients: a parameter
-that none of them reaches has none here either, and its optimiser leaves it alone.
+A receiver has placeholders of what it receives, so only values are sent, not shapes, and micro-batches may differ in
+size. Sender and receiver compare a digest of shapes and plain values (`_print_of`): if a block's result has a shape, or
+a number, that does not follow from its inputs, an error is raised. Every tensor of a micro-batch has a separate tag, so
+that the order of messages does not matter. Before gradients, a list of which tensors have one is sent: a parameter
+that no gradient reaches must have none, so that its optimiser skips it.
 
-The state of torch's, NumPy's and Python's random numbers goes with a micro-batch from stage to stage: a draw depends on
-the seed alone, and neither on the number of stages nor on the order in which a rank runs passes.
+The random state of torch, NumPy and Python is sent with a micro-batch from stage to stage: random numbers depend on the
+seed only, not on the number of stages or on the order of a rank's passes.
 
-Known limit: generators that a module or a data set keeps for itself.
+Known limit: separate generators of a module or a data set are not sent.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ from lightning_amp.errors import InstallError
 
 
 def seed_draws(seed: int) -> None:
-    """Begin anew."""
-    # not torch.manual_seed: it writes down its stack for every kind of device that is not in use, 3 ms a micro-batch
+    """Set the seed of torch, NumPy and Python."""
+    # not torch.manual_seed, which records its stack for every unused kind of device: 3 ms per micro-batch
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
@@ -40,7 +40,7 @@ def seed_draws(seed: int) -> None:
 
 
 def packed_draws() -> Tensor:
-    """Where the random numbers are: bytes of one length."""
+    """Return the random state of torch, NumPy and Python as bytes of constant length."""
     version, words, gauss = random.getstate()
     _, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
     numbers = np.array([version, place, has_gauss, gauss is not None], np.int64)
@@ -50,9 +50,10 @@ def packed_draws() -> Tensor:
 
 
 def go_on_with(packed: Tensor) -> None:
-    """Let the random numbers be where they were when `packed_draws` was called, maybe on another rank."""
+    """Set the random state to a result of `packed_draws`, which may come from another rank."""
     n = len(torch.get_rng_state())
     torch.set_rng_state(packed[:n].clone())
+    # as `packed_draws` has joined them: words, keys, then 4 int64 and 2 float64 (48 bytes)
     rest = packed[n:].numpy().tobytes()
     floats, numbers = np.frombuffer(rest[-16:], np.float64), np.frombuffer(rest[-48:-16], np.int64)
     words = np.frombuffer(rest[:-48], np.uint32)
@@ -64,38 +65,38 @@ def go_on_with(packed: Tensor) -> None:
 
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-"""What a block may return besides tensors."""
+"""Types that a block may return in addition to tensors."""
 MOST = 64
-"""Tensors that a block may return."""
+"""One more than the most tensors that a block may return."""
 
 
 class Messages:
-    """Between the stages of one step; `wait` ends it.
+    """Messages between the stages of one step; call `wait` at its end.
 
     Args:
         mesh: The model axis.
-        stages: Of the pipeline; stage s is on rank s mod the size of the axis.
-        device: Of the run.
+        stages: Number of stages of the pipeline; stage s is on rank s mod the size of the axis.
+        device: Device of the run.
     """
 
     def __init__(self, mesh: DeviceMesh, stages: int, device: torch.device) -> None:
         self._group, self._ranks = mesh.get_group(), mesh.size()
         self._stages, self._device = stages, device
-        # with what is sent, which has to stay until it is
+        # with the tensors, which must stay alive until they are sent
         self._sent: list[tuple[Work | None, Tensor]] = []
         self._shared: list[tuple[Tensor, int]] = []
 
     def send_on(self, stage: int, micro_batch: int, result: Any) -> None:
-        """Send what a stage's last block has returned, and the state of its random numbers, to the next stage."""
+        """Send the result of a stage's last block, and the random state, to the next stage."""
         head = torch.cat([packed_draws(), _print_of(result)])
         for i, tensor in enumerate([head, *_tensors(result)]):
             self._send(tensor.detach(), stage + 1, self._tag(stage, micro_batch, i))
 
     def receive(self, stage: int, micro_batch: int, placeholders: Any) -> tuple[Any, list[Tensor]]:
-        """What the stage before sends; the random numbers go on as it left them.
+        """Receive the result of the stage before, and continue with its random state.
 
         Returns:
-            The same nesting as the placeholders with values, and those that may get gradients.
+            The nesting of the placeholders with values, and the leaves that may get gradients.
 
         Raises:
             InstallError: The stage before has other shapes than the placeholders.
@@ -118,14 +119,14 @@ class Messages:
             if isinstance(value, Tensor):
                 i += 1
                 shares = memory[value.untyped_storage()._cdata] > 1
-                # with versions, in a validation too
+                # a normal tensor, which has a version, also in a validation under inference mode
                 with torch.inference_mode(False):
                     own = torch.empty(value.shape, dtype=value.dtype, device=self._device)
                 self._receive(own, stage - 1, self._tag(stage - 1, micro_batch, i))
                 value = own
                 if _has_gradients(own):
                     leaves.append(own)
-                    # a block may write into what it is handed, which it may not into a leaf
+                    # a copy, because a block may write into its input but not into a leaf
                     value = own.requires_grad_().clone() if torch.is_grad_enabled() else own
                 if shares:
                     self._shared.append((value, value._version))
@@ -133,9 +134,9 @@ class Messages:
         return tree_unflatten(values, form), leaves
 
     def refuse_written(self) -> None:
-        """After a forward pass: refuse, with an InstallError, writes into one of received tensors that had one memory.
+        """Raise an InstallError if the forward pass has written into one of received tensors that shared memory.
 
-        The one was a view of the other, or both are one tensor, and a write into either is in both. Here it is not.
+        On the sender, one was a view of the other, or both were one tensor, so a write changed both. Here it does not.
         """
         shared, self._shared = self._shared, []
         for value, version in shared:
@@ -147,17 +148,16 @@ class Messages:
                 )
 
     def send_back(self, stage: int, micro_batch: int, leaves: Sequence[Tensor]) -> None:
-        """Send the gradients of what a stage has received, those that there are, to the stage before."""
-        # a gradient of zeros in place of none would let an optimiser with weight decay move a parameter
+        """Send the existing gradients of what a stage has received to the stage before."""
+        # with zeros instead of no gradient, an optimiser with weight decay would change a parameter
         there = torch.tensor([leaf.grad is not None for leaf in leaves], dtype=torch.uint8)
-        # Tag 0 is the list, so that the receiver knows which of the others will come: it waits for no gradient that is
-        # not sent.
+        # Tag 0 is the list of existing gradients, so that the receiver does not wait for a gradient that is not sent.
         for i, value in enumerate([there, *(leaf.grad for leaf in leaves)]):
             if value is not None and leaves:
                 self._send(value, stage - 1, self._tag(self._stages + stage, micro_batch, i))
 
     def receive_back(self, stage: int, micro_batch: int, result: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """Those tensors of what a stage has returned that have gradients, and their gradients."""
+        """Receive gradients of a stage's results; returns the results that have one, and these gradients."""
         found = [tensor for tensor in _tensors(result) if _has_gradients(tensor)]
         there, outputs, grads = torch.empty(len(found), dtype=torch.uint8), [], []
         for i, tensor in enumerate([there, *found]):
@@ -165,15 +165,15 @@ class Messages:
                 continue
             grad = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device) if i else there
             self._receive(grad, stage + 1, self._tag(self._stages + stage + 1, micro_batch, i))
-            # Received in any case, or the message would be taken for that of the next step, which has the same tag. A
-            # result that needs no gradient here (blocks under no_grad) was a leaf with one over there.
+            # Received in any case: otherwise the next step, which has the same tag, would receive this message. A
+            # result that needs no gradient here (blocks under no_grad) was a leaf with a gradient on the receiver.
             if i and tensor.requires_grad:
                 outputs.append(tensor)
                 grads.append(grad)
         return outputs, grads
 
     def wait(self) -> None:
-        """Until all that was sent has arrived."""
+        """Wait until all messages have arrived."""
         while self._sent:
             work, _ = self._sent.pop()
             wait_until_sent(work)
@@ -191,7 +191,7 @@ class Messages:
 
 
 def wait_until_sent(work: Work | None) -> None:
-    """Wait for another stage to take what it was sent; by this function a rank is known to wait for others (faults)."""
+    """Wait until another stage has received a message; fault detection recognizes waiting ranks by this function."""
     assert work is not None, "a rank of the group sends"
     work.wait()
 
@@ -201,12 +201,12 @@ def _has_gradients(tensor: Tensor) -> bool:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """The same memory in a type that can be sent."""
+    """View complex tensors as real ones, which can be sent."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _print_of(result: Any) -> Tensor:
-    """A digest of all that a receiver takes for granted, of one length."""
+    """Return a digest, of constant length, of everything about a result that a receiver assumes."""
     leaves, form = tree_flatten(result)
     told = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves]
     digest = hashlib.blake2b(repr((told, form)).encode(), digest_size=8).digest()

@@ -2,12 +2,11 @@
 
     loss of the batch = sum over micro-batches of weight_j loss_j           weight_j = samples of j / samples
 
-Gradients are left in `.grad`. Where all forward passes come before the first backward pass, what follows the blocks can
-be run for the whole batch at once (`Rest`), from what they have returned for the micro-batches: then the loss is any
-function of the batch.
+Gradients are accumulated in `.grad`. If all forward passes precede the first backward pass, what follows the blocks can
+run once for the full batch (`Rest`), from the blocks' results for all micro-batches: any loss of the batch is exact.
 
-Random numbers: a micro-batch begins with its own seed, and every stage goes on with them where the one before left off
-(messages.py). So they are those of one process that sets the seed before every micro-batch.
+Random numbers: every micro-batch begins with a separate seed, and every stage continues with the random state of the
+stage before (messages.py). So they equal those of one process that sets the seed before every micro-batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,17 +26,17 @@ from lightning_amp.techniques.pipeline.schedule.schedules import Order, Pass, Pa
 from lightning_amp.techniques.ranks.placeholders import without_values
 
 Step = Callable[[int], Any]
-"""Calls the user's step with a micro-batch."""
+"""Calls the user's step with the micro-batch of an index."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rest:
-    """What follows the blocks, for the whole batch.
+    """Computation that follows the blocks, for the full batch.
 
     Attributes:
         step: Calls the user's step with the batch.
-        silently: The same without what it does besides its loss.
-        seed: Of its random numbers.
+        silently: The same without side effects such as logging.
+        seed: Seed of its random numbers.
     """
 
     step: Callable[[], Any]
@@ -47,13 +46,13 @@ class Rest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """The micro-batches of one step.
+    """Micro-batches of one step.
 
     Attributes:
         step: Calls the user's step with one of them.
-        seeds: Of the random numbers of each.
-        weights: Of the loss of each; empty where there is no backward pass.
-        rest: Run for all of them at once, after the last forward pass; None lets every micro-batch have a loss.
+        seeds: Seed of the random numbers of each.
+        weights: Weight of the loss of each; empty if there is no backward pass.
+        rest: Runs once for all of them, after the last forward pass; None if every micro-batch has a loss.
     """
 
     step: Step
@@ -63,12 +62,12 @@ class Work:
 
 
 class Ran:
-    """What a step leaves: on every rank its times, on the last stage what it knows.
+    """Results of a step: times on every rank, everything else on the last stage only.
 
     Attributes:
-        times: When this rank has computed what.
-        results: What the last block has returned, of every micro-batch.
-        returned: What the step has, of every micro-batch; of a `Rest` the only one.
+        times: Times of this rank's passes.
+        results: Results of the last block, for every micro-batch.
+        returned: Results of the step, for every micro-batch; with a `Rest` there is only one.
         drew: Whether random numbers were drawn after the last block.
     """
 
@@ -80,13 +79,13 @@ class Ran:
 
 
 class Stages:
-    """The stages of this rank.
+    """Stages of this rank.
 
     Args:
-        walk: Of the module's blocks.
-        spans: Of all stages of the pipeline, in order; stage s is on rank s mod the ranks of the mesh.
+        walk: Walk through the module's blocks.
+        spans: Blocks of all stages of the pipeline, in order; stage s is on rank s mod the ranks of the mesh.
         mesh: The model axis.
-        device: Of the run.
+        device: Device of the run.
     """
 
     def __init__(self, walk: BlockWalk, spans: Sequence[Span], mesh: DeviceMesh, device: torch.device) -> None:
@@ -97,22 +96,22 @@ class Stages:
 
     @property
     def forward_only(self) -> Order:
-        """The passes of this rank where there is one micro-batch, and nothing goes back."""
+        """Passes of this rank for one micro-batch without a backward pass."""
         own = range(self.mesh.get_local_rank(), len(self.spans), self.mesh.size())
         return tuple(Pass(False, stage, 0) for stage in own)
 
     def run(self, order: Order, work: Work) -> Ran:
-        """Run this rank's passes of one step, in their order; the random numbers of the rank stay where they are."""
+        """Run this rank's passes of one step, in their order; the rank's random state does not change."""
         messages = Messages(self.mesh, len(self.spans), self.device)
         ran, last = Ran(len(work.seeds)), len(self.spans) - 1
         alive: dict[tuple[int, int], tuple[Any, list[Tensor]]] = {}
-        # Draws of a step come from seeds of micro-batches. The rank's own stream has to be where it was: data that the
-        # main process augments is drawn from it, and all ranks of a pipeline have to read the same batch.
+        # A step draws with the seeds of micro-batches. The rank's random state must not change: the main process may
+        # augment data with it, and all ranks of a pipeline have to read the same batch.
         with isolated_random_streams():
             for now in order:
                 ran.times.begin()
-                # By the order of "gpipe" all forward passes of the last stage are done here, so that `alive` has what
-                # the blocks return for the whole batch.
+                # In the order of "gpipe" all forward passes of the last stage are done here, so that `alive` has the
+                # blocks' results for the full batch.
                 if now.backward and now.stage == last and work.rest and ran.returned[0] is None:
                     self._run_rest(work.rest, alive, ran)
                     ran.times.rested()
@@ -124,9 +123,9 @@ class Stages:
         return ran
 
     def run_rest(self, step: Callable[[], Any], results: Sequence[Any], *, seed: int | None = None) -> Any:
-        """What the step returns for a whole batch whose blocks have returned this for its micro-batches.
+        """Return the step's result for a full batch, given the blocks' results for its micro-batches.
 
-        With a seed it is set where the blocks end.
+        If `seed` is given, it is set after the last block.
         """
 
         def receive(placeholders: Any) -> Any:
@@ -137,23 +136,23 @@ class Stages:
         return self.walk.run(self._after_all, step, receive=receive, device=self.device)[1]
 
     def placeholders(self, step: Callable[[], Any]) -> Any:
-        """What the last of all blocks would return, without values; random numbers stay where they are."""
+        """Return placeholders of the last block's result; the random state does not change."""
         found = []
 
         def receive(placeholders: Any) -> Any:
             found.append(placeholders)
             raise Leave
 
-        # only the rank of the last stage calls it: others, which read the same samples, would draw other numbers then
+        # called on the last stage's rank only: without isolation, ranks with the same samples would draw differently
         with isolated_random_streams():
             self.walk.run(self._after_all, step, receive=receive, device=self.device)
         return found[0]
 
     def _forward(self, now: Pass, work: Work, messages: Messages, ran: Ran) -> tuple[Any, list[Tensor]]:
-        """What the backward pass starts from, and the leaves at which it ends."""
+        """Run a forward pass; returns the start of the backward pass, and the leaves at which it ends."""
         span, j, leaves = self.spans[now.stage], now.micro_batch, list[Tensor]()
-        # For a later stage too: what its step draws before the blocks is drawn on every rank, and has to be the same.
-        # `receive` replaces the state by that of the stage before.
+        # Also for later stages: every rank draws what the step draws before the blocks, and must draw the same.
+        # `receive` then sets the random state to that of the stage before.
         seed_draws(work.seeds[j])
 
         def receive(placeholders: Any) -> Any:
@@ -173,17 +172,17 @@ class Stages:
             return result, leaves
         _refuse_placeholders(returned)
         ran.results[j], ran.returned[j] = detached(result), detached(returned)
-        # A head with dropout gives another loss for the same samples each time, so that the losses of parts and whole
-        # can only be compared without it.
+        # With dropout in a head, the loss differs in every run, so that the losses of parts and full batch can only be
+        # compared without dropout.
         ran.drew |= not torch.equal(self.walk.random_state_after, packed_draws())
         return (work.weights[j] * loss_of(returned) if work.weights else None), leaves
 
     def _run_rest(self, rest: Rest, alive: dict[tuple[int, int], Any], ran: Ran) -> None:
-        """Forward and backward of what follows the blocks; gradients of what these have returned are left in `ran`."""
+        """Run what follows the blocks, forward and backward; gradients of the blocks' results are left in `ran`."""
         last = len(self.spans) - 1
 
-        # the graph is cut where the blocks end: gradients of the rest are computed once, and the backward pass of each
-        # micro-batch starts from its own share of them
+        # the graph is cut after the blocks: gradients of the rest are computed once, and the backward pass of each
+        # micro-batch starts from its share of them
         def leaf(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
@@ -204,8 +203,8 @@ class Stages:
 
     @torch.no_grad()
     def _refuse_drawn(self, rest: Rest, cut_off: list[Any], loss: Tensor) -> None:
-        """Whether the loss reads what was drawn before the blocks, which micro-batches have drawn for themselves."""
-        # with other draws before the blocks and the same after them the loss differs only if it reads the former
+        """Raise if the loss reads random numbers that were drawn before the blocks, which differ by micro-batch."""
+        # with other numbers before the blocks and the same after them, the loss differs only if it reads the former
         seed_draws(rest.seed + 1)
         again = loss_of(self.run_rest(rest.silently, cut_off, seed=rest.seed))
         if not torch.allclose(again, loss, rtol=0, atol=0, equal_nan=True):
@@ -217,10 +216,10 @@ class Stages:
 
     def _backward(self, now: Pass, result: Any, leaves: list[Tensor], work: Work, messages: Messages, ran: Ran) -> None:
         last = self.spans[now.stage].is_last
-        # the backward pass of a loss under autocast runs outside of it too
+        # the backward pass of a loss under autocast runs without autocast in Lightning, too
         with torch.autocast(self.device.type, enabled=False):
             if last and work.rest is None:
-                # its loss, with its weight
+                # the weighted loss of the micro-batch
                 result.backward()
             else:
                 if last:
@@ -232,7 +231,7 @@ class Stages:
                 else:
                     outputs, grads = messages.receive_back(now.stage, now.micro_batch, result)
                     ran.times.begin()
-                # All results in one call: they share a graph, which a first of several calls would free.
+                # All outputs in one call: they share a graph, which the first of several calls would free.
                 if outputs:
                     torch.autograd.backward(outputs, grads)
         ran.times.end(now)
@@ -249,7 +248,7 @@ def _refuse_placeholders(returned: Any) -> None:
 
 
 def loss_of(returned: Any) -> Tensor:
-    """The loss in what a training step returns.
+    """Return the loss in the result of a training step.
 
     Raises:
         ModelError: There is none.
@@ -264,9 +263,9 @@ def loss_of(returned: Any) -> Tensor:
 
 
 def joined(results: Sequence[Any], placeholders: Any) -> Any:
-    """What a block returns for a batch, from what it has returned for its micro-batches.
+    """Join a block's results for micro-batches to its result for the batch.
 
-    Tensors are joined along the dimension in which they differ from that of the batch.
+    Tensors are concatenated along the dimension in which their shape differs from that for the batch.
 
     Raises:
         ModelError: There is no such dimension, or more than one.
@@ -286,8 +285,8 @@ def _join(whole: Any, parts: tuple[Any, ...]) -> Any:
                 " that of the batch cannot be computed from them. Leave 'pipeline' out, or take"
                 " micro_batches=1"
             )
-        # The first stands for all, and its gradient goes back by the first micro-batch alone. That is the whole
-        # gradient: the value does not depend on the samples.
+        # The first value is used for all, and its gradient goes back with the first micro-batch only. That is the
+        # full gradient, because the value does not depend on the samples.
         return parts[0]
     unlike = dim_of_samples(whole, parts[0])
     if unlike is None or sum(part.shape[unlike] for part in parts) != whole.shape[unlike]:
@@ -300,7 +299,7 @@ def _join(whole: Any, parts: tuple[Any, ...]) -> Any:
 
 
 def dim_of_samples(whole: Tensor, part: Tensor) -> int | None:
-    """The dimension in which what a block returns for a micro-batch differs from that of the batch, if it is one."""
+    """Return the only dimension in which the result for a micro-batch differs from that for the batch, or None."""
     unlike = [dim for dim, n in enumerate(whole.shape) if n != part.shape[dim]]
     return unlike[0] if len(unlike) == 1 else None
 
@@ -312,5 +311,5 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def detached(values: Any) -> Any:
-    """Tensors in any nesting without their graph."""
+    """Detach all tensors in nested containers."""
     return tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, values)

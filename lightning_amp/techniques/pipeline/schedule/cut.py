@@ -32,20 +32,20 @@ from lightning_amp.techniques.pipeline.schedule.schedules import check_count
 
 Numbers: TypeAlias = Iterable[SupportsFloat]
 LARGEST = 1e100
-"""More than any time or number of bytes, and sums of these stay floats."""
+"""More than any time or number of bytes; sums of such numbers do not overflow."""
 
 
 def numbers_of(name: str, given: Any, length: int | None = None, *, above_zero: bool = False) -> list[float]:
-    """The numbers as Python's own, unrounded.
+    """Convert a list or array to a list of Python numbers, without rounding, and check it.
 
     Args:
-        name: What the caller calls them.
+        name: Name of the argument, for messages.
         given: A list, a tuple, an array.
-        length: How many there must be; none: one or more.
-        above_zero: Whether 0 is not allowed either.
+        length: Required length; None for one or more.
+        above_zero: Whether 0 is not allowed.
 
     Raises:
-        PlanError: Something else, or a number out of range.
+        PlanError: The argument is not a list, has another length, or has a number out of range.
     """
     found = given.tolist() if hasattr(given, "tolist") else given
     if isinstance(found, str | bytes) or not isinstance(found, Iterable):
@@ -66,14 +66,14 @@ def numbers_of(name: str, given: Any, length: int | None = None, *, above_zero: 
 
 
 def rows_of(name: str, given: Any, stages: int, length: int) -> list[list[float]]:
-    """One row of numbers for all stages, or a row for each.
+    """Convert an argument to one row of numbers for all stages, or to a row for each stage.
 
     Args:
-        name, given, length: As those of `numbers_of`; `given` may be a list of rows.
-        stages: How many rows there must be then.
+        name, given, length: As in `numbers_of`; `given` may be a list of rows.
+        stages: Required number of rows, if there are several.
 
     Raises:
-        PlanError: Something else, or a number out of range.
+        PlanError: As in `numbers_of`, or the number of rows differs.
     """
     rows = given.tolist() if hasattr(given, "tolist") else given
     rows = list(rows) if isinstance(rows, Iterable) else rows

@@ -3,10 +3,10 @@
     T(cut, p) = sum over layers of (forward + backward) + sum over cuts of both sendings
                 + (p - 1) (rho_1 + rho_2)                                                                 Eq. 8
 
-All times are those of one of p micro-batches, and they are not proportional to its size: each layer has its own for
-every p. `gpipe_seconds` takes all p at once (their Algorithm 4), `search_all` cuts for every p that may be best. It
-takes the cut of least rho_1 + rho_2 for a p, as the paper does: what is sent once per cut is in T but not in what is
-minimised, and for p = 1 it is all that matters. Where links differ, the cut is that of least T.
+All times are those of one of p micro-batches. They are not proportional to its size: each layer has a separate time for
+every p. `gpipe_seconds` evaluates all p at once (their Algorithm 4); `search_all` cuts for every p that may be best.
+For a given p it takes the cut of least rho_1 + rho_2, as the paper does: T also contains the sending once per cut,
+which is not minimised, although for p = 1 it is all that matters. If links differ, the cut has the least T.
 
 Legend: K layers (blocks), P numbers of micro-batches, N stages.
 """
@@ -33,11 +33,12 @@ class LayerSeconds:
     """Seconds of one micro-batch, [K] each.
 
     Attributes:
-        forward, backward: Of every block; what precedes and follows the blocks belongs to the first and the last one.
-        send_forward, send_backward: Of sending what it returns on, and the gradient of that back; where links
-            differ, by every stage, [N, K].
-        rest: What follows the blocks, forward and backward, once for the whole batch.
-        silent: The same once more, without gradients.
+        forward, backward: Seconds of every block; what precedes and follows the blocks belongs to the first and the
+            last one.
+        send_forward, send_backward: Seconds to send each block's result on, and its gradient back; [N, K], with one
+            row for every stage, if links differ.
+        rest: Seconds of what follows the blocks, forward and backward, if it runs once for the whole batch.
+        silent: Seconds of the additional forward pass of it without gradients.
     """
 
     forward: Any
@@ -51,13 +52,14 @@ class LayerSeconds:
     def of(
         cls, part: Passes, whole: Passes, *, links: Links, crossing: Sequence[bool], micro_batches: int, at_once: bool
     ) -> "LayerSeconds":
-        """Of the segments of a micro-batch.
+        """Compute the seconds of the segments of a micro-batch.
 
         Args:
             part: Passes of the micro-batch.
-            whole: Of the batch.
-            links: Between ranks.
-            crossing: Of every stage, whether the next one is on another node.
+            whole: Passes of the batch.
+            links: Links between ranks.
+            crossing: For every stage, whether the next one is on another node.
+            micro_batches: Number of micro-batches.
             at_once: Whether what follows the blocks runs once, for the whole batch.
         """
         there, back = segment_seconds(part)
@@ -66,12 +68,12 @@ class LayerSeconds:
         if not at_once:
             forward[-1] += there[-1]
             backward[-1] += back[-1]
-        # of a group that lies in a node, and of one that does not
+        # group sizes that stand for a link inside a node and for one between nodes
         groups = [links.ranks_per_node + 1 if far else 2 for far in crossing]
         sends = np.array(
             [[collective_seconds("exchange", n, ranks, links) for n in part.sent_bytes] for ranks in groups]
         )
-        # block i returns the gradient of what the one before it has sent
+        # block i returns the gradient of what the block before it has sent
         returned = np.roll(sends, (1, 1), (0, 1))
         returned[:, 0] = 0.0
         one_link = (sends == sends[0]).all()
@@ -86,7 +88,7 @@ class LayerSeconds:
         )
 
     def stages(self, ends: Sequence[int], speeds: Sequence[float] | None, ranks: int) -> tuple[Stage, ...]:
-        """The stages with their seconds; `ends` as `cut_pipeline` returns them, of which idle devices have no stage."""
+        """Return the stages with their seconds; `ends` as from `cut_pipeline`, in which idle devices have no stage."""
         runs, layers = list(pairwise((0, *ends))), len(self.forward)
         paces = speeds or (1.0,) * len(runs)
         on, back = (np.broadcast_to(sends, (len(runs), layers)) for sends in (self.send_forward, self.send_backward))
@@ -109,7 +111,7 @@ class LayerSeconds:
 
 
 def crossing_nodes(links: Links, ranks: int, copies: int) -> tuple[bool, ...]:
-    """Of every rank of a pipeline, whether the next one is on another node in any copy; the first follows the last."""
+    """For each rank of a pipeline, whether the next rank (cyclic) is on another node, in any copy of the pipeline."""
     node = links.ranks_per_node
     return tuple(
         any((first + r) // node != (first + (r + 1) % ranks) // node for first in range(0, copies * ranks, ranks))
@@ -118,12 +120,12 @@ def crossing_nodes(links: Links, ranks: int, copies: int) -> tuple[bool, ...]:
 
 
 def counts_for(rows: int, others: Iterable[int] = ()) -> list[int]:
-    """Numbers of micro-batches of a batch of so many rows, rising: more of as many rows would be empty."""
+    """Distinct numbers of micro-batches for a batch of so many rows, ascending; others would leave some empty."""
     return sorted({-(-rows // n) for n in range(1, rows + 1)} | {min(n, rows) for n in others})
 
 
 def segment_seconds(passes: Passes) -> tuple[Any, Any]:
-    """Of every segment, forward and backward, [K + 1] each."""
+    """Seconds of every segment, forward and backward, [K + 1] each."""
     before = np.concatenate([[0.0], np.cumsum(passes.seconds)])
     forward = before[passes.first[1:]] - before[passes.first[:-1]]
     inside = passes.segment >= 0
@@ -133,13 +135,13 @@ def segment_seconds(passes: Passes) -> tuple[Any, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerTimes:
-    """Times of every layer for one micro-batch, a row for each number of micro-batches.
+    """Times of every layer for one micro-batch, with a row for each number of micro-batches.
 
     Attributes:
-        counts: The numbers of micro-batches p, rising.
-        forward, backward: Of the passes.
-        send_forward, send_backward: As of `LayerSeconds`; where links differ, [P, N, K].
-        after: What a step takes besides, once for all micro-batches, [P].
+        counts: The numbers of micro-batches p, ascending.
+        forward, backward: Times of the passes.
+        send_forward, send_backward: As in `LayerSeconds`; [P, N, K] if links differ.
+        after: Time that a step takes in addition, once for all micro-batches, [P].
     """
 
     counts: tuple[int, ...]
@@ -151,7 +153,7 @@ class LayerTimes:
 
     @classmethod
     def of(cls, layers: Mapping[int, LayerSeconds]) -> "LayerTimes":
-        """By numbers of micro-batches, rising."""
+        """Stack the seconds by number of micro-batches, ascending."""
         names, found = ("forward", "backward", "send_forward", "send_backward"), layers.values()
         return cls(
             counts=tuple(layers),
@@ -162,7 +164,7 @@ class LayerTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionChoice:
-    """What was chosen.
+    """Chosen cut and number of micro-batches.
 
     Attributes:
         ends: One past the last layer of every stage.
@@ -176,15 +178,14 @@ class PartitionChoice:
 
 
 def gpipe_seconds(times: LayerTimes, ends: Sequence[int], speeds: Sequence[float] | None = None) -> NDArray[np.float64]:
-    """Time of a step for every number of micro-batches, with the layers cut as they are (Eq. 8).
+    """Time of a step for every number of micro-batches, for a given cut (Eq. 8).
 
     Args:
-        times: Of the layers.
+        times: Times of the layers.
         ends: One past the last layer of every stage, as `cut_pipeline` returns them.
-        speeds: Of every stage's device; none: all 1.
+        speeds: Speed of every stage's device; None means 1.
     """
-    # Of a device that is left idle start and end are equal, and `reduceat` would count the block that begins there for
-    # it.
+    # Start and end of an idle device are equal; `reduceat` would count the next block for it.
     starts = np.array((0, *ends[:-1]))
     used = np.flatnonzero(starts < np.array(ends))
     speed = np.array(speeds or [1.0] * len(ends))[used]
@@ -196,13 +197,14 @@ def gpipe_seconds(times: LayerTimes, ends: Sequence[int], speeds: Sequence[float
         for table, stages, layers in ((times.send_forward, used[:-1], cuts - 1), (times.send_backward, used[1:], cuts))
     )
     slowest = np.maximum(forward.max(1), on.max(1, initial=0)) + np.maximum(backward.max(1), back.max(1, initial=0))
+    # the first micro-batch passes all stages; each further one takes the time of the slowest
     once = sum(part.sum(1) for part in (forward, backward, on, back))
     seconds: NDArray[np.float64] = once + (np.array(times.counts) - 1) * slowest + times.after
     return seconds
 
 
 def cut_for(times: LayerTimes, row: int, n_stages: int, speeds: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Ends of the stages of the best cut for one number of micro-batches, that of a row."""
+    """Return the ends of the best cut for the number of micro-batches of a row."""
     return cut_pipeline(
         times.forward[row],
         times.backward[row],
@@ -215,14 +217,13 @@ def cut_for(times: LayerTimes, row: int, n_stages: int, speeds: Sequence[float] 
 
 
 def search_all(times: LayerTimes, n_stages: int, speeds: Sequence[float] | None = None) -> PartitionChoice:
-    """Cut for every number of micro-batches that may be best, and choose the best of these cuts and any number.
+    """Compute the cut for every number of micro-batches that may be best, and choose the best cut and number.
 
-    A number whose least possible time is no less than one that was found is not cut for. Ties go to the fewest
-    micro-batches.
+    A number is skipped if its lower bound is no less than the best time so far. Ties go to the fewest micro-batches.
     """
     least = _least_seconds(times, np.array(speeds or [1.0] * n_stages))
     best: PartitionChoice | None = None
-    # exact cuts take most of the time, so the most promising number comes first
+    # exact cuts take most of the time, so the number with the least bound comes first
     for row in np.argsort(least, kind="stable"):
         if best is not None and least[row] > best.seconds:
             break
@@ -239,7 +240,7 @@ def search_all(times: LayerTimes, n_stages: int, speeds: Sequence[float] | None 
 def fastest_of(
     times: LayerTimes, n_stages: int, speeds: Sequence[float] | None, others: Sequence[int]
 ) -> dict[int, float]:
-    """Seconds of the best number of micro-batches, then of some others, each cut for itself."""
+    """Return the seconds of the best number of micro-batches, then of some others, each with its best cut."""
     best = search_all(times, n_stages, speeds)
     rows = [times.counts.index(count) for count in others]
     seconds = [float(gpipe_seconds(times, cut_for(times, row, n_stages, speeds), speeds)[row]) for row in rows]
@@ -247,7 +248,7 @@ def fastest_of(
 
 
 def _least_seconds(times: LayerTimes, speeds: Any) -> NDArray[np.float64]:
-    """Less than any cut can take: all devices as busy as the slowest, nothing sent, [P]."""
+    """Lower bound for all cuts, [P]: devices share the work evenly, and sending takes no time."""
     busy: Any = 0.0
     for table in (times.forward, times.backward):
         busy += np.maximum(table.sum(1) / speeds.sum(), table.max(1) / speeds.max())

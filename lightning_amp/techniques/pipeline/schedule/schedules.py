@@ -1,29 +1,29 @@
-"""Order the micro-batches on each device by GPipe, 1F1B or interleaved 1F1B, and compute when passes begin and end.
+"""Define the order of passes on each device (GPipe, 1F1B, interleaved 1F1B), and compute when passes start and end.
 
-Stage s is on device s mod N. A device computes its passes in the order given here, each as soon as its input is there.
+Stage s is on device s mod N. A device computes its passes in the order given here, each as soon as its input arrives.
 
     gpipe         all forward passes, then all backward passes                             p in flight on every device
-    1f1b          N - r forward passes, then backward and forward in turn                      min(p, N - r)
+    1f1b          N - r forward passes, then backward and forward alternately                  min(p, N - r)
     interleaved   v stages on a device (virtual stages): the first (v - 1) m + 2 (N - 1 - r) forward passes, then
-                  forward and backward in turn; a device stays at one of its stages for m micro-batches, a round
+                  forward and backward alternately; a device runs m micro-batches (a round) before it changes the stage
 
 The orders are those of torch.distributed.pipelining (GPipe; Huang et al. 2019. 1F1B: Fan et al. 2021, DAPPLE.
 Interleaved: Narayanan et al. 2021). A micro-batch is in flight on a stage from its forward pass to the end of its
-backward pass: so long the stage keeps what the backward pass needs.
+backward pass. During this time the stage keeps what the backward pass needs.
 
-`timeline` computes when, from the times of the stages; what is left of a device's time is idle (bubbles):
+`timeline` computes the times of passes from the times of the stages; the rest of a device's time is idle (bubbles):
 
     begin of a pass    = max( end of the device's pass before, arrival of its input )
     begin of a sending = max( end of the pass, end of the link's sending before )
     arrival            = end of the sending
 
 This is the recursion of Zhou et al. 2025 (Eq. 2), for any order of passes: devices send while they compute, in both
-directions at a time, and a link carries one micro-batch after the other. Under GPipe it comes to Eq. 6,
+directions at a time, and a link carries one micro-batch after the other. Under GPipe it equals Eq. 6,
 
     sum over stages of (forward + backward + both sendings)  +  (p - 1) (rho_1 + rho_2)
 
 Legend: N devices, r device, p micro-batches, v stages of a device, m micro-batches of a round.
-Known limits: neither the optimiser nor the averaging of gradients; a device that sends is not slowed down by it.
+Known limits: the optimiser and the averaging of gradients are not included; sending does not slow a device down.
 """
 
 from collections import Counter
@@ -39,7 +39,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 
 class Pass(NamedTuple):
-    """One micro-batch through one stage, one way."""
+    """Forward or backward pass of one micro-batch through one stage."""
 
     backward: bool
     stage: int
@@ -51,10 +51,10 @@ Order = tuple[Pass, ...]
 
 
 def check_count(name: str, count: object) -> int:
-    """The number, if it counts something.
+    """Check that a number is a count, and return it.
 
     Raises:
-        PlanError: Not a whole number of 1 or more.
+        PlanError: The value is not a whole number of 1 or more.
     """
     if type(count) is not int or count < 1:
         raise PlanError(f"{name}={count!r} is not supported; allowed is a whole number of 1 or more: correct it")
@@ -62,7 +62,7 @@ def check_count(name: str, count: object) -> int:
 
 
 def schedule(name: str, devices: int, micro_batches: int, *, stages_per_device: int = 1) -> tuple[Order, ...]:
-    """The order of every device.
+    """Return the order of passes of every device.
 
     Args:
         name: One of `SCHEDULES`.
@@ -71,7 +71,7 @@ def schedule(name: str, devices: int, micro_batches: int, *, stages_per_device: 
         stages_per_device: v; more than 1 for "interleaved" only.
 
     Raises:
-        PlanError: No such schedule, or micro-batches that do not fill its rounds.
+        PlanError: The schedule does not exist, or the micro-batches do not fill its rounds.
     """
     numbers = {"devices": devices, "micro_batches": micro_batches, "stages_per_device": stages_per_device}
     for what, count in numbers.items():
@@ -87,12 +87,13 @@ def schedule(name: str, devices: int, micro_batches: int, *, stages_per_device: 
             f"schedule={name!r} got {stages_per_device!r} stages on a device, and has one: choose"
             " schedule='interleaved', or as many stages as devices"
         )
+    # forward passes before the first backward pass
     first = [micro_batches if name == "gpipe" else devices - device for device in range(devices)]
     return tuple(_one_stage(device, min(n, micro_batches), micro_batches) for device, n in enumerate(first))
 
 
 def _one_stage(stage: int, first: int, micro_batches: int) -> Order:
-    """So many forward passes first, then a backward and a forward pass in turn as long as there are forward ones."""
+    """Run `first` forward passes, then a backward and a forward pass alternately until all forward passes are done."""
     order = [Pass(False, stage, j) for j in range(first)]
     for j in range(micro_batches):
         order.append(Pass(True, stage, j))
@@ -102,7 +103,7 @@ def _one_stage(stage: int, first: int, micro_batches: int) -> Order:
 
 
 def fills_rounds(name: str, devices: int, micro_batches: int) -> bool:
-    """Whether a schedule can go through so many micro-batches: rounds of "interleaved" are of one length."""
+    """Whether a schedule supports this number of micro-batches: rounds of "interleaved" must have equal length."""
     return name != "interleaved" or micro_batches % _rounds(devices, micro_batches) == 0
 
 
@@ -118,7 +119,7 @@ def _interleaved(devices: int, micro_batches: int, stages: int) -> tuple[Order, 
             f" {rounds!r} rounds of unequal length; choose a multiple of {rounds!r}, such as"
             f" {devices * rounds!r}"
         )
-    # a device goes through its stages in turn, so many micro-batches at each, forward from its first stage on
+    # a device runs its stages in turn, with all micro-batches of a round at each, from its first stage on
     places = [
         (local, round_ * (micro_batches // rounds) + j)
         for round_ in range(rounds)
@@ -138,7 +139,7 @@ def _interleaved(devices: int, micro_batches: int, stages: int) -> tuple[Order, 
 
 
 def most_in_flight(order: Order) -> Counter[int]:
-    """Most micro-batches that are in flight at once, of every stage of a device."""
+    """Return the most micro-batches in flight at once, for every stage of a device."""
     now: Counter[int] = Counter()
     most: Counter[int] = Counter()
     for step in order:
@@ -149,28 +150,28 @@ def most_in_flight(order: Order) -> Counter[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """When a schedule does what.
+    """Times of all passes of a schedule.
 
     Attributes:
-        passes: Begin and end of every pass, of every device, in the device's order.
+        passes: For every device, begin and end of every pass in seconds, in the device's order.
     """
 
     passes: tuple[dict[Pass, tuple[float, float]], ...]
 
     @property
     def seconds(self) -> float:
-        """From the first pass's begin, at 0, to the end of the last one."""
+        """Seconds from the begin of the first pass, at 0, to the end of the last one."""
         return max(end for device in self.passes for _, end in device.values())
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Share of the time in which a device computes nothing: its bubble."""
+        """Share of the time in which each device computes nothing: its bubble."""
         busy = [sum(end - begin for begin, end in device.values()) for device in self.passes]
         whole = self.seconds
         return tuple(1 - work / whole if whole else 0.0 for work in busy)
 
     def with_rest(self, rest_seconds: float) -> tuple[dict[Pass | None, tuple[float, float]], ...]:
-        """`passes`, and by None what the last stage's first backward pass begins with for the whole batch, if any."""
+        """Return `passes` with the whole-batch part of the last stage's first backward pass, if any, as key None."""
         last_stage = max(step.stage for device in self.passes for step in device)
         found: list[dict[Pass | None, tuple[float, float]]] = []
         for device in self.passes:
@@ -185,17 +186,16 @@ class Timeline:
 
 
 class PassTimes:
-    """When a rank has computed what in one step, by the machine's clock and without waiting for the device.
+    """Measure the times of the passes of one rank in one step, by the machine's clock, without waiting for the device.
 
-    A pass begins when its input is there, and ends before its result is sent, as in a `Timeline`.
+    A pass begins when its input has arrived, and ends before its result is sent, as in a `Timeline`.
 
-    Known limits: ranks on several machines are shown as far apart as their clocks are; a device that works on after it
-    was asked to (CUDA) would be seen too early.
+    Known limits: ranks on several machines differ by the offset of their clocks. On a device with asynchronous
+    execution (CUDA), a pass would seem to end too early.
 
     Attributes:
         passes: Begin and end of every pass, in seconds of the clock, in their order.
-        rest_seconds: What the last stage's first backward pass began with: what follows the blocks, for the whole
-            batch.
+        rest_seconds: Time of what follows the blocks (whole batch), in the last stage's first backward pass.
     """
 
     def __init__(self) -> None:
@@ -203,27 +203,27 @@ class PassTimes:
         self._begin = self.rest_seconds = 0.0
 
     def begin(self) -> None:
-        """The input of a pass is there."""
+        """Record that the input of a pass has arrived."""
         self._begin = time()
 
     def rested(self) -> None:
-        """What follows the blocks is done, and the pass that has begun goes on."""
+        """Record that what follows the blocks is done, while the pass continues."""
         self.rest_seconds = time() - self._begin
 
     def end(self, now: Pass) -> None:
-        """Its result is there."""
+        """Record that the result of a pass is computed."""
         self.passes[now] = (self._begin, time())
 
 
 def timeline(orders: Sequence[Order], stages: Sequence[Stage]) -> Timeline:
-    """Run a schedule on paper.
+    """Simulate a schedule.
 
     Args:
-        orders: Of every device, from `schedule`.
-        stages: With their seconds; bytes and idle time are not read.
+        orders: Order of every device, from `schedule`.
+        stages: Stages with their seconds; bytes and idle time are not read.
 
     Raises:
-        PlanError: Another number of stages than the schedule has.
+        PlanError: The number of stages differs from that of the schedule.
     """
     last = max(step.stage for order in orders for step in order)
     if last + 1 != len(stages):
@@ -232,7 +232,7 @@ def timeline(orders: Sequence[Order], stages: Sequence[Stage]) -> Timeline:
             " as many devices as there are stages"
         )
     passes: list[dict[Pass, tuple[float, float]]] = [{} for _ in orders]
-    # when the input of a pass is there: of the first stage from the beginning
+    # arrival of the input of each pass; inputs of the first stage are there from the beginning
     arrived = {step: 0.0 for order in orders for step in order if step.stage == 0 and not step.backward}
     device_free, link_free = [0.0] * len(orders), dict[tuple[int, int], float]()
     left, rest = [list(reversed(order)) for order in orders], stages[-1].rest_seconds
@@ -251,12 +251,12 @@ def timeline(orders: Sequence[Order], stages: Sequence[Stage]) -> Timeline:
                 elif not step.backward and step.stage < last:
                     to, takes = step._replace(stage=step.stage + 1), now.send_forward_seconds
                 else:
-                    # the last stage goes back at once, the first one has nobody to go back to
+                    # the last stage starts its backward pass at once; after that of the first stage nothing follows
                     to, takes = step._replace(backward=True), 0.0
                 link = device, to.stage % len(orders)
-                # Where one device has both stages nothing is sent.
+                # nothing is sent if one device has both stages
                 if link[0] != link[1]:
-                    # a link carries one micro-batch after the other, and the device goes on meanwhile
+                    # a link carries one micro-batch after the other, while the device continues
                     end = link_free[link] = max(end, link_free.get(link, 0.0)) + takes
                 arrived[to] = end
         assert sum(map(len, left)) < before, "the passes of a schedule wait for each other in a circle"

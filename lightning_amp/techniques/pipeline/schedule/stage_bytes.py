@@ -1,24 +1,24 @@
-"""Predict peak bytes of every rank of a pipeline in its second training step, in the order of the schedule.
+"""Predict the peak bytes of every rank of a pipeline in its second training step, in the order of the schedule.
 
-    always          parameters and optimiser state of the rank's blocks, and of what it reads besides them; buffers;
-                    the whole batch; gradients of the last step, which are put aside until this one has its loss
-    forward pass    what it makes, after what the rank makes before its blocks; what is received, twice (the leaf, and
-                    the copy that blocks may write into)
-    in flight       what autograd keeps of the segments, what was received, what the last block has returned
-    backward pass   what is in flight less what was read for the last time, temporaries, the gradient that is received;
-                    gradients of parameters, of the second micro-batch on once more until they are added
-    sent            what has been sent stays until the step ends: results of a stage, gradients of what it received
+    always          parameters and optimiser state of the rank's blocks, and of what it reads outside blocks; buffers;
+                    the full batch; gradients of the last step, which are kept until this step has its loss
+    forward pass    what it allocates, after what the rank computes before its blocks; received tensors, twice (the
+                    leaf, and the copy that blocks may write into)
+    in flight       what autograd keeps of the segments, what was received, the result of the last block
+    backward pass   what is in flight minus what was read for the last time, temporaries, the received gradient;
+                    gradients of parameters, from the second micro-batch on twice until they are added
+    sent            tensors are kept until the step ends: results of a stage, gradients of what it received
     last stage      results of all micro-batches, and what the step returns of each; under gpipe what follows the
-                    blocks, forward and backward, for the whole batch, and the gradients of its inputs; else what
+                    blocks, forward and backward, for the full batch, and the gradients of its inputs; otherwise what
                     follows them once more without gradients
     tied            the first of the ranks that share a gradient receives those of the others
-    draws           states of random numbers: of the run and of the last micro-batch's begin (and end, on the last
-                    stage), and one that is sent with every result
+    draws           states of random generators: of the run, of the begin (and, on the last stage, the end) of the last
+                    micro-batch, and one that is sent with every result
 
 These are the tensors of techniques/pipeline/ and techniques/pipeline/steps/pipelined_steps.py.
 
-Known limits: metrics are left out; micro-batches count as the largest of them;
-a step that draws random numbers after the blocks runs these several times, one after the other.
+Known limits: metrics are not included; all micro-batches count as the largest of them; a step that draws random numbers
+after the blocks runs that part several times, one after the other.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -34,21 +34,21 @@ from lightning_amp.techniques.pipeline.schedule.schedules import Order, most_in_
 from lightning_amp.techniques.pipeline.schedule.stage_window import StageWindow, over_time
 
 DRAWS, PRINT = 10_100, 8
-"""Bytes of a state of random numbers, torch's, NumPy's and Python's, and of what is sent with it for comparison."""
+"""Bytes of the random state of torch, NumPy and Python, and of the digest that is sent with it for comparison."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageBytes:
-    """Of one micro-batch in one stage.
+    """Bytes of one micro-batch in one stage.
 
     Attributes:
-        forward: Most bytes at once that its forward pass adds.
-        kept: Of these, what is there until the backward pass.
-        first_backward: Most bytes at once in the backward pass with gradients as they come, instead of `kept`.
-        backward: The same of later micro-batches, besides gradients that are there already.
-        result, received: Of what the last block returns, and of what the stage receives.
-        returned: Of what the step returns, for the last stage.
-        gradients: Of all parameters that it reads.
+        forward: Peak bytes that its forward pass adds.
+        kept: Bytes of these that are kept until the backward pass.
+        first_backward: Peak bytes of the backward pass, with new gradients, instead of `kept`.
+        backward: Peak bytes of the backward pass of a later micro-batch, in addition to existing gradients.
+        result, received: Bytes of the last block's result, and of what the stage receives.
+        returned: Bytes of what the step returns, for the last stage.
+        gradients: Bytes of the gradients of all parameters that it reads.
     """
 
     forward: int
@@ -63,7 +63,7 @@ class StageBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestBytes:
-    """Of what follows the blocks, for the whole batch: with gradients, without them, its inputs, what it returns."""
+    """Bytes of what follows the blocks, for the full batch: passes, inputs, what the step returns."""
 
     forward: int
     backward: int
@@ -74,10 +74,10 @@ class RestBytes:
 
 
 def stage_bytes(passes: Passes, start: int, end: int, *, to_the_end: bool, rank: Collection[int] = ()) -> StageBytes:
-    """Bytes of the blocks start <= i < end as a stage; with `to_the_end`, of what follows them too.
+    """Compute the bytes of the blocks start <= i < end as a stage; with `to_the_end`, also of what follows them.
 
     Args:
-        rank: Segments that its rank runs, if it runs others too.
+        rank: Segments that the rank runs, if it has several stages.
     """
     blocks = len(passes.names)
     assert 0 <= start < end <= blocks, f"a stage has blocks, got {start!r} to {end!r} of {blocks!r}"
@@ -85,7 +85,7 @@ def stage_bytes(passes: Passes, start: int, end: int, *, to_the_end: bool, rank:
     leaves = list(passes.returned) if segments > blocks else []
     window = StageWindow(passes, start, segments, returned=[*passes.outputs[end - 1], *leaves], rank=rank)
     received, result = passes.sent_bytes[start - 1] if start else 0, passes.sent_bytes[end - 1]
-    # what comes back from the next stage, and what was received
+    # the gradient that comes back from the next stage, and the received tensors
     beside = received + (0 if segments > blocks or end == blocks else result)
     first, later = window.backward()
     return StageBytes(
@@ -101,7 +101,7 @@ def stage_bytes(passes: Passes, start: int, end: int, *, to_the_end: bool, rank:
 
 
 def rest_bytes(passes: Passes, *, rank: Collection[int] = ()) -> RestBytes:
-    """Bytes of what follows the blocks, of the whole batch; `inputs` are what the last block returns."""
+    """Compute the bytes of what follows the blocks, for the full batch; `inputs` are the last block's results."""
     blocks, leaves = len(passes.names), list(passes.returned)
     window = StageWindow(passes, blocks, blocks + 1, returned=leaves, rank=rank)
     return RestBytes(
@@ -115,7 +115,7 @@ def rest_bytes(passes: Passes, *, rank: Collection[int] = ()) -> RestBytes:
 
 
 def parameters_of(passes: Passes, start: int, end: int) -> list[Parameter]:
-    """What the rank of a stage holds: its blocks' parameters, and those outside blocks that it or no rank reads."""
+    """Parameters that a stage's rank holds: those of its blocks, and others that it or no rank reads."""
     blocks = len(passes.names)
     own = {*range(start, end), *({blocks} if end == blocks else ())}
     return [
@@ -127,14 +127,14 @@ def parameters_of(passes: Passes, start: int, end: int) -> list[Parameter]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pipeline:
-    """What is run: the schedule of all ranks, and the blocks of all stages.
+    """A pipeline to predict: the schedule of all ranks, and the blocks of all stages.
 
     Attributes:
         part: Passes of the largest micro-batch.
-        whole: Passes of the whole batch.
+        whole: Passes of the full batch.
         ends: One past the last block of every stage.
-        orders: Of every rank, from `schedule`.
-        at_once: Whether what follows the blocks is run once, for the whole batch, between the passes.
+        orders: Order of every rank, from `schedule`.
+        at_once: Whether what follows the blocks runs once, for the full batch, between the passes.
     """
 
     part: Passes
@@ -145,21 +145,21 @@ class Pipeline:
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """First and end of the blocks of every stage."""
+        """First block, and one past the last, of every stage."""
         return list(pairwise((0, *self.ends)))
 
     def runs_of(self, rank: int) -> list[tuple[int, int]]:
-        """Those of a rank."""
+        """The runs of blocks of a rank's stages."""
         return self.runs[rank :: len(self.orders)]
 
 
 def rank_peaks(pipeline: Pipeline) -> tuple[int, ...]:
-    """Most bytes at once of every rank."""
+    """Peak bytes of every rank."""
     return tuple(rank_peak(pipeline, rank) for rank in range(len(pipeline.orders)))
 
 
 def held_bytes(pipeline: Pipeline, rank: int, *, gradients: bool) -> int:
-    """Parameters and optimiser state that a rank holds, and their gradients."""
+    """Bytes of the parameters and optimiser state that a rank holds, and of their gradients if requested."""
     found = {p.name: p for p in _held(pipeline, rank)}
     return sum(p.n_bytes + p.state_bytes + (p.gradient_bytes if gradients else 0) for p in found.values())
 
@@ -170,7 +170,7 @@ def _held(pipeline: Pipeline, rank: int) -> list[Parameter]:
 
 
 def rank_peak(pipeline: Pipeline, rank: int) -> int:
-    """Most bytes at once of one rank."""
+    """Peak bytes of one rank."""
     walk = _StageWalk(pipeline, rank)
     for step in pipeline.orders[rank]:
         if step.backward:
@@ -182,7 +182,7 @@ def rank_peak(pipeline: Pipeline, rank: int) -> int:
 
 
 class _StageWalk:
-    """Bytes of a rank, from pass to pass."""
+    """Walk through the passes of a rank, and track its current and peak bytes."""
 
     def __init__(self, pipeline: Pipeline, rank: int) -> None:
         self._pipeline, self._rank = pipeline, rank
@@ -203,7 +203,6 @@ class _StageWalk:
         self._rest_done = False
 
     def forward(self, stage: int) -> None:
-        """A forward pass."""
         own = self._stages(stage)
         self._reach(own.forward)
         self._now += own.kept
@@ -212,18 +211,17 @@ class _StageWalk:
             self._sent += DRAWS + PRINT
 
     def backward(self, stage: int) -> None:
-        """A backward pass."""
         if stage == self._last and self._pipeline.at_once and not self._rest_done:
             self._rest()
         own = self._stages(stage)
         first = stage not in self._begun
         self._begun.add(stage)
-        # a window of the backward pass counts what is kept itself, from which it goes down
+        # the window of the backward pass starts with the kept bytes
         self._now -= own.kept
         self._reach(own.first_backward if first else own.backward)
-        # A later micro-batch adds its gradients to these, and has its own only until then (`own.backward`).
+        # gradients of a later micro-batch are added to these, and exist only until then (`own.backward`)
         if first:
-            # those of what follows the blocks have come before
+            # gradients of what follows the blocks exist already
             came = min(self._gradients - self._came, own.gradients)
             self._came += came
             self._now += came
@@ -241,25 +239,24 @@ class _StageWalk:
         self._reach(rest.forward)
         self._reach(rest.backward)
         self._came += rest.gradients
-        # the gradients of its inputs are parts of one tensor
+        # the gradients of its inputs are views of one tensor
         self._now += rest.gradients + rest.inputs + rest.returned
 
     def after(self) -> None:
-        """What follows the passes of a step."""
         pipeline, whole = self._pipeline, self._pipeline.whole
-        # What was sent is kept until `Messages.wait`, after the last pass, whenever it has arrived.
+        # sent tensors are kept until `Messages.wait`, after the last pass, even if they arrived earlier
         self._now -= self._sent
         self._reach(self._tied())
         last = self._last % len(pipeline.orders) == self._rank
         several = any(step.micro_batch for order in pipeline.orders for step in order)
         if last and several and not pipeline.at_once:
             self._reach(rest_bytes(whole, rank=self._segments).silent)
-        # old gradients are dropped before new ones are handed out
+        # old gradients are freed before the new ones are set
         self._now = self._always
         self._reach(self._optimiser())
 
     def _tied(self) -> int:
-        """Gradients that this rank, the first of several, receives."""
+        """Bytes of the largest gradient that this rank, the first of the ranks that share it, receives."""
         if len(self._pipeline.orders) == 1:
             return 0
         others = [{p.name for p in _held(self._pipeline, rank)} for rank in range(len(self._pipeline.orders))]
@@ -273,7 +270,7 @@ class _StageWalk:
         return max(shared, default=0)
 
     def _optimiser(self) -> int:
-        """Temporaries of the optimiser's step that have the size of a parameter of this rank."""
+        """Peak temporaries of the optimiser's step, of those with the size of a parameter of this rank."""
         whole = self._pipeline.whole
         times = np.flatnonzero(whole.optimises)
         if not len(times):
@@ -292,22 +289,23 @@ class _StageWalk:
 
 
 def layer_bytes(part: Passes, orders: Sequence[Order], stages: int, *, at_once: bool) -> Iterator[list[float]]:
-    """For every stage, what each block of a micro-batch would hold there.
+    """Yield, for every stage, the bytes that each block of a micro-batch would hold there.
 
     Args:
         part: Passes of the micro-batch.
-        orders: Of all ranks; stage s is on rank s mod the ranks.
-        at_once: As of `Pipeline`.
+        orders: Order of every rank; stage s is on rank s mod the ranks.
+        stages: Number of stages.
+        at_once: As in `Pipeline`.
     """
     blocks = len(part.names)
     alone = [stage_bytes(part, i, i + 1, to_the_end=not at_once) for i in range(blocks)]
-    # what passes between blocks is kept once per stage
+    # tensors between blocks are kept once per stage
     kept = [own.kept - own.received - own.result for own in alone]
     held = [0.0] * blocks
     for p in part.parameters:
         places = {min(i, blocks - 1) for i in p.segments} if p.block is None else {p.block}
         for i in places:
-            # those of the last step are there too
+            # gradients of the last step exist too
             held[i] += p.n_bytes + p.state_bytes + 2 * p.gradient_bytes
     flights = [most_in_flight(order) for order in orders]
     for stage in range(stages):
@@ -316,21 +314,22 @@ def layer_bytes(part: Passes, orders: Sequence[Order], stages: int, *, at_once: 
 
 
 def filled(ends: tuple[int, ...], stages: int, seconds: Any, speeds: tuple[float, ...]) -> tuple[int, ...]:
-    """As many stages as there are: where fewer would be better, the longest one of several blocks is cut in two; of
-    ranks that are not equal one that would be best left idle gets a block of its neighbour's.
+    """Extend a cut to the required number of stages, each with a block.
+
+    Without speeds, the longest stages are split. With speeds, a rank without blocks gets one of its neighbour.
 
     Args:
         ends: One past the last block of every stage.
-        stages: How many there are.
-        seconds: Of every block, [K].
-        speeds: Of the ranks; none: they are equal.
+        stages: Required number.
+        seconds: Seconds of every block, [K].
+        speeds: Speeds of the ranks; empty if they are equal.
     """
     if speeds:
         blocks = len(seconds)
         whole = [*ends, *[blocks] * (stages - len(ends))]
         apart = list(accumulate(whole, lambda before, end: max(before + 1, end), initial=0))[1:]
         return tuple(min(end, blocks - (stages - 1 - s)) for s, end in enumerate(apart))
-    # caps of ranks may leave the first one without a block
+    # caps may leave the first rank without a block
     ends = tuple(sorted({*ends} - {0}))
     work = np.concatenate([[0.0], np.cumsum(seconds)])
     while len(ends) < stages:

@@ -1,4 +1,4 @@
-"""List the storages that a rank holds during some segments of a step, and their bytes at every operator."""
+"""Compute the bytes that a rank holds during a stage's forward and backward pass, from the lifetimes of storages."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -8,17 +8,17 @@ import numpy as np
 from lightning_amp.footprint.chain.passes import Passes
 
 NEVER = -1
-"""Before the first operator."""
+"""Time before the first operator."""
 
 
 class StageWindow:
-    """The storages of some segments over the operators of their passes.
+    """Lifetimes of the storages of some segments, over the operators of their passes.
 
     Args:
-        passes: Of a micro-batch, or of the batch.
-        start, segments: The first of them, and one past the last.
-        returned: Storages that stay after the forward pass, whatever autograd keeps.
-        rank: Segments that the rank runs, if it runs others too.
+        passes: Passes of a micro-batch, or of the batch.
+        start, segments: First segment, and one past the last.
+        returned: Storages that stay after the forward pass even if autograd does not keep them.
+        rank: All segments of the rank, if it has several stages.
     """
 
     def __init__(
@@ -29,36 +29,36 @@ class StageWindow:
         self._passes, self._begin, self._stop = passes, begin, stop
         self._start, self._segments = start, segments
         n = len(passes.n_bytes)
-        # what earlier segments do without a block, and this rank does too
+        # operators of earlier segments outside blocks, which this rank runs too
         needed = np.concatenate(passes.needs[start:segments])
         self._needed = needed[needed < begin]
-        # until when autograd keeps a storage for these segments
+        # the time until which autograd keeps a storage for these segments
         self._until = np.full(n, NEVER)
         uses = passes.uses[self._is_own(passes.uses[:, 1], passes.uses[:, 3]) & (passes.uses[:, 2] >= stop)]
         np.maximum.at(self._until, uses[:, 0], uses[:, 2])
-        # what the rank makes before, for any of its segments; it has no values of what other parameters make
+        # what the rank computes before its blocks, for any of its segments
         segments_here = sorted({*range(start, segments), *rank})
         present = np.concatenate([passes.needs[i] for i in segments_here])
         of_own = np.isin(np.searchsorted(passes.first[1:], passes.birth, side="right"), segments_here)
-        # Whatever is neither the batch's, nor needed by a segment of this rank, nor made in one, is a placeholder here,
-        # which has no bytes.
+        # Everything else (not of the batch, not needed or computed by a segment of this rank) is a placeholder on this
+        # rank, without bytes.
         made_here = ~passes.computed | np.isin(passes.birth, present) | of_own
         self._before = made_here & ~passes.of_blocks & (passes.birth < begin)
         shared = self._before & ((passes.held >= begin) | (self._until > NEVER))
-        # a variable of the step's has its graph with it
+        # a kept variable of the step keeps its autograd graph
         graph = passes.uses[np.isin(passes.uses[:, 3], present), 0]
         self._graph = np.zeros(n, dtype=bool)
         self._graph[graph] = True
         own = (passes.birth >= begin) & (passes.birth < stop)
         self._here = own | shared
-        # what comes from the segment before
+        # received from the segment before
         self._here[list(passes.outputs[start - 1]) if start else []] = True
         end = len(passes.segment)
         self._until[list(returned)] = end
         self._kept = self._here & (self._until > NEVER)
 
     def _is_own(self, segment: Any, maker: Any) -> Any:
-        """Whether something belongs to these segments, or to a node that was made by what they need."""
+        """Mask of what belongs to these segments, or to an autograd node made by operators that they need."""
         return ((segment >= self._start) & (segment < self._segments)) | np.isin(maker, self._needed)
 
     def kept(self) -> int:
@@ -66,8 +66,9 @@ class StageWindow:
         return int(self._passes.n_bytes[self._kept].sum())
 
     def forward(self, *, silent: bool = False) -> int:
-        """Most bytes at once in the forward pass, from what comes before it; silently: with nothing kept for a backward
-        pass.
+        """Peak bytes of the forward pass, including what precedes it.
+
+        With `silent`, nothing is kept for a backward pass.
         """
         passes, before = self._passes, self._before
         here = self._here | before
@@ -77,16 +78,16 @@ class StageWindow:
             until = np.where(before & self._graph, np.maximum(until, gone), until)
             until = np.where(self._kept, self._stop, until)
         times = np.concatenate([np.unique(passes.birth[before]), np.arange(self._begin, self._stop)])
-        # what is received comes with the first operator
+        # received tensors exist from the first operator on
         birth = np.where(before, passes.birth, np.maximum(passes.birth, self._begin))
         first, last = (np.searchsorted(times, t, side="right") - 1 for t in (birth[here], until[here]))
         return int(over_time(first, last, passes.n_bytes[here], len(times)).max(initial=0))
 
     def backward(self) -> tuple[int, int]:
-        """Most bytes at once in the backward pass: with gradients as they come, and with each until it is added."""
+        """Peak bytes of the backward pass: with gradients that stay, and with gradients freed once they are added."""
         passes = self._passes
         own = self._is_own(passes.segment, passes.maker)
-        # only the operators of these segments run on the rank: the clock skips the others
+        # only the operators of these segments run on the rank: other times are skipped
         times = np.flatnonzero(own)
         if not len(times):
             return self.kept(), self.kept()
@@ -104,13 +105,13 @@ class StageWindow:
             return int(others.max()), int(others.max())
         born = place(gradients[:, 0])
         come = over_time(born, np.full(len(gradients), length), gradients[:, 1], length)
-        # a node hands out all its gradients together, before any is added
+        # a node returns all its gradients together, before any is added
         brief = over_time(born, place(gradients[:, 3]), gradients[:, 1], length)
         return int((others + come).max()), int((others + brief).max())
 
 
 def over_time(birth: Any, until: Any, n_bytes: Any, length: int) -> Any:
-    """Bytes alive at every operator of a window, of storages from `birth` to `until`, inclusive."""
+    """Bytes alive at every operator of a window, for storages that live from `birth` to `until`, inclusive."""
     change = np.zeros(length + 1, dtype=np.int64)
     alive = until >= 0
     np.add.at(change, np.clip(birth[alive], 0, length), n_bytes[alive])

@@ -1,1 +1,1 @@
-"""The steps of a module whose blocks are stages: micro-batches, what they may not leave behind, what all ranks log."""
+"""Pipelined steps of a module: micro-batches, checks of samples and side effects, replay of side effects."""

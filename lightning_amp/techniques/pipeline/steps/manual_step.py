@@ -1,16 +1,16 @@
-"""Run a step with manual optimisation (`automatic_optimization = False`) as stages: as one that returns its loss.
+"""Run a step with manual optimisation (`automatic_optimization = False`) in a pipeline, by recording what it requests.
 
-    recorded    every run of the step notes what it asks for, `self.manual_backward(loss)`, `self.clip_gradients`, steps
-                and zero_grad of the optimiser, steps of schedulers, and does none of it
-    carry out   once the gradients of the batch are ready, every rank does in that order what the last stage's run of
-                the whole batch has requested; the loss of its one backward pass hands the gradients out
+    recorded    every run of the step records calls of `self.manual_backward(loss)`, `self.clip_gradients`, step and
+                zero_grad of the optimiser, and steps of schedulers, and executes none of them
+    carry out   once the gradients of the batch are computed, every rank executes in that order what the last stage's
+                run of the full batch has requested; the one backward pass of the loss returns the gradients
 
-So micro-batches of one batch end in one step of the optimiser, clipped by the norm over all stages, and a step that
-accumulates (one optimiser step in four, say) does so by itself.
+So all micro-batches of a batch end in one optimiser step, with gradients clipped by the norm over all stages. A step
+that accumulates gradients (one optimiser step in four batches, for example) works without change.
 
-What follows manual_backward runs before there are gradients, and on the last stage's rank alone. So a step is refused
-that reads or sets parameters, gradients or the optimiser there; and so is one that calls backward twice or never, steps
-before it, or with a closure.
+Code after manual_backward runs before there are gradients, and on the last stage's rank only. So a step raises an error
+if it reads or sets parameters, gradients or the optimiser there. It also raises if it calls backward twice or never,
+calls the optimiser before it, or with a closure.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,17 +29,17 @@ from lightning_amp.techniques.put_methods import methods_put
 OPTIMIZER, SCHEDULER, MODULE = "optimizer", "scheduler", "module"
 BACKWARD = MODULE, "manual_backward"
 Ask = tuple[str, str, tuple[Any, ...], dict[str, Any]]
-"""Of whom, what, and with which arguments."""
+"""Object, method, positional and keyword arguments of a requested call."""
 
 
 class ManualStep:
-    """The steps of one module; see `recorded` and `carry_out`."""
+    """Record and execute the manual optimisation of one module; see `recorded` and `carry_out`."""
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
 
     def recorded(self, step: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-        """The step as one that returns its "loss", what it has "asked" for in order, and what it has "returned"."""
+        """Wrap a step so that it returns its "loss", the "asked" calls in order, and what the step has "returned"."""
 
         def called(*args: Any) -> dict[str, Any]:
             trainer = self._module.trainer
@@ -58,7 +58,7 @@ class ManualStep:
         return called
 
     def carry_out(self, found: dict[str, Any]) -> Any:
-        """Do what a run has requested, with gradients in its loss; returns what the step has."""
+        """Execute the calls that a run has requested, with gradients in its loss, and return the step's result."""
         module = self._module
         for whom, what, args, kwargs in found["asked"]:
             if whom == OPTIMIZER:
@@ -73,7 +73,7 @@ class ManualStep:
 
 
 class _ManualRun:
-    """One run of the step."""
+    """Requests of one run of the step."""
 
     def __init__(self, *, has_scheduler: bool) -> None:
         self._has_scheduler = has_scheduler
@@ -81,9 +81,9 @@ class _ManualRun:
         self.loss: Tensor | None = None
 
     def names(self, stack: ExitStack) -> dict[str, Any]:
-        """What the module has instead of its own methods; once backward is called, `stack` watches what is read."""
+        """Return replacements of the module's methods; after manual_backward, `stack` holds a check of what is read."""
         optimizer = _Recorded(OPTIMIZER, {"zero_grad": partial(self._ask, OPTIMIZER, "zero_grad"), "step": self._step})
-        # there is no other whose parameters would have to stand still
+        # with one optimiser, toggle_model has nothing to freeze
         vars(optimizer)["toggle_model"] = lambda sync_grad=True: nullcontext()
         scheduler = _Recorded(SCHEDULER, {"step": partial(self._ask, SCHEDULER, "step")})
 
@@ -93,7 +93,7 @@ class _ManualRun:
             _refuse_arguments("self.manual_backward", args, kwargs)
             self._ask(*BACKWARD)
             self.loss = loss
-            # From here on one process has gradients, and this run has none: whatever reads them would go another way.
+            # From here on one process would have gradients, and this run has none: code that reads them would differ.
             stack.enter_context(_ReadsNoParameters())
 
         def clip_gradients(optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -121,7 +121,7 @@ class _ManualRun:
 
 
 class _Recorded:
-    """What stands for an optimiser or a scheduler in a step."""
+    """Stand-in for an optimiser or a scheduler in a step."""
 
     def __init__(self, whom: str, methods: Mapping[str, Callable[..., None]]) -> None:
         vars(self).update(methods, _whom=whom)
@@ -131,7 +131,7 @@ class _Recorded:
 
 
 class _ReadsNoParameters(TorchFunctionMode):
-    """While it is on, nothing reads a parameter or its gradient."""
+    """Raise an error when any function reads a parameter or its gradient."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(isinstance(leaf, nn.Parameter) for leaf in tree_leaves((args, kwargs))):
@@ -144,7 +144,7 @@ class _ReadsNoParameters(TorchFunctionMode):
 
 
 def refusal(found: str, instead: str) -> ModelError:
-    """Of a step that is optimised by hand in another way than stages can."""
+    """Return the error for a step whose manual optimisation is not supported."""
     return ModelError(
         f"pipeline: a step with automatic_optimization=False {found}; allowed are one optimizer, one scheduler and,"
         " in every batch, one self.manual_backward(loss), after which the step may call self.clip_gradients, and"

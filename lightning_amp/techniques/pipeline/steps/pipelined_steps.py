@@ -1,30 +1,30 @@
-"""Replace the steps of a module by pipelined ones; the Trainer calls them as before.
+"""Replace the steps of a LightningModule by pipelined ones, which the Trainer calls as before.
 
-A training step cuts the batch into micro-batches and runs the user's step with each of them, forward and backward, in
-the order of the schedule. It returns the loss of the batch with its gradients ready, so that all that follows (scaling,
-hooks on parameters, averaging over the data axis, clipping) is what it is for any module.
+A training step splits the batch into micro-batches and runs the user's step with each of them, forward and backward, in
+the order of the schedule. It returns the loss of the batch with its gradients already computed, so that everything that
+follows (scaling, hooks on parameters, averaging over the data axis, clipping) works as for any module.
 
-Under the schedule "gpipe" all micro-batches have passed the blocks before the first backward pass begins, and what
-follows the blocks is run once, for the whole batch: the loss may be any function of it. Under the others a micro-batch
-has its own loss, and a mean of these is the batch's only where that is a mean over samples. A masked mean is not: its
-parts have other weights. So in every step the last stage then runs what follows the blocks once more, without gradients
-and for the whole batch, from what the blocks have returned for its micro-batches; where the loss is another one, the
-step is refused on all ranks, before any parameter changes. That run is also what logs, updates metrics and returns
-outputs, as one run of the step would. Where random numbers are drawn after the blocks (dropout in a head), the two are
-compared in evaluation mode instead, and what is logged is of its own draw. Under autocast the first step compares them
-without it, if what follows the blocks runs so.
+With the schedule "gpipe" all micro-batches pass the blocks before the first backward pass begins, and what follows the
+blocks runs once, for the full batch: the loss may be any function of it. With other schedules every micro-batch has a
+separate loss, whose weighted mean is the batch's loss only if that is a mean over samples. A masked mean is not: its
+parts have other weights. So in every step the last stage also runs what follows the blocks without gradients for the
+full batch, from the blocks' results for the micro-batches. If the loss differs, all ranks raise an error before any
+parameter changes. This run also logs, updates metrics and returns outputs, as one run of the step would. If random
+numbers are drawn after the blocks (dropout in a head), the losses are compared in evaluation mode instead, and the
+logged values have separate random numbers. Under autocast, the first step compares the losses without autocast, if
+what follows the blocks can run so.
 
-What comes before the loss has to compute every sample by itself. In the first step two micro-batches pass the blocks,
-whose middle third of samples is the same: where these have another result the step is refused, and so it is where a
-block remembers what it was given (sample_check.py).
+Code before the loss must compute every sample independently. In the first step two micro-batches with the same middle
+third of samples pass the blocks. If their results differ, or if a block stores what it received, the step raises an
+error (sample_check.py).
 
-A step that optimises by hand is one that returns its loss, until its gradients are ready (manual_step.py).
+A step with manual optimisation is treated as one that returns its loss, until its gradients are computed
+(manual_step.py).
 
-Validation, test and prediction run the whole batch as one micro-batch.
+Validation, test and prediction run the full batch as one micro-batch.
 
-Known limits: a loss whose value agrees and whose gradient does not (as of x / x.detach()) is not noticed, and neither
-are samples that begin to depend on each other after the first step, and weights that differ by less than a module whose
-parameters have half precision rounds.
+Known limits. Not detected are: a loss with the right value and a wrong gradient (such as x / x.detach()); samples that
+start to depend on each other after the first step; weights that differ by less than half precision parameters round.
 """
 
 import hashlib
@@ -59,35 +59,35 @@ from lightning_amp.techniques.put_methods import put_methods
 
 EVALUATED = ("validation_step", "test_step", "predict_step")
 LOOKS = 2
-"""Training steps in which values of parameters and buffers are looked at, which takes as long as reading them twice."""
+"""Training steps that compare values of parameters and buffers, which takes as long as reading them twice."""
 
 Step = Callable[..., Any]
 
 
 class RankParameters(Protocol):
-    """The parameters of a pipeline, of which each rank holds those of its stages."""
+    """Parameters of a pipeline, of which each rank holds those of its stages."""
 
     @property
     def here(self) -> list[nn.Parameter]:
-        """What this rank holds."""
+        """Parameters that this rank holds."""
 
     def settle(self) -> None:
-        """Agree who holds what was reached for the first time, and sum what several ranks hold; a collective."""
+        """Agree on ranks for parameters that were reached for the first time, and sum tied gradients; a collective."""
 
 
 class PipelinedSteps:
-    """The steps of one run, until `undo`.
+    """Pipelined steps of one run, until `undo`.
 
     Args:
         module: The LightningModule.
         blocks: Its blocks, by name.
-        stages: Of this rank.
-        parameters: Of all stages.
-        spec: The schedule, and how many micro-batches.
-        data_rank: Of the rank, for its random numbers.
+        stages: Stages of this rank.
+        parameters: Parameters of all stages.
+        spec: Schedule and number of micro-batches.
+        data_rank: Rank on the data axis, which its random numbers depend on.
 
     Attributes:
-        times: When this rank has computed what in the last training step; None before the first.
+        times: Times of this rank's passes in the last training step; None before the first.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class PipelinedSteps:
         self.times: PassTimes | None = None
         steps = {"training_step": self._train, **dict.fromkeys(EVALUATED, self._evaluate)}
         self.undo = put_methods(module, {name: self._in_place_of(name, run) for name, run in steps.items()})
-        """Lets the module run its own steps again."""
+        """Restore the module's steps."""
 
     def _in_place_of(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         plain = getattr(self._module, name)
@@ -159,15 +159,14 @@ class PipelinedSteps:
             if at_once
             else None,
         )
-        # Passes leave gradients in `.grad`, where those of batches before may lie that are accumulated. These are put
-        # back, and the new ones come to them by the loss's own backward pass: so the Trainer's scaling applies to the
-        # new ones.
+        # Passes accumulate into `.grad`, which may hold gradients of earlier batches. These are set aside and restored;
+        # the backward pass of the returned loss adds the new ones, so that the Trainer scales only these.
         with self._gradients_aside() as parameters:
             again = batch if n * self._spec.stages_per_rank > 1 else None
             with self._same_tensors(record, again, values=self._looks > 0):
                 ran = self._stages.run(self._order(n), work)
             self.times, self._looks = ran.times, max(0, self._looks - 1)
-            # before gradients are read: tied parameters get the sum over the stages that hold them
+            # before gradients are read: gradients of tied parameters are summed over the stages that hold them
             self._parameters.settle()
             grads = [parameter.grad for parameter in parameters]
         if self._stages.is_last:
@@ -179,11 +178,11 @@ class PipelinedSteps:
         return _with_gradients(record.returned, parameters, grads)
 
     def _cut(self, batch: Any) -> tuple[list[Any], list[int]]:
-        """As many micro-batches as the batch has samples for, and the schedule an order."""
+        """Split the batch into as many micro-batches as it has samples for, and as the schedule supports."""
         parts, sizes = cut(batch, self._spec.micro_batches)
         n, ranks = len(parts), self._stages.mesh.size()
         if n < self._spec.micro_batches:
-            # of a batch that is smaller than others
+            # a batch that is smaller than others
             while not fills_rounds(self._spec.schedule, ranks, n):
                 n -= 1
         return (parts, sizes) if n == len(parts) else cut(batch, n)
@@ -196,13 +195,13 @@ class PipelinedSteps:
 
     def _seed(self, name: str, rest: tuple[Any, ...], micro_batch: int) -> int:
         epoch = self._module.trainer.current_epoch
-        # a step need not take the number of its batch: all batches of an epoch would draw the same
+        # a step may not take the batch index: without the count, all batches of an epoch would draw the same numbers
         told = rest[:2] or (self._calls[name, epoch],)
         return seed_of(torch.initial_seed(), name, epoch, *told, self._data_rank, micro_batch)
 
     @contextmanager
     def _gradients_aside(self) -> Iterator[list[nn.Parameter]]:
-        """The parameters of this rank, whose gradients of earlier steps are away as long as the block lasts."""
+        """Context manager: set gradients of earlier steps aside; yields the parameters of this rank."""
         parameters = self._parameters.here
         for parameter in parameters:
             refuse_hooks(parameter)
@@ -217,14 +216,15 @@ class PipelinedSteps:
 
     @contextmanager
     def _same_tensors(self, record: StepRecord, batch: object, *, values: bool) -> Iterator[None]:
-        """A step that changes parameters, or buffers that are no metric's, in place is an error in the record.
+        """Context manager: record an error if the step changes parameters or buffers (except of metrics) in place.
 
-        Of a buffer that a checkpoint has, another tensor in its place is one too, and so is a step that writes into a
-        batch that it is called with again: the second time it would find what the first one has left. What is written
-        into floating-point numbers by way of `.data`, which has no version, is seen if `values` are looked at.
+        Also detected are a replaced tensor of a persistent buffer, and writes into a batch with which the step is
+        called again: the second call would read what the first one has written. Writes through `.data`, which has no
+        version, are detected if `values` are compared, in floating-point tensors.
         """
         of_metrics = {id(b) for m in self._module.modules() if isinstance(m, Metric) for b in m.buffers()}
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        # versions count in-place writes, except those through `.data`, which digests of the values show
         before = [(n, t, t._version) for n, t in named if id(t) not in of_metrics and not t.is_inference()]
         sums = {n: digests(t) for n, t in named if values and id(t) not in of_metrics}
         kept = self._kept_buffers()
@@ -258,7 +258,7 @@ class PipelinedSteps:
 
     @torch.no_grad()
     def _whole(self, whole: Step, part: Callable[[int], Any], ran: Ran, work: Work, record: StepRecord) -> None:
-        """On the last stage: what one run of the step does besides its gradients, if it has the same loss."""
+        """On the last stage: run the step for the full batch without gradients, and check that the loss is equal."""
         with isolated_random_streams():
             with self._recorder.recording(record):
                 record.returned = detached(self._stages.run_rest(whole, ran.results))
@@ -269,8 +269,8 @@ class PipelinedSteps:
                 part, whole = within(part, self._recorder.muted), within(whole, self._recorder.muted)
                 with evaluating(self._module, ran.drew):
                     try:
-                        # weights of a mean may differ by less than half precision rounds, in every step: once it is
-                        # not rounded
+                        # the weights of a mean may differ by less than half precision rounds, in every step: so one
+                        # comparison is made without rounding
                         with torch.autocast("cpu", enabled=False):
                             results = tree_map(single, ran.results) if rounds else ran.results
                             loss, losses = self._losses(whole, part, results)
@@ -278,12 +278,12 @@ class PipelinedSteps:
                     except RuntimeError:
                         if not rounds:
                             raise
-                        # what follows the blocks may mix types, and then runs under autocast only
+                        # code after the blocks may mix dtypes, which only autocast supports
                         loss, losses = self._losses(whole, part, ran.results)
             record.error = compare(loss, losses, work.weights, rounds=rounds)
 
     def _losses(self, whole: Step, part: Callable[[int], Any], results: list[Any]) -> tuple[Tensor, list[Tensor]]:
-        """Of the batch, and of each micro-batch, from what the blocks have returned for these."""
+        """Losses of the batch, and of each micro-batch, from the blocks' results for the micro-batches."""
         own = [loss_of(self._stages.run_rest(partial(part, j), [result])) for j, result in enumerate(results)]
         return loss_of(self._stages.run_rest(whole, results)), own
 
@@ -303,7 +303,7 @@ class PipelinedSteps:
         return returned
 
     def _share(self, record: StepRecord) -> StepRecord:
-        """Of the last stage, on all ranks, which then log the same."""
+        """Broadcast the last stage's record, and log it on all ranks."""
         shared = self._broadcast(record)
         self._recorder.play(shared, recorded_here=self._stages.is_last)
         device = self._stages.device
@@ -311,7 +311,7 @@ class PipelinedSteps:
         return shared
 
     def _broadcast(self, record: StepRecord) -> StepRecord:
-        """From the last stage, or the error in it or here; a collective over the model axis."""
+        """Broadcast the last stage's record, and raise its error or this rank's; a collective over the model axis."""
         group, is_last = self._stages.mesh.get_group(), self._stages.is_last
         box: list[Any] = [None]
         if is_last:
@@ -321,10 +321,10 @@ class PipelinedSteps:
                 record = StepRecord(error=error)
                 box[0] = self._recorder.packed(record)
         dist.broadcast_object_list(box, dist.get_global_rank(group, self._stages.last_rank), group=group)
-        # here with the objects that the step has handed out
+        # the last stage keeps its record, with the objects that the step has returned
         shared = record if is_last else self._recorder.unpacked(box[0])
-        # The error is raised by all ranks after the collective, so that none of them waits for one that has left. One
-        # that this rank alone has found ends it here, too.
+        # The error is raised by all ranks after the collective, so that no rank waits for one that has failed. An error
+        # of this rank only is raised here, too.
         failed = shared.error or record.error
         if failed is not None:
             raise failed
@@ -338,15 +338,14 @@ def install(
     mesh: DeviceMesh,
     parameters_of: Callable[..., RankParameters],
 ) -> tuple[RankParameters, PipelinedSteps]:
-    """Free what other stages hold, and let the module's steps run as stages until these are undone.
+    """Free the parameters of other stages, and let the module's steps run as stages until they are undone.
 
     Args:
-        module: Its blocks have been replaced by those of stages.
-        overridden: Of all modules with another forward: name, module, and what runs there.
-        spec: Of the plan.
+        module: Module whose blocks have a `StageBlock` as forward.
+        overridden: Name, module and override of all modules with an overridden forward.
+        spec: Spec of the plan.
         mesh: With the axes "data" and "model".
-        parameters_of: (module, its blocks with the rank of the model axis of each, mesh) -> the parameters, with those
-            of other ranks freed.
+        parameters_of: (module, [(block, model rank)], mesh) -> the parameters; frees those of other ranks.
     """
     calls = [(fqn, block, run) for fqn, block, run in overridden if isinstance(run, StageBlock)]
     stages = Stages(calls[0][2].walk, spans(map(int, spec.ends.split(","))), mesh["model"], module.device)
@@ -357,7 +356,7 @@ def install(
 
 
 def within(call: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
-    """The same call inside of a context that is made anew every time."""
+    """Wrap a call in a context that is created for each call."""
 
     def called(*args: Any) -> Any:
         with context():
@@ -367,19 +366,19 @@ def within(call: Callable[..., Any], context: Callable[[], AbstractContextManage
 
 
 def seed_of(*told: object) -> int:
-    """A seed for the random numbers of a micro-batch: of the run's seed, the step, the data rank and its number."""
+    """Return a seed for a micro-batch's random numbers, from the run's seed, the step, the data rank and its index."""
     return int.from_bytes(hashlib.blake2b(repr(told).encode(), digest_size=7).digest(), "big")
 
 
 def _with_gradients(returned: Any, parameters: list[nn.Parameter], grads: list[Tensor | None]) -> Any:
-    """What the step has returned, with a loss that hands out the gradients."""
+    """Return the step's result with a loss whose backward pass returns the computed gradients."""
     loss = loss_of(returned)
     reached = [(p, grad) for p, grad in zip(parameters, grads, strict=True) if grad is not None]
-    # a stage may have nothing to train, and the Trainer calls backward all the same
+    # a stage may have no parameters to train, but the Trainer calls backward in any case
     always = torch.zeros((), requires_grad=True)
     inputs = [always, *(parameter for parameter, _ in reached)]
     ready: Gradients = [torch.zeros(()), *(grad for _, grad in reached)]
-    # gradients are scaled by a number without a dimension
+    # gradients are scaled by a tensor of 0 dimensions
     own = loss.detach().clone().reshape(())
     total = with_gradients(lambda needed: (own, ready), inputs).reshape(loss.shape)
     return {**returned, "loss": total} if isinstance(returned, dict) else total

@@ -1,18 +1,18 @@
-"""Split a batch into micro-batches, and check that these compute what the batch does: samples are independent.
+"""Split a batch into micro-batches, and check that samples are independent, so that these compute what the batch does.
 
-Micro-batches are runs of samples whose sizes differ by one at most.
+Micro-batches are runs of samples whose sizes differ by one at most. The check runs two batches:
 
     first        n samples                       f(x_1 .. x_j, x_j+1 .. x_k, x_k+1 .. x_n)
-    second       those in the middle, others     f(y_1 .. y_j, x_j+1 .. x_k, y_k+1 .. y_n)
+    second       same middle, other samples      f(y_1 .. y_j, x_j+1 .. x_k, y_k+1 .. y_n)
 
-Both have the same shapes and draw the same random numbers, so what is computed of the samples in the middle has to be
-the same. It is not where a statistic of the batch is in it (a normalisation by hand, a limit for all samples together),
-where a sample reads those before it or after it (a recurrence over the samples, a difference from the first one), where
-a block returns something of the batch besides its samples (its own loss), and where samples are not in one dimension in
-their order. And a block whose attributes are others after the second pass than after the first one remembers samples,
-or counts its calls.
+Both have the same shapes and draw the same random numbers, so the results for the samples in the middle must be equal.
+They differ if blocks use a statistic of the batch (a manual normalisation, a threshold over all samples), if a sample
+depends on those before or after it (a recurrence over the samples, a difference from the first one), if a block returns
+a value of the batch in addition to its samples (such as a loss), or if samples are not ordered along one dimension. If
+the attributes of a block differ after the second pass from those after the first one, the block stores samples, or
+counts its calls.
 
-Known limit: samples that are all equal show nothing.
+Known limit: if all samples are equal, nothing is detected.
 """
 
 from collections import Counter
@@ -37,16 +37,16 @@ from lightning_amp.techniques.pipeline.run.run_stages import Stages, Work, dim_o
 from lightning_amp.techniques.pipeline.steps.step_attributes import differing, values_of
 
 Samples = Tensor | SparseCounts | np.ndarray
-"""What has a first axis of samples."""
+"""Types with a first dimension of samples."""
 SAME = (bool, int, float, complex, str, bytes, type(None))
-"""What every micro-batch gets as it is."""
+"""Types that every micro-batch gets unchanged."""
 
 
 def cut(batch: Any, parts: int) -> tuple[list[Any], list[int]]:
-    """The micro-batches, and their samples; as many as there are samples where these are fewer than `parts`.
+    """Split a batch; returns the micro-batches and their numbers of samples, at most one micro-batch per sample.
 
     Raises:
-        DataError: Not all tensors of the batch have one first axis, or something else in it has its length.
+        DataError: Tensors differ in their first dimension, a type is not supported, or a list has one value per sample.
     """
     if parts == 1:
         return [batch], [1]
@@ -71,21 +71,21 @@ def cut(batch: Any, parts: int) -> tuple[list[Any], list[int]]:
 
 
 def alike(batch: Any, size: int, total: int) -> tuple[Any, Any, range]:
-    """Two batches whose samples in the middle are the same and whose others are not.
+    """Make two batches whose samples in the middle are equal and whose other samples differ.
 
     Args:
         batch: As for `cut`.
-        size: Of a micro-batch: how many samples they have, or three.
+        size: Samples of a micro-batch: the two batches have as many, or three.
         total: Samples of the batch, two or more.
 
     Returns:
-        The two, and the places of the samples that are the same.
+        The two batches, and the positions of the equal samples.
     """
-    # With other samples both before and after those that are compared: a recurrence over samples shows in those that
-    # follow a change, and its reverse in those that precede one.
+    # Other samples are on both sides of those that are compared: a recurrence over samples affects those that follow a
+    # change, and a reverse recurrence those that precede it.
     n = max(3, size)
     same = range(n // 3, n - n // 3)
-    # samples of other micro-batches where there are enough; a step of one never gives the same samples in another order
+    # samples of other micro-batches if there are enough; a shift by one never only permutes them
     step = n if total >= 2 * n else 1
     first = [i % total for i in range(n)]
     second = [i if place in same else (i + step) % total for place, i in enumerate(first)]
@@ -93,17 +93,17 @@ def alike(batch: Any, size: int, total: int) -> tuple[Any, Any, range]:
 
 
 class Given:
-    """Hands a batch to calls of a step, each of which finds it as it was.
+    """Pass a batch to several calls of a step, each of which sees the batch unchanged.
 
-    Dictionaries, lists and dataclasses are others in every call, and so are tensors of integers, into which steps write
-    (labels that are not to be learned). `write` lets the batch have what the calls have written.
+    Every call gets copies of dictionaries, lists and dataclasses, and of integer tensors, into which steps write (such
+    as labels to be ignored). `write` copies what the calls have written into the batch.
     """
 
     def __init__(self) -> None:
         self._written: list[tuple[Tensor, Tensor]] = []
 
     def call(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
-        """What the step returns for the batch."""
+        """Call the step with the batch, and return its result."""
         copies: list[tuple[Tensor, Tensor]] = []
         tensors = [values for values in tensors_in(batch) if values.layout is torch.strided]
         memory = Counter(values.untyped_storage().data_ptr() for values in tensors)
@@ -111,7 +111,7 @@ class Given:
         def own(values: Any) -> Any:
             if not isinstance(values, Tensor) or values.layout is not torch.strided:
                 return values
-            # what is written into one of two that share memory is in the other one too, and stays refused
+            # a write into one of two tensors that share memory changes both, so these are not copied, and writes raise
             if values.is_floating_point() or values.is_complex() or memory[values.untyped_storage().data_ptr()] > 1:
                 return values
             copies.append((values, values.clone()))
@@ -120,7 +120,7 @@ class Given:
         try:
             return step(apply_to_collection(batch, get_args(Samples), own), *rest)
         finally:
-            # in inference mode there are no versions
+            # tensors of inference mode have no versions
             self._written += [
                 (values, copy)
                 for values, copy in copies
@@ -128,7 +128,7 @@ class Given:
             ]
 
     def write(self) -> None:
-        """Write into the batch what the calls have written into theirs, in their order."""
+        """Write into the batch what the calls have written into their copies, in the order of the calls."""
         for values, copy in self._written:
             values.copy_(copy)
 
@@ -143,7 +143,7 @@ def _of(batch: Any, run: slice | list[int]) -> Any:
 
 
 def _refuse_lists(batch: Any, n: int) -> None:
-    """A list of texts or of numbers, one for each sample, would be given whole to every micro-batch."""
+    """Raise for a list of strings or numbers, one per sample: every micro-batch would get the full list."""
     inside: Sequence[Any] = batch if isinstance(batch, list | tuple) else ()
     has_samples = any(isinstance(part, get_args(Samples)) and part.shape for part in parts_in(batch))
     if inside and not has_samples and len(inside) == n:
@@ -162,15 +162,15 @@ def _refuse_lists(batch: Any, n: int) -> None:
 
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
 HALF = 3e-2
-"""Of other types: difference that counts as rounding, relative to the largest number."""
+"""Relative difference that counts as rounding, for other dtypes; relative to the largest number."""
 
 
 class SampleCheck:
-    """Made once for a run.
+    """Check once per run that samples are independent.
 
     Args:
-        stages: Of this rank.
-        blocks: By name.
+        stages: Stages of this rank.
+        blocks: Blocks by name.
     """
 
     def __init__(self, stages: Stages, blocks: Mapping[str, nn.Module]) -> None:
@@ -187,20 +187,21 @@ class SampleCheck:
     def look(
         self, step: Callable[[Any], Any], batch: Any, part: Any, sizes: Sequence[int], *, seed: int
     ) -> DataError | None:
-        """Run two micro-batches forward; what is wrong with their results, known to the last stage.
+        """Run two micro-batches forward, and return the error in their results, if any; on the last stage only.
 
         Args:
-            step: Calls the user's step with a batch, and leaves no trace.
-            batch: Of the step.
+            step: Calls the user's step with a batch, without side effects.
+            batch: Batch of the step.
             part: Its first micro-batch.
-            sizes: Of all micro-batches.
-            seed: Of the random numbers.
+            sizes: Samples of all micro-batches.
+            seed: Seed of the random numbers.
 
         Raises:
-            ModelError: A block of this rank remembers something.
+            ModelError: A block of this rank keeps state between calls.
         """
         first, second, same = alike(batch, sizes[0], sum(sizes))
         results, left = [], []
+        # one seed for both: equal samples then draw equal numbers, and must have equal results
         for own in (first, second):
             work = Work(step=partial(lambda batch, _: step(batch), own), seeds=[seed])
             results.append(self._stages.run(self._stages.forward_only, work).results[0])
@@ -227,13 +228,13 @@ class SampleCheck:
 
 
 def _difference(whole: Any, part: Any, first: Any, second: Any, *, same: range, size: int) -> str:
-    """What of a result differs, though its samples are the same; "" for nothing."""
+    """Describe how results for equal samples differ; "" if they do not."""
     if not isinstance(first, Tensor):
         return "" if first == second else f"{first!r} and {second!r}"
     if whole.shape != part.shape:
         dim = dim_of_samples(whole, part)
         each = 0 if dim is None else part.shape[dim] // size
-        # a sample has as many entries whatever their number is
+        # every sample must have the same number of entries
         if dim is None or part.shape[dim] != each * size or first.shape[dim] != each * (same.start + same.stop):
             return f"tensors of shape {tuple(part.shape)!r}, and {tuple(whole.shape)!r} for the batch"
         first, second = (own.narrow(dim, each * same.start, each * len(same)) for own in (first, second))
@@ -244,24 +245,24 @@ def _difference(whole: Any, part: Any, first: Any, second: Any, *, same: range, 
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 HALF_TOLERANCE = 1e-2
-"""Of other types, and under autocast: difference of two losses that counts as rounding, relative to the larger."""
+"""For other dtypes, and under autocast: relative difference of two losses that counts as rounding."""
 
 
 def single(value: Any) -> Any:
-    """A tensor of half precision in single precision; anything else as it is."""
+    """Convert a tensor of half precision to single precision; anything else is returned unchanged."""
     half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if half else value
 
 
 def compare(loss: Tensor, losses: list[Tensor], weights: Any, *, rounds: bool) -> DataError | None:
-    """What is wrong with the loss of a batch, if it is no mean of the losses of its micro-batches with these weights.
+    """Return an error if the loss of a batch is not the weighted mean of its micro-batches' losses.
 
-    With `rounds` they are of autocast.
+    With `rounds` the losses were computed under autocast.
     """
     mean = float(sum(weight * float(own) for weight, own in zip(weights, losses, strict=True)))
     found = float(loss)
     rounding = HALF_TOLERANCE if rounds else TOLERANCE.get(loss.dtype, HALF_TOLERANCE)
-    # written so that nan, which one process would train on too, passes where both are
+    # written so that nan passes if both are nan, because one process would train on it too
     if abs(found - mean) <= rounding * max(abs(found), *(abs(float(own)) for own in losses)):
         return None
     if found != found and mean != mean:
@@ -277,7 +278,7 @@ def compare(loss: Tensor, losses: list[Tensor], weights: Any, *, rounds: bool) -
 
 @contextmanager
 def evaluating(module: nn.Module, evaluates: bool) -> Iterator[None]:
-    """A module in evaluation mode, if it `evaluates`."""
+    """Context manager: set a module to evaluation mode if `evaluates`, and restore the modes at the end."""
     modes = [(part, part.training) for part in module.modules()]
     if evaluates:
         module.eval()

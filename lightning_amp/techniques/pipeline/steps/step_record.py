@@ -1,13 +1,12 @@
-"""Record the side effects of a step on the rank that runs it to its end, and repeat them on the others.
+"""Record the side effects of a step on the rank of the last pipeline stage, and replay them on the other ranks.
 
-`self.log`, the metrics that it updates, the attributes that it sets, and what it returns: the ranks of a pipeline
-before the last stage leave the step before any of it. The last stage records, and all ranks then log the same values in
-the same order. What a part of the step logs or updates, and the whole of it does not (within a block, say), would be
-lost, and is refused.
+Side effects are calls of `self.log`, updates of metrics, attributes that the step sets, and its return value. Ranks of
+earlier stages leave the step before any of these. The last stage records them, and all ranks then log the same values
+in the same order. If a micro-batch logs or updates something that the run of the full batch does not (inside a block,
+for example), it would be lost, and an error is raised.
 
-Known limits: the states of metrics are sent whole after every step that updates them; a metric whose states are lists,
-and which a step updates and resets, has the states of before and is taken for one that a part has updated; a logger
-that a step calls by itself is that of the last stage's rank.
+Known limits: all states of a metric are sent after every step that updates it. A metric with list states that a step
+updates and resets has its old state, and raises the same error. Direct calls of a logger run on the last stage only.
 """
 
 import io
@@ -33,7 +32,7 @@ MUTED = ("update", "forward", "compute", "reset")
 
 @dataclass
 class StepRecord:
-    """Of one step; `error` is what all ranks raise instead of going on."""
+    """Side effects of one step; if `error` is set, all ranks raise it."""
 
     logged: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -43,18 +42,18 @@ class StepRecord:
 
     @property
     def told(self) -> set[str]:
-        """What it has logged and updated, for messages."""
+        """Names of what the step has logged and updated, for messages."""
         return {_logged(name, args, kwargs) for name, args, kwargs in self.logged} | {
             _updated(name) for name in self.metrics
         }
 
 
 class StageStepRecorder:
-    """Of one module.
+    """Record and replay the side effects of one module's steps.
 
     Args:
         module: The LightningModule.
-        blocks: Its blocks, whose attributes are their rank's own.
+        blocks: Its blocks, whose attributes stay on their rank.
     """
 
     def __init__(self, module: LightningModule, blocks: list[nn.Module]) -> None:
@@ -66,12 +65,12 @@ class StageStepRecorder:
 
     @contextmanager
     def recording(self, record: StepRecord) -> Iterator[None]:
-        """What is logged, and the metrics and attributes that change, go to the record; nothing is logged.
+        """Context manager: record logged values and changes of metrics and attributes; nothing is logged.
 
-        A step that does not come to its end leaves attributes as they were.
+        If the step fails, its attributes are restored.
         """
-        # not the number of updates alone, which is the same again where a step resets a metric and updates it once;
-        # with the states themselves, for marks of tensors that are gone may be those of new ones
+        # not only the number of updates, which is the same after a reset and one update; the states are kept alive,
+        # because a new tensor may have the mark of one that was freed
         before = {name: (state := _state(metric), _mark(state)) for name, metric in self._metrics()}
         attributes = self._attributes()
 
@@ -97,8 +96,8 @@ class StageStepRecorder:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Nothing is logged, and metrics and attributes stay as they are: a part of a step is run, or of its batch."""
-        # On the instance, which a metric's own wrappers are on too: a class is shared by metrics of other modules.
+        """Context manager for a micro-batch or another partial run: log nothing, and keep metrics and attributes."""
+        # on the instance, as a metric's wrappers are: the class is shared with metrics of other modules
         silent = [(metric, dict.fromkeys(MUTED, self._noting(_updated(name)))) for name, metric in self._metrics()]
         attributes = self._attributes()
         try:
@@ -111,12 +110,12 @@ class StageStepRecorder:
             attributes.put_back()
 
     def play(self, record: StepRecord, *, recorded_here: bool) -> None:
-        """Log what was recorded, and let metrics and attributes be what they are on the rank of the record.
+        """Log what was recorded, and set metrics and attributes to the values on the recording rank.
 
         Raises:
-            ModelError: A part of the step has logged or updated what the whole has not.
+            ModelError: A micro-batch has logged or updated something that the run of the full batch has not.
         """
-        # noted by parts, and not by the whole step: it happened where the whole step's values are not
+        # noted in micro-batches but not in the full run: the values for the full batch do not exist
         lost, self._noted = self._noted - record.told, set()
         if lost:
             raise ModelError(
@@ -134,10 +133,10 @@ class StageStepRecorder:
             log(*args, **kwargs)
 
     def packed(self, record: StepRecord) -> bytes:
-        """A record for other ranks.
+        """Serialize a record for other ranks.
 
         Raises:
-            ModelError: Something in it has no values here, or cannot be sent.
+            ModelError: A tensor in it has no values on this rank, or an object cannot be pickled.
         """
         try:
             return self._pack(record)
@@ -149,7 +148,7 @@ class StageStepRecorder:
             ) from error
 
     def unpacked(self, packed: bytes) -> StepRecord:
-        """The record, with this rank's modules in it."""
+        """Deserialize a record, with references to this rank's modules."""
         found: StepRecord = _RecordUnpickler(io.BytesIO(packed), dict(self._module.named_modules())).load()
         return found
 
@@ -180,7 +179,7 @@ class StageStepRecorder:
         return noted
 
     def _sendable(self, values: Any) -> Any:
-        """Tensors as they are now."""
+        """Copy tensors to the host, with their current values."""
 
         def send(value: Any) -> Any:
             return value.detach().cpu().clone() if isinstance(value, Tensor) else value
@@ -197,7 +196,7 @@ class StageStepRecorder:
 
 
 class _Pickler(pickle.Pickler):
-    """Modules by their names, and tensors as copies on the host."""
+    """Pickle modules as their names, and tensors as copies on the host."""
 
     def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
         super().__init__(file)
@@ -214,7 +213,7 @@ class _Pickler(pickle.Pickler):
                 f"pipeline: the step logs, returns or keeps a tensor of shape {tuple(obj.shape)!r} that an earlier"
                 " stage computed and no block returns: let blocks return it, or leave 'pipeline' out"
             )
-        # not a view of something larger
+        # cloned, because a view would be pickled with its full storage
         return obj.detach().cpu().clone().__reduce_ex__(2)  # type: ignore[no-untyped-call]
 
 
