@@ -117,9 +117,7 @@ def _alike(plan: Plan) -> list[tuple[Rule, str]]:
 
 
 def candidate_table(plan: Plan) -> str:
-    """Format the compared plans: few completely, of many those that no other one beats, and the step without
-    techniques.
-    """
+    """Format the compared plans: all if few, else those that no other one beats, and the step without techniques."""
     budget, candidates = plan.budget_bytes, plan.candidates
     shown = shown_candidates(candidates)
     rows = [
