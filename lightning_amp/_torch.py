@@ -268,10 +268,7 @@ def begin_gathered(root: Any) -> None:
 
 
 def _drop_received(root: Any) -> None:
-    """Release the buffer of the last gathered unit.
-
-    torch does so at the end of the root's forward, but a backward pass within a training step comes earlier.
-    """
+    """Release the buffer of the last gathered unit; torch does so only at the end of the root's forward."""
     context = root._get_fsdp_state()._comm_ctx
     if (received := context.all_gather_state) is not None:
         for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):

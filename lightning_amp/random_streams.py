@@ -33,9 +33,7 @@ def set_random_streams(states: tuple[Any, ...], device: torch.device | None = No
 
 @contextmanager
 def isolated_random_streams() -> Iterator[None]:
-    """Restore the random states after the block, also after an error; Lightning's version does not restore after
-    errors.
-    """
+    """Restore the random states after the block, also after an error, unlike Lightning's version."""
     states = random_streams()
     try:
         yield

@@ -121,10 +121,7 @@ class ProfiledStep:
         return max(alone + self.agreed_bytes(ranks), self.averaging_bytes(ranks))
 
     def averaging_bytes(self, ranks: int) -> int:
-        """Return the bytes while gradients are averaged: a byte per gradient, and copies of the small ones.
-
-        0 for one rank, which averages nothing.
-        """
+        """Return the bytes while several ranks average gradients: a byte per gradient, and small ones' copies."""
         if ranks == 1:
             return 0
         kinds, timeline = (*HELD, ACTIVATIONS), self.profile.timeline

@@ -153,10 +153,7 @@ class RankSizes:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that attention multiplies: p 3 w, for full attention n N.
-
-        fused and sdpa leave out masked pairs.
-        """
+        """Multiplied pairs of a query and a key: p 3 w, for full attention n N; fused and sdpa skip masked pairs."""
         if self.decoder.full:
             return self.anchors * self.decoder.anchors
         if self.in_kernels:

@@ -205,10 +205,7 @@ def largest_batches(
 
 
 def answers(seen_at: SeenAt, seen: ProfiledStep, *, ranks: int, budget: int, named: Plan | None = None) -> list[str]:
-    """Return two sentences for a plan on `ranks` ranks: the fewest devices and the largest batch.
-
-    The arguments are those of `largest_batches`.
-    """
+    """Return two sentences: the fewest devices and the largest batch; arguments as in `largest_batches`."""
     fewest, length = fewest_ranks(seen, budget), seen.profile.batch_size
     where = "for all of them" if fewest is not None and fewest.model > 1 else "on each"
     each = "" if length is None else f" with a batch of {length:,} {where}"

@@ -1,7 +1,4 @@
-"""Compute runs of buckets for banded_softmax.py in preallocated memory.
-
-Legend: that of banded_softmax.py.
-"""
+"""Compute runs of buckets for banded_softmax.py in preallocated memory; legend: that of banded_softmax.py."""
 
 import math
 from collections.abc import Iterator, Sequence
