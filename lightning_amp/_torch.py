@@ -282,7 +282,7 @@ def end_gathered(root: Any) -> None:
 
 
 def start_backward(root: Any, loss: torch.Tensor) -> None:
-    """Run the root's backward hooks for a backward pass of `loss`, so that gradients are reduced."""
+    """Register the root's pre-backward hook on a loss, so that the loss's backward pass reduces gradients."""
     _drop_received(root)
     loss.register_hook(root._get_fsdp_state()._pre_backward)  # type: ignore[no-untyped-call]
 

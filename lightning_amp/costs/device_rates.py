@@ -204,7 +204,7 @@ class Rates:
             plain: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise PlanError(f"expected rates as JSON, {source} is not JSON: {error}") from error
-        # a dict is checked first, because 1 is valid JSON too
+        # not compared with SCHEMA itself: the JSON text "1" would be equal
         schema = plain.get("schema") if isinstance(plain, dict) else f"no mapping, but {plain!r}"
         if schema != SCHEMA:
             raise PlanError(f"expected rates of schema {SCHEMA}, {source} has schema {schema!r}; calibrate again")

@@ -18,11 +18,11 @@ For strata, runs are chosen so that the slowest rank is as fast as possible:
 
 This is the segmentation problem to which Zhou et al. 2025 (CSIMD) reduce network division, with these differences:
 - They minimise rho_1 + rho_2 (Eq. 9): the slowest forward and the slowest backward stage of a pipeline, whose devices
-wait for each other after both (`schedule/cut.py`). Strata do not wait for each other, so a stratum has one cost,
-forward and backward together; for that case they name the one-dimensional problem and its bisection. - They bisect to a
-tolerance (Algorithm 2). Here the result is an optimum. - Their fixed cost of a run is the time to send the last layer's
-output; strata send nothing on. Here the additional cost is to reach the run: in a chained decoder a rank passes over
-all previous strata.
+  wait for each other after both (`schedule/cut.py`). Strata do not wait for each other, so a stratum has one cost,
+  forward and backward together; for that case they name the one-dimensional problem and its bisection.
+- They bisect to a tolerance (Algorithm 2). Here the result is an optimum.
+- Their fixed cost of a run is the time to send the last layer's output. Strata send nothing; their additional cost is
+  to reach the run: in a chained decoder a rank passes over all previous strata.
 
 Legend: c_k cost of stratum k, p_k cost of passing over it.
 """
@@ -191,7 +191,7 @@ def whole(numbers: Sequence[float]) -> tuple[list[int], int]:
 
 
 def paces(speeds: Sequence[float]) -> tuple[list[int], int]:
-    """Return whole-number times per unit of cost for devices of these speeds, and the number of time units per unit."""
+    """Return whole-number times per unit of cost for devices of these speeds, in units of 1 / (the second result)."""
     exact, scale = whole(speeds)
     common = lcm(*exact)
     return [scale * (common // speed) for speed in exact], common

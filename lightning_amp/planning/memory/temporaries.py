@@ -85,7 +85,7 @@ def forward_peak(key: Key, making: Making, cells: Cells) -> int:
 def backward_peak(key: Key, making: Making, cells: Cells) -> int:
     """Return the peak of a stratum's backward pass; several blocks of cells have had theirs before."""
     made = key.kept + making.kept
-    # attention's backward pass follows that of the feed-forward layer, when the latter's kept tensors are freed
+    # attention's backward pass follows that of the feed-forward layer, whose kept tensors are freed by then
     of_key = making.back
     if making.feed_forward_back is not None:
         of_key = max(of_key, made + making.feed_forward_back)

@@ -191,7 +191,7 @@ def _is_needless(seen: ProfiledStep, names: Collection[str], *, ranks: int, budg
 
 
 def _stages_are_needless(seen: ProfiledStep, *, ranks: int, budget: int | None, faster: bool = True) -> bool:
-    """Whether a search for stages is needless; they are possible, but a step with fewer samples would be counted.
+    """Whether stages are possible but not worth a search, which would count a step with fewer samples.
 
     Stages save the time to average the gradients' bytes, which counts only if `faster`; the number of messages stays.
     """

@@ -24,7 +24,7 @@ MOST_RANKS = 1024
 
 
 def missing(seen: ProfiledStep, best: Draft, *, budget: int) -> str:
-    """For a step that fits with no technique: say the least bytes found, and what would fit."""
+    """Return the least bytes found, and what would fit, for a step that fits with no technique."""
     ranks = best.ranks * best.model
     least = leanest(seen, ranks)
     # the chosen plan was counted as it runs, and needs no more than the predicted one with the same techniques
@@ -115,7 +115,7 @@ def _fewest_over_data(seen: ProfiledStep, budget: int, above: int) -> Draft | No
 
 
 def _staged(seen: ProfiledStep, stages: int, *, data: int) -> list[Draft]:
-    """Draft stages without, and if possible with, checkpointed blocks."""
+    """Draft stages with checkpointed blocks, else without; empty if neither is possible."""
     for again in (("*",), ()):
         made = stage_search().staged(seen, stages, data=data, budget=0, asked=StageOptions(again=again, chunks={}))
         if isinstance(made, Draft):

@@ -1,7 +1,7 @@
 """Plan a data directory's model: signals, devices and their memory decide what to install where.
 
 Policy "auto" compares all legal plans (auto.py), "paper" is AMP's fixed mapping (paper.py). If auto chooses another
-plan than the mapping, a note compares the memory of both.
+plan than the mapping, a note compares peak and time of both.
 """
 
 from collections.abc import Sequence
@@ -191,7 +191,7 @@ def _carried_out(
 
 
 def _of_paper(best: Candidate, request: PlanRequest) -> list[str]:
-    """Return a note on the memory of AMP's fixed mapping, if that is another plan."""
+    """Return a note on the peak and the time of AMP's fixed mapping, if that is another plan."""
     shape = request.shape
     chosen, _ = mapped(request)
     model = model_ranks_of(chosen, request)

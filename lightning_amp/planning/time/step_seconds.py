@@ -13,8 +13,8 @@ Operators run one after the other, each limited by its products or by its memory
 the roofline applies per operator. Under strata parallelism `deal` assigns the strata of a rank; in a chained decoder
 the rank also passes over the strata before, forward and backward.
 
-Known limits: collectives do not overlap with computation; the rank that has most of everything stands for all. Rates
-come from `device_rates.py`; comparing plans does not require calibrated rates.
+Known limits: the optimiser is not included; collectives do not overlap with computation; the rank that has most of
+everything stands for all. Rates come from `device_rates.py`; comparing plans does not require calibrated rates.
 
 Encoders, graph, other decoders, optimiser and Lightning's loop:
 

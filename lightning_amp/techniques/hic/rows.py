@@ -14,7 +14,7 @@ SENDS = "ranks send parts of a stratum while it is computed, which compile does 
 ONE_PLACEMENT = "both split the decoder over the model axis, which has room for one placement"
 
 RETAINED, AGAIN, STREAMED = "retain", "recompute", "stream"
-"""Choices on the decoder's axis `activations`: keep a stratum's tensors, recompute them, or run backward immediately."""
+"""Choices on the decoder's axis `activations`: keep a stratum's tensors, recompute them, or run backward directly."""
 CHUNK_QUERIES = 128
 """Queries per chunk of local attention; the paper uses 128 at 500 kb and 32 at 100 kb (Section 4)."""
 

@@ -49,7 +49,7 @@ def banded_softmax(
     values: Float[Tensor, "key dim"],
     *,
     window: int,
-    before: int,  # keys before that of the first query, whole buckets
+    before: int,  # keys before that of the first query, full buckets
     keep: bool = False,
 ) -> Float[Tensor, "row dim"]:
     """Compute attention of a run of buckets."""

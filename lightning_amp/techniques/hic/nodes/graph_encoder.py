@@ -127,7 +127,7 @@ def shard_vertices(n_vertices: int, anchors: AnchorShards, ids: Int[Tensor, " an
 
 
 class SharedVertices(nn.Module):
-    """This rank's vertices and their incoming edges, instead of the complete graph; buffers are on its device."""
+    """This rank's vertices and their incoming edges, instead of the full graph; buffers are on the edges' device."""
 
     place: Tensor  # own row of every vertex, -1 for vertices of other ranks
     ids: Tensor  # own vertices
