@@ -70,9 +70,9 @@ def mapped(request: PlanRequest) -> tuple[tuple[str, ...], list[str]]:
 
 
 def without_strata(request: PlanRequest) -> tuple[tuple[str, ...], list[str]]:
-    """Return the strategies of a module without a decomposed decoder, and a note if there are none.
+    """Return the strategies of a module without a decomposed decoder, with notes, one of them if it was not profiled.
 
-    The other techniques of such a module are chosen by a count of its step (planning/modules/).
+    Other techniques of a profiled module are chosen by a count of its step (planning/modules/).
     """
     own, notes = registered(request.diagnosis, request.shape, devices=request.devices)
     chosen = in_order(own | ({"S1"} if request.devices > 1 else set()))
@@ -98,9 +98,8 @@ def registered(diagnosis: Diagnosis, shape: ModelShape, *, devices: int) -> tupl
 
 
 def model_ranks_of(chosen: Collection[str], request: PlanRequest) -> int:
-    """Return the ranks of the model axis if the user does not set them.
-
-    All devices of a node (the paper's same-batch execution), limited by the channels, anchor buckets or strata.
+    """Return the ranks of the model axis: the user's number, or all devices of a node (the paper's same-batch execution),
+    limited by the numbers of channels, anchor buckets and strata.
     """
     if isinstance(request.model_parallel_size, int):
         return request.model_parallel_size

@@ -146,7 +146,7 @@ def _check_mode(mode: str, device: torch.device, decoder: Any) -> None:
 
 
 def _check_compiler(device: torch.device) -> None:
-    """Compile a small new function before the run, so that no compilation on disk is used."""
+    """Compile a small new function before the run; it is new so that no result in the disk cache is used."""
     # torch counts the graphs of a process, and those of earlier runs would use up the limit
     torch.compiler.reset()
     new = time.time_ns()
