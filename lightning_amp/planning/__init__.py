@@ -1,1 +1,1 @@
-"""Choose the techniques of a training run from the data, the model and the devices; imports no torch."""
+"""Plan which techniques to install: policies, plans, the memory model, the cost model, and reports."""

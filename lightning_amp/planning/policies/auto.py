@@ -35,7 +35,7 @@ CHOICES = tuple(((), *((name,) for name in on_axis(axis))) for axis in AXES)
 """Strategies that each choice on each other axis adds to a plan."""
 NEEDS_ATTENTION = {"S3", "fused", "sdpa", "nodes"}
 LOCAL_ATTENTION_ONLY = {"S3", "S5", "fused", "sdpa"}
-"""Techniques for local attention only: full attention uses torch's kernels already; its scores sum over all channels."""
+"""Techniques for local attention only: full attention uses torch's kernels, and its scores sum over all channels."""
 KERNEL_CHANNELS = 8
 """On an accelerator torch's attention kernels require rows of a multiple of 16 bytes, also in bfloat16."""
 TIE = 1.02
