@@ -1,1 +1,1 @@
-"""Plan which techniques to install: policies, plans, the memory model, the cost model, and reports."""
+"""Choose the techniques of a training run from the data, the model and the devices; imports no torch."""
