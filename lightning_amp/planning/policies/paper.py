@@ -98,8 +98,8 @@ def registered(diagnosis: Diagnosis, shape: ModelShape, *, devices: int) -> tupl
 
 
 def model_ranks_of(chosen: Collection[str], request: PlanRequest) -> int:
-    """Return the ranks of the model axis: the user's number, or all devices of a node (same-batch execution in the paper),
-    limited by the numbers of channels, anchor buckets and strata.
+    """Return the ranks of the model axis: the user's number, or all devices of a node (the paper's same-batch execution)
+    but no more than there are channels, anchor buckets or strata.
     """
     if isinstance(request.model_parallel_size, int):
         return request.model_parallel_size
