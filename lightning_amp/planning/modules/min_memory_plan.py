@@ -153,7 +153,7 @@ class LargestBatch:
 
     Attributes:
         plain: Samples per rank without techniques.
-        lean: Samples with techniques.
+        lean: Samples with techniques, per rank or per `sharing` ranks.
         techniques: Techniques of `lean`.
         sharing: Ranks that share the batch of `lean`, as stages of a pipeline.
     """

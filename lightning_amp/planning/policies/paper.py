@@ -98,7 +98,7 @@ def registered(diagnosis: Diagnosis, shape: ModelShape, *, devices: int) -> tupl
 
 
 def model_ranks_of(chosen: Collection[str], request: PlanRequest) -> int:
-    """Return the ranks of the model axis: the user's number, or all devices of a node (the paper's same-batch execution)
+    """Return the model axis size: the user's number, or all devices of a node (the paper's same-batch execution),
     but no more than there are channels, anchor buckets or strata.
     """
     if isinstance(request.model_parallel_size, int):

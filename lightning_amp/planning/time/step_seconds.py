@@ -211,7 +211,7 @@ def decoder_seconds(shape: ModelShape, axes: Axes, mesh: MeshShape, rates: Rates
 
 
 def predicted_times(shape: ModelShape, axes: Axes, mesh: MeshShape, rates: Rates) -> dict[str, Any]:
-    """Return a plan's fields on the time of a step; without strata the decoder takes no time."""
+    """Return a plan's fields on the time of a step; without strata the time of the decoder is None."""
     seconds = decoder_seconds(shape, axes, mesh, rates)
     return {
         "predicted_step_seconds": seconds or None,
