@@ -1,8 +1,8 @@
 """Train a PyTorch Lightning module within a memory budget: `Trainer(strategy="amp")`.
 
-Importing this package registers the strategies "amp", "amp_spawn", "amp_fork" and "amp_notebook" with Lightning,
-whichever of the two is imported first, and does nothing else: every public name is loaded on first use, so the
-command line can profile and plan without loading torch.
+Importing this package registers the strategies "amp", "amp_spawn", "amp_fork" and "amp_notebook" with Lightning.
+The order of the two imports does not matter. Every public name is loaded on first use, so that the command line can
+profile and plan without loading torch.
 """
 
 from importlib import import_module
@@ -71,7 +71,7 @@ _HOME = {
     "ModuleChunks": "techniques.chunk.run.module_chunks",
     "PipelineCut": "techniques.pipeline.schedule.cut",
     "cut_pipeline": "techniques.pipeline.schedule.cut",
-    # with the report that it prints as, as the profiles below
+    # these modules also register how plans and profiles are printed
     "Plan": "planning.reports.plan_report",
     "plan": "public",
     "register_flow": "graph.build_table",

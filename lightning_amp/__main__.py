@@ -1,4 +1,4 @@
-"""`python -m lightning_amp VERB`, as `lightning-amp VERB`."""
+"""Run the command line: `python -m lightning_amp VERB` is the same as `lightning-amp VERB`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Every name of torch outside its public interface that this package uses, with the reason."""
+"""Import every private name of torch that this package uses, with the reason; wrap private calls in functions."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# collectives that autograd and fake tensors see; torch.distributed.tensor is built on them
+# collectives that autograd and fake tensors support; torch.distributed.tensor uses them
 import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor, nn
 
@@ -18,61 +18,61 @@ from torch import _foreach_mul as times_each
 from torch import _foreach_mul_ as scale_each
 from torch import _foreach_neg_ as negate_each
 
-# runs an operator without what a subclass of Tensor has in its place
+# runs an operator without the __torch_function__ of a subclass of Tensor
 from torch._C import DisableTorchFunctionSubclass as disable_torch_function
 
-# what is done to tensors that autograd saves, by the innermost context that is on
+# the innermost active hooks on tensors that autograd saves
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_saving_hooks
 
-# many tensors as one and back, without a call of Python for each
+# packs many tensors into one and unpacks them, without a Python call per tensor
 from torch._C._nn import flatten_dense_tensors as flatten_each
 from torch._C._nn import unflatten_dense_tensors as unflatten_like
 
 # one operator with its schema, as the nodes of a captured graph have it
 from torch._ops import OpOverload as OpOverload
 
-# tensors with a shape and no values: a module that is given one is being simulated
+# tensors with a shape and no values; a module that gets one is being simulated
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 
-# computes shapes of operators on them, and moves no values
+# computes only the shapes of operators on fake tensors
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
-# while it is on, operators see fake tensors as tensors of the device "meta"
+# while active, operators treat fake tensors as tensors of the device "meta"
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager as as_meta
 
-# the number that autograd gives to the next node of the graph
+# the sequence number of the next node of the autograd graph
 from torch.autograd import _get_sequence_nr as autograd_order  # type: ignore[attr-defined]
 
-# the node of a Function written in Python, whose backward is not that of its operators
+# the graph node of a Function written in Python, whose backward pass is user-defined
 from torch.autograd.function import BackwardCFunction as PythonNode
 
-# what torch.distributed's composable functions, fully_shard among them, leave on a module
+# the marks that torch.distributed's composable functions, such as fully_shard, leave on a module
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping as composable_states
 
-# the store of the default process group, which all ranks can reach without a collective
+# the store of the default process group, which all ranks can access without a collective
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 
-# what a module of `fully_shard` is at
+# state of a `fully_shard` module: idle, forward or backward pass
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributions import Distribution
 
-# writes down the operators of a call above autograd; what torch.export and AOTAutograd begin with
+# records the operators of a call above autograd; torch.export and AOTAutograd start with it
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 
-# the common base of BatchNorm1d, 2d and 3d, which `nn.SyncBatchNorm.convert_sync_batchnorm` itself looks for
+# the common base of BatchNorm1d, 2d and 3d; `nn.SyncBatchNorm.convert_sync_batchnorm` tests for the same class
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 
-# the common class of nn.Dropout, nn.Dropout2d, nn.AlphaDropout, ...
+# the common base of nn.Dropout, nn.Dropout2d, nn.AlphaDropout, ...
 from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 
-# a process group of any size inside one process, whose collectives move nothing
+# a process group of any size inside one process, whose collectives transfer nothing
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 
-# a context that sees every operator: counts of bytes, draws that depend on the cell
+# a context that intercepts every operator: to count bytes, or to draw random numbers per cell
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-# a context in which no such context sees anything: what plans a step is no part of it
+# disables all such contexts: planning code must not be recorded as part of a step
 from torch.utils._python_dispatch import _disable_current_modes as unseen
 
 # the leaves of nested tuples, lists and dictionaries
@@ -82,18 +82,18 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-# attention in one kernel, and its backward pass; the public function may pick one that makes all scores
+# attention in one kernel, and its backward pass; the public function may pick one that stores all scores
 attend_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 attend_on_cpu_back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 attend_on_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
 attend_on_cuda_back = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 
-# what is imported above under another name; mypy takes it for private otherwise
+# names that are imported above under another name; mypy treats them as private otherwise
 __all__ = ["AnyBatchNorm", "AnyDropout", "PythonNode", "as_meta", "autograd_order", "default_store"]
 __all__ += ["add_each", "copy_each", "flatten_each", "negate_each", "scale_each", "times_each", "unflatten_like"]
 __all__ += ["disable_torch_function", "functional_collectives", "top_saving_hooks", "unseen"]
 
-# flash attention of a CPU, forward and backward, and the operator of CUDA that computes the same
+# CPU flash attention, forward and backward -> the CUDA operator that computes the same
 FLASH_ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
@@ -101,49 +101,49 @@ FLASH_ATTENTION = {
     ),
 }
 
-# by which a user chooses an allocator, or how it works
+# environment variables that select or configure the allocator
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 # x where another tensor is above a threshold, else 0, in one kernel
 past_threshold = torch.ops.aten.threshold_backward.default
 
-# the backward pass of a GELU, to memory that is there
+# the backward pass of a GELU, written to an existing tensor
 gelu_backward = torch.ops.aten.gelu_backward.grad_input
 
-# factor * sigmoid(beta x) in one kernel, to memory that is there
+# factor * sigmoid(beta x) in one kernel, written to an existing tensor
 softplus_backward = torch.ops.aten.softplus_backward.grad_input
 
 ACTIVATIONS_IN_C = "torch._C._nn"
-"""Has functions with `out=` and without Python around them, which torch.nn.functional has not."""
+"""Module with activations that accept `out=` and have no Python code around them, unlike torch.nn.functional."""
 
 IS_ALL_TRUE = torch.ops.aten._is_all_true.default
-"""By which `torch.distributions` checks arguments (`validate_args`), and little else."""
+"""Operator with which `torch.distributions` checks arguments (`validate_args`); little else uses it."""
 GROUPED_MM = torch.ops.aten._grouped_mm.default
 CTC_LOSS = torch.ops.aten._ctc_loss.Tensor
-"""With lengths as tensors; lists of numbers have a backward pass that fails without values."""
+"""Variant with lengths as tensors; the backward pass of the variant with lists of numbers fails on fake tensors."""
 RNN_ON_CPU = torch.ops.aten.mkldnn_rnn_layer.default
 
 SOFTMAX_BACKWARD = (torch.ops.aten._softmax_backward_data.default, torch.ops.aten._softmax_backward_data.out)
 
 
 def softmax_backward(grad: Tensor, weights: Tensor, *, out: Tensor) -> None:
-    """The backward pass of a softmax over the last dim in one kernel, to memory that is there."""
-    # torch writes one number after the other, whatever the strides of the output are
+    """Compute the backward pass of a softmax over the last dim in one kernel, into `out`."""
+    # torch writes contiguously, whatever the strides of `out` are
     assert out.is_contiguous(), "the output of a softmax's backward pass is contiguous"
     torch._softmax_backward_data(grad, weights, -1, out.dtype, grad_input=out)
 
 
 def has_no_values(value: object) -> bool:
-    """Whether it is a tensor without memory: one of a fake mode (a placeholder too), or on the device "meta"."""
+    """Whether `value` is a tensor without memory: a fake tensor (also a placeholder), or one on the device "meta"."""
     if not isinstance(value, Tensor):
         return False
     return any(isinstance(part, FakeTensor) or part.is_meta for part in parts_of(value))
 
 
 def fake_like(first: dict[str, Any], on_meta: Tensor, device: torch.device) -> Tensor:
-    """A fake tensor of a tensor on "meta", with the attributes of another one of its device that torch has made new.
+    """Make a fake tensor of `on_meta`; `first` has the attributes of a fake tensor of the same device that torch made.
 
-    torch's constructor does the same, and takes longer than all else of an operator on fake tensors.
+    torch's constructor does the same, but takes longer than the rest of an operator on fake tensors.
     """
     found = Tensor._make_subclass(FakeTensor, on_meta, False, dispatch_device=True, device_for_backend_keys=device)
     if first["fake_mode"]._allow_unsafe_data_ptr_access:
@@ -155,22 +155,22 @@ def fake_like(first: dict[str, Any], on_meta: Tensor, device: torch.device) -> T
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """The tensors that a wrapper of torch's protocol holds, such as a rank's part; of another tensor itself."""
+    """Return the tensors inside a wrapper subclass, such as a rank's shard; of another tensor, the tensor itself."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
-    # a DTensor lists its mesh among the parts
+    # a DTensor also lists its mesh, which is not a tensor
     parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
     return [inner for part in parts if isinstance(part, Tensor) for inner in parts_of(part)]
 
 
 def is_watched() -> bool:
-    """Whether a mode sees every operator of this thread; other threads' operators it would not see."""
+    """Whether a mode intercepts every operator of this thread; it would not intercept those of other threads."""
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
 
 
 @contextmanager
 def failures_unlogged() -> Iterator[None]:
-    """An operator that fails on fake tensors raises; torch would also write a traceback into the log."""
+    """Suppress torch's log of operators that fail on fake tensors; the error is raised anyway."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -181,22 +181,22 @@ def failures_unlogged() -> Iterator[None]:
 
 
 def in_transform() -> bool:
-    """Whether a function runs that torch.func has transformed, by vmap, grad, jvp or another."""
+    """Whether the current code runs inside a torch.func transform, such as vmap, grad or jvp."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def autograd_node() -> Any:
-    """The node of the graph that the backward pass is at, in this thread; None outside of a backward pass."""
+    """Return the node that the backward pass of this thread is computing; None outside of a backward pass."""
     return torch._C._current_autograd_node()
 
 
 def version_of(x: Tensor) -> int:
-    """Autograd's count of writes to a tensor; one that was made in inference mode has none."""
+    """Return autograd's counter of in-place writes to a tensor; an inference tensor has none."""
     return 0 if x.is_inference() else x._version
 
 
 def whole_of(x: torch.Tensor) -> torch.Tensor:
-    """The tensor that a view is a part of, itself for one that is none."""
+    """Return the base of a view, or the tensor itself if it is not a view."""
     return x if x._base is None else x._base
 
 
@@ -207,25 +207,24 @@ def has_kernel(operator: OpOverload, key: str) -> bool:
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Whether a module is what `torch.compile` returns."""
-    # late: it takes seconds, and Lightning has imported it wherever there is a compiled module
+    """Whether a module was returned by `torch.compile`."""
+    # imported here, because it takes seconds; if there is a compiled module, Lightning has imported it already
     from torch._dynamo import OptimizedModule
 
     return isinstance(module, OptimizedModule) or bool(vars(module).get("_compiler_ctx"))
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is what `torch.compile` returns, or `module.compile()` has compiled it in place."""
+    """Whether a module was returned by `torch.compile`, or compiled in place by `module.compile()`."""
     return is_wrapped(module) or bool(vars(module).get("_compiled_call_impl"))
 
 
 def compile_settings(*, graphs: int) -> AbstractContextManager[Any]:
-    """Settings of torch.compile for as long as the context lasts.
+    """Return a context with settings of torch.compile: one graph serves parameters and buffers of any size.
 
-    Parameters and buffers of any size are for one graph, and more graphs of a function than these are an error, where
-    torch would go on without compiling it.
+    More than `graphs` graphs of a function raise an error; by default torch would continue without compiling it.
     """
-    # late, as above
+    # imported here, as above
     from torch._dynamo import config
 
     found: AbstractContextManager[Any] = config.patch(
@@ -239,40 +238,37 @@ def compile_settings(*, graphs: int) -> AbstractContextManager[Any]:
 
 
 def values_are_checked() -> bool:
-    """Whether torch's distributions check the values that they are given, those aside that say so themselves."""
+    """Whether torch's distributions validate their arguments by default; a distribution may override this."""
     return Distribution._validate_args
 
 
 def multiplies_in_tf32() -> bool:
-    """Whether float32 products may run in TF32 on CUDA, by whichever of torch's two settings it was requested."""
+    """Whether float32 products may run in TF32 on CUDA, by either of torch's two settings."""
     asked = torch.backends.cuda.matmul.fp32_precision
-    # "none" leaves it to the setting of all backends
+    # "none" means the setting of all backends
     of_all = torch.backends.fp32_precision  # type: ignore[attr-defined]
     return bool((of_all if asked == "none" else asked) == "tf32")
 
 
 def set_allocator(settings: str) -> None:
-    """Set how an accelerator's allocator takes segments from now on, as `ALLOCATOR_VARIABLES` do."""
+    """Configure an accelerator's allocator for future segments, as `ALLOCATOR_VARIABLES` do."""
     torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def make_root(root: Any) -> None:
-    """Let a module be the root of `fully_shard`: else it is the one whose forward comes first, be it a block's."""
+    """Make a module the root of `fully_shard`; by default the root is the first module that runs, maybe a block."""
     root._get_fsdp_state()._lazy_init()
 
 
 def begin_gathered(root: Any) -> None:
-    """Gather the root's parameters of `fully_shard`, as its forward does: a training step is no forward."""
-    # torch before 2.13 moves arguments to an accelerator and takes the first, so there must be one
+    """Gather the root's `fully_shard` parameters, as its forward does; `training_step` does not call forward."""
+    # torch before 2.13 moves the arguments to an accelerator and reads the first one, so there must be one
     root._get_fsdp_state()._pre_forward(root, (None,), {})
     _drop_received(root)
 
 
 def _drop_received(root: Any) -> None:
-    """Release the buffer in which the last unit arrived; torch does so at the end of the root's forward.
-
-    A backward pass that is begun within a training step comes before that.
-    """
+    """Release the buffer of the last gathered unit; torch does so only at the end of the root's forward."""
     context = root._get_fsdp_state()._comm_ctx
     if (received := context.all_gather_state) is not None:
         for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
@@ -281,32 +277,32 @@ def _drop_received(root: Any) -> None:
 
 
 def end_gathered(root: Any) -> None:
-    """What follows the root's forward; its parameters stay gathered."""
+    """Run the hooks that follow the root's forward; its parameters stay gathered."""
     root._get_fsdp_state()._post_forward(root, (), None)
 
 
 def start_backward(root: Any, loss: torch.Tensor) -> None:
-    """Let the backward pass of a loss begin and end as one through the root's forward: its gradients are reduced."""
+    """Register the root's pre-backward hook on a loss, so that the loss's backward pass reduces gradients."""
     _drop_received(root)
     loss.register_hook(root._get_fsdp_state()._pre_backward)  # type: ignore[no-untyped-call]
 
 
 def own_class(module: nn.Module) -> tuple[type[nn.Module], tuple[str, ...]]:
-    """A module's class below that which `fully_shard` gives it, and what that leaves on it, which no copy can have."""
+    """Return a module's class before `fully_shard`, and the attributes of `fully_shard`, which a copy cannot have."""
     kind = type(module)
     return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 0)], (STATE_KEY, REGISTRY_KEY)
 
 
 def forget_step(root: Any) -> None:
-    """Put `fully_shard` back to before a step that has failed or ended early: parameters sharded, nothing under way."""
+    """Reset `fully_shard` after a failed or interrupted step: parameters are sharded, nothing is pending."""
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
         return
-    # torch 2.11 and 2.12 have no such method: the same by hand
+    # torch 2.11 and 2.12 lack this method: the same steps by hand
     _drop_received(root)
     state = root._get_fsdp_state()
     stream, comm = state._device_handle.current_stream(), state._comm_ctx
-    # one in torch 2.11, a list in 2.12
+    # a single state in torch 2.11, a list in 2.12
     sent = [getattr(comm, "reduce_scatter_state", None), *getattr(comm, "reduce_scatter_states", ())]
     events = [one.event for one in sent if one is not None]
     for one in state._state_ctx.all_states:
@@ -330,14 +326,14 @@ def forget_step(root: Any) -> None:
 
 
 def _param_groups(state: Any) -> Sequence[Any]:
-    """A module's groups of parameters that are gathered together."""
-    # one in torch 2.11
+    """Return a module's groups of parameters that are gathered together."""
+    # a single group in torch 2.11
     found = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in found if group is not None]
 
 
 def undo_fully_shard(root: nn.Module) -> None:
-    """Take off a module all that `fully_shard` has put there, but for its parameters; torch has no way back."""
+    """Remove everything that `fully_shard` has added to a module, except for its parameters; torch has no inverse."""
     for module in root.modules():
         state = composable_states.pop(module, lambda: None)()
         for attribute in (STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"):
@@ -352,5 +348,5 @@ def undo_fully_shard(root: nn.Module) -> None:
             handles += [parameter._post_load_hook_handle for parameter in group.fsdp_params]
         for handle in handles:
             handle.remove()
-        # a module on which `fully_shard` has failed has its class still
+        # a module on which `fully_shard` has failed still has its class
         module.__class__ = type(module).__mro__[getattr(module, "_orig_cls_mro_index", 0)]

@@ -1,4 +1,4 @@
-"""Refuse second derivatives through functions whose backward pass is written by hand."""
+"""Raise an error on second derivatives through functions with a hand-written backward pass."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -10,22 +10,22 @@ from lightning_amp.errors import ModelError
 
 
 def refuse_second(what: str) -> None:
-    """Raise a ModelError in a backward pass that is differentiated in its turn (`create_graph=True`)."""
+    """Raise a ModelError if the backward pass is being differentiated (`create_graph=True`)."""
     if torch.is_grad_enabled():
         raise ModelError(f"a second derivative is not supported (create_graph=True) through {what}")
 
 
 def first_only(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate the backward pass of a function that is not linear, so that it is not differentiated in its turn.
+    """Decorate the backward pass of a function that is not linear, so that differentiating it raises an error.
 
-    torch's `once_differentiable` says nothing where the gradient that comes in is a constant, as in
-    `torch.autograd.grad(y.sum(), x, create_graph=True)`: what depends on saved tensors would be lost in silence.
+    `once_differentiable` does not raise if the incoming gradient is a constant, as in
+    `torch.autograd.grad(y.sum(), x, create_graph=True)`: the terms of saved tensors would be silently lost.
 
     Args:
-        what: What is computed, and what to do instead, for the message.
+        what: The computation and the alternative, for the message.
 
     Raises:
-        ModelError: By the backward pass, with `create_graph=True`.
+        ModelError: In the backward pass, with `create_graph=True`.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:

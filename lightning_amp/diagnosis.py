@@ -102,7 +102,7 @@ SIGNALS: dict[str, Callable[[ModalityProfile], tuple[bool, str]]] = {
     HEAVY_DECOMPOSITION: heavy_decomposition,
 }
 FROM_OUTSIDE: dict[str, Detect] = {}
-"""Signals of `register_signal`, in the order of registration."""
+"""Signals registered with `register_signal`, in order."""
 
 
 def register_signal(name: str, detect: Detect) -> None:

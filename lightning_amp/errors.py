@@ -1,8 +1,8 @@
-"""Define the errors that a user can cause; each states what was found, what is allowed and what to do."""
+"""Define the errors that a user can cause; each message states what was found, what is allowed and what to do."""
 
 
 class AmpError(Exception):
-    """Base of every error that lightning_amp raises for a user's mistake; the command line exits with 2 on it."""
+    """Base class of errors caused by a user's mistake; the command line exits with status 2."""
 
 
 class DataError(AmpError):
@@ -14,7 +14,7 @@ class PlanError(AmpError):
 
 
 class InstallError(AmpError):
-    """A plan does not fit the module it is installed on; the module is left as it was."""
+    """A plan does not fit the module it is installed on; the module is unchanged."""
 
 
 class ModelError(AmpError):
@@ -22,8 +22,8 @@ class ModelError(AmpError):
 
 
 class ShardError(AmpError):
-    """An operator cannot be computed on the parts of a sharded tensor."""
+    """An operator cannot be computed on the shards of a tensor."""
 
 
 STATUS_OF_INTERRUPT = 130
-"""Exit status of a process that SIGINT has ended, as shells have it."""
+"""Exit status of a process that SIGINT has stopped, as in shells."""

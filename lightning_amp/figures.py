@@ -1,7 +1,7 @@
 """Draw all figures: memory per stratum and over a step, embedding of cells, contact maps.
 
-Drawn through matplotlib's object interface: no window system, no global state, so it is safe on any rank and
-in any notebook. Pictures are PNG at 150 dots per inch.
+The figures use matplotlib's object interface, which needs no window system and no global state, so they can be drawn
+on any rank and in any notebook. They are saved as PNG at 150 dots per inch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,8 @@ from numpy.typing import ArrayLike, NDArray
 DPI = 150
 INK, GREY, RED = "#222222", "#8a8a8a", "#c1272d"
 NO_DATA = "#d9d9d9"
-# Okabe and Ito's colours, which any colour vision can distinguish. More classes take ten dark colours, then the same
-# in a light tone, with another marker after each ten: a small marker alone is hard to see.
+# Okabe and Ito's colours, which are safe for colour-blind readers. More classes use ten dark colours, then the same in
+# a light tone, with another marker after each ten: a small marker alone is hard to see.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 MARKERS = ("o", "^", "s", "D", "v", "P")
 BUDGET_IN_SIGHT = 20
@@ -47,14 +47,14 @@ def memory_curve(
     title: str,
     rank_label: str,
 ) -> None:
-    """Draw peak memory against the stratum, predicted and measured, and the budget if it is in sight.
+    """Draw peak memory against the stratum, predicted and measured, and the budget if it is near the data.
 
     Args:
         predicted_bytes: [stratum], or None when nothing was predicted
         measured_bytes: [stratum], or None when nothing was measured
         budget_bytes: memory that may be used; beyond 20 times the data only the legend shows it
     """
-    # The prediction is drawn last and thin: a good one lies on the measurement and must stay visible.
+    # the prediction is drawn last and thin: a good one covers the measurement, which must stay visible
     curves = [
         (measured_bytes, f"measured, {rank_label}", "-", PALETTE[0], 3.2),
         (predicted_bytes, "predicted", "--", PALETTE[1], 1.6),
@@ -77,10 +77,10 @@ def simulated_memory(
     """Draw memory after each stratum of a simulated step with the prediction, its peak, and the budget.
 
     Args:
-        simulated_bytes: [stratum], as far as the step came; NaN of those that other ranks run
+        simulated_bytes: [stratum], up to where the step stopped; NaN for strata of other ranks
         predicted_bytes: [stratum]
-        peak_bytes: most bytes alive at once; what was alive or asked for where the budget was exceeded
-        failed_at: where the budget was exceeded, None where it was not
+        peak_bytes: most bytes alive at once; if the budget was exceeded, the bytes alive and requested there
+        failed_at: where the budget was exceeded; None if it was not
         budget_bytes: memory that may be used; beyond 20 times the data only the legend shows it
     """
     curves = [
@@ -105,8 +105,8 @@ class StepCurve:
     """Memory over one training step.
 
     Attributes:
-        phases: [stretch], what the step does.
-        lengths: [stretch], operators.
+        phases: [stretch], phase of the step, such as the forward pass.
+        lengths: [stretch], number of operators.
         by_kind: kind -> [stretch] bytes.
         holders: module -> kind -> bytes at the peak, largest module first.
     """
@@ -118,19 +118,19 @@ class StepCurve:
 
     @property
     def total(self) -> NDArray[np.int64]:
-        """[stretch] bytes of all kinds."""
+        """Bytes of all kinds, [stretch]."""
         found: NDArray[np.int64] = np.array(list(self.by_kind.values()), dtype=np.int64).sum(0)
         return found
 
     @property
     def edges(self) -> NDArray[np.float64]:
-        """[stretch + 1], where each begins, as a share of the step."""
+        """Start of each stretch as a share of the step, and 1: [stretch + 1]."""
         found: NDArray[np.float64] = np.cumsum([0, *self.lengths]) / sum(self.lengths)
         return found
 
     @property
     def begins(self) -> dict[float, str]:
-        """Where the phases begin, as shares of the step; without short ones, such as what hooks do in between."""
+        """Start of each phase as a share of the step; short phases, such as those of hooks, are left out."""
         firsts = [k for k, phase in enumerate(self.phases) if k == 0 or phase != self.phases[k - 1]]
         edges = [*(float(self.edges[k]) for k in firsts), 1.0]
         long = (k for k in range(len(firsts)) if edges[k + 1] - edges[k] >= SHORT_PHASE)
@@ -143,7 +143,7 @@ def step_memory(
     """Draw memory over a training step as an area by kind, and next to it the modules that hold most at the peak.
 
     Args:
-        predicted: the same step before it was run, drawn as a line and as marks
+        predicted: the same step, predicted before it was run, drawn as a line and as marks
         at: where in the step the peak is
         budget_bytes: memory that may be used; beyond 20 times the data only the legend shows it
     """
@@ -159,7 +159,7 @@ def step_memory(
     if predicted is not None:
         own, its, edges = predicted.begins, step.begins, predicted.edges
         if [*own.values()] == [*its.values()]:
-            # each phase as long as the step's, and places inside of it in proportion: without values an optimiser runs
+            # align the phases with the measured ones, and interpolate within a phase: on fake tensors an optimizer runs
             # other operators
             edges = np.interp(edges, [*own, 1.0], [*its, 1.0])
         over_time.stairs(predicted.total / size, edges, color=INK, ls="--", lw=1.2, label="predicted")
@@ -186,15 +186,15 @@ def embedding(
     title: str,
     axis_names: tuple[str, str] = ("dimension 1", "dimension 2"),
 ) -> None:
-    """Draw cells in the plane, once for each kind of label, side by side.
+    """Draw an embedding of cells, one panel for each kind of label, side by side.
 
     Args:
         xy: [cell, 2]
         labels: heading of a panel -> class of every cell
-        axis_names: what the two axes are
+        axis_names: labels of the two axes
     """
     points = np.asarray(xy, dtype=np.float64)
-    # with the width that a legend takes, so that the panel next to it stays as wide as it is high
+    # add the width of the legend, so that each panel stays square
     width = 0.0
     for classes in labels.values():
         names = {str(name) for name in classes}
@@ -216,11 +216,11 @@ def contact_maps(
 
     Args:
         maps: heading -> [bin, bin] contacts, NaN where there are no data
-        chromosomes: of each bin; bins of a chromosome follow each other
-        starts: of each bin, in base pairs
+        chromosomes: chromosome of each bin; bins of a chromosome are consecutive
+        starts: start of each bin, in base pairs
     """
     values = {heading: np.asarray(contacts, dtype=np.float64) for heading, contacts in maps.items()}
-    # from the largest value of all maps down to what a map shows of a pair in contact, 1,000 times less at most
+    # from the largest value of all maps down to the smallest, but over a factor of COLOUR_RANGE (1,000) at most
     scale, positive = LogNorm(0.1, 1.0), np.concatenate([found[found > 0] for found in values.values()])
     if len(positive):
         top = float(positive.max())
@@ -229,7 +229,7 @@ def contact_maps(
     panels = list(figure.subplots(1, len(maps), squeeze=False)[0])
     colours = colormaps["Reds"].with_extremes(under="white", bad=NO_DATA)
     for axes, (heading, contacts) in zip(panels, values.items(), strict=True):
-        # a logarithmic scale masks zeros, as it does what is not known
+        # a logarithmic scale would mask zeros like missing data
         shown = np.ma.masked_invalid(np.where(contacts == 0, (scale.vmin or 1.0) / 2, contacts))
         image = axes.imshow(shown, cmap=colours, norm=scale, interpolation="nearest")
         axes.set_title(heading, fontsize=11)
@@ -242,8 +242,8 @@ def contact_maps(
 
 
 def _name_bins(axes: Axes, chromosomes: NDArray[Any], starts: NDArray[Any]) -> None:
-    """Write megabases at a few bins and the chromosomes' names outside of them, and draw where these end."""
-    # the first bin of every chromosome
+    """Label a few bins with megabases, put the chromosomes' names outside, and draw lines between chromosomes."""
+    # first bin of each chromosome
     first = np.flatnonzero(np.r_[True, chromosomes[1:] != chromosomes[:-1]])
     ends = np.r_[first[1:], len(chromosomes)]
     for end in ends[:-1]:
@@ -265,7 +265,7 @@ def _name_bins(axes: Axes, chromosomes: NDArray[Any], starts: NDArray[Any]) -> N
 
 
 def _draw_holders(axes: Axes, step: StepCurve, predicted: StepCurve | None, *, unit: str, size: float) -> None:
-    """Bars by kind of the modules that hold most at the peak; of those that were predicted to, a mark."""
+    """Draw a stacked bar for each of the largest modules at the peak, and a mark at its predicted total."""
     names = list(step.holders)[:HOLDERS]
     left = np.zeros(len(names))
     for kind, colour in zip(step.by_kind, PALETTE, strict=False):
@@ -323,7 +323,7 @@ def _draw_budget(axes: Axes, budget_bytes: float | None, *, top: float, size: fl
 def _scatter(axes: Axes, points: NDArray[np.float64], classes: NDArray[np.str_]) -> None:
     names, codes = np.unique(classes, return_inverse=True)
     size = 34 if len(points) < 300 else 12
-    order = np.random.default_rng(0).permutation(len(points))  # else the class drawn last hides the others
+    order = np.random.default_rng(0).permutation(len(points))  # otherwise the class drawn last would hide the others
     tones = np.array(PALETTE)
     if len(names) > len(PALETTE):
         tones = np.array([to_hex(colour) for colour in colormaps["tab20"](range(20))]).reshape(10, 2).T.ravel()
@@ -335,7 +335,7 @@ def _scatter(axes: Axes, points: NDArray[np.float64], classes: NDArray[np.str_])
         axes.scatter(x, y, c=colours[codes[mine]], marker=marker, s=size, linewidths=0, alpha=0.8)
     for name, colour, marker in zip(names, colours, markers, strict=True):
         axes.scatter([], [], color=colour, marker=marker, s=size, label=name)
-    # distances in an embedding mean the same along both axes
+    # distances in an embedding have the same meaning along both axes
     axes.set_aspect("equal", adjustable="datalim")
     axes.set(xticks=[], yticks=[])
     n_columns = -(-len(names) // LEGEND_ROWS)
@@ -343,18 +343,18 @@ def _scatter(axes: Axes, points: NDArray[np.float64], classes: NDArray[np.str_])
 
 
 def _unit(n_bytes: float) -> tuple[str, int]:
-    """Return the unit in which a number of bytes reads best, and its size in bytes."""
+    """Return a readable unit for a number of bytes, and its size in bytes."""
     fitting = [(unit, 2**power) for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)) if n_bytes >= 2**power]
     return fitting[0] if fitting else ("bytes", 1)
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches."""
+    """Return an empty figure; width and height are in inches."""
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write it as PNG."""
+    """Save a figure as PNG."""
     figure.savefig(path, format="png", bbox_inches="tight", pad_inches=0.1)

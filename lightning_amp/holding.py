@@ -1,4 +1,4 @@
-"""Give a context variable, or attributes of an object, other values for a while."""
+"""Set a context variable temporarily."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 @contextmanager
 def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Let a context variable have a value for as long as the block lasts."""
+    """Set a context variable within the block, and reset it afterwards."""
     token = variable.set(value)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Report the progress of long work outside Lightning on standard error: a bar, or lines in a log file."""
+"""Show the progress of long work outside Lightning on standard error: a bar on a terminal, else lines of text."""
 
 import sys
 import time
@@ -7,15 +7,15 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 SLOW = 10.0
-"""Seconds without a word after which a line is written where no bar can be drawn."""
+"""Seconds between two lines of text, where no bar can be drawn."""
 
 
 def track(iterable: Iterable[Item], *, description: str, total: int) -> Iterator[Item]:
-    """Hand on the items one by one, with a progress bar when standard error is a terminal, else a line when slow."""
+    """Yield the items, with a progress bar if standard error is a terminal, else with a line every `SLOW` seconds."""
     if not sys.stderr.isatty():
         yield from _with_lines(iterable, description, total)
         return
-    # rich takes 50 ms to import; a run whose output goes to a file never pays for it.
+    # importing rich takes 50 ms, which is spent only on a terminal
     from rich.console import Console
     from rich.progress import track as draw
 

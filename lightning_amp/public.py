@@ -1,4 +1,4 @@
-"""`lightning_amp.profile` and `lightning_amp.plan`: of a data directory, or of any module's training step."""
+"""Define `lightning_amp.profile` and `lightning_amp.plan`, for data directories and for any LightningModule."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from lightning_amp.planning.modules.plan_module import Counted, plan_step
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as plan_data
 
-# what profiles and plans print as
+# registers how profiles and plans are printed
 from lightning_amp.planning.reports import module_report, plan_report  # noqa: F401
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import Attention
@@ -51,10 +51,10 @@ def profile(
 
     Args:
         what: The path of a data directory; or any LightningModule, whose parameters may be on the device "meta".
-        batch: For a module: an example of what its `training_step` gets, or its shapes as text, such as "4x128",
+        batch: For a module: an example of the batch of its `training_step`, or its shapes as text, such as "4x128",
             "4x3x32x32,4:int64" or "ids=4x128:int64".
         batch_size: For a module: profile a batch of this length instead of the example's.
-        setting: For a directory: which files to take where it holds several settings.
+        setting: For a directory: the setting to read, if the directory holds several.
         attention: For a directory: whether the Hi-C decoder builds its keys with attention; "full" means attention
             to all anchors.
 
@@ -64,7 +64,7 @@ def profile(
     Raises:
         DataError: The directory or one of its files cannot be read.
         ModelError: The module's step fails, there is no batch, or `what` is neither a path nor a LightningModule.
-        PlanError: An argument of a directory for a module, or one of a module for a directory.
+        PlanError: An argument for directories was passed with a module, or one for modules with a directory.
     """
     if isinstance(what, str | Path):
         _refuse("a directory, which has no training step", batch=batch, batch_size=batch_size)
@@ -75,7 +75,7 @@ def profile(
             " lightning_amp.profile(module, batch)"
         )
     _refuse("a module, which is not read from a directory", setting=setting, attention=attention)
-    # torch is loaded here: a directory is profiled without it
+    # imported here, so that a directory is profiled without loading torch
     from lightning_amp.data.batch import batch_of_shapes
     from lightning_amp.footprint.chain.chain_of import count_step
     from lightning_amp.installing.describe_module import describe
@@ -152,34 +152,35 @@ def plan(
 
     Args:
         what: Any LightningModule; or what `lightning_amp.profile` returns, of a data directory or of a module.
-        batch: For a module: an example of what its `training_step` gets, or its shapes as text, as for `profile`.
-        devices: Ranks in all, over all nodes.
+        batch: For a module: an example of the batch of its `training_step`, or its shapes as text, as for `profile`.
+        devices: Number of ranks on all nodes together.
         device_memory: Budget of one device, a number of bytes or a text such as "24GiB"; None means unknown. A list has
-            one for each device: each stage is cut for the memory of its device; all other plans use the least.
+            one entry per device: each stage is planned for the memory of its device; other plans use the minimum.
         policy: "auto" takes the fastest plan that fits, "paper" AMP's fixed mapping.
         strategies: Techniques to use instead of the policy's choice; they are checked and predicted as well. "auto"
             and None leave it to the policy.
-        batch_size: For a directory: cells per rank and modality, by default 64. For a module: plan a batch of this
-            length. A module's profile has its own.
+        batch_size: For a directory: cells per rank and modality, by default 64. For a module with a batch: plan for
+            this batch length. Not for a module's profile, which has a batch length already.
         model_parallel_size: Ranks of the model axis, or "auto".
         shape: For a directory: the model; None means the reference model with its default sizes.
         rates: For a directory or a module: rates of one device, to predict times, or the name of a device, such as
             "A100"; None means one CPU core.
-        node_devices: For a directory: devices of one node; the model axis stays inside it unless `model_parallel_size`
-            is longer. None when all devices are on one node.
-        precision: For a module: that of the Trainer, such as "bf16-mixed"; None is "32-true". Operators are cast as
-            autocast of the device that plans casts them: a CPU's keeps a copy of logits that a GPU's does not.
-        blocks: For a module and a batch: classes, their paths, or names or patterns of the submodules that are blocks,
-            as of `AMPStrategy`.
+        node_devices: For a directory: devices of one node; the model axis stays inside a node unless
+            `model_parallel_size` is larger. None means that all devices are on one node.
+        precision: For a module: precision of the Trainer, such as "bf16-mixed"; None means "32-true". Operators are
+            cast as by autocast of the device that runs the planner: on a CPU a copy of the logits is kept, on a GPU
+            not.
+        blocks: For a module and a batch: classes, their import paths, or names or patterns of the submodules that are
+            blocks, as for `AMPStrategy`.
 
     Returns:
-        The plan; `print` shows its report. Of a module a ModulePlan, with the methods `largest_batch` and
-        `fewest_devices` and the Plan as `plan`. Of a module's profile, chunk, logits, pipeline and replay are not
-        looked for.
+        The plan; `print` shows its report. For a module, a ModulePlan with the methods `largest_batch` and
+        `fewest_devices` and the Plan as `plan`. For a module's profile, a Plan for which chunk, logits, pipeline and
+        replay were not considered.
 
     Raises:
         ModelError: The module's step fails, or the module cannot be copied.
-        PlanError: A request outside what is allowed, or strategies that this number of devices cannot run.
+        PlanError: An argument is not allowed, or this number of devices cannot run the strategies.
     """
     strategies = None if strategies == "auto" else strategies
     reached = rates or CPU_CORE
@@ -237,7 +238,7 @@ def plan(
 
 
 def _refuse(what: str, **given: Any) -> None:
-    """Refuse, with a PlanError, options that do not go with what is planned."""
+    """Raise a PlanError for options that do not apply to the object to be planned."""
     if names := [name for name, value in given.items() if value is not None]:
         raise PlanError(
             f"{', '.join(names)} {'was' if len(names) == 1 else 'were'} given with {what}; leave"

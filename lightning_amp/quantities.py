@@ -12,12 +12,12 @@ _BYTES |= {f"{p}ib": 1024 ** (i + 1) for i, p in enumerate("kmgt")}
 _BYTES |= {p: 1024 ** (i + 1) for i, p in enumerate("kmgt")}
 _SECONDS = (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
 SMALLEST = 2**17
-"""Bytes below which a number without a unit has lost it: no device has as many GiB or MiB."""
+"""A smaller text without a unit raises an error: no device has so few bytes, nor so many MiB."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*\Z")
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether it is a number of Python's; True and False are none, nan and infinity are."""
+    """Whether `value` is an int or float; bool is excluded, nan and infinity are included."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -26,10 +26,10 @@ def parse_bytes(text: str | int | float) -> int:
 
     Args:
         text: A number of bytes, or a number with a unit: KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB or
-            a bare K, M, G, T (powers of 1024). Case does not matter. A text without a unit is of `SMALLEST` or more.
+            a bare K, M, G, T (powers of 1024). Case does not matter. A text without a unit must be at least `SMALLEST`.
 
     Raises:
-        PlanError: Not a size, or not larger than zero.
+        PlanError: Not a size, or not greater than zero.
     """
     match = _SIZE.match(str(text))
     unit = match.group(2).lower() if match else "?"
@@ -50,14 +50,14 @@ def parse_bytes(text: str | int | float) -> int:
 
 
 def memory_of_ranks(device_memory: str | int | Sequence[str | int], devices: int | None = None) -> tuple[int, ...]:
-    """Bytes of every device: one number where all have as many, else one for each rank.
+    """Return the bytes of every device: one number if all have the same, else one per rank.
 
     Args:
-        device_memory: Size in the sense of `parse_bytes`, or one for each rank, as a list or as "24GiB,80GiB".
-        devices: Ranks in all; None does not check their number.
+        device_memory: Size as for `parse_bytes`, or one per rank, as a list or as "24GiB,80GiB".
+        devices: Number of ranks; None skips the check of the list's length.
 
     Raises:
-        PlanError: Not a size, or a list for another number of devices.
+        PlanError: Not a size, or the list has another length than `devices`.
     """
     listed = device_memory.split(",") if isinstance(device_memory, str) else device_memory
     if isinstance(listed, int | float):
@@ -67,7 +67,7 @@ def memory_of_ranks(device_memory: str | int | Sequence[str | int], devices: int
             f"device_memory={device_memory!r} is not supported; allowed is a size, or a list of one for each device"
         )
     found = tuple(map(parse_bytes, listed))
-    # "24GiB" is one size for all, ["24GiB"] a list for one device
+    # "24GiB" is one size for all devices, ["24GiB"] is a list for one device
     single = isinstance(device_memory, str) and len(found) == 1
     if devices is not None and len(found) != devices and not single:
         raise PlanError(
@@ -78,7 +78,7 @@ def memory_of_ranks(device_memory: str | int | Sequence[str | int], devices: int
 
 
 def format_bytes(n_bytes: float) -> str:
-    """Write a size with three digits and a binary unit, at most ten characters wide."""
+    """Format a size with three digits and a binary unit, in at most ten characters."""
     size, unit = float(n_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1000:
@@ -88,7 +88,7 @@ def format_bytes(n_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration with three digits, at most eight characters wide; from two minutes on in minutes or hours."""
+    """Format a duration with three digits, in at most eight characters; from two minutes on in minutes or hours."""
     unit, size = next(((u, n) for u, n in _SECONDS if seconds >= (2 * n if n > 1 else 0.9995 * n)), ("us", 1e-6))
     value = seconds / size
     return f"{value:.{max(0, 3 - len(str(int(value))))}f} {unit}"

@@ -10,17 +10,17 @@ import torch
 
 
 def random_streams(device: torch.device | None = None) -> tuple[Any, ...]:
-    """Where the streams of this process are: of CUDA those of one device, or all once it is in use."""
+    """Return the random states of this process; for CUDA those of one device, or of all if CUDA is in use."""
     if device is not None:
         cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     else:
-        # a device that was not used yet would be initialised by the question
+        # reading the state would initialise a device that is not in use yet
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 
 def set_random_streams(states: tuple[Any, ...], device: torch.device | None = None) -> None:
-    """Go on from where `random_streams` was, perhaps in another process with another device."""
+    """Restore the states of `random_streams`, perhaps in another process with another device."""
     python, numpy, cpu, cuda = states
     random.setstate(python)
     np.random.set_state(numpy)
@@ -33,7 +33,7 @@ def set_random_streams(states: tuple[Any, ...], device: torch.device | None = No
 
 @contextmanager
 def isolated_random_streams() -> Iterator[None]:
-    """Let the streams go on as if nothing had been drawn, also after an error; Lightning's own leaves that out."""
+    """Restore the random states after the block, also after an error, unlike Lightning's version."""
     states = random_streams()
     try:
         yield

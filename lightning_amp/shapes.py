@@ -1,24 +1,24 @@
-"""Shapes of tensors that many functions share, by name; `own_` marks what a device holds of a sharded axis."""
+"""Name tensor shapes that many functions share; `own_` marks the part of a sharded axis that this rank has."""
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 Scalar = Float[Tensor, ""]
 PerCell = Float[Tensor, "cell dim"]
-"""A row of channels for every cell: the latent u."""
+"""One row per cell: the latent u."""
 PerAnchor = Float[Tensor, "anchor dim"]
-"""A row of channels for every anchor: the latent v, keys, queries, values."""
+"""One row per anchor: the latent v, keys, queries, values."""
 PerVertex = Float[Tensor, "own_vertex dim"]
-"""A row of channels for every vertex of the guidance graph that the device holds."""
+"""One row per vertex of the guidance graph that this rank has."""
 Counts = Float[Tensor, "cell feature"]
 OwnCounts = Float[Tensor, "cell own_feature"]
-"""A number for every cell and every feature that the device holds: counts, scores, means."""
+"""One number per cell and per feature of this rank: counts, scores, means."""
 OwnTable = Float[Tensor, "#cell own_feature"]
-"""The same, or one row for all cells."""
+"""The same as OwnCounts, or one row for all cells."""
 Library = Float[Tensor, "cell 1"]
 Experiment = Int[Tensor, " cell"]
 """Experimental batch of every cell, from 0."""
 LogWeights = Float[Tensor, "#cell stratum"]
-"""Logarithms of the strata's weights; one row for all cells where the weights do not depend on them."""
+"""Logarithms of the strata's weights; one row for all cells if the weights do not depend on the cell."""
 FeatureAnchor = Int[Tensor, " feature"]
 """Anchor of every feature of a stratum."""

@@ -1,1 +1,1 @@
-"""What planning and techniques share: the profiled step, draft plans, the chain of blocks, rates and links."""
+"""Define data that planning and techniques share: the profiled step, draft plans, device rates and links."""

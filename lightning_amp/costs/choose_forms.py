@@ -1,19 +1,19 @@
-"""Choose which blocks are recomputed or run in chunks: the least extra time under a byte budget, exactly.
+"""Choose which blocks are recomputed or run in chunks: the minimum extra time under a byte budget, solved exactly.
 
-Dynamic programming over the blocks in the order of their forward passes. What the blocks so far hold is one number of
-bytes, and bounds on the bytes at a moment are bounds on it from above: of two choices for the blocks so far, one that
-holds no fewer bytes and takes no less time than the other is never needed. What is left is a frontier of (bytes,
-seconds). Choices are compared only if they agree in what later blocks and moments ask of them besides the bytes: which
-shared tensors are held already, and what was decided for a block that is called again.
+The algorithm is dynamic programming over the blocks in the order of their forward passes. The state of the blocks so
+far is the number of bytes that they hold, and memory limits at each moment are upper bounds on this number. Of two
+choices for the blocks so far, one that holds no fewer bytes and takes no less time is never needed. The rest is a
+frontier of (bytes, seconds). Choices are compared only if they agree in what later blocks and moments depend on besides
+the bytes: which shared tensors are held already, and the forms of blocks that are called again.
 
-The frontier has at most as many points as there are choices, and in practice few: equal blocks add one point each.
-Where it exceeds `MOST_POINTS`, points whose times differ by less than 1 / MOST_POINTS of the time of all forward passes
-become one, with the least bytes of them; the result then still fits, and takes that much longer per block at most.
+The frontier has at most as many points as there are choices, and in practice few: equal blocks add one point each. If
+it exceeds `MOST_POINTS`, points whose times differ by less than 1 / MOST_POINTS of the time of all forward passes are
+merged into the one with the least bytes; the result still fits, and takes at most that much longer per block.
 
-Blocks that are called again later multiply what has to be told apart: an encoder of 12 blocks that two views of a batch
-pass has 2^12 combinations of decisions after the first view. Where there are more than `MOST_KEYS`, those are followed
-whose choices are the best in bytes and seconds once the later calls of the decided blocks are added. The result still
-fits; it may take longer than the best one, and the least peak may be missed.
+Blocks that are called again later multiply the number of states: if two views of a batch pass through an encoder of 12
+blocks, the first view leaves 2^12 combinations of decisions. With more than `MOST_KEYS` combinations, only those are
+followed whose choices are best in bytes and seconds, including later calls of the decided blocks. The result still
+fits; it may take longer than the optimum, and the least peak may be missed.
 
 Source of the pruning: G. L. Nemhauser, Z. Ullmann: Discrete dynamic programming and capital allocation, 1969.
 """
@@ -34,16 +34,16 @@ from lightning_amp.quantities import format_bytes, format_seconds
 
 MOST_POINTS = 10_000
 MOST_KEYS = 64
-"""Combinations that are followed side by side."""
+"""Most combinations of decisions that are followed."""
 CLOSE = 0.002
-"""Part of the peak to which the least is found."""
+"""Relative tolerance in the search for the least peak."""
 Key = frozenset[int | tuple[str, int]]
-"""Shared tensors that are held, and blocks that are not as they are with their forms, as far as it matters later."""
+"""Held tensors by index, and (name, form) of decided blocks that are not kept, if later blocks depend on them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormChoice:
-    """Blocks that are not as they are, with their forms, and what follows from it for a step."""
+    """Blocks with a form other than KEPT, and the effect on the step."""
 
     forms: dict[str, int]
     peak_bytes: int
@@ -51,24 +51,24 @@ class FormChoice:
 
     @property
     def recomputed(self) -> tuple[str, ...]:
-        """Blocks that are computed again."""
+        """Names of the blocks that are recomputed."""
         return tuple(name for name, form in self.forms.items() if form == RECOMPUTED)
 
 
 def choose(chain: Chain, budget_bytes: int, *, recompute: bool = True, chunk: bool = False) -> FormChoice | None:
-    """The forms of blocks with which the step's peak is within the budget, at the least extra time.
+    """Choose the forms of blocks with the least extra time for which the step's peak is within the budget.
 
     Args:
-        chain: The step.
-        budget_bytes: Bound of its peak.
-        recompute: Whether blocks may be computed again.
-        chunk: Whether they may run in chunks.
+        chain: The blocks of the step.
+        budget_bytes: Bound of the peak.
+        recompute: Whether blocks may be recomputed.
+        chunk: Whether blocks may run in chunks.
 
     Returns:
-        None where no choice is within the budget.
+        None if no choice is within the budget.
 
     Raises:
-        PlanError: A budget that is no number of bytes.
+        PlanError: The budget is not a number of bytes.
     """
     if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < 0:
         raise PlanError(
@@ -81,7 +81,7 @@ def choose(chain: Chain, budget_bytes: int, *, recompute: bool = True, chunk: bo
 
 
 def leanest(chain: Chain, *, recompute: bool = True, chunk: bool = False, at_least: int = 0) -> FormChoice:
-    """The choice of the least peak, which no budget below `at_least` has, up to a part CLOSE of it."""
+    """Choose the least peak, within a tolerance of CLOSE; budgets below `at_least` are known to be too small."""
     low, best = at_least, choose(chain, peak_bytes(chain, ()), recompute=recompute, chunk=chunk)
     assert best is not None, "every block as it is takes as much"
     high = best.peak_bytes
@@ -96,7 +96,7 @@ def leanest(chain: Chain, *, recompute: bool = True, chunk: bool = False, at_lea
 
 
 def rules_again(strategy: str, spec: Spec, chain: Chain, names: Sequence[str]) -> tuple[Rule, ...]:
-    """Rules of a technique by which blocks run again, each once."""
+    """Return a rule for each block that runs again, without duplicates."""
     found = []
     for name in names:
         calls = [block for block in chain.blocks if block.fqn == name]
@@ -111,7 +111,7 @@ def rules_again(strategy: str, spec: Spec, chain: Chain, names: Sequence[str]) -
 
 @dataclass(frozen=True, slots=True)
 class _Points:
-    """Choices for the blocks so far: bytes held, extra seconds, the point of the blocks before, the last decision."""
+    """Choices for the blocks so far: bytes held, extra seconds, index of the previous point, last decision."""
 
     n_bytes: Any
     seconds: Any
@@ -142,7 +142,7 @@ class _FormSearch:
         self._history: list[tuple[Any, Any]] = []
 
     def _last_uses(self) -> dict[int | str, int]:
-        """The last place at which it matters whether a tensor is held, or what was decided for a block."""
+        """Return the last block at which a held tensor, or the form of a block, matters."""
         last: dict[int | str, int] = {}
         for i, block in enumerate(self._chain.blocks):
             in_chunks = (k for form in block.chunks for k in form.keeps)
@@ -153,7 +153,7 @@ class _FormSearch:
         return last
 
     def _forms_of_blocks(self, *, chunk: bool) -> list[tuple[int, ...]]:
-        """The forms that a block may have; () where that was decided at an earlier call of it."""
+        """Return the allowed forms of each block; () if an earlier call of the block decides."""
         seen, found = set[str](), list[tuple[int, ...]]()
         for block in self._chain.blocks:
             again = (RECOMPUTED,) if block.fqn in self._names else ()
@@ -164,7 +164,7 @@ class _FormSearch:
         return found
 
     def best(self) -> dict[str, int] | None:
-        """Blocks that are not as they are, with their forms; None where nothing fits."""
+        """Return the blocks with a form other than KEPT; None if nothing fits."""
         if any(self._beside(moment, ()) > self._budget for moment in self._always):
             return None
         none = np.zeros(1, dtype=np.int64)
@@ -177,13 +177,13 @@ class _FormSearch:
         return self._trace(int(np.argmin(seconds)))
 
     def _step(self, i: int, found: dict[Key, _Points]) -> Iterable[tuple[Key, _Points]]:
-        """All points of the blocks before, with each form of block i."""
+        """Yield all points of the previous blocks, extended by each form of block i."""
         block, offset = self._chain.blocks[i], 0
         for key, before in found.items():
             place = np.arange(offset, offset + len(before.n_bytes))
             offset += len(place)
-            # no moment has blocks on both sides of such a place: bytes and tensors held by those before it are
-            # forgotten, decisions for blocks that are called again are not
+            # no moment has blocks on both sides of such a place: bytes and tensors held by earlier blocks are dropped,
+            # but not the forms of blocks that are called again
             if i in self._starts:
                 key = frozenset(k for k in key if not isinstance(k, int))
                 before = _Points(before.n_bytes * 0, before.seconds, before.before, before.form)
@@ -198,7 +198,7 @@ class _FormSearch:
                     np.full(int(at_work.sum()), form),
                 )
                 new_key = key | holds | ({(block.fqn, form)} if form != KEPT else frozenset())
-                # a moment with `after` i + 1 counts the blocks up to this one, all of which are decided now
+                # a moment with `after` i + 1 counts the blocks up to this one, and all of them are decided now
                 yield new_key, self._within(points, self._by_place[i + 1], new_key)
 
     def _within(self, points: _Points, moments: Sequence[ChainMoment], key: Collection[Any]) -> _Points:
@@ -206,7 +206,7 @@ class _FormSearch:
         return _Points(points.n_bytes[fits], points.seconds[fits], points.before[fits], points.form[fits])
 
     def _mask(self, n_bytes: Any, moments: Sequence[ChainMoment], key: Collection[Any]) -> Any:
-        """Which points fit at all of some moments."""
+        """Return a mask of the points that fit at all of the moments."""
         most = max((self._beside(moment, key) for moment in moments), default=None)
         return n_bytes >= 0 if most is None else n_bytes + most <= self._budget
 
@@ -214,7 +214,7 @@ class _FormSearch:
         return moment.n_bytes + sum(self._chain.tensors[k] for k in moment.alive if k not in key)
 
     def _merge(self, found: Iterable[tuple[Key, _Points]], i: int) -> dict[Key, _Points]:
-        """Leave out what does not matter any more, and points that another one is never worse than."""
+        """Drop state that no longer matters, and dominated points."""
         alike: dict[Key, list[_Points]] = defaultdict(list)
         for key, points in found:
             later = frozenset(k for k in key if self._last_use[k if isinstance(k, int) else k[0]] > i)
@@ -235,7 +235,7 @@ class _FormSearch:
         order = _best(n_bytes, seconds)
         if len(order) > MOST_POINTS:
             total = sum(block.forward_seconds for block in self._chain.blocks)
-            # from the fewest bytes on, seconds fall: the first point of a rounded time is the one with the least bytes
+            # seconds fall as bytes grow: of points with the same rounded time, the first has the least bytes
             coarse = np.ceil(seconds[order] * (MOST_POINTS / total))
             order = order[np.concatenate([[True], coarse[1:] < coarse[:-1]])]
         before = np.concatenate([p.before for p in parts])
@@ -243,19 +243,19 @@ class _FormSearch:
         return _Points(n_bytes[order], seconds[order], before[order], form[order])
 
     def _promising(self, found: dict[Key, _Points], i: int) -> dict[Key, _Points]:
-        """About `MOST_KEYS` of the combinations: of the frontier of all points, then of what is left without these."""
+        """Select about `MOST_KEYS` combinations: those on the frontier of all points, then of the rest, and so on."""
         later = {k: self._later(*k, i) for k in set().union(*found) if not isinstance(k, int)}
-        # in one order in every process, for the sum of seconds depends on it
+        # sorted, so that the sum of seconds is the same in every process
         decided = [sorted(k for k in key if not isinstance(k, int)) for key in found]
         more = [np.array([later[k] for k in key]).reshape(-1, 2).sum(0) for key in decided]
         n_bytes = np.concatenate([p.n_bytes + n for p, (n, _) in zip(found.values(), more, strict=True)])
         seconds = np.concatenate([p.seconds + n for p, (_, n) in zip(found.values(), more, strict=True)])
         owner = np.repeat(np.arange(len(found)), [len(points.n_bytes) for points in found.values()])
-        # with everything as it is, which a budget of all it takes has to find
+        # always keep the combination without decisions, which a budget for the unchanged step requires
         kept, left = {n for n, key in enumerate(decided) if not key}, np.arange(len(owner))
         while (room := MOST_KEYS - len(kept)) > 0:
             front = left[_best(n_bytes[left], seconds[left])]
-            # of ranges of bytes the fastest choice, and the leanest of all: a budget may need any of them
+            # per range of bytes the fastest choice, and the leanest of all: any budget may require one of them
             place = (n_bytes[front] - n_bytes[front[0]]) * room // (np.ptp(n_bytes[front]) + 1)
             fastest = np.append(place[1:] != place[:-1], True)
             fastest[0] = True
@@ -264,7 +264,7 @@ class _FormSearch:
         return {key: points for n, (key, points) in enumerate(found.items()) if n in kept}
 
     def _later(self, fqn: str, form: int, i: int) -> tuple[int, float]:
-        """Bytes and seconds that a decided form adds to the later calls of its block."""
+        """Return the bytes and seconds that a decided form adds to later calls of its block."""
         blocks = [block for block in self._chain.blocks[i + 1 :] if block.fqn == fqn]
         n_bytes = sum(self._alone(block, form) - self._alone(block, KEPT) for block in blocks)
         return n_bytes, sum(block.extra_seconds(form) for block in blocks)
@@ -274,7 +274,7 @@ class _FormSearch:
         return saved + sum(self._chain.tensors[k] for k in tensors)
 
     def _trace(self, place: int) -> dict[str, int]:
-        """The decisions that led to a point, in the order of the blocks."""
+        """Return the decisions that led to a point, in the order of the blocks."""
         forms: dict[str, int] = {}
         for block, (before, form) in reversed(list(zip(self._chain.blocks, self._history, strict=True))):
             forms[block.fqn] = int(form[place])
@@ -283,12 +283,12 @@ class _FormSearch:
 
 
 def _best(n_bytes: Any, seconds: Any) -> Any:
-    """Places of the points that no other one is better than, from the fewest bytes on."""
+    """Return the indices of the points that no other one dominates, by ascending bytes."""
     order = np.lexsort((seconds, n_bytes))
     least = np.minimum.accumulate(seconds[order])
     return order[np.concatenate([[True], least[1:] < least[:-1]])[: len(order)]]
 
 
 def _decided(fqn: str, key: Key) -> int:
-    """The form that a block was given at an earlier call."""
+    """Return the form that an earlier call of a block was given."""
     return next((k[1] for k in key if not isinstance(k, int) and k[0] == fqn), KEPT)

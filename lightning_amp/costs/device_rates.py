@@ -1,41 +1,40 @@
-"""Define device rates for the cost model: rates of products and of memory, and the links between devices.
+"""Define device rates for the cost model: rates of matrix products and memory, and links between devices.
 
-Figures of GPUs are those of the vendor's data sheets (NVIDIA GeForce RTX 3090; A100, H100 and H200 in the SXM form):
-products (dense) in float32, TF32, bfloat16 and float16, memory bandwidth, and NVLink in one direction, of the RTX 3090
-PCI Express 4.0 x16. To the host PCI Express x16 in one direction, 4.0 or (H100 and H200) 5.0. Between nodes one
-200 Gb/s adapter per device (RTX 3090 and A100) or one of 400 Gb/s. Sheets say nothing of attention, by products or in
-fused kernels, of an operator's overhead and of a message's latency; these are round estimates.
-The figures of "cpu core" are fitted to the measured steps of tests/project/time_grid.jsonl, one thread of a server:
-140 GFLOP/s in float32 products, 11.5 GB/s through operators, 8 microseconds per operator with the Python around it; a
-message by gloo between two of its processes takes 0.3 ms and 1 GB/s.
+GPU rates are from NVIDIA's data sheets (GeForce RTX 3090; A100, H100 and H200 in the SXM form): dense products in
+float32, TF32, bfloat16 and float16, memory bandwidth, and NVLink in one direction (RTX 3090: PCI Express 4.0 x16). The
+link to the host is PCI Express x16 in one direction, 4.0 or (H100 and H200) 5.0. Between nodes there is one adapter per
+device, of 200 Gb/s (RTX 3090 and A100) or 400 Gb/s. The sheets have no rates of attention, by products or in fused
+kernels, of an operator's overhead and of a message's latency; these are round estimates. "cpu core" is fitted to the
+measured steps of tests/project/time_grid.jsonl, one thread of a server: 140 GFLOP/s in float32 products, 11.5 GB/s
+through operators, 8 microseconds per operator including Python; a gloo message between two processes takes 0.3 ms, at 1
+GB/s.
 
-No device reaches its data sheet. Order and ratios are what a plan needs; `calibrated` fits the rates to one measured
-step, and `to_json` keeps them. A device that is not known gets the rates of the known one whose memory is nearest to
-its own, and `nearest_rates` says so.
+No device reaches its data sheet, but a plan needs only order and ratios; `calibrated` fits the rates to one measured
+step, and `to_json` saves them. A device that is not in the table gets the rates of the one with the nearest memory
+size, and `nearest_rates` says so.
 
-Seconds of ring collectives are those over links whose bandwidth depends on where the ranks are. A group of G ranks has
-alpha seconds per message, beta bytes per second to the next rank of the ring:
+Ring collectives depend on the bandwidth between the ranks. A group of G ranks has alpha seconds per message, and beta
+bytes per second to the next rank of the ring:
 
     all-gather      (G - 1) n / beta + (G - 1) alpha             n = the bytes that each rank contributes
-    reduce-scatter  (G - 1) / G n / beta + (G - 1) alpha         n = the bytes that each rank puts in
-    all-reduce      2 (G - 1) / G n / beta + 2 (G - 1) alpha     n = the bytes that each rank puts in
-    exchange        n / beta + alpha                             n = the bytes to its neighbours that each rank puts in
-    all-to-all      the same                                     n = the bytes to all others
+    reduce-scatter  (G - 1) / G n / beta + (G - 1) alpha         n = the bytes that each rank contributes
+    all-reduce      2 (G - 1) / G n / beta + 2 (G - 1) alpha     n = the bytes that each rank contributes
+    exchange        n / beta + alpha                             n = the bytes that each rank sends to its neighbours
+    all-to-all      n / beta + alpha                             n = the bytes that each rank sends to all others
 
-These are Eq. 1 to 3 of Singh et al. 2024 (AxoNN), with the latency that their third assumption leaves out: strata send
-many small messages. Bandwidth is placement-aware (their Eq. 10). Groups of an axis nest inside those of the next; with
+These are Eq. 1 to 3 of Singh et al. 2024 (AxoNN), with the latency that their third assumption omits: strata send many
+small messages. Bandwidth depends on the placement (their Eq. 10). Groups of an axis nest inside those of the next. With
 I ranks in the axes nested inside this one, and P ranks per node:
 
-    beta = beta_intra                                       where I G <= P: the group lies in a node
-    beta = min(beta_intra, beta_inter / max(min(P, I), A))  elsewhere
+    beta = beta_intra                                       if I G <= P: the group lies in a node
+    beta = min(beta_intra, beta_inter / max(min(P, I), A))  otherwise
 
-In the second case min(P, I) rings leave a node at once and share its A network adapters. A ring uses one adapter, and
-is no faster than its slowest link, which may lie inside of a node.
+In the second case min(P, I) rings leave a node concurrently and share its A network adapters. A ring uses one adapter,
+and is no faster than its slowest link, which may be inside a node.
 
-A group of one rank sends nothing. Where `calibrate --links` has measured a collective, alpha is what its rounds take to
-start, and beta is multiplied by the share of it that its ring reaches. Known limits: rings only, no overlap with
-computation, equal links; libraries that spread a ring over several adapters are faster between nodes than predicted,
-where nothing was measured.
+A group of one rank sends nothing. If `calibrate --links` has measured a collective, alpha is the time to start one of
+its rounds, and beta is multiplied by the measured share. Known limits: rings only, no overlap with computation, equal
+links; libraries that spread a ring over several adapters are faster between nodes than predicted without a measurement.
 """
 
 import json
@@ -54,15 +53,15 @@ WITHIN, BETWEEN = "within a node", "between nodes"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
-    """How devices are connected.
+    """Links between devices.
 
     Attributes:
         intra_bandwidth: Bytes per second between two ranks of a node, one way.
         inter_bandwidth: Bytes per second between two nodes, one way, by all adapters of a node.
         latency: Seconds to start a message.
         adapters: Network adapters of a node.
-        collectives: Measured ones, by place ("within a node" or "between nodes") and kind: seconds to start a round,
-            and the share of the bandwidth that they reach. Of others these are `latency` and 1.
+        collectives: Measured collectives by place ("within a node" or "between nodes") and kind: seconds to start a
+            round, and share of the bandwidth. Others use `latency` and 1.
     """
 
     intra_bandwidth: float
@@ -73,7 +72,7 @@ class Links:
     collectives: Mapping[str, Mapping[str, list[float]]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        """Refuse links that cannot be.
+        """Validate the numbers.
 
         Raises:
             PlanError: A number is out of range.
@@ -96,7 +95,7 @@ class Links:
             )
 
     def bandwidth(self, ranks: int, *, inner: int = 1) -> float:
-        """Bytes per second between neighbours in a ring.
+        """Return the bytes per second between neighbours in a ring.
 
         Args:
             inner: Ranks in the axes nested inside this group's.
@@ -107,25 +106,25 @@ class Links:
         return min(self.intra_bandwidth, self.inter_bandwidth / max(rings, self.adapters))
 
     def of_kind(self, kind: Kind, ranks: int, *, inner: int = 1) -> tuple[float, float]:
-        """Seconds to start a round of a collective, and its bytes per second; arguments as of `bandwidth`."""
+        """Return the seconds to start a round of a collective, and its bytes per second; see `bandwidth`."""
         place = WITHIN if inner * ranks <= self.ranks_per_node else BETWEEN
         start, share = self.collectives.get(place, {}).get(kind, (self.latency, 1.0))
         return start, share * self.bandwidth(ranks, inner=inner)
 
 
 def rounds(kind: Kind, ranks: int) -> tuple[int, float]:
-    """Rounds of a collective, and the part of what a rank contributes that it sends in each."""
+    """Return the rounds of a collective, and the share of a rank's contribution that it sends in each."""
     if kind in ("exchange", "all_to_all"):
         return 1, 1.0
-    # of a ring, each of which passes on one of G parts; the parts of an all-gather are whole contributions
+    # in a round of a ring every rank sends one of G shards; those of an all-gather are complete contributions
     return (2 if kind == "all_reduce" else 1) * (ranks - 1), 1.0 if kind == "all_gather" else 1 / ranks
 
 
 def collective_seconds(kind: Kind, n_bytes: float, ranks: int, links: Links, *, inner: int = 1) -> float:
-    """Seconds until every rank of the group has its result.
+    """Predict the seconds until every rank of the group has its result.
 
     Args:
-        n_bytes: Contributed by each rank; to an exchange, for all of its neighbours.
+        n_bytes: Bytes that each rank contributes; for an exchange, to all of its neighbours together.
         inner: Ranks in the axes nested inside this group's.
     """
     if ranks == 1:
@@ -140,16 +139,16 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What one device reaches.
+    """Rates of one device.
 
     Attributes:
-        matmul_flops: Operations of matrix products per second.
+        matmul_flops: Floating point operations of matrix products per second.
         memory_bytes: Bytes per second that elementwise operators read and write.
-        attention_share: Of matmul_flops, what the products of attention reach.
-        device: Whose rates they are, in words.
-        launches: Whether operators are launched on it by a processor that goes on, as on a GPU.
-        sdpa_share: Of matmul_flops, what attention in torch's fused kernels reaches.
-        host_bandwidth: Bytes per second between the device and the host's memory, one way.
+        attention_share: Share of matmul_flops that products of attention reach.
+        device: Device with these rates, in words.
+        launches: Whether a host launches operators asynchronously, as on a GPU.
+        sdpa_share: Share of matmul_flops that attention in torch's fused kernels reaches.
+        host_bandwidth: Bytes per second between device and host memory, one way.
     """
 
     matmul_flops: float
@@ -163,7 +162,7 @@ class Rates:
     host_bandwidth: float = 31.5e9
 
     def __post_init__(self) -> None:
-        """Refuse rates that cannot be.
+        """Validate the numbers.
 
         Raises:
             PlanError: A number is out of range.
@@ -183,20 +182,20 @@ class Rates:
 
     @property
     def device_type(self) -> str:
-        """As torch names it: "cuda" for all whose operators are launched."""
+        """Device type as in torch: "cuda" for every device that launches operators."""
         return "cuda" if self.launches else "cpu"
 
     def on_nodes_of(self, devices: int | None) -> "Rates":
-        """The same rates where a node has so many devices; as they are where that is not known."""
+        """Return the rates with this many devices per node; None does not change them."""
         return self if devices is None else replace(self, links=replace(self.links, ranks_per_node=devices))
 
     def to_json(self) -> str:
-        """The rates as indented JSON."""
+        """Return the rates as indented JSON."""
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2)
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "the text") -> "Rates":
-        """Read what `to_json` wrote.
+        """Read the output of `to_json`.
 
         Raises:
             PlanError: Not JSON, another schema, fields that are missing or unknown, or numbers out of range.
@@ -205,7 +204,7 @@ class Rates:
             plain: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise PlanError(f"expected rates as JSON, {source} is not JSON: {error}") from error
-        # not the value itself: 1 is a text of JSON too
+        # not compared with SCHEMA itself: the JSON text "1" would be equal
         schema = plain.get("schema") if isinstance(plain, dict) else f"no mapping, but {plain!r}"
         if schema != SCHEMA:
             raise PlanError(f"expected rates of schema {SCHEMA}, {source} has schema {schema!r}; calibrate again")
@@ -234,19 +233,19 @@ class Rates:
 
 
 def products_under(precision: str) -> str:
-    """What products are computed in under a Trainer's precision, as `rates_for` names it."""
+    """Return the kind of products under a Trainer's precision, as an argument of `rates_for`."""
     return "half" if precision.startswith(("bf16", "16")) else "float32"
 
 
 def rates_for(device_name: str, *, products: str = "float32") -> Rates:
-    """The rates of a device whose name contains that of a known one, such as "NVIDIA A100-SXM4-40GB".
+    """Return the rates of a device whose name contains one of the table, such as "NVIDIA A100-SXM4-40GB".
 
     Args:
-        device_name: As torch names it, or "cpu".
-        products: "float32", "tf32" where torch is set to it, or "half" for bfloat16 and float16.
+        device_name: Name in torch, or "cpu".
+        products: "float32", "tf32" if torch uses it, or "half" for bfloat16 and float16.
 
     Raises:
-        PlanError: No known device.
+        PlanError: The table does not have the device.
     """
     found = _known(device_name)
     if found is None:
@@ -260,11 +259,11 @@ def rates_for(device_name: str, *, products: str = "float32") -> Rates:
 
 
 def nearest_rates(device_name: str, *, memory_bytes: int, products: str = "float32") -> tuple[Rates, str]:
-    """The rates of a GPU, known or not, and a sentence that says whose they are where it is not; else "".
+    """Return the rates of a GPU, and a sentence that names the other device whose rates are used, else "".
 
     Args:
         memory_bytes: Memory of the device.
-        products: As for `rates_for`.
+        products: As in `rates_for`.
     """
     if _known(device_name):
         return rates_for(device_name, products=products), ""
@@ -280,10 +279,10 @@ def _known(device_name: str) -> str | None:
 
 
 def calibrated(rates: Rates, predicted_seconds: float, measured_seconds: float) -> Rates:
-    """Rates under which the prediction for one device is what was measured.
+    """Scale rates so that the prediction for one device equals the measurement.
 
-    All parts of a device's own time are scaled by one factor; the links are left as they are, and so is whose rates
-    they are. The prediction was made with these rates, for the step that was measured, by which nothing is sent.
+    One factor scales all rates of the device; links and the device's name do not change. The prediction must use these
+    rates and the measured step, which has no communication.
     """
     faster = predicted_seconds / measured_seconds
     return replace(
@@ -295,7 +294,7 @@ def calibrated(rates: Rates, predicted_seconds: float, measured_seconds: float) 
 
 
 def _gpu(device: str, *, teraflops: float, memory: float, link: float, network: float, host: float = 31.5) -> Rates:
-    """A GPU of a data sheet; bandwidths in gigabytes per second, one way."""
+    """Return the rates of a GPU from its data sheet; bandwidths in gigabytes per second, one way."""
     links = Links(
         intra_bandwidth=link * 1e9, inter_bandwidth=8 * network * 1e9, latency=1e-5, ranks_per_node=8, adapters=8
     )
@@ -327,10 +326,10 @@ DEVICES = {
     "H100": _gpu("an H100", teraflops=67, memory=3350, link=450, network=50, host=63),
     "H200": _gpu("an H200", teraflops=67, memory=4800, link=450, network=50, host=63),
 }
-"""By a part of the device's name."""
+"""Rates by a part of the device's name."""
 MEMORY_GIB = {"RTX 3090": 24, "A100": 40, "H100": 80, "H200": 141}
 PRODUCTS = {
     "tf32": {"A100": 156e12, "H100": 494e12, "H200": 494e12},
     "half": {"RTX 3090": 71e12, "A100": 312e12, "H100": 989e12, "H200": 989e12},
 }
-"""Operations per second of dense products that are not float32's; TF32 of the RTX 3090 is what float32 reaches."""
+"""Operations per second of dense products in other types than float32; for the RTX 3090, TF32 is as fast as float32."""

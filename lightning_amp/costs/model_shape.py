@@ -1,4 +1,4 @@
-"""Define the sizes of a model that the memory model needs, and those of a decoder alone: no tensors, no torch.
+"""Define the sizes of a model and of its decoder that the memory model requires, without tensors or torch.
 
 Legend (as in the reference): B cells in a rank's batch, N anchors, D latent dimension, K strata, F_k features of
 stratum k, w attention window, V vertices of the guidance graph.
@@ -11,21 +11,21 @@ from lightning_amp.errors import PlanError
 from lightning_amp.profiling.profile import DecompositionProfile, ModalityProfile, Profile
 
 LARGEST = 1_000_000
-"""Of devices, of cells in a step and of a model's sizes: beyond it a number is a slip of the finger."""
+"""Largest number of devices, cells in a step and sizes of a model; a larger number is a typing error."""
 LATENT_DIM = 64
 WINDOW_PER_STRATUM = 20
 """Default attention window in bins, per stratum of the decoder: w = 20 K."""
 VERTEX_ROWS_KEPT = 6
-"""Tensors [V, D] that the graph's encoder and the latents of its vertices keep for the backward pass."""
+"""Tensors [V, D] that the graph's encoder and the vertices' latents keep for the backward pass."""
 OTHER_DECODER_KEPT, OTHER_DECODER_MADE = 9, 5
-"""Tensors [B, F] that a decoder without strata keeps for the backward pass, and those that it makes and drops."""
+"""Tensors [B, F] that a decoder without strata keeps for the backward pass, and its temporaries."""
 TABLES_PER_FEATURE = 4
-"""scale, bias, log_theta and zero-inflation logits of a stratified zero-inflated decoder."""
+"""Tables per feature of a zero-inflated decoder: scale, bias, log_theta and zero-inflation logits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderShape:
-    """A decomposed decoder; one without strata stands for none, and is false.
+    """A decomposed decoder; without strata it is false, and means that there is none.
 
     Attributes:
         fqn: Name of the module in the LightningModule.
@@ -33,16 +33,16 @@ class DecoderShape:
         dim: D.
         features: F_k of every stratum.
         distances: k of every stratum; a stratum at 0 uses the anchors as keys and has no block.
-        attention: Attention keys (else convolution keys).
-        window: w; 1 with full attention, whose anchors can be split one by one.
-        chained: Every stratum reads the values of the one before.
+        attention: Whether keys use attention (else convolution).
+        window: w; 1 with full attention, whose anchors can be sharded one by one.
+        chained: Whether every stratum reads the output of the previous one.
         variant: "higlue" or "paper".
         n_batches: Experimental batches, the rows of the decoder's tables.
-        unsupported: Strategies that the decoder's modules refuse.
-        threads: Of the CPU that it runs on; 1 on other devices, which run one stratum at a time.
-        launched: Whether it runs on a device that has its operators launched, and no CPU.
+        unsupported: Strategies that the decoder's modules do not support.
+        threads: Threads of the CPU that it runs on; 1 on other devices, which run one stratum at a time.
+        launched: Whether it runs on an accelerator, which launches operators.
         full: Whether attention is to all anchors (else to neighbouring buckets).
-        known_from: What says how far attention reaches.
+        known_from: Source of the attention range.
     """
 
     fqn: str
@@ -66,11 +66,11 @@ class DecoderShape:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Most ranks of the model axis, by the strategy that splits something over them, of which there is some."""
+        """Most ranks of the model axis by strategy, for strategies that shard something in this decoder."""
         found = {
-            # pairs of channels, which the rotation turns together; of an odd D single ones
+            # channels in pairs, which the rotation mixes; single channels if D is odd
             "S5": self.dim // 2 if self.dim % 2 == 0 else self.dim,
-            # buckets of attention, the last one perhaps not full
+            # buckets of attention; the last one may not be full
             "nodes": -(-self.anchors // self.window),
             "strata": len(self.features),
         }
@@ -78,28 +78,28 @@ class DecoderShape:
 
     @property
     def block_weights(self) -> int:
-        """Weights of a stratum's block: projections, feed-forward and norms, or the taps of a convolution."""
+        """Number of weights of a stratum's block: projections, feed-forward and norms, or the taps of a convolution."""
         norms = 2 if self.variant == "paper" else 4
         return (4 * self.dim + norms) * self.dim if self.attention else 3 * self.dim
 
     @property
     def strata_weights(self) -> tuple[int, int]:
-        """Weights of all blocks, and of all tables."""
+        """Number of weights of all blocks, and of all tables."""
         keyed = sum(k > 0 for k in self.distances)
         return keyed * self.block_weights, TABLES_PER_FEATURE * self.n_batches * sum(self.features)
 
 
 NO_DECODER = DecoderShape(fqn="", anchors=0, dim=0, features=(), distances=(), attention=False, window=1)
-"""Of a model in which none was detected: sums over its strata are empty, and its sizes are 0."""
+"""Shape for a model without a detected decoder: sums over its strata are empty, and its sizes are 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VertexShape:
-    """An encoder of the guidance graph, whose vertices can be split where the decoder's anchors are.
+    """An encoder of the guidance graph, whose vertices can be sharded with the decoder's anchors.
 
     Attributes:
         fqn: Name of the module in the LightningModule.
-        modality: Whose vertices are the decoder's anchors.
+        modality: Modality whose vertices are the decoder's anchors.
         count: V.
         edges: E, in both directions.
     """
@@ -112,7 +112,7 @@ class VertexShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkShape:
-    """The reference model outside its strata, with its default sizes."""
+    """Default sizes of the reference model outside its strata."""
 
     hidden_dim: int = 128
     hidden_depth: int = 2
@@ -122,26 +122,26 @@ class NetworkShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A model as the memory model sees it; sizes in bytes are those of one whole, unsharded copy.
+    """Sizes of a model for the memory model, in bytes of one unsharded copy.
 
     Attributes:
         decoder: The decomposed decoder.
         batch_size: B.
         parameter_bytes: All parameters.
-        buffer_bytes: All buffers, among them the guidance graph.
-        base_activation_bytes: Alive before the first stratum: batch, encoders, graph.
-        other_decoder_bytes: The most that the decoders hold which come after the strata.
-        edge_bytes: The gradient of the sampled edges' ends, the last and often largest temporary of a step.
+        buffer_bytes: All buffers, including the guidance graph.
+        base_activation_bytes: Bytes alive before the first stratum: batch, encoders, graph.
+        other_decoder_bytes: Peak of the decoders that run after the strata.
+        edge_bytes: Gradient of the sampled edges' ends, the last and often largest temporary of a step.
         optimizer_slots: Copies of the parameters that the optimiser keeps (RMSprop 1, Adam 2).
         element_bytes: Bytes per activation element.
         wide_layers: Names of the Linear layers that read all features of the decoder's modality.
-        wide_weight_bytes: Weights of these layers, which are among the parameters.
-        wide_input_bytes: What these layers keep of their inputs, which is among the base activations.
-        vertices: The graph's encoder, None when no module was detected.
-        vertex_bytes: What it keeps of its vertices, which is among the base activations.
-        batch_norms: Whether it has layers that normalise by the statistics of a batch.
+        wide_weight_bytes: Weights of these layers, which are part of the parameters.
+        wide_input_bytes: Saved inputs of these layers, which are part of the base activations.
+        vertices: The graph's encoder, None if no module was detected.
+        vertex_bytes: Bytes that it keeps of its vertices, which are part of the base activations.
+        batch_norms: Whether layers normalise by the statistics of a batch.
         blocks: Names of the blocks whose parameters can be gathered one block at a time.
-        profiled: Whether its step has been profiled, so that the sizes here predict nothing.
+        profiled: Whether the step was profiled, so that these sizes are not used for predictions.
         block_list: Name and length of the list of modules that can be stages of a pipeline, None without one.
     """
 
@@ -168,7 +168,7 @@ class ModelShape:
 def reference_shape(
     profile: Profile, *, batch_size: int, latent_dim: int = LATENT_DIM, window: int | None = None
 ) -> ModelShape:
-    """The reference model for a profile, for a plan made before there is a module.
+    """Return the reference model for a profile, to plan before a module exists.
 
     Raises:
         PlanError: Sizes that no model can have.
@@ -219,11 +219,11 @@ def reference_shape(
 
 
 def outside_strata(shape: ModelShape, network: NetworkShape, profile: Profile, *, latent_dim: int) -> ModelShape:
-    """The shape with what the reference model keeps outside its strata, in the shape's own precision."""
+    """Add the bytes that the reference model keeps outside its strata, in the shape's precision."""
     cells, element = shape.batch_size, shape.element_bytes
     vertices = profile.graph.vertices if profile.graph else 0
     edges = network.edges_per_step if profile.graph else 0
-    # numbers of a cell that the decoders without strata hold at most; they come after the strata
+    # elements per cell at the peak of the decoders without strata, which run after the strata
     features = [m.features for m in profile.modalities if m.decomposition is None]
     others = OTHER_DECODER_KEPT * sum(features) + OTHER_DECODER_MADE * max(features, default=0)
     return replace(
@@ -238,7 +238,7 @@ def outside_strata(shape: ModelShape, network: NetworkShape, profile: Profile, *
 
 
 def with_counts(shape: ModelShape) -> ModelShape:
-    """The shape of another's model with the counts of a batch, and the inputs of the layers that read them all."""
+    """Add the counts of a batch, and the inputs of the layers that read all of them, to a user's model."""
     counts = shape.element_bytes * shape.batch_size * sum(shape.decoder.features)
     inputs = counts * len(shape.wide_layers)
     kept = shape.base_activation_bytes + counts + inputs
@@ -246,21 +246,21 @@ def with_counts(shape: ModelShape) -> ModelShape:
 
 
 def _parameters(network: NetworkShape, decoder: DecoderShape, profile: Profile, dim: int) -> int:
-    """Bytes of the reference model's parameters."""
+    """Return the bytes of the reference model's parameters."""
     h, depth = network.hidden_dim, network.hidden_depth
     floats = sum(h * m.features + (depth - 1) * h * h + 2 * h * dim + 8 * h * depth for m in profile.modalities)
     floats += sum((TABLES_PER_FEATURE if m.decomposition else 3) * m.batches * m.features for m in profile.modalities)
     floats += h * (dim + h + len(profile.modalities))
     if profile.graph is not None:
         floats += profile.graph.vertices * dim + 2 * dim * (dim + 1)
-    # the tables are counted with those of the other modalities
+    # the tables of strata are counted with those of the other modalities
     return 4 * (floats + decoder.strata_weights[0])
 
 
 def _base_activations(network: NetworkShape, profile: Profile, *, cells: int, dim: int, edges: int) -> int:
-    """Numbers alive before the first stratum, weights apart: batch, encoders, vertices and sampled edges.
+    """Return the elements alive before the first stratum, without weights: batch, encoders, vertices, sampled edges.
 
-    The factors count what the reference model keeps; tests compare them with the bytes that are alive.
+    The factors count what the reference model keeps; tests compare them with measured bytes.
     """
     rows = cells * len(profile.modalities)
     vertices = profile.graph.vertices if profile.graph else 0
@@ -276,7 +276,7 @@ def _base_activations(network: NetworkShape, profile: Profile, *, cells: int, di
 
 
 def profile_of_module(shape: ModelShape) -> Profile:
-    """A profile of what the module itself says, when no data directory is known."""
+    """Return a profile from the sizes of the module, for planning without a data directory."""
     decoder, modalities = shape.decoder, tuple[ModalityProfile, ...]()
     if decoder:
         parts = DecompositionProfile(
@@ -298,13 +298,13 @@ def profile_of_module(shape: ModelShape) -> Profile:
 
 
 def attention_of(decoder: DecoderShape) -> dict[str, Any]:
-    """What a profile says of a decoder's attention, by name of the field."""
+    """Return a profile's fields on a decoder's attention."""
     window = decoder.window if decoder.attention and not decoder.full else None
     return {"attention": decoder.attention, "full": decoder.full, "window": window, "known_from": decoder.known_from}
 
 
 def shape_of_decoder(decoder: DecoderShape, *, batch_size: int) -> ModelShape:
-    """The model that `lightning-amp simulate --shape` builds: a decoder, and latents of cells and anchors."""
+    """Return the model that `lightning-amp simulate --shape` builds: a decoder, and latents of cells and anchors."""
     features, strata = sum(decoder.features), len(decoder.features)
     floats = sum(decoder.strata_weights) + strata
     batch = 4 * (batch_size * (features + 1 + decoder.dim) + decoder.anchors * decoder.dim) + 8 * batch_size

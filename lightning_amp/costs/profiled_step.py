@@ -1,10 +1,7 @@
-"""Define a module's training step as planning sees it (`ProfiledStep`), and a plan in the making (`Draft`).
+"""Define a training step as data for planning (`ProfiledStep`), a draft plan (`Draft`), and a pipeline stage (`Stage`).
 
-Legend: bytes are of one rank; D ranks that average gradients, those of the data axis in most plans.
-
-Define what a plan records of pipeline stages: their blocks, their times, and the bytes of their ranks.
-
-Legend: seconds are predicted, of one micro-batch; stage s is on rank s mod the ranks of the model axis.
+Legend: bytes are per rank; D ranks average gradients, in most plans those of the data axis; a stage's seconds are
+predicted for one micro-batch; stage s runs on rank s mod the ranks of the model axis.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,17 +16,17 @@ from lightning_amp.footprint.module_profile import ACTIVATIONS, HELD, OPTIMISER,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """One stage.
+    """One pipeline stage.
 
     Attributes:
-        first, end: Its blocks are first <= i < end.
-        rank: Of the model axis.
-        forward_seconds, backward_seconds: Of one micro-batch through it.
-        send_forward_seconds: Of what its last block returns, to the next stage.
-        send_backward_seconds: Of the gradient of what it was sent, to the stage before.
-        peak_bytes: Of its rank.
+        first, end: It has the blocks first <= i < end.
+        rank: Rank of the model axis.
+        forward_seconds, backward_seconds: Seconds of one micro-batch.
+        send_forward_seconds: Time to send the last block's output to the next stage.
+        send_backward_seconds: Time to send the gradient of its input to the previous stage.
+        peak_bytes: Peak of its rank.
         idle: Share of the schedule in which its rank computes nothing (the bubble).
-        rest_seconds: Of the last stage: what it computes once, for the whole batch, before its first backward pass.
+        rest_seconds: For the last stage: time of computations for the complete batch before its first backward pass.
     """
 
     first: int
@@ -46,44 +43,44 @@ class Stage:
 
 LEAST_SECONDS = 1e-9
 ALONE = 2**20
-"""Bytes of a gradient from which on it is averaged where it is; smaller ones are put together
-(techniques/data/gradient_sync.py)."""
+"""Bytes from which a gradient is averaged in place; smaller ones are packed (techniques/data/gradient_sync.py)."""
 COPIED = 2 * 25 * 2**20
-"""Of these there are two buckets at a time."""
+"""Bytes of two buckets of packed gradients, which exist at the same time."""
 WEIGHT_BYTES = 16
-"""Of the two integers by which ranks agree on how many cells a step has (lightning/steps/cells.py)."""
+"""Bytes of the two integers with which ranks agree on the number of cells in a step (lightning/steps/cells.py)."""
 
 
 class CountedWith(Protocol):
-    """A step that was counted with a rule installed."""
+    """Protocol of a step that was counted with a rule installed."""
 
     @property
     def profile(self) -> ModuleProfile:
-        """Its bytes."""
+        """Bytes of the step."""
 
     @property
     def chain(self) -> Chain:
-        """Its blocks, and its seconds."""
+        """Blocks and seconds of the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfiledStep:
-    """A module's step as it is, on one device.
+    """A module's step without techniques, on one device.
 
     Attributes:
-        profile: Its bytes.
-        chain: Its blocks, and what a choice of recomputed ones costs.
-        rates: What the device reaches.
+        profile: Bytes of the step.
+        chain: Blocks of the step, and the costs of recomputing them.
+        rates: Rates of the device.
         gradient_sizes: Bytes of every gradient that ranks would average.
-        facts: By technique, what the `look` of its row has found in the step.
-        requested: By technique, the spec that a request or a given plan has for it; else the policy decides.
-        refused: Techniques that this module was found to refuse, and why.
-        beyond: Sets of techniques -> bytes by which counts with them installed have exceeded the prediction.
-        statistics_bytes: What batch norms allocate in addition where several ranks share statistics.
-        notes: What else a person should know of the count, one sentence each.
-        sent_seconds: Time of a technique's collectives, without those of gradients that ranks average.
-        averages: Whether ranks average whole gradients; else `sent_seconds` has those of parts.
-        counted: A rule -> the step with it, or why it cannot be; None where nobody counts it.
+        facts: Technique -> result of the `look` function of its row in the table.
+        requested: Technique -> spec that the user or a given plan requests; without one the policy decides.
+        refused: Technique that this module does not support -> reason.
+        beyond: Sets of techniques -> bytes by which counts with them installed exceeded the prediction.
+        statistics_bytes: Bytes that batch norms allocate in addition if several ranks share statistics.
+        notes: Notes on the count, one sentence each.
+        sent_seconds: Time of a technique's collectives, without those that average gradients.
+        averages: Whether ranks average full gradients; otherwise `sent_seconds` includes the collectives of shards.
+        counted: Function that maps a rule to the step with the rule, or to the reason why it is impossible; None if
+            nothing counts.
     """
 
     profile: ModuleProfile
@@ -101,32 +98,30 @@ class ProfiledStep:
     counted: Callable[[Rule], CountedWith | str] | None = None
 
     def requesting(self, specs: Mapping[str, Spec]) -> "ProfiledStep":
-        """The same step with these specs requested in addition."""
+        """Return the step with these specs requested in addition."""
         return replace(self, requested={**self.requested, **specs})
 
     def exceeding(self, names: frozenset[str], n_bytes: int) -> "ProfiledStep":
-        """The same step, where a count has exceeded the prediction for these techniques by so many bytes more."""
+        """Return the step after a count that exceeded the prediction for these techniques by `n_bytes` more."""
         return replace(self, beyond={**self.beyond, names: (*self.beyond.get(names, ()), n_bytes)})
 
     @property
     def seconds(self) -> float:
-        """Of the step, without the averaging of gradients."""
+        """Seconds of the step, without averaging gradients."""
         return max(self.chain.seconds, LEAST_SECONDS) + self.sent_seconds
 
     @property
     def held_bytes(self) -> int:
-        """What a step keeps for the next one."""
+        """Bytes that are kept between steps."""
         return sum(self.profile.by_kind[kind] for kind in HELD)
 
     def peak_bytes(self, ranks: int) -> int:
-        """The peak on D ranks that average gradients: small ones are copied into one buffer when backward ends."""
+        """Return the peak on D ranks that average gradients; small ones are copied when the backward pass ends."""
         alone = max(self.profile.peak_bytes, self.profile.first_bytes)
         return max(alone + self.agreed_bytes(ranks), self.averaging_bytes(ranks))
 
     def averaging_bytes(self, ranks: int) -> int:
-        """What is there when gradients are whole, with a byte for each of them, and the small ones' copies; of one
-        rank, which averages nothing, 0.
-        """
+        """Return the bytes while several ranks average gradients: a byte per gradient, and small ones' copies."""
         if ranks == 1:
             return 0
         kinds, timeline = (*HELD, ACTIVATIONS), self.profile.timeline
@@ -137,26 +132,26 @@ class ProfiledStep:
         return there + self.profile.left_bytes + small + agreed
 
     def agreed_bytes(self, ranks: int) -> int:
-        """What ranks that average gradients have in a step to agree on cells and statistics."""
+        """Return the bytes with which ranks that average gradients agree on cells and statistics."""
         return 0 if ranks == 1 else WEIGHT_BYTES + self.statistics_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
-    """A plan in the making: techniques are added to it one after the other.
+    """A draft of a plan, to which techniques are added one after the other.
 
     Attributes:
         ranks: D.
-        peak_bytes: Predicted peak with what has been added so far; of the fullest rank, less `more_bytes`.
-        more_bytes: Of a pipeline, what the device of that rank has more than the smallest one.
-        relief_bytes: How much less a rank has than one device has at the moments of the chain; below zero: more.
-        chain: The blocks of the step with what has been added that changes what they hold; None as it is.
-        floor_bytes: What it has at another moment, whatever blocks keep: while gradients are averaged.
+        peak_bytes: Predicted peak with the techniques so far; of the fullest rank, minus `more_bytes`.
+        more_bytes: In a pipeline, memory of that rank's device beyond the smallest device.
+        relief_bytes: Bytes that a rank has less than a single device at the moments of the chain; negative: more.
+        chain: Blocks of the step, as changed by the techniques; None if unchanged.
+        floor_bytes: Bytes while gradients are averaged, whatever the blocks keep.
         seconds: Predicted time of a step.
-        targets: What has been added.
+        targets: Techniques added so far.
         model: Ranks of the model axis.
-        stages: Of a pipeline.
-        held_bytes: What the fullest rank keeps between steps, None for that of the whole module.
+        stages: Stages of a pipeline.
+        held_bytes: Bytes that the fullest rank keeps between steps, None for those of the complete module.
     """
 
     ranks: int
@@ -172,15 +167,15 @@ class Draft:
     chain: Chain | None = None
 
     def with_chain_peak(self, chain_peak_bytes: int) -> int:
-        """The rank's peak, given that of the chain on one device."""
+        """Return the peak of the rank, given the peak of the chain on one device."""
         return max(self.floor_bytes, chain_peak_bytes - self.relief_bytes)
 
     @property
     def pace(self) -> float:
-        """Seconds of a step by how much of the samples it takes that as many ranks of a data axis would."""
+        """Seconds of a step times the ranks that share its batch, comparable with plans without a model axis."""
         return self.seconds * self.model
 
     @property
     def strategies(self) -> tuple[str, ...]:
-        """Ids of what has been added."""
+        """Ids of the techniques added so far."""
         return tuple(dict.fromkeys(target.strategy for target in self.targets))

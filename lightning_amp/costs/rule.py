@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Protocol
 
 
 class Spec(Protocol):
-    """Options of a technique at one place: a frozen dataclass of numbers, texts, booleans and None, kept as JSON."""
+    """Options of a technique at one place: a frozen dataclass of numbers, texts, booleans and None, saved as JSON."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
@@ -15,11 +15,11 @@ class Rule:
     """One transformation: which modules, what, and why.
 
     Attributes:
-        fqn: Name of the module, or a pattern in the sense of fnmatch; "" is the whole LightningModule.
-        spec: What to install there.
-        strategy: The technique of the table that the rule belongs to, such as "S3".
-        why: The finding that the rule follows from.
-        saves_bytes: Predicted bytes per rank that it saves, 0 when it saves time or exactness.
+        fqn: Name of the module, or a pattern for fnmatch; "" is the LightningModule.
+        spec: Options of the technique.
+        strategy: Technique of the table that the rule belongs to, such as "S3".
+        why: Finding that leads to the rule.
+        saves_bytes: Predicted bytes per rank that it saves, 0 if it saves time or exactness.
     """
 
     fqn: str
@@ -30,5 +30,5 @@ class Rule:
 
 
 def runs_again(rule: Rule) -> bool:
-    """Whether a block runs again in the backward pass by a rule; its spec says so, as `again`."""
+    """Whether the block of a rule runs again in the backward pass; its spec has that as `again`."""
     return getattr(rule.spec, "again", False)

@@ -1,20 +1,19 @@
 """Compute the sizes of one stratum on one rank under a plan: anchors, channels, features, scores, buckets.
 
-The memory model and the cost model read the same sizes. They differ where ranks share unevenly: memory asks for the
-most that a rank has of a stratum (`most_`) and for one block of cells (`block_`), time for the mean (`mean_`) and for
-all cells of the batch (`batch_`).
+The memory model and the cost model read the same sizes. They differ if shards are uneven: memory uses the maximum over
+ranks (`most_`) and one block of cells (`block_`), time uses the mean (`mean_`) and all cells of the batch (`batch_`).
 
 Legend: B cells, N anchors, w attention window, D latent dimension, F_k features of the stratum, R ranks of the model
-axis; n own anchors, p = n padded to whole buckets, d own channels, a channels that attention multiplies. Of ranks that
-share unevenly it is the one that has most.
+axis; n own anchors, p = n padded to full buckets, d own channels, a channels that attention multiplies. If shards are
+uneven, n, p and d are those of the rank that has most.
 
-Terms of a decoder's strata on one rank are computed once for all plans that share them. A term is what a model counts
-of one stratum, such as the bytes that its likelihood keeps. It names the axes of a plan that it reads and is shown no
-others, so that one which reads more fails at once instead of handing out another plan's number. Of the hundreds of
-plans that are compared most differ in an axis that a term does not read.
+A term is a number that a model counts for one stratum, such as the bytes that its likelihood keeps. Terms of a
+decoder's strata on one rank are computed once for all plans that share them: most of the hundreds of compared plans
+differ in an axis that a term does not read. A term declares the axes of a plan that it reads and gets no others, so
+that reading an undeclared axis raises an error instead of returning another plan's number.
 
-A stratum by itself is the same whether other ranks run the other strata or not: under strata parallelism, and where the
-model axis splits nothing, terms are those of one rank.
+A stratum takes the same whether other ranks run the other strata or not: under strata parallelism, and if the model
+axis shards nothing, terms are those of one rank.
 """
 
 from collections.abc import Callable
@@ -39,10 +38,10 @@ from lightning_amp.techniques.hic.rows import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSizes:
-    """One stratum on one rank.
+    """Sizes of one stratum on one rank.
 
     Attributes:
-        k: The stratum, 0 to K - 1; under strata parallelism it is a rank's own.
+        k: The stratum, 0 to K - 1; under strata parallelism, one of the rank's own strata.
         element: Bytes per number.
     """
 
@@ -55,12 +54,12 @@ class RankSizes:
 
     @property
     def keyed(self) -> bool:
-        """Whether the stratum makes its own key; else the anchors are its keys."""
+        """Whether the stratum makes a key; otherwise the anchors are its keys."""
         return self.decoder.distances[self.k] > 0
 
     @property
     def attends(self) -> bool:
-        """Whether it makes the key by attention."""
+        """Whether the stratum makes its key by attention."""
         return self.keyed and self.decoder.attention
 
     @property
@@ -70,7 +69,7 @@ class RankSizes:
 
     @property
     def streamed(self) -> bool:
-        """Whether cells come in blocks."""
+        """Whether cells are processed in blocks."""
         return self.axes.activations == STREAMED
 
     @property
@@ -80,22 +79,22 @@ class RankSizes:
 
     @property
     def fused(self) -> bool:
-        """Whether attention keeps nothing but what it is given."""
+        """Whether attention saves nothing but its inputs."""
         return self.axes.attention == "fused"
 
     @property
     def in_kernels(self) -> bool:
-        """Whether attention is computed in torch's fused kernels."""
+        """Whether attention runs in torch's fused kernels."""
         return self.axes.attention == "sdpa"
 
     @property
     def sparse(self) -> bool:
-        """Whether the likelihood is computed from the counts that are not zero."""
+        """Whether the likelihood is computed from the nonzero counts."""
         return self.axes.likelihood == "sparse"
 
     @property
     def hidden(self) -> bool:
-        """Whether channels are split (S5)."""
+        """Whether channels are sharded (S5)."""
         return self.axes.placement in ("hidden", "hidden-gathered") and self.ranks > 1
 
     @property
@@ -105,59 +104,56 @@ class RankSizes:
 
     @property
     def by_nodes(self) -> bool:
-        """Whether anchors are split."""
+        """Whether anchors are sharded."""
         return self.axes.placement == "nodes" and self.ranks > 1
 
     @property
     def by_features(self) -> bool:
-        """Whether features are split (S2)."""
+        """Whether features are sharded (S2)."""
         return self.axes.features == "sharded" and self.ranks > 1
 
     @property
     def neighbours(self) -> int:
-        """Ranks with anchors next to the own ones, whose rows local attention needs."""
+        """Number of neighbouring ranks whose rows local attention requires."""
         return min(2, self.ranks - 1) if self.by_nodes and not self.decoder.full else 0
 
     @property
     def anchors(self) -> int:
-        """n."""
+        """Own anchors, n."""
         anchors, window = self.decoder.anchors, self.decoder.window
         buckets = -(-anchors // window)
         return min(anchors, -(-buckets // self.ranks) * window) if self.by_nodes else anchors
 
     @property
     def halo(self) -> int:
-        """Keys of neighbours that the own anchors meet under nodes: a bucket of each."""
+        """Keys of neighbours that the own anchors attend to under nodes: one bucket of each neighbour."""
         return self.neighbours * self.decoder.window
 
     @property
     def padded(self) -> int:
-        """p."""
+        """Own anchors padded to full buckets, p."""
         return -(-self.anchors // self.decoder.window) * self.decoder.window
 
     @property
     def ragged(self) -> bool:
-        """Whether anchors do not fill the last bucket, of some rank."""
+        """Whether the last bucket of some rank is not full."""
         return self.decoder.anchors % self.decoder.window > 0
 
     @property
     def queries(self) -> int:
-        """Queries that attention takes at a time: under S3 those of a chunk, else all p."""
+        """Queries that attention computes at a time: under S3 those of a chunk, else all p."""
         if not self.axes.attention.startswith("chunked"):
             return self.padded
         return min(self.padded, chunk_buckets(self.decoder.window) * self.decoder.window)
 
     @property
     def chunks(self) -> int:
-        """Chunks of queries; one without S3."""
+        """Number of chunks of queries; one without S3."""
         return -(-self.padded // self.queries)
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that attention multiplies: p 3 w, of full attention n N.
-
-        fused and sdpa leave out what is masked.
-        """
+        """Multiplied pairs of a query and a key: p 3 w, for full attention n N; fused and sdpa skip masked pairs."""
         if self.decoder.full:
             return self.anchors * self.decoder.anchors
         if self.in_kernels:
@@ -168,27 +164,27 @@ class RankSizes:
 
     @property
     def width(self) -> int:
-        """d."""
+        """Own channels, d."""
         return widest(self.decoder.dim, self.ranks) if self.hidden else self.decoder.dim
 
     @property
     def attended(self) -> int:
-        """a."""
+        """Channels that attention multiplies, a."""
         return self.decoder.dim if self.gathered else self.width
 
     @property
     def latents(self) -> int:
-        """n d: numbers of a tensor [n, d], as most tensors of a key are."""
+        """n d: elements of a tensor [n, d], the shape of most tensors of a key."""
         return self.anchors * self.width
 
     @property
     def partial_products(self) -> int:
-        """R n d: what S5 multiplies before the ranks' products are summed; 0 without S5."""
+        """R n d: elements of S5's products before they are summed over the ranks; 0 without S5."""
         return self.ranks * self.latents if self.hidden else 0
 
     @property
     def block(self) -> int:
-        """Cells of a block: B, or under stream at most those that the largest stratum leaves room for."""
+        """Cells of a block: B, or under stream at most as many as the largest stratum leaves room for."""
         if not self.streamed:
             return self.cells
         d = self.decoder
@@ -196,24 +192,24 @@ class RankSizes:
 
     @property
     def blocks(self) -> int:
-        """Blocks of cells."""
+        """Number of blocks of cells."""
         return -(-self.cells // self.block)
 
     @property
     def stratum_features(self) -> int:
-        """F_k, of all ranks together."""
+        """F_k, over all ranks."""
         return self.decoder.features[self.k]
 
     @property
     def most_features(self) -> int:
-        """Features of the rank with most: a stratum has one feature of an anchor at most."""
+        """Features of the rank that has most; a stratum has at most one feature per anchor."""
         if self.by_nodes:
             return min(self.stratum_features, self.anchors)
         return self._share_of_features
 
     @property
     def mean_features(self) -> int:
-        """Features of a rank, as many as its share of the anchors."""
+        """Features of a rank, proportional to its share of the anchors."""
         if self.by_nodes:
             return -(-self.stratum_features * self.anchors // self.decoder.anchors)
         return self._share_of_features
@@ -224,7 +220,7 @@ class RankSizes:
 
     @property
     def most_decoded(self) -> int:
-        """Features that the rank with most decodes: under S5 F_k, for it has a part of every score."""
+        """Features decoded by the rank that has most: F_k under S5, where every rank has a term of each score."""
         return self.stratum_features if self.hidden else self.most_features
 
     @property
@@ -244,34 +240,34 @@ class RankSizes:
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether fused attention keeps its weights."""
+        """Whether fused attention keeps its weights for the backward pass."""
         return self.streamed and self.fused and keeps_weights(self.decoder.anchors, window=self.decoder.window)
 
     @property
     def kept_weights(self) -> int:
-        """Attention weights that are kept: 3 w of every anchor, less what lies outside the sequence."""
+        """Number of attention weights that are kept: 3 w per anchor, without pairs outside the sequence."""
         if not (self.attends and self.keeps_weights):
             return 0
         return sum(run.n_scores for band in self.bands for run in band.runs)
 
     @property
     def bands(self) -> tuple[Band, ...]:
-        """The calls of fused attention: all anchors; under nodes the inner buckets, and one for every outer one."""
+        """Calls of fused attention: all anchors; under nodes the inner buckets, and one call per outer bucket."""
         w, n_buckets = self.decoder.window, self.padded // self.decoder.window
         sizes = run_sizes(w, launched=self.launched)
         if not self.neighbours:
             return (Band(self.anchors, self.anchors, w, 0, sizes),)
-        # an outer bucket meets keys of another rank, which are under way while the inner ones are computed: each is a
-        # call by itself, with three buckets of keys
+        # an outer bucket attends to keys of another rank, which are in transit while the inner buckets are computed:
+        # each has its own call, with three buckets of keys
         outer = min(n_buckets, self.neighbours)
-        # of ranks between two others, or of the first of two
+        # for ranks between two others, or for the first of two
         before = w if outer == 2 else 0
         inner = Band((n_buckets - outer) * w, self.padded, w, before, sizes)
         return (inner, *(Band(w, 3 * w, w, w, sizes) for _ in range(outer)))
 
     @property
     def bands_at_the_end(self) -> tuple[Band, ...]:
-        """Of the last rank under nodes, whose last bucket may be cut short; of as many anchors."""
+        """Calls of the last rank under nodes, whose last bucket may be short."""
         if not self.neighbours:
             return self.bands
         w, rest = self.decoder.window, -self.decoder.anchors % self.decoder.window
@@ -280,7 +276,7 @@ class RankSizes:
 
     @property
     def kernel_calls(self) -> tuple[KernelCalls, ...]:
-        """The calls of attention in torch's kernels: of all anchors; under nodes of every band."""
+        """Calls of torch's attention kernels: all anchors; under nodes one set per band."""
         return tuple(map(calls_of, self.bands))
 
     @property
@@ -290,13 +286,15 @@ class RankSizes:
 
     @property
     def launched(self) -> bool:
-        """Whether the device has its kernels launched, as all have but a CPU."""
+        """Whether the device is an accelerator, which launches kernels; False for a CPU."""
         return self.decoder.launched
 
     @property
     def side_by_side(self) -> int:
-        """Strata that run at the same time; ranks that compute one together take them in one order, and torch.compile
-        has its settings for the whole process.
+        """Number of strata that run at the same time.
+
+        It is 1 if ranks compute each stratum together, which requires one order, or with torch.compile, whose settings
+        are global.
         """
         alone = self.axes.placement in ("replicated", "strata") and not self.by_features
         alone = alone and self.axes.kernels == "eager"
@@ -306,24 +304,24 @@ class RankSizes:
 
 
 def widest(dim: int, ranks: int) -> int:
-    """d: channels of the rank that has most; pairs stay together where D is even."""
+    """Return d, the channels of the rank that has most; pairs of channels stay together if D is even."""
     return 2 * -(-dim // (2 * ranks)) if dim % 2 == 0 else -(-dim // ranks)
 
 
 Sizes = TypeVar("Sizes", bound=RankSizes)
 Counted = TypeVar("Counted")
 KEPT = 32
-"""Decoders on one rank whose terms are remembered: of time and of memory, for every length of the model axis."""
+"""Number of decoders whose terms are cached: for time and memory, and for every length of the model axis."""
 
 
 class Term(Generic[Sizes, Counted]):
-    """What a model counts of a stratum.
+    """A number that a model counts for a stratum.
 
     Args:
-        count: Sizes of the stratum -> what is counted.
-        reads: The axes of a plan that it depends on.
-        of_features: Whether it depends on the stratum's features; else strata with a key share it, and so do
-            those without.
+        count: Function of the sizes of the stratum.
+        reads: Axes of a plan that `count` reads.
+        of_features: Whether it depends on the stratum's features; if not, all strata with a key share one value, and so
+            do all without.
     """
 
     def __init__(self, count: Callable[[Sizes], Counted], *reads: str, of_features: bool = True) -> None:
@@ -331,7 +329,7 @@ class Term(Generic[Sizes, Counted]):
 
 
 class Strata(Generic[Sizes]):
-    """All strata of a decoder on one rank, and the terms of them that were requested.
+    """All strata of a decoder on one rank, with a cache of their terms.
 
     Args:
         kind: Type of the sizes that terms are counted from.
@@ -343,10 +341,10 @@ class Strata(Generic[Sizes]):
         self._found: dict[tuple[object, ...], tuple[Any, ...]] = {}
 
     def column(self, term: Term[Sizes, Counted], axes: Axes) -> tuple[Counted, ...]:
-        """A term of every stratum, under the choices of a plan."""
+        """Return a term of every stratum, under the choices of a plan."""
         seen = {axis: getattr(axes, axis) for axis in term.reads}
         if seen.get("placement") == "strata":
-            # a stratum is computed by one rank as on one device, so both share what was counted
+            # under strata parallelism a rank computes a stratum as a single device does, so both share cached terms
             seen["placement"] = "replicated"
         key = (term, *seen.values())
         if key not in self._found:
@@ -361,8 +359,8 @@ class Strata(Generic[Sizes]):
 
         if term.of_features:
             return tuple(map(count, range(len(distances))))
-        # without its features a stratum differs from others only in whether it makes a key, so that one of either kind
-        # is counted, however many there are
+        # without its features a stratum differs from others only in whether it makes a key, so one of each kind is
+        # counted
         alike = {keyed: count(k) for keyed, k in {k > 0: n for n, k in enumerate(distances)}.items()}
         return tuple(alike[k > 0] for k in distances)
 
@@ -371,7 +369,7 @@ same_strata = lru_cache(maxsize=KEPT)(Strata)
 
 
 def strata_of(kind: type[Sizes], decoder: DecoderShape, axes: Axes, *, ranks: int, **sizes: Any) -> Strata[Sizes]:
-    """The strata of a decoder under the choices of a plan, as `Strata`: the same object for the same sizes."""
-    # a decoder that nothing splits has the same terms for every length of the model axis: one entry for all of them
+    """Return the strata of a decoder under the choices of a plan; the same sizes return the same cached object."""
+    # a decoder that is not sharded has the same terms for every length of the model axis: one cache entry serves all
     split = axes.placement not in ("replicated", "strata") or axes.features == "sharded"
     return cast(Strata[Sizes], same_strata(cast(Any, kind), decoder, ranks=ranks if split else 1, **sizes))

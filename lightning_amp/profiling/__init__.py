@@ -1,1 +1,1 @@
-"""Reads the profile of a data directory from file headers, without a matrix in memory."""
+"""Read the profile of a data directory from file headers, without loading a matrix."""

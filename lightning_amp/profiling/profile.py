@@ -1,4 +1,4 @@
-"""Defines the profile of a data directory: sizes of its files, as data that is printed, stored as JSON and compared.
+"""Define the profile of a data directory: sizes of its files, which can be printed, stored as JSON and compared.
 
 Legend: cells, features, anchors, strata, vertices and edges are counts; sizes in bytes end in `_bytes`.
 """
@@ -11,7 +11,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecompositionProfile:
-    """How a modality's decoder is decomposed: for Hi-C, one unit per stratum.
+    """Decomposition of a modality's decoder: for Hi-C, one unit per stratum.
 
     Attributes:
         anchors: Vertices that the keys are built for, N.
@@ -19,8 +19,8 @@ class DecompositionProfile:
         distances: The bin distance k of every stratum; 0 means contacts of a bin with itself.
         attention: Whether the decoder builds its keys with attention.
         full: Whether attention is to all anchors (else to neighbouring buckets).
-        window: Anchors in a bucket of local attention, which is to three buckets; None if unknown.
-        known_from: Source of the range of attention, "" without attention.
+        window: Anchors in a bucket of local attention, which covers three buckets; None if unknown.
+        known_from: Source of the attention range, "" without attention.
         bin_bases: Base pairs of an anchor, None if they are unknown or differ.
     """
 
@@ -41,7 +41,7 @@ class DecompositionProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModalityProfile:
-    """One modality's file.
+    """Sizes of one modality's file.
 
     Attributes:
         name: "rna", "hic", "atac" or "methyl".
@@ -49,10 +49,10 @@ class ModalityProfile:
         probability_model: "NB", "ZINB", "HiCZINB", "ZILN" or "Normal".
         cells: Cells in the file.
         features: Features in the file.
-        nonzero: Stored non-zero values, None when the matrix is dense.
-        scale: Features relative to the largest other modality, None when it is the only one.
-        contact_spread: Standard deviation over mean of the counts per cell, None when the file does not store them.
-        decomposition: Strata of a Hi-C modality, None elsewhere.
+        nonzero: Stored nonzero values, None if the matrix is dense.
+        scale: Features relative to the largest other modality, None if it is the only one.
+        contact_spread: Standard deviation over mean of the counts per cell, None if the file does not store them.
+        decomposition: Strata of a Hi-C modality, None for others.
         batches: Experimental batches.
     """
 
@@ -69,7 +69,7 @@ class ModalityProfile:
 
     @property
     def zeros(self) -> float | None:
-        """Share of zeros in the matrix, None when the matrix is dense."""
+        """Share of zeros in the matrix, None if the matrix is dense."""
         if self.nonzero is None:
             return None
         return 1.0 - self.nonzero / max(1, self.cells * self.features)
@@ -86,10 +86,10 @@ class GraphProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """Everything the diagnosis reads: modalities in alphabetical order, and the guidance graph.
+    """Profile of a data directory: modalities in alphabetical order, and the guidance graph.
 
-    `unread` has h5ad files of modalities that are not known, by their path inside `data_dir`. None of their sizes is
-    known; a signal of `register_signal` may read them.
+    `unread` lists h5ad files of unsupported modalities, by their path inside `data_dir`. Their sizes are unknown; a
+    signal of `register_signal` may read the files.
     """
 
     data_dir: str
@@ -99,11 +99,11 @@ class Profile:
     schema: int = SCHEMA
 
     def modality(self, name: str) -> ModalityProfile | None:
-        """The modality of that name, None when the data directory has none."""
+        """Return the modality with this name, None if the data directory has none."""
         return next((m for m in self.modalities if m.name == name), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, with the share of zeros and the number of strata spelled out."""
+        """Convert to plain values for JSON, including the share of zeros and the number of strata."""
         plain = asdict(self)
         for modality, row in zip(self.modalities, plain["modalities"], strict=True):
             row["zeros"] = modality.zeros

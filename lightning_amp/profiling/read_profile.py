@@ -1,4 +1,4 @@
-"""Reads the profile of a data directory from headers and index columns, never the matrix (Zhang et al. 2026, 3.2)."""
+"""Read the profile of a data directory from headers and index columns, never the matrix (Zhang et al. 2026, 3.2)."""
 
 import re
 from collections import Counter
@@ -18,17 +18,17 @@ Attention = bool | Literal["full"]
 PROBABILITY_MODELS = {"rna": "NB", "atac": "ZINB", "methyl": "ZILN", "hic": "HiCZINB"}
 BIN_ENDS = re.compile(r":(\d+)-(\d+)\Z")
 DENSE_RNA_MODEL = "Normal"
-"""RNA stored as a dense matrix without a counts layer holds scaled values, not counts."""
+"""Probability model of RNA that is a dense matrix without a counts layer: scaled values, not counts."""
 
 
 def profile(data_dir: str | Path, *, setting: str | None = None, attention: Attention | None = None) -> Profile:
-    """Profile a data directory; h5ad files of modalities that are not known are named in `unread`, and nothing more.
+    """Profile a data directory; h5ad files of unsupported modalities are only listed in `unread`.
 
     Args:
         data_dir: A directory written by `lightning-amp prepare`, or by HiGLUE's preprocessing.
-        setting: Which of several settings in the directory to take.
-        attention: Whether the Hi-C decoder builds its keys with attention, "full" if attention is to all anchors and
-            not to neighbours; None means local attention as soon as there is more than one stratum, as in HiGLUE.
+        setting: Setting to read, if the directory has several.
+        attention: Whether the Hi-C decoder builds its keys with attention, "full" if attention is to all anchors; None
+            means local attention if there is more than one stratum, as in HiGLUE.
 
     Raises:
         DataError: The directory or one of its files cannot be read.

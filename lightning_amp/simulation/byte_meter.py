@@ -2,16 +2,16 @@
 
     kind               counts
     parameters         parameters and buffers
-    gradients          of parameters, from when they are whole
-    optimiser state    what the optimiser keeps between steps
-    activations        the batch, and what the forward pass kept for the backward pass
-    temporaries        all else: made and dropped in the forward pass, or made by the backward pass or the optimiser
+    gradients          gradients of parameters, once they are complete
+    optimiser state    bytes that the optimiser keeps between steps
+    activations        the batch, and tensors of the forward pass that are kept for the backward pass
+    temporaries        others: freed within the forward pass, or allocated by the backward pass or the optimiser
 
-Operators on meta tensors only work out shapes, many of them slowly in Python. An operator of which every result is a
-new, dense tensor gives results of the same shapes for arguments of the same shapes, so it is asked once.
+Operators on meta tensors only compute shapes, many of them slowly in Python. If all results of an operator are new,
+dense tensors, their shapes depend only on the arguments' shapes, so they are cached.
 
-Exact up to the limits of LiveBytes, with which tests compare it on real tensors. Sparse tensors are not counted yet. A
-tensor on the CPU keeps its values, so that code may look at indices; where it meets meta tensors it is one of them.
+Exact up to the limits of LiveBytes, which tests compare with real tensors. Sparse tensors are not counted yet. A tensor
+on the CPU keeps its values, so that code can read indices; an operator with meta tensors treats it as a meta tensor.
 """
 
 from collections import Counter, deque
@@ -28,11 +28,11 @@ from lightning_amp.footprint.module_profile import ACTIVATIONS, KINDS, TEMPORARI
 
 RESIZING = ("resize_", "resize_as_", "set_")
 WRAPPING = ("_wrap_tensor_autograd", "wait_tensor")
-"""Operators whose result is their argument, wrapped or waited for, for which torch's meta kernel makes a new one."""
+"""Operators that return their argument, wrapped or waited for, but a new tensor on the meta device."""
 
 
 class OutOfBudget(Exception):
-    """The budget is spent; never leaves the simulation."""
+    """The budget is exceeded; never raised outside the simulation."""
 
     def __init__(self, requested_bytes: int) -> None:
         super().__init__(requested_bytes)
@@ -47,16 +47,16 @@ class _Alive(NamedTuple):
 
 
 class SimulatedMeter(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts live bytes by kind, and the bytes given to collectives.
+    """Count live bytes by kind, and the bytes given to collectives.
 
     Attributes:
-        phase: What is running now, in words.
+        phase: Current phase, in words.
         sent: Bytes given to collectives so far, by kind of collective.
-        answers: Shapes that operators have given for shapes.
+        answers: Cache of result shapes by operator and argument shapes.
 
     Args:
-        budget_bytes: Where more are alive, OutOfBudget is raised; None for no limit.
-        answers: Of another meter.
+        budget_bytes: OutOfBudget is raised if more bytes are alive; None for no limit.
+        answers: Cache of another meter.
     """
 
     def __init__(self, *, budget_bytes: int | None = None, answers: dict[Any, Any] | None = None) -> None:
@@ -69,18 +69,18 @@ class SimulatedMeter(LiveBytes):  # type: ignore[no-untyped-call]
         self._pass = self._pass_at_peak = 0
         self._births = self._births_at_peak = 0
         self._living: dict[int, _Alive] = {}
-        # a storage can die in the middle of any statement, so what it was waits in line
+        # a storage may be freed in the middle of any statement, so it is queued, and subtracted later
         self._dead: deque[_Alive] = deque()
         self._by_kind = dict.fromkeys(KINDS, 0)
         self._at_peak = dict(self._by_kind)
         self._dropped = 0
 
     def _settle(self) -> int:
-        """Bytes alive now, those of each kind brought up to date."""
+        """Subtract freed storages from their kinds, and return the bytes alive."""
         while self._dead:
             gone = self._dead.popleft()
             self._by_kind[gone.kind] -= gone.n_bytes
-            # made in the pass that runs and had the peak, before the peak: the backward pass never gets it
+            # freed in the pass with the peak, and allocated before the peak: never kept for the backward pass
             in_its_pass = gone.made_in == self._pass == self._pass_at_peak
             if gone.kind == ACTIVATIONS and in_its_pass and gone.birth <= self._births_at_peak:
                 self._dropped += gone.n_bytes
@@ -88,23 +88,23 @@ class SimulatedMeter(LiveBytes):  # type: ignore[no-untyped-call]
 
     @property
     def breakdown(self) -> dict[str, int]:
-        """The peak by kind."""
+        """Bytes at the peak, by kind."""
         settled = self._settle()
         assert settled <= self.peak, "the peak is the most that was alive"
         found = dict(self._at_peak)
-        # what the pass that had the peak has dropped by itself was no activation
+        # bytes that the pass with the peak freed itself were temporaries
         found[ACTIVATIONS] -= self._dropped
         found[TEMPORARIES] += self._dropped
         return found
 
     def enter(self, phase: str, *, making: str) -> None:
-        """Begin a phase, in words as in "out of memory at ..."; `making` is the kind of what is made from now on."""
+        """Start a phase, worded as in "out of memory at ..."; `making` is the kind of tensors allocated from now on."""
         self._settle()
         self._pass += making != self._making
         self.phase, self._making = phase, making
 
     def hold(self, values: Any, kind: str) -> None:
-        """Count tensors that exist already, or count them as another kind from now on."""
+        """Count existing tensors as `kind`, also if they are counted as another kind already."""
         self._settle()
         for key in {id(storage) for _, storage in storages_of(tensors_of(values))} & self._living.keys():
             known = self._living[key]
@@ -116,13 +116,13 @@ class SimulatedMeter(LiveBytes):  # type: ignore[no-untyped-call]
         self._making = making
 
     def dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator on meta tensors, or make its results as they were made before, and count them."""
+        """Run an operator on meta tensors, or create its results from cached shapes, and count them."""
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return super().dispatched(func, types, args, kwargs)
         if func._opname in WRAPPING:
             return args[0]
-        # a view has to be of the argument itself, whose bytes are counted already; what an argument is written from may
-        # be a stand-in
+        # a view must be of the argument itself, whose bytes are counted already; the source of an in-place write may be
+        # a replacement
         if _only_aliases(func):
             return func(*(_on_one_device(args) if func._schema.is_mutable else args), **kwargs)
         key = _key(func, args, kwargs)
@@ -130,7 +130,7 @@ class SimulatedMeter(LiveBytes):  # type: ignore[no-untyped-call]
             result = _make(self.answers[key])
             self.made(func, result)
             return result
-        # collectives have no key, so that each call comes here and is counted
+        # collectives have no key, so that every call is counted here
         if (sent := sent_bytes(func, args)) is not None:
             self.sent[sent[0]] += sent[1]
         given = {id(storage) for _, storage in storages_of(tensors_of((args, kwargs)))}
@@ -142,14 +142,14 @@ class SimulatedMeter(LiveBytes):  # type: ignore[no-untyped-call]
         return result
 
     def _count(self, tensors: Iterable[Tensor], given: Collection[int] = ()) -> None:
-        """Count, and see whether the bytes alive are the most so far, and within the budget."""
+        """Count tensors, update the peak, and raise OutOfBudget if the bytes alive exceed the budget."""
         before, peak = self._settle(), self.peak
         super()._count(tensors, given)
         if self.peak > peak:
             self._at_peak = dict(self._by_kind)
             self._births_at_peak, self._pass_at_peak, self._dropped = self._births, self._pass, 0
         if self._budget is not None and self.current > self._budget:
-            # what is dropped from here on, is dropped because of the failure
+            # storages that are freed from here on are freed by the exception
             self._pass_at_peak = -1
             raise OutOfBudget(self.current - before)
 
@@ -179,13 +179,13 @@ def _only_aliases(func: Any) -> bool:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    """The storage of a dense tensor."""
+    """Return the storage of a dense tensor."""
     assert tensor.layout is torch.strided, "the reference model has dense tensors only"
     return tensor.untyped_storage()
 
 
 def _on_one_device(args: Any) -> Any:
-    """The arguments, with meta tensors for those on the CPU where there are both."""
+    """Return the arguments with meta tensors instead of CPU tensors, if both kinds exist."""
     tensors = list(tensors_of(args))
     if any(t.is_meta for t in tensors) and not all(t.is_meta for t in tensors):
         return _map(args)
@@ -195,7 +195,7 @@ def _on_one_device(args: Any) -> Any:
 def _map(values: Any) -> Any:
     if isinstance(values, list | tuple):
         return type(values)(_map(value) for value in values)
-    # a number as a tensor goes with any device
+    # a tensor without dims works with any device
     if isinstance(values, Tensor) and not values.is_meta and values.dim():
         return torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device="meta")
     return values
@@ -220,18 +220,18 @@ def _signature(values: Iterable[Any]) -> tuple[Any, ...]:
         elif isinstance(value, list | tuple):
             parts.append(_signature(value))
         else:
-            # 1 and 1.0 and True are equal, and make different types
+            # 1, 1.0 and True are equal, but results differ in dtype
             parts += (type(value), value)
     return tuple(parts)
 
 
 def _answer(result: Any, given: Collection[int]) -> Any:
-    """How to make an operator's results again, None where that is not known."""
+    """Return how to create an operator's results again, None if that is not possible."""
     if isinstance(result, Tensor):
         storage = _storage(result)
         fresh = result.is_meta and id(storage) not in given
         spec = (result.shape, result.stride(), result.dtype)
-        # a result may lie in a larger storage than its shape says, which would be made too small the next time
+        # a result's storage may be larger than its shape, and would be created too small
         return spec if fresh and _storage(_make(spec)).nbytes() == storage.nbytes() else None
     if isinstance(result, tuple) and all(isinstance(part, Tensor) for part in result):
         parts = [_answer(part, given) for part in result]
@@ -260,16 +260,16 @@ _KIND_AND_INPUT = {
     "all_to_all_single": ("all_to_all", 0),
     "alltoall_base_": ("all_to_all", 1),
 }
-"""Operator -> kind of collective, and which argument goes in; with and without its own result."""
+"""Operator -> kind of collective, and index of its input; functional operators, and those that write in place."""
 _SILENT = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
 
 
 def sent_bytes(operator: Any, args: tuple[Any, ...]) -> tuple[str, int] | None:
-    """The kind of a dispatched collective and the bytes given to it; None for operators that send nothing.
+    """Return the kind of a dispatched collective, and the bytes given to it; None for other operators.
 
-    Counted is the tensor that goes in on this rank, whatever the algorithm then moves over the wires: an all-reduce of
-    n bytes counts n, an all-gather the own part, a reduce-scatter all parts, a broadcast the tensor. Not counted are
-    the few numbers by which ranks of a real run make sure in every step that they agree on their batches.
+    The count is the size of this rank's input, whatever the algorithm transfers: an all-reduce of n bytes counts n, an
+    all-gather the own shard, a reduce-scatter all shards, a broadcast the tensor. Not counted are the few numbers with
+    which the ranks of a real run check in every step that they agree on their batches.
     """
     if operator.namespace not in COLLECTIVES or operator._opname in _SILENT:
         return None

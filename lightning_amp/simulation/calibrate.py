@@ -1,12 +1,12 @@
-"""Calibrate the cost model: measure one decoder step on this device, and fit its rates to it.
+"""Calibrate the cost model: measure one decoder step on this device, and fit its rates to the measurement.
 
-A decoder of synthetic sizes runs forward and backward with the techniques that policy "auto" takes for it on one
-device, and as it is, one after the other in every round. The best round of each counts, for other processes only slow
-a step down; where most rounds took far longer, or the best one had to wait for a processor, nothing is fitted. The
-rates are fitted to the first; the second is the check: had the model all proportions right, its prediction afterwards
-would be what was measured.
+A decoder of synthetic sizes runs forward and backward in two forms, which alternate in every round: with the techniques
+that policy "auto" chooses for one device, and without techniques. The best round of each counts, because other
+processes only slow a step down. If the median round took much longer, or the best one had to wait for a processor,
+nothing is fitted. The rates are fitted to the first form; the second is the check: if the model had all proportions
+right, its new prediction would equal the measurement.
 
-Known limits: one device, so the links stay those of the known device nearest to it; one size, float32, no optimiser.
+Known limits: one device, so the links stay those of the nearest device in the table; one size, float32, no optimiser.
 """
 
 import time
@@ -37,11 +37,11 @@ SCHEMA = 1
 WARM_UP, ROUNDS = 2, 7
 NON_ZERO = 0.05
 APART = 2.0
-"""How much longer than the best round the median one may take."""
+"""Largest ratio of the median round to the best one."""
 SHARE = 0.7
-"""Of a processor, what a step has at least that nobody else disturbs."""
+"""Least share of a processor that an undisturbed step gets."""
 SIZES = {"cpu": (2000, 64, 6, 32), "cuda": (20_000, 128, 16, 64)}
-"""Anchors, channels, strata and cells: on either about half a second."""
+"""Anchors, channels, strata and cells; on both devices a step takes about half a second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,9 +57,9 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """Rates before and after, the step that they were fitted to, and another one as a check.
+    """Rates before and after, the step that they were fitted to, and another step as a check.
 
-    `note` says whose rates `before` are, where the device is not known; else "".
+    `note` names the device whose rates `before` are, if this device is not in the table; else "".
     """
 
     decoder: DecoderShape
@@ -71,21 +71,22 @@ class Calibration:
     note: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Convert to plain values for JSON."""
         return {"schema": SCHEMA, **asdict(self)}
 
 
 def calibrate(
     device: str | None = None, *, index: int = 0, sizes: tuple[int, int, int, int] | None = None
 ) -> Calibration:
-    """Measure a step on one device of this machine.
+    """Measure a step on one device of this machine, and fit the rates.
 
     Args:
-        device: "cpu" or "cuda"; None for CUDA where there is one.
+        device: "cpu" or "cuda"; None for CUDA if it is available.
+        index: Index of the GPU.
         sizes: Anchors, channels, strata and cells; None for those of `SIZES`.
 
     Raises:
-        PlanError: A device that this machine has not, or a machine that is busy with something else.
+        PlanError: The machine does not have the device, or is busy.
     """
     place, threads = _device(device, index), torch.get_num_threads()
     name = f"cpu, {threads} {'thread' if threads == 1 else 'threads'}"
@@ -117,7 +118,7 @@ def calibrate(
 
 
 def calibration_report(found: Calibration) -> str:
-    """Both steps, and the rates before and after."""
+    """Format both steps, and the rates before and after."""
     rows = [
         [
             name,
@@ -151,7 +152,7 @@ def calibration_report(found: Calibration) -> str:
 
 def _device(device: str | None, index: int) -> torch.device:
     there = torch.cuda.device_count()
-    # whoever names an index means a GPU, and not the processor of a machine without
+    # an index implies a GPU, so a machine without one raises an error instead of using its CPU
     kind = device or ("cuda" if there or index else "cpu")
     if kind not in SIZES:
         raise PlanError(f"device={device!r} is not supported; allowed are 'cpu' and 'cuda'")
@@ -173,7 +174,7 @@ def _plan(decoder: DecoderShape, cells: int, rates: Rates, strategies: str | tup
 
 
 def _step(decoder: DecoderShape, made: Plan, cells: int, place: torch.device) -> Callable[[], None]:
-    """Forward and backward pass, with gradients that are made anew."""
+    """Return a function that runs forward and backward with newly allocated gradients."""
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), place:
         torch.manual_seed(0)
         module: nn.Module = DecoderAlone(decoder)
@@ -197,10 +198,10 @@ def _step(decoder: DecoderShape, made: Plan, cells: int, place: torch.device) ->
 
 
 def _measure(steps: list[Callable[[], None]], place: torch.device) -> list[list[float]]:
-    """Seconds of every round of every step, measured by turns.
+    """Return the seconds of every round of every step; the steps alternate.
 
     Raises:
-        PlanError: The machine is busy with something else.
+        PlanError: The machine is busy.
     """
     seconds: list[list[float]] = [[] for _ in steps]
     worked: list[list[float]] = [[] for _ in steps]
@@ -215,11 +216,11 @@ def _measure(steps: list[Callable[[], None]], place: torch.device) -> list[list[
     rounds = [found[WARM_UP:] for found in seconds]
     best = [min(found) for found in rounds]
     apart = max(median(found) / least for found, least in zip(rounds, best, strict=True))
-    # processor time of all threads: a step that waits for a processor has less of it than seconds have passed
+    # processor time of all threads is less than the elapsed time if a step waits for a processor
     share = min(
         at_work[found.index(least)] / least for at_work, found, least in zip(worked, seconds, best, strict=True)
     )
-    # a GPU works while the processor waits
+    # the processor waits while a GPU works, so its share says nothing there
     if apart > APART or (place.type == "cpu" and share < SHARE):
         raise PlanError(
             f"cannot calibrate on {place}: something else keeps it busy, and the median round took "

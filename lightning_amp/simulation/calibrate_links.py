@@ -1,14 +1,14 @@
-"""Measure the links between the ranks of a run: messages between two ranks at a time, then collectives of each axis.
+"""Measure the links between the ranks of a run: messages between pairs of ranks, then collectives of each axis.
 
-Under torchrun the ranks are those of the run, on one node or on several; else two processes of this machine are
-started. Of a pair the fastest message gives the latency, and the largest what more bytes take. Between two nodes one
-pair is measured by itself, and then all pairs at once, which share the adapters of a node.
+Under torchrun the ranks are those of the run, on one or several nodes; otherwise two processes of this machine are
+started. The fastest message of a pair gives the latency, the largest message the bandwidth. Between two nodes, one pair
+is measured alone, and then all pairs concurrently, which share the adapters of a node.
 
-The axes are the ranks of a node, and the ranks of one place in all nodes. All groups of an axis run a collective at
-once, as in a step. What it takes more than messages between two ranks, as rounds of a ring, is kept for plans.
+The axes are the ranks of a node, and the ranks with the same position in all nodes. All groups of an axis run a
+collective concurrently, as in a step. Plans use its cost relative to messages between two ranks, per round of a ring.
 
-Known limits: messages one way at a time, so that links that are slower when both directions are used look faster; the
-links between the first two nodes stand for all.
+Known limits: messages go one way at a time, so links that are slower in both directions at once look faster; the links
+between the first two nodes are assumed for all nodes.
 """
 
 import json
@@ -33,27 +33,27 @@ from lightning_amp.planning.reports.table import table
 from lightning_amp.quantities import format_bytes, format_seconds
 
 SIZES = (8, 2**16, 2**20, 2**24)
-"""Bytes of messages."""
+"""Bytes of the measured messages."""
 ROUNDS, OF_GROUPS, WARM_UP = 20, 5, 2
-"""Messages and collectives of each size, and how many before that."""
+"""Number of messages and of collectives of each size, and of warm-up rounds."""
 WAIT = timedelta(seconds=120)
 ALL, COLLECTIVES = "between nodes, all at once", "collectives"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredLinks:
-    """Links, and the seconds that they follow from.
+    """Measured links, and the seconds that they follow from.
 
     Attributes:
-        links: With what was measured; between nodes as before where there is one.
-        seconds: One way, for each of `SIZES`, by the place of the ranks.
+        links: Links with the measurements; between nodes unchanged if there is one node.
+        seconds: Seconds one way, for each of `SIZES`, by the place of the ranks.
     """
 
     links: Links
     seconds: Mapping[str, list[float]]
 
     def report(self) -> str:
-        """Seconds by size, and what follows."""
+        """Format seconds by size, and the resulting rates."""
         rows = [[place, *map(format_seconds, found)] for place, found in self.seconds.items()]
         links = self.links
         known = "" if BETWEEN in self.seconds else " (not measured: run it under torchrun on two nodes)"
@@ -65,8 +65,8 @@ class MeasuredLinks:
 
 
 def known_links(device: str | None) -> Links:
-    """Those of this machine's device, by its name."""
-    # late: the processes that are started have no use for Lightning, which takes seconds to load
+    """Return the links of this machine's device, by its name."""
+    # imported here: the started processes do not need Lightning, which takes seconds to load
     from lightning_amp.techniques.rates_of import rates_of
 
     kind = device or ("cuda" if torch.cuda.device_count() else "cpu")
@@ -74,14 +74,14 @@ def known_links(device: str | None) -> Links:
 
 
 def measure_links(links: Links, device: str | None = None) -> MeasuredLinks | None:
-    """Measure the links of a run, all of whose ranks call it; None on other ranks than the first.
+    """Measure the links of a run; all ranks must call it, and only the first returns a result.
 
     Args:
-        links: As they are known.
-        device: "cpu" or "cuda"; None for CUDA where there is a GPU.
+        links: Links before the measurement.
+        device: "cpu" or "cuda"; None for CUDA if there is a GPU.
 
     Raises:
-        PlanError: There is one rank only, or one GPU.
+        PlanError: There is only one rank, or one GPU.
     """
     there = torch.cuda.device_count()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -120,16 +120,16 @@ def _measured(rank: int, ranks: int, store: str, device: str) -> dict[str, Any]:
 
 
 def measured_between(rank: int, ranks: int, place: torch.device) -> dict[str, Any]:
-    """Seconds of each pair that is measured, by size, for every place of pairs; a collective.
+    """Measure the seconds of messages by size, for every place of pairs; a collective.
 
     Args:
-        rank, ranks: This one of the default group.
-        place: Its device.
+        rank, ranks: Rank of this process, and number of ranks of the default group.
+        place: Device of this rank.
     """
     if ranks < 2:
         raise PlanError("cannot measure links between ranks: there is one rank; start two or more")
     everyones: list[Any] = [None] * ranks
-    # torchrun's number of the node
+    # torchrun's index of the node
     dist.all_gather_object(everyones, os.environ.get("GROUP_RANK", "0"))
     first, *others = [[r for r in range(ranks) if everyones[r] == node] for node in dict.fromkeys(everyones)]
     stages = dict[str, list[tuple[int, int]]]()
@@ -151,7 +151,7 @@ def measured_between(rank: int, ranks: int, place: torch.device) -> dict[str, An
 
 
 def _of_axis(groups: Sequence[Sequence[int]], rank: int, place: torch.device) -> dict[str, list[Any]]:
-    """Ranks of a group and seconds by size, of each kind; those of the slowest rank."""
+    """Return the ranks of a group and seconds by size, for each kind of collective; of the slowest rank."""
     made = [dist.new_group(list(group)) for group in groups]
     own = next((i for i, group in enumerate(groups) if rank in group), None)
     everyones: list[Any] = [None] * dist.get_world_size()
@@ -166,10 +166,10 @@ def _of_axis(groups: Sequence[Sequence[int]], rank: int, place: torch.device) ->
 
 
 def _of_kind(kind: Kind, group: list[int], made: Any, rank: int, place: torch.device) -> list[float]:
-    """Median seconds of a collective, by the bytes that a rank contributes."""
+    """Return the median seconds of a collective, by the bytes that a rank contributes."""
     n, best = len(group), list[float]()
     for size in SIZES:
-        # a row for each rank of the group
+        # one row per rank of the group
         rows, seconds = torch.zeros(n, -(-size // (4 * n)), device=place), list[float]()
         whole = rows.new_zeros(n * rows.numel())
         for _ in range(WARM_UP + OF_GROUPS):
@@ -183,7 +183,7 @@ def _of_kind(kind: Kind, group: list[int], made: Any, rank: int, place: torch.de
 
 
 def _run(kind: Kind, rows: torch.Tensor, whole: torch.Tensor, group: list[int], made: Any, own: int) -> None:
-    """One collective, of what this rank contributes, as plans name it and the library runs it."""
+    """Run one collective on this rank's contribution, by its name in plans."""
     flat, arrived = rows.view(-1), whole[: rows.numel()]
     if kind == "all_reduce":
         dist.all_reduce(flat, group=made)
@@ -201,11 +201,11 @@ def _run(kind: Kind, rows: torch.Tensor, whole: torch.Tensor, group: list[int], 
 
 
 def _one_way(pair: tuple[int, int], rank: int, place: torch.device, *, shared: bool) -> list[float]:
-    """Seconds of a message to the other rank, by size: the least, or the median where pairs share a link, for one may
-    have a message through while others pause.
+    """Measure the seconds of a message to the other rank, by size: the minimum, or the median if pairs share a link.
 
-    The answer is the smallest message: pairs that measure at the same time load one direction of a link, where large
-    answers would load both, and the link would look twice as fast.
+    With a shared link, the minimum may be a message that was sent while other pairs paused. The reply is the smallest
+    message: pairs that measure concurrently load one direction of a link; large replies would load both, and the link
+    would look twice as fast.
     """
     best, answer = list[float](), torch.zeros(SIZES[0], dtype=torch.uint8, device=place)
     for size in SIZES:
@@ -226,13 +226,13 @@ def _one_way(pair: tuple[int, int], rank: int, place: torch.device, *, shared: b
 
 
 def links_of(links: Links, found: Mapping[str, Any]) -> MeasuredLinks:
-    """What links reach, by the seconds of messages."""
+    """Compute links from the seconds of messages."""
 
     def bandwidth(seconds: list[float]) -> float:
-        # of messages that take no longer than the smallest one nothing is known but the least
+        # if the largest message takes no longer than the smallest one, only a lower bound of the bandwidth is known
         return (SIZES[-1] - SIZES[0]) / max(seconds[-1] - min(seconds), 1e-9)
 
-    # other work on the machine may disturb all rounds of the smallest one
+    # other work on the machine may disturb all rounds of the smallest message
     latencies = [min(found[name][0]) for name in (WITHIN, BETWEEN) if name in found]
     links = replace(links, ranks_per_node=found["node"], latency=max(latencies))
     if WITHIN in found:
@@ -248,8 +248,8 @@ def links_of(links: Links, found: Mapping[str, Any]) -> MeasuredLinks:
         inner = 1 if axis == WITHIN else found["node"]
         for kind, (ranks, by_size) in kinds.items():
             seconds[f"{kind} of {ranks} {axis}"] = by_size
-            # a round passes on `part` of what a rank contributes, so that contributed bytes per second times rounds and
-            # part are those of the wire; the share is of the links just measured, which plans multiply it with
+            # in a round a rank sends `part` of its contribution, so contributed bytes per second times rounds and part
+            # is the rate of the wire; the share is relative to the measured links, by which plans multiply it
             times, part = rounds(kind, ranks)
             start = min(by_size) / times
             reached = bandwidth(by_size) * times * part / links.bandwidth(ranks, inner=inner)

@@ -1,8 +1,9 @@
 """Install a plan in a simulated module, and measure the second training step of a rank, phase by phase.
 
-The second, because then the optimiser's state and the last step's gradients are there. The first is not run: every
-parameter is given a gradient in its own memory, and the optimiser steps once. A backward pass may leave other
-gradients, none for what it does not reach, or views of larger tensors; then the step after it is measured instead.
+The second step is measured, because the optimiser's state and the last step's gradients exist then. The first one is
+not run: every parameter gets a gradient with its own memory, and the optimiser steps once. If the backward pass leaves
+other gradients (none for parameters that it does not reach, or views of larger tensors), the step after it is measured
+instead.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +32,7 @@ Sizes = tuple[object, ...]
 
 
 class PlannedRank:
-    """A subject, which is changed, with a plan carried out on it, as one rank of the mesh holds it."""
+    """A module and batch with an installed plan, as on one rank of the mesh; `subject` is changed in place."""
 
     def __init__(self, subject: Subject, plan: Plan, mesh: DeviceMesh) -> None:
         self.module = cast(Any, subject.module)
@@ -47,7 +48,7 @@ class PlannedRank:
 
     @property
     def sizes(self) -> Sizes:
-        """What the memory of ranks of one plan can differ by: equal sizes, equal memory."""
+        """Sizes that determine the memory of a rank: equal sizes need equal memory."""
         module = cast(nn.Module, self.module)
         tensors = (t.shape for t in (*module.parameters(), *module.buffers()))
         shares = [share for child in module.modules() for share in vars(child).values()]
@@ -57,15 +58,13 @@ class PlannedRank:
         return (*tensors, *channels, *rows, *strata)
 
     def decoder(self) -> DecomposedDecoder | None:
-        """The largest decomposed decoder."""
+        """Largest decomposed decoder."""
         found = find_decoders(self.module).values()
         return max(found, key=lambda d: d.n_anchors * len(d.strata), default=None)
 
 
 class _SureSync(GradientSync):
-    """The reduction of gradients where the ranks together are known to reach all partial parameters, and each of them
-    the same others.
-    """
+    """Reduction of gradients if ranks together reach all partial parameters, and each reaches the same others."""
 
     def _agree(self, grads: Mapping[int, Tensor]) -> list[int]:
         everyone = torch.empty(len(self._parameters), dtype=torch.uint8, device="meta")
@@ -75,13 +74,13 @@ class _SureSync(GradientSync):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankResult:
-    """What one rank's step needs.
+    """Memory and communication of one rank's step.
 
     Attributes:
-        peak_bytes: Most bytes alive at once; where the budget was exceeded, with the request that did.
-        bytes_of_strata: Bytes alive after each of the rank's strata, as far as the forward pass came.
+        peak_bytes: Peak; if the budget was exceeded, including the request that exceeded it.
+        bytes_of_strata: Bytes alive after each of the rank's strata, up to where the forward pass stopped.
         comm_bytes: Bytes given to collectives, by kind.
-        failed_at: What was running when the budget was exceeded, None where it was not.
+        failed_at: Phase in which the budget was exceeded, None if it was not.
     """
 
     rank: int
@@ -94,12 +93,12 @@ class RankResult:
 
     @property
     def strata_bytes(self) -> tuple[int, ...]:
-        """The same, in the order of the strata."""
+        """Values of `bytes_of_strata`, in the order of the strata."""
         return tuple(self.bytes_of_strata.values())
 
 
 class MeasuredStep:
-    """The second training step of a rank; `on_stratum` is called after every stratum, in both directions."""
+    """Run the second training step of a rank; `on_stratum` is called after every stratum, forward and backward."""
 
     def __init__(self, planned: PlannedRank, *, budget_bytes: int | None, on_stratum: Callable[[], object]) -> None:
         self.planned = planned
@@ -108,8 +107,8 @@ class MeasuredStep:
         self._budget_bytes, self._on_stratum = budget_bytes, on_stratum
 
     def run(self, rank: int) -> RankResult:
-        """Run and count the step."""
-        # of the first step, which is not run, only what it leaves is there: gradients and the optimiser's state
+        """Run and measure the step."""
+        # state after the first step, which is not run: gradients and the optimiser's state
         trained = [parameter for parameter in self.planned.parameters if parameter.requires_grad]
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
@@ -117,10 +116,10 @@ class MeasuredStep:
             optimizer.step()
         self._hook()
         requested_bytes = self._measure()
-        # the next step begins with the gradients of this one: where these are not as those that it began with, its peak
-        # is not that of a run
+        # the next step starts with the gradients of this one: if they differ from those at its start, its peak is not
+        # that of a later step
         if requested_bytes is None and not all(map(_has_gradient_of_its_own, trained)):
-            # the optimiser has no state of what no step reaches
+            # the optimiser has no state for parameters that no step reaches
             for parameter in (parameter for parameter in trained if parameter.grad is None):
                 for optimizer in self.planned.optimizers:
                     optimizer.state.pop(parameter, None)
@@ -136,8 +135,8 @@ class MeasuredStep:
         )
 
     def _measure(self) -> int | None:
-        """Returns the request that exceeded the budget, None if none did."""
-        # what operators answer to which shapes stays the same
+        """Run the step; return the request that exceeded the budget, None if none did."""
+        # cached shapes stay valid
         self.meter = SimulatedMeter(budget_bytes=self._budget_bytes, answers=self.meter.answers)
         self.strata_bytes.clear()
         self._place = "the encoders and the graph"
@@ -194,7 +193,7 @@ class MeasuredStep:
         def after_strata(_: Tensor) -> None:
             self._enter("the backward pass of the encoders and the graph", TEMPORARIES)
 
-        # the gradient of a latent is whole once all strata have had their backward pass
+        # the gradient of a latent is complete after the backward pass of all strata
         for latent in latents:
             if latent.requires_grad:
                 latent.register_hook(after_strata)  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""Build the simulated module and batch, of the right sizes on fake tensors.
+"""Build the simulated module and batch on fake tensors of the right sizes.
 
-Everything is made on the meta device but the anchors of the strata's features: S4 looks whether they are a run, of
-which it needs no copy. A profile has their number F_k only; they are taken as a run where F_k >= N - k, as on one
-chromosome, else as spread over all anchors.
+All tensors are on the meta device, except the anchors of the strata's features: S4 tests whether they are consecutive,
+because consecutive keys need no copy. A profile has only their number F_k: they are assumed to be consecutive if F_k >=
+N - k, as on one chromosome, and otherwise spread over all anchors.
 """
 
 from collections.abc import Callable
@@ -34,10 +34,10 @@ class Subject:
 
 
 class DecoderAlone(nn.Module):
-    """A decoder, and a training step from given latents of cells and anchors, which get gradients.
+    """A decoder with a training step on given latents of cells and anchors, which get gradients.
 
     Args:
-        shape: The decoder; its name becomes the name of the child.
+        shape: Sizes of the decoder; its name becomes the name of the child.
     """
 
     optimizers: Callable[[], list[Optimizer]]
@@ -60,11 +60,11 @@ class DecoderAlone(nn.Module):
         self.add_module(shape.fqn, decoder)
 
     def configure_optimizers(self) -> list[Optimizer]:
-        """One optimiser, as the reference model's."""
+        """Return one optimiser, as in the reference model."""
         return [torch.optim.RMSprop(self.parameters(), lr=LEARNING_RATE)]
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Forward, backward, update."""
+        """Run forward, backward and update."""
         (optimizer,) = self.optimizers()
         cells = {name: batch[name] for name in ("batch", "library", "x")}
         u, v = batch["u"].requires_grad_(), batch["v"].requires_grad_()
@@ -75,7 +75,7 @@ class DecoderAlone(nn.Module):
 
 
 def decoder_subject(shape: DecoderShape, *, batch_size: int) -> Subject:
-    """A decoder by itself, and `batch_size` cells per rank."""
+    """Return a module with only a decoder, and a batch of `batch_size` cells per rank."""
     with torch.device("meta"):
         module = DecoderAlone(shape)
         batch = _cells(batch_size, sum(shape.features))
@@ -85,7 +85,7 @@ def decoder_subject(shape: DecoderShape, *, batch_size: int) -> Subject:
 
 
 def reference_subject(profile: Profile, *, batch_size: int, latent_dim: int, window: int | None) -> Subject:
-    """The reference model for some data, `batch_size` cells per rank and modality."""
+    """Return the reference model for some data, and a batch of `batch_size` cells per rank and modality."""
     inputs = _inputs(profile)
     parts = [m.decomposition for m in profile.modalities if m.decomposition is not None]
     key = _key(any(one.attention for one in parts), any(one.full for one in parts))
@@ -139,7 +139,7 @@ def _inputs(profile: Profile) -> ModelInputs:
 
 
 def _graph(profile: Profile, modalities: dict[str, ModalityInputs]) -> GraphInputs:
-    """A graph of the right size: every vertex joined to itself, the other edges to the next vertex."""
+    """Return a graph of the right size: self-loops on all vertices, other edges to the next vertex."""
     if profile.graph is None:
         vertices = edges = max(len(m.vertices) for m in modalities.values())
     else:

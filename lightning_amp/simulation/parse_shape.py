@@ -1,13 +1,13 @@
-"""Parse a decoder from text, such as "anchors=113505,dim=128,strata=32,batch=1".
+"""Parse the sizes of a decoder from text, such as "anchors=113505,dim=128,strata=32,batch=1".
 
-anchors, dim, strata      N, D, K; must be given, K up to 10,000
+anchors, dim, strata      N, D, K; required, K up to 10,000
 batch                     cells per rank and step
-window                    anchors per attention bucket; 20 K without it
-features                  of every stratum; N - k of stratum k without it
-n_batches                 experimental batches (1)
-key                       attention (local), full_attention (without window) or convolution (attention)
-variant                   higlue or paper (higlue)
-chained                   yes or no (no)
+window                    anchors per attention bucket; default 20 K
+features                  of every stratum; default N - k for stratum k
+n_batches                 experimental batches; default 1
+key                       attention (local; default), full_attention (without window) or convolution
+variant                   higlue (default) or paper
+chained                   yes or no (default)
 """
 
 from dataclasses import dataclass
@@ -23,21 +23,21 @@ CHOICES = {
     "chained": ("no", "yes"),
 }
 MOST_STRATA = 10_000
-"""Every stratum is a module; more of them fill the memory of this process without any tensor."""
+"""Most strata: every stratum is a module, and more modules would fill the memory of this process."""
 DIGITS = 9
 EXAMPLE = "anchors=5400,dim=128,strata=32,batch=1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShapeRequest:
-    """A decoder, and the cells of a step where the text says them."""
+    """Sizes of a decoder, and the cells of a step if the text has them."""
 
     decoder: DecoderShape
     batch_size: int | None
 
 
 def parse_shape(text: str) -> ShapeRequest:
-    """Read a decoder's sizes.
+    """Parse the sizes of a decoder.
 
     Raises:
         PlanError: Not `name=value` pairs, a name or value that is not allowed, or sizes that no decoder can have.
@@ -85,7 +85,7 @@ def _pairs(text: str) -> dict[str, str]:
 
 def _number(name: str, value: str, text: str) -> int:
     largest = MOST_STRATA if name == "strata" else LARGEST
-    # python refuses to read thousands of digits
+    # int() raises for thousands of digits
     if not value.isdecimal() or len(value) > DIGITS or not 1 <= int(value) <= largest:
         raise _refusal(text, f"{name}={value!r} was found", f"a whole number from 1 to {largest:,}")
     return int(value)

@@ -1,4 +1,4 @@
-"""Simulate a plan: what a training step needs on every rank, with a module on fake tensors."""
+"""Simulate a plan: compute the memory of a training step on every rank, with a module on fake tensors."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -27,41 +27,41 @@ from lightning_amp.techniques.hic.attention import rotary
 
 SCHEMA = 1
 MOST_MODEL_RANKS = 1024
-"""The module is built anew for each of them."""
+"""Most ranks of the model axis; the module is built once per rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
-    """What a training step of a plan needs, on every rank in their order."""
+    """Memory of a plan's training step on every rank, in order."""
 
     plan: Plan
     ranks: tuple[RankResult, ...]
 
     @property
     def worst(self) -> RankResult:
-        """The rank that runs out of memory, or else has the highest peak; of several the first."""
+        """The first rank that runs out of memory, or else the first with the highest peak."""
         return max(self.ranks, key=lambda result: (result.failed_at is not None, result.peak_bytes))
 
     @property
     def status(self) -> str:
-        """The word ok, or where the memory of a device is exceeded."""
+        """Return "ok", or where the memory of a device is exceeded."""
         failed_at = self.worst.failed_at
         return "ok" if failed_at is None else f"out of memory at {failed_at}"
 
     @property
     def bytes_of_strata(self) -> dict[int, int]:
-        """Bytes alive after each stratum of the forward pass: of the worst rank, or of those that run the strata."""
+        """Bytes alive after each stratum of the forward pass: of the worst rank, or of ranks that run the strata."""
         split = self.plan.axes.placement == "strata"
         own = self.ranks[: self.plan.mesh.model] if split else (self.worst,)
         return {k: held for one in own for k, held in one.bytes_of_strata.items()}
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """Every rank's peak."""
+        """Peak of every rank."""
         return tuple(result.peak_bytes for result in self.ranks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: of the worst rank, and the peaks of all."""
+        """Convert to plain values for JSON: those of the worst rank, and the peaks of all."""
         worst, plan = self.worst, self.plan
         return {
             "schema": SCHEMA,
@@ -94,37 +94,37 @@ def simulate(
     """Simulate the second training step of one rank, row-major in (data, model).
 
     Args:
-        make: Makes the module and the batch, without values.
+        make: Builds the module and the batch, without values.
         on_stratum: Called after every stratum, forward and backward.
 
     Raises:
-        PlanError: This process is a rank of a process group already.
+        PlanError: This process is already a rank of a process group.
         InstallError: The plan does not fit the module.
     """
     with fake_world(plan.mesh, rank=rank) as mesh, settings_of(device_type):
         planned = PlannedRank(make(), plan, mesh)
-        # tables that stay in a process: those of a simulation before would not be seen
+        # cached tables of an earlier simulation would not be counted
         rotary.forget_kept()
         return MeasuredStep(planned, budget_bytes=plan.budget_bytes, on_stratum=on_stratum).run(rank)
 
 
 def simulate_plan(make: Callable[[], Subject], plan: Plan, *, device_type: str = "cpu") -> Simulation:
-    """Simulate the second training step of every rank; of ranks with shards of equal sizes, one.
+    """Simulate the second training step of every rank; ranks with equal shard sizes are simulated once.
 
-    Arguments and errors as for `simulate`, or PlanError: the model axis is too long.
+    Arguments and errors as in `simulate`; also a PlanError if the model axis is too long.
     """
     if plan.mesh.model > MOST_MODEL_RANKS:
         raise PlanError(
             f"a model axis of {plan.mesh.model:,} ranks is not supported; simulated are {MOST_MODEL_RANKS:,}"
             " or fewer: choose a smaller model_parallel_size, or fewer devices"
         )
-    # a rank of the data axis has other cells, but as many
+    # ranks of the data axis have different cells, but equally many
     ranks = range(plan.mesh.model)
     sizes = list[Sizes]()
     for rank in track(ranks, description="building", total=len(ranks)):
         with fake_world(plan.mesh, rank=rank) as mesh:
             sizes.append(PlannedRank(make(), plan, mesh).sizes)
-    # from the last rank on, so that of ranks of equal sizes the first one is kept
+    # reversed, so that the first rank of each size is kept
     firsts = {size: rank for rank, size in reversed(list(enumerate(sizes)))}
     n_strata = 2 * len(plan.strata_bytes) * len(firsts)
     ticks = track(range(n_strata), description="simulating", total=n_strata)
@@ -141,10 +141,10 @@ def simulate_plan(make: Callable[[], Subject], plan: Plan, *, device_type: str =
 
 @contextmanager
 def fake_world(shape: MeshShape, *, rank: int) -> Iterator[DeviceMesh]:
-    """The mesh with the axes "data" and "model" as one rank (row-major) sees it; collectives return and move nothing.
+    """Create the mesh with the axes "data" and "model" as seen by one rank (row-major), with fake collectives.
 
     Raises:
-        PlanError: This process is a rank of a real process group already.
+        PlanError: This process is already a rank of a real process group.
     """
     if dist.is_initialized():
         raise PlanError(
@@ -158,18 +158,19 @@ def fake_world(shape: MeshShape, *, rank: int) -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", (shape.data, shape.model), mesh_dim_names=("data", "model"))
     finally:
         dist.destroy_process_group()
-        # torch puts "[rank0]:" before every line of a traceback from now on, once more for every world
+        # torch adds "[rank0]:" to every line of tracebacks from now on, once more for every fake world
         sys.excepthook = hook
 
 
 def request_decoder(asked: ShapeRequest, *, batch_size: int, **request: Any) -> tuple[Callable[[], Subject], Plan]:
-    """What makes a decoder by itself, and its plan; `batch_size` counts where the sizes do not say the cells.
+    """Return a function that builds a decoder alone, and its plan.
 
     Args:
-        **request: As for `make_plan.plan`.
+        batch_size: Cells per rank, if the sizes do not include them.
+        **request: As in `make_plan.plan`.
 
     Raises:
-        PlanError: No plan answers the request.
+        PlanError: No plan is possible for the request.
     """
     batch_size = batch_size if asked.batch_size is None else asked.batch_size
     make = partial(decoder_subject, asked.decoder, batch_size=batch_size)
@@ -183,7 +184,7 @@ def request_decoder(asked: ShapeRequest, *, batch_size: int, **request: Any) -> 
 def request_reference(
     profile: Profile, *, batch_size: int, latent_dim: int | None, window: int | None, **request: Any
 ) -> tuple[Callable[[], Subject], Plan]:
-    """What makes the reference model for some data, and its plan; arguments and errors as for `make_plan.plan`."""
+    """Return a function that builds the reference model for some data, and its plan; see `make_plan.plan`."""
     dim = LATENT_DIM if latent_dim is None else latent_dim
     shape = reference_shape(profile, batch_size=batch_size, latent_dim=dim, window=window)
     made = make_plan(profile, batch_size=batch_size, shape=shape, **request)

@@ -1,4 +1,4 @@
-"""Print a simulation in at most 80 columns: whether it fits, what memory holds, what could help; or draw it."""
+"""Format a simulation in at most 80 columns: whether it fits, memory by kind, possible remedies; or draw it."""
 
 import re
 from collections.abc import Iterable
@@ -20,12 +20,12 @@ from lightning_amp.techniques.table import STRATEGIES, conflicts, label
 
 STRATA_PER_LINE = 5
 GLUED = "\u00a0"
-"""Stands between a number and its unit while lines are wrapped."""
+"""Non-breaking space between a number and its unit while lines are wrapped."""
 SHORT = {"parameters": "params", "gradients": "grads", "optimiser state": "optim"}
 
 
 def simulation_report(simulation: Simulation) -> str:
-    """Status, memory of the ranks by kind, after each stratum, communication, and notes."""
+    """Format the status, memory of the ranks by kind and after each stratum, communication, and notes."""
     plan = simulation.plan
     names = ", ".join(map(label, plan.strategies)) or "single-device execution"
     mesh = plan.mesh
@@ -46,14 +46,14 @@ def simulation_report(simulation: Simulation) -> str:
 
 
 def draw(path: Path, simulation: Simulation) -> None:
-    """Write a PNG of memory after each stratum of the rank that needs most."""
+    """Draw the memory after each stratum of the worst rank, as PNG."""
     plan, worst = simulation.plan, simulation.worst
     held = worst.bytes_of_strata
     names = ", ".join(plan.strategies)
     what = f"{names}, {plan.mesh.data} x {plan.mesh.model} ranks (data x model)" if names else "one device"
     simulated_memory(
         path,
-        # those before a rank's own are on other ranks
+        # strata before a rank's own are on other ranks
         simulated_bytes=[held.get(k, nan) for k in range(max(held, default=-1) + 1)],
         predicted_bytes=plan.strata_bytes,
         peak_bytes=worst.peak_bytes,
@@ -83,7 +83,7 @@ def _status(simulation: Simulation) -> str:
 
 
 def _memory(simulation: Simulation) -> str:
-    """Ranks that read the same share a row."""
+    """Format the memory of ranks; ranks with the same text share a row."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for result in simulation.ranks:
         row = (result.peak_bytes, *(result.breakdown[kind] for kind in KINDS))
@@ -104,7 +104,7 @@ def _prediction(simulation: Simulation) -> str:
 
 
 def _strata(simulation: Simulation) -> str:
-    """Some strata to a line: their numbers, simulated and predicted bytes; those that read the same are one."""
+    """Format simulated and predicted bytes per stratum, several to a line; adjacent equal texts share one."""
     worst, predicted = simulation.worst, simulation.plan.strata_bytes
     lines = [f"rank {worst.rank} after each stratum of the forward pass"]
     both = {k: (held, *predicted[k : k + 1]) for k, held in worst.bytes_of_strata.items()}
@@ -128,12 +128,12 @@ def _communication(simulation: Simulation) -> str:
 
 
 def _remedies(plan: Plan) -> str:
-    """What makes a step smaller, and is not in the plan yet."""
-    # what changes kernels only needs as many bytes
+    """Return a table of changes that reduce memory and are not in the plan yet."""
+    # choices that only change kernels need the same memory
     choices = {s: row.choice[0] for s, row in STRATEGIES.items() if row.choice is not None}
     of_decoder = [s for s, axis in choices.items() if axis != "kernels" and plan.strata_bytes]
     attends = ATTENTION_DECODER in plan.signals
-    # only the evidence of a plan knows how far attention reaches
+    # the attention range is only in the plan's evidence
     full = any("by full attention" in said for said in plan.evidence)
     left = [
         s
@@ -160,6 +160,6 @@ def _remedies(plan: Plan) -> str:
 
 
 def _runs(numbers: Iterable[int]) -> str:
-    """Ascending numbers, as in "0-2, 4"."""
+    """Format ascending numbers, as in "0-2, 4"."""
     runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

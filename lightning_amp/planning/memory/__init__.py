@@ -1,1 +1,1 @@
-"""Memory model: kept tensors and temporaries -> peak bytes."""
+"""Predict the peak bytes of a step from its kept tensors and temporaries (the memory model)."""

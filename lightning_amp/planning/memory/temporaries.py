@@ -1,10 +1,10 @@
-"""Compute the peak of one stratum in its forward and backward pass, in bytes of one rank by name of the moment.
+"""Compute the peak bytes of one stratum on one rank, in its forward and its backward pass.
 
-A moment counts all that the stratum holds then, its kept tensors included, and nothing of other strata. Which is the
-highest depends on the shape: with many cells the likelihood, with wide windows attention, with many ranks under S5 the
-products of the feed-forward layer, which are of all output channels. Moments that are never the highest are left out:
-the backward pass of decode, and the forward pass of attention that is recomputed in the backward pass.
-Legend: planning/sizes.py.
+Each candidate moment counts everything that the stratum holds then, including its kept tensors, and nothing of other
+strata. Which moment is the highest depends on the shape: with many cells the likelihood; with wide windows attention;
+with many ranks under S5 the products of the feed-forward layer, which have all output channels. Moments that are never
+the highest are left out: the backward pass of decode, and the forward pass of attention that the backward pass
+recomputes. Legend: planning/sizes.py.
 """
 
 from typing import NamedTuple
@@ -25,24 +25,25 @@ from lightning_amp.techniques.hic.attention.bucket_runs import Band, BucketRun, 
 
 
 class Key(NamedTuple):
-    """The key, as far as the features of its stratum matter."""
+    """Bytes of the key that depend on the stratum's features."""
 
     kept: int
     decoding: int
 
 
 class Making(NamedTuple):
-    """How the key is made.
+    """Bytes of computing the key.
 
     Attributes:
-        kept: What is kept of it, the key apart.
-        dropped: val, under `gather` the own part of qk, in torch's kernels all of it: dropped when the key is made.
-        feed_forward: What the feed-forward layer makes and drops besides them.
-        attention: All that there is in attention; 0 where it is never the highest.
-        feed_forward_back: What the backward pass of the feed-forward layer makes, None without attention.
-        back: All that there is in the backward pass of attention, or of a convolution.
-        left: What there is of the block when the next stratum starts, where not all is kept.
-        alive: What there is, the key and the tables apart, once the cells have had their backward pass.
+        kept: Bytes kept, without the key.
+        dropped: Bytes freed once the key is computed: val; under `gather` the own shard of qk; in torch's kernels all
+            of qk.
+        feed_forward: Temporaries of the feed-forward layer.
+        attention: All bytes during attention; 0 if that moment is never the highest.
+        feed_forward_back: Temporaries of the backward pass of the feed-forward layer, None without attention.
+        back: All bytes during the backward pass of attention, or of a convolution.
+        left: Bytes of the block that remain when the next stratum starts, if not everything is kept.
+        alive: Bytes after the backward pass of the cells, without the key and the tables.
     """
 
     kept: int
@@ -56,14 +57,14 @@ class Making(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """From the key to the loss, of all cells; in several blocks there and back, one after the other.
+    """Bytes of all cells from the key to the loss; several blocks run forward and backward one after the other.
 
     Attributes:
-        kept: What is kept for the backward pass, of one block.
-        forward: The most on the way to the loss.
-        backward: The most on the way back, 0 in several blocks.
-        tables: Gradients of the tables that are there before the backward pass of the key, under stream.
-        there_and_back: Whether they have had their backward pass when the stratum's forward pass ends.
+        kept: Bytes kept for the backward pass, of one block.
+        forward: Peak of the forward pass.
+        backward: Peak of the backward pass, 0 with several blocks.
+        tables: Under stream, gradients of the tables that exist before the backward pass of the key.
+        there_and_back: Whether the stratum's forward pass includes the backward pass of its cells.
     """
 
     kept: int
@@ -74,17 +75,17 @@ class Cells(NamedTuple):
 
 
 def forward_peak(key: Key, making: Making, cells: Cells) -> int:
-    """The most that a stratum holds in its forward pass."""
+    """Return the peak of a stratum's forward pass."""
     made = key.kept + making.kept
-    # feed-forward, decode and likelihood come one after the other: the highest of them counts
+    # feed-forward, decode and likelihood run one after the other, so the highest of them counts
     beside = max(cells.forward, making.dropped + key.decoding, making.dropped + making.feed_forward)
     return max(made + beside, making.attention)
 
 
 def backward_peak(key: Key, making: Making, cells: Cells) -> int:
-    """The most that it holds in its backward pass; that of several blocks of cells is over before."""
+    """Return the peak of a stratum's backward pass; several blocks of cells have had theirs before."""
     made = key.kept + making.kept
-    # attention's own backward pass comes after the feed-forward layer's, when what that has kept is gone
+    # attention's backward pass follows that of the feed-forward layer, whose kept tensors are freed by then
     of_key = making.back
     if making.feed_forward_back is not None:
         of_key = max(of_key, made + making.feed_forward_back)
@@ -92,7 +93,7 @@ def backward_peak(key: Key, making: Making, cells: Cells) -> int:
 
 
 def _key(s: RankSizes) -> Key:
-    # scores on their way: without S4 of all anchors, and in copies where each goes to its owner
+    # scores before they are reduced: without S4 those of all anchors; in copies if each is sent to its owner
     everything = s.block * s.anchors if s.axes.decode == "full" else 0
     decoding = everything + (3 if s.hidden and s.by_features else 1) * s.block * s.most_decoded
     return Key(sum(key_terms(s).values()), s.element * decoding)
@@ -100,17 +101,17 @@ def _key(s: RankSizes) -> Key:
 
 def _making(s: RankSizes) -> Making:
     kept = sum(made_of_terms(s).values())
-    # without stream v, which the next stratum of a chained decoder starts from
+    # without stream: v, the input of the next stratum of a chained decoder
     passed_on = s.element * s.latents if s.decoder.chained and s.keyed else 0
     left = sum(block_terms(s).values()) if s.streamed else passed_on
     alive = kept + sum(latent_terms(s).values())
     if not s.attends:
-        # of a convolution; or of the key only its gradient
+        # bytes of a convolution; without a key block only the key's gradient
         return Making(kept, left, alive, back=s.element * (4 if s.keyed else s.streamed) * s.latents)
-    # the gated value; or the products of gate and value [R, N, 2 d], when GELU and key are still to come
+    # the gated value; or the products of gate and value [R, N, 2 d], before GELU and key exist
     gate = max(0 if s.paper else s.latents, 2 * s.partial_products - 2 * s.latents)
-    # three gradients [N, d] in place of the key; or those of gate and value from all ranks [R, N, 2 d] and their
-    # products with the weights [R, N, d], when key, GELU, gate and value are gone
+    # three gradients [N, d] instead of the key; or those of gate and value from all ranks [R, N, 2 d] and their
+    # products with the weights [R, N, d], after key, GELU, gate and value were freed
     gate_back = max(2 * s.latents, 3 * s.partial_products - 3 * s.latents)
     statistics = sum(statistic_terms(s).values())
     return Making(
@@ -119,7 +120,7 @@ def _making(s: RankSizes) -> Making:
         alive,
         dropped=s.element * _dropped(s) * s.latents,
         feed_forward=s.element * gate,
-        # chunks are made again in the backward pass, which holds more
+        # the backward pass recomputes chunks, and holds more
         attention=0 if s.axes.attention == "chunked" else statistics + _attending(s),
         feed_forward_back=s.element * gate_back,
         back=statistics + _attending_back(s),
@@ -127,7 +128,7 @@ def _making(s: RankSizes) -> Making:
 
 
 def _dropped(s: RankSizes) -> int:
-    """Tensors [N, d] of the key that are there until it is made."""
+    """Number of tensors [N, d] that exist until the key is computed."""
     if s.decoder.full:
         return not (s.decoder.chained or s.paper)
     return (not s.decoder.chained) + s.gathered + s.in_kernels
@@ -141,14 +142,14 @@ def _cells(s: RankSizes) -> Cells:
     tables = sum(table_terms(s).values())
     if s.blocks == 1:
         return Cells(kept, forward, backward, tables)
-    # the gradients of the tables, and of the key: that of the block, and the sum so far
+    # gradients of the tables, and of the key: the block's gradient and the sum so far
     keys = s.element * s.latents
     there_and_back = tables + max(forward + keys, backward, 2 * keys)
     return Cells(kept, there_and_back, 0, tables, there_and_back=True)
 
 
 RING = 7
-"""Tensors [n, D] of a step of the ring: keys and values that are here and on their way, and what a block makes."""
+"""Tensors [n, D] in a step of the ring: keys and values, resident and in transit, and the results of a block."""
 
 KEY = Term(_key, "placement", "features", "decode", "activations")
 MAKING = Term(_making, "placement", "attention", "activations", of_features=False)
@@ -156,11 +157,11 @@ CELLS = Term(_cells, "placement", "features", "likelihood", "activations")
 
 
 def _passing(s: RankSizes) -> int:
-    """What the sum of log-probabilities makes and drops."""
+    """Temporaries of the sum of log-probabilities."""
     one = s.decoder.n_batches == 1
     if s.sparse:
-        # what is made for the counts that are not zero, taken as one in 20, and for the columns that are computed at a
-        # time (sparse_likelihood.py)
+        # temporaries of the nonzero counts, assumed to be one in 20, and of the columns that are computed at a time
+        # (sparse_likelihood.py)
         entries, chunk = 15 * s.block_scores // 20, s.block * min(s.most_features, s.sparse_columns)
         return (7 if one else 14) * s.block_scores // 4 + entries + (3 if one else 6) * chunk
     return (5 if one else 7) * s.block_scores
@@ -175,7 +176,7 @@ def _passing_back(s: RankSizes) -> int:
 
 
 def _attending(s: RankSizes) -> int:
-    """Attention with its inputs and outputs, at its last chunk."""
+    """Bytes of attention with its inputs and outputs, at its last chunk."""
     p, w, a, r = s.padded, s.decoder.window, s.attended, s.queries
     inputs = 3 * s.latents
     if s.decoder.full:
@@ -184,10 +185,10 @@ def _attending(s: RankSizes) -> int:
         # the output
         return s.element * (inputs + (s.anchors + s.halo) * a + s.latents + s.kept_weights + _fused_work(s))
     if s.in_kernels:
-        # the outputs of the calls are kept, and once more in their order
+        # the outputs of the calls are kept, and copied once into their order
         joined = sum(run.rows * w * a for run in s.kernel_calls if len(run.calls) > 1)
         return sum(attention_terms(s).values()) + s.element * (inputs + joined)
-    # of all channels, before the own ones are taken
+    # all channels, before the own ones are selected
     products = r * a if s.gathered else 0
     tensors = {
         "p, qk, val [N, d]": inputs,
@@ -199,14 +200,14 @@ def _attending(s: RankSizes) -> int:
 
 
 def _attending_back(s: RankSizes) -> int:
-    """Attention in its backward pass: the softmax's moment, or that of the sums over chunks, whichever holds more."""
+    """Bytes of attention's backward pass: the softmax, or the sums over chunks, whichever holds more."""
     p, w, a, r = s.padded, s.decoder.window, s.attended, s.queries
     # p, qk, and the gradients of key and val
     inputs = (4 - s.gathered - s.in_kernels) * s.latents
     if s.decoder.full:
         values = s.latents * (keeps_val(s) or (s.decoder.chained and s.streamed))
-        # around a ring: keys and values that are here, and that arrive while a rank after the next has some; gradients
-        # of these that were sent and that arrive; of the own queries; and the three that the block makes
+        # ring: resident keys and values, and those that arrive while a rank further on still has some; their gradients,
+        # sent and arriving; the gradient of the own queries; three gradients of the block
         made = (3 if not s.by_nodes else 10 + 2 * (s.ranks > 2)) * s.latents
         return sum(attention_terms(s).values()) + s.element * (inputs + values + made)
     if s.in_kernels:
@@ -214,17 +215,16 @@ def _attending_back(s: RankSizes) -> int:
         work = max(_kernel_work_back(s, run) for run in s.kernel_calls)
         return sum(attention_terms(s).values()) + s.element * (inputs + values + work)
     if s.fused:
-        # the gradient of queries
-        # the values where they are not p, where a streamed spine hands them on the sum of their two gradients, and
-        # under nodes a copy of the output's gradient, which is cut there
+        # gradient of queries; values if they are not p; under a streamed chained spine the sum of their two gradients;
+        # under nodes a copy of the output's gradient, which is sliced there
         values = s.latents * (s.paper + (s.decoder.chained and s.streamed) + s.by_nodes)
         return s.element * (inputs + values + s.kept_weights + _fused_work(s, back=True))
-    # gradients of queries, keys and values, to which every chunk adds its part: whole from the second chunk on
+    # gradients of queries, keys and values, to which every chunk adds its share: full size from the second chunk on
     so_far = 3 * p * a if s.chunks > 1 else 0
     chunk = r * (6 * w + 6 * a) + (r * a if s.gathered else 0)
     summed = so_far + chunk + 2 * p * a
     kept = sum(attention_terms(s).values())
-    # a GPU's kernel of the softmax multiplies its gradient and its result first (footprint/live_bytes.py)
+    # a GPU kernel of the softmax first multiplies its gradient by its result (footprint/live_bytes.py)
     product = 3 * r * w if s.launched else 0
     if s.axes.attention == "chunked":
         softmax = so_far + chunk + 3 * r * w + product
@@ -233,12 +233,12 @@ def _attending_back(s: RankSizes) -> int:
 
 
 def _fused_work(s: RankSizes, *, back: bool = False) -> int:
-    """What fused attention holds besides its inputs and results: turned keys, scores of a run, its rows, and tables.
+    """Bytes of fused attention besides inputs and results: rotated keys, scores and rows of a run, and tables.
 
-    Backward the gradients of keys and values are there too, in whole buckets as the turned keys are.
+    The backward pass also has the gradients of keys and values, padded to full buckets like the rotated keys.
     """
     w, a = s.decoder.window, s.attended
-    # under nodes one call after the other
+    # under nodes the calls run one after the other
     held = []
     for band in (*s.bands, *s.bands_at_the_end):
         before, after = band.around
@@ -252,9 +252,9 @@ def _fused_work(s: RankSizes, *, back: bool = False) -> int:
 
 
 def _kernel_work_back(s: RankSizes, run: KernelCalls) -> int:
-    """What the backward pass of a call of torch's kernels makes: the moment when gradients of slots are in two copies.
+    """Temporaries of a call's backward pass in torch's kernels, at the moment with two copies of the slots' gradients.
 
-    Those of rows are there twice too, by call and in their place, where those of keys and values are added up to.
+    Gradients of rows also exist twice, per call and in order, where those of keys and values are added to them.
     """
     grad = run.rows if s.ragged else 0
     slots = 4 * run.slots + 2 * sum(run.around) + 4
@@ -262,7 +262,7 @@ def _kernel_work_back(s: RankSizes, run: KernelCalls) -> int:
 
 
 def _copied(band: Band, run: BucketRun, *, back: bool) -> int:
-    """Rows of a run that are copied for zeros to be among them: values, and backward the gradient of the output."""
+    """Rows of a run that are copied and zero-padded: values, and in the backward pass the gradient of the output."""
     rows, keys = band.copies(run)
     n_keys = (run.n_buckets - 1) * band.window + run.near[1]
     return keys * n_keys + (back and rows) * run.n_buckets * run.own[1]

@@ -1,1 +1,1 @@
-"""Plans of any LightningModule, from the profile of its training step."""
+"""Plan any LightningModule from the profile of its training step."""

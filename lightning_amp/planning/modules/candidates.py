@@ -1,16 +1,16 @@
-"""Enumerate technique sets of a module's step, and pick the fastest that fits.
+"""Draft a plan for every set of techniques for a module's step, and choose the fastest that fits.
 
-    1. every set of techniques, each added in the order of the table with as much of it as the budget asks for
-    2. without the sets in which one of them cannot be added
-    3. without those whose predicted peak, with what a count has found beyond it, exceeds the budget
-    4. the least predicted time; within `TIE` of it the fewest techniques, then the least memory
+    1. draft every set of techniques, added in the order of the table, each with as much of it as the budget requires
+    2. drop the sets in which a technique cannot be added
+    3. drop those whose predicted peak, plus what counts found beyond the prediction, exceeds the budget
+    4. take the least predicted time; within a factor of `TIE` the fewest techniques, then the least memory
 
-A pipeline (techniques/stage_search.py) goes with none of them but blocks that are computed again or run in chunks,
-which it chooses by itself, chunks where nothing else fits. It is compared too, by its time for as many samples, and
-taken where nothing without a model axis fits: its ranks share a batch, so a step has fewer samples, and what a step
-does besides its blocks may turn out to be refused when it runs.
+A pipeline (techniques/stage_search.py) can be combined only with checkpointed or chunked blocks. It chooses these by
+itself, chunks only if nothing else fits. It is compared by its time per sample, and chosen only if nothing without a
+model axis fits, for two reasons: its ranks share a batch, so a step has fewer samples; and code of the step outside its
+blocks may turn out to be unsupported when it runs.
 
-If none fits, the one that needs the least memory is taken, and the plan says that it does not fit.
+If no plan fits, the one that requires the least memory is taken, and the plan says that it does not fit.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -30,16 +30,16 @@ from lightning_amp.techniques.table import PREDICTIONS, STAGED, in_order, stage_
 from lightning_amp.techniques.technique import Prediction
 
 WORTH = 0.05
-"""Of the peak: a technique helps that takes as much away."""
+"""Share of the peak that a technique must save to count as helpful."""
 TRIES = 4
-"""Times that a plan is counted above the budget before there is as much of its techniques as can be."""
+"""Number of counts above the budget, after which techniques are applied as much as possible."""
 MOSTLY = 0.6
-"""Of the peak: what stands in the way of a technique that leaves as much as it is."""
+"""Share of the peak in kinds of tensors that a technique does not reduce, from which they are given as the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """The plan that was chosen, the first of `candidates`; sets of techniques that cannot be, with why."""
+    """The chosen plan, which is the first of `candidates`, and impossible sets of techniques with the reason."""
 
     best: Draft
     candidates: tuple[Candidate, ...]
@@ -47,7 +47,7 @@ class Compared:
 
 
 def as_it_is(seen: ProfiledStep, ranks: int) -> Draft:
-    """The step without any technique, its gradients averaged over the ranks."""
+    """Draft the step without any technique; its gradients are averaged over the ranks."""
     gradients, averaging = seen.profile.by_kind["gradients"], ranks if seen.averages else 1
     sent = collective_seconds("all_reduce", gradients, averaging, seen.rates.links)
     return Draft(
@@ -69,16 +69,16 @@ def compare(
     refused: Mapping[tuple[str, ...], str] = MappingProxyType({}),
     asked: StageOptions = OPEN,
 ) -> Compared:
-    """Draft every plan, and choose.
+    """Draft every plan, and choose one.
 
     Args:
-        seen: The step.
-        ranks: Of the data axis.
-        budget: Bytes of one device, None when unknown.
+        seen: The profiled step.
+        ranks: Ranks of the data axis.
+        budget: Bytes of one device, None if unknown.
         base: Strategies that every plan has.
-        batch_size: Of one rank, for the time of a sample.
-        refused: Sets that the module was found to refuse, and why; no set with one of them is drafted.
-        asked: Of a pipeline.
+        batch_size: Samples per rank, for the time of a sample.
+        refused: Sets that the module does not support -> reason; no superset of one of them is drafted.
+        asked: Options of a pipeline.
     """
     found, dropped = list[Draft](), dict(refused)
     for names in sets_of_techniques():
@@ -90,8 +90,8 @@ def compare(
         else:
             found.append(made)
     if (STAGED,) not in refused and not _stages_are_needless(seen, ranks=ranks, budget=budget):
-        # stages are taken where nothing else fits: where something does, blocks of them in chunks are not looked for,
-        # which takes seconds
+        # stages are chosen only if nothing else fits; if something does, chunked blocks are not searched, which takes
+        # seconds
         if any(budget is None or one.peak_bytes <= budget for one in found):
             asked = replace(asked, chunks={})
         made = stage_search().best(seen, ranks=ranks, budget=budget, asked=asked)
@@ -109,23 +109,25 @@ def compare(
 
 
 def draft(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None) -> Draft | str:
-    """The plan with these techniques, or why one of them cannot be added; of a technique's variants the fastest that
-    fits, and with None that which saves most. What counts have found beyond the prediction is part of the peak.
+    """Draft the plan with these techniques, or return why one of them cannot be added.
+
+    Of a technique's variants the fastest that fits is taken; without a budget the one that saves most. The peak
+    includes what counts found beyond the prediction.
     """
     found = seen.beyond.get(frozenset(names), ())
     if budget is not None and found:
-        # by as much as counts have exceeded the prediction, less is allowed; at last all that can be is done
+        # the budget is reduced by what counts found beyond the prediction; in the last try techniques save all they can
         budget = 0 if len(found) >= TRIES - 1 else max(0, budget - sum(found))
     ways = [seen]
     for name in names:
         if variants := PREDICTIONS[name].variants:
             ways = [one for way in ways for one in variants(way, ranks)]
-    # each way is drafted with all techniques: that which is cheapest alone may leave the others too little room
+    # each variant is drafted with all techniques: the cheapest variant alone may leave too little room for the others
     made = [_draft(way, names, ranks=ranks, budget=budget) for way in ways]
     drafts = [one for one in made if isinstance(one, Draft)]
     if not drafts:
         return made[0]
-    # nothing fits in 0 bytes, of which the least is taken
+    # a budget of 0 fits nothing, so that the least memory is chosen
     best = _chosen(drafts, 0 if budget is None else budget)
     return replace(best, peak_bytes=best.peak_bytes + sum(found))
 
@@ -147,10 +149,10 @@ def _draft(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: in
 def advice(
     seen: ProfiledStep, *, ranks: int, budget: int | None = None, stages: Draft | None = None, compared: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """What each technique by itself would make of the peak, or why it would not help; those that help most first.
+    """Return the effect of each technique on the peak, and why others would not help; the most helpful come first.
 
-    Of `stages` that are drafted already it gets what they make; those of others are looked for beyond a budget only,
-    or where they may be faster and plans are `compared`.
+    `stages` is a draft that exists already. Without it, stages are searched only if the step exceeds the budget, or if
+    they may be faster and plans are `compared`.
     """
     helps: dict[str, tuple[int, str]] = {}
     does_not: dict[str, str] = {}
@@ -182,16 +184,15 @@ def advice(
 
 
 def _is_needless(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None) -> bool:
-    """Whether a set has something that takes seconds to look for, and the step fits as it is, which is faster."""
+    """Whether a set has a technique whose search takes seconds, although the step fits without it, which is faster."""
     known = any(getattr(fact, "known", False) for fact in seen.facts.values())
     return not known and any(PREDICTIONS[name].slow for name in names) and _fits(seen, ranks=ranks, budget=budget)
 
 
 def _stages_are_needless(seen: ProfiledStep, *, ranks: int, budget: int | None, faster: bool = True) -> bool:
-    """Likewise of stages, of which it is known that they can be: a step of fewer samples would be counted for them.
+    """Whether stages are possible but not worth a search, which would count a step with fewer samples.
 
-    What stages save in time, if it matters that they may be `faster`, is the bytes of gradients that are averaged;
-    their messages are not fewer.
+    Stages save the time to average the gradients' bytes, which counts only if `faster`; the number of messages stays.
     """
     links = replace(seen.rates.links, latency=0.0)
     saved = collective_seconds("all_reduce", seen.profile.by_kind["gradients"], ranks, links)
@@ -200,7 +201,7 @@ def _stages_are_needless(seen: ProfiledStep, *, ranks: int, budget: int | None, 
 
 
 def _fits(seen: ProfiledStep, *, ranks: int, budget: int | None) -> bool:
-    """Whether the step is known to fit as it is."""
+    """Whether the step is predicted to fit without techniques."""
     return budget is not None and as_it_is(seen, ranks).peak_bytes <= budget
 
 
@@ -209,7 +210,7 @@ def _instead(whole: Draft, made: Draft) -> str:
 
 
 def _why_not(seen: ProfiledStep, technique: Prediction, whole: Draft, made: Draft) -> str:
-    """What is most of the peak and stays, or what else stands in the way."""
+    """Return which part of the peak the technique does not reduce, or its other limit."""
     left = [kind for kind in KINDS if kind not in technique.kinds]
     share = sum(seen.profile.by_kind[kind] for kind in left) / seen.profile.peak_bytes
     if share >= MOSTLY:
@@ -220,7 +221,7 @@ def _why_not(seen: ProfiledStep, technique: Prediction, whole: Draft, made: Draf
 
 
 def sets_of_techniques() -> Iterator[tuple[str, ...]]:
-    """Every set of techniques, the empty one first."""
+    """Yield every set of techniques, the empty one first."""
     return chain.from_iterable(combinations(PREDICTIONS, n) for n in range(len(PREDICTIONS) + 1))
 
 
@@ -228,7 +229,7 @@ def _chosen(found: list[Draft], limit: int | None) -> Draft:
     fitting = [one for one in found if limit is None or one.peak_bytes <= limit]
     if not fitting:
         return min(found, key=lambda one: (one.peak_bytes, *merit(one)))
-    # stages share a batch, so that a step has fewer samples: only where nothing else fits
+    # stages share a batch, so that a step has fewer samples: only if nothing else fits
     fitting = [one for one in fitting if one.model == 1] or fitting
     least = min(one.seconds for one in fitting)
     level = [one for one in fitting if one.seconds <= TIE * least]
@@ -236,7 +237,7 @@ def _chosen(found: list[Draft], limit: int | None) -> Draft:
 
 
 def merit(one: Draft) -> tuple[float, int, int]:
-    """Of two plans the better one has less of it."""
+    """Sort key of plans; smaller is better."""
     return one.pace, len(one.strategies), one.peak_bytes
 
 
@@ -245,7 +246,7 @@ def _candidate(one: Draft, best: Draft, budget: int | None, *, base: tuple[str, 
         verdict = "chosen"
     elif budget is not None and one.peak_bytes > budget:
         verdict = f"exceeds {format_bytes(budget + one.more_bytes)}"
-    elif (ratio := one.pace / best.pace) < 1 / TIE:  # over the model axis, which is a last resort
+    elif (ratio := one.pace / best.pace) < 1 / TIE:  # a model axis is chosen last
         verdict = f"{1 / ratio:.2f} x as fast"
     else:
         verdict = f"within {100 * (TIE - 1):.0f} %, no simpler" if ratio < TIE else f"{ratio:.2f} x the time"
@@ -272,5 +273,5 @@ def _gain(name: str, whole: Draft, made: Draft) -> str:
 
 
 def on_ranks(ranks: int) -> str:
-    """As "2 ranks"."""
+    """Format a number of ranks: "2 ranks"."""
     return "1 rank" if ranks == 1 else f"{ranks} ranks"

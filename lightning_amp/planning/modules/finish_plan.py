@@ -1,12 +1,12 @@
-"""Diagnose what holds the peak of a module's step, and turn the draft that was chosen for it into a Plan.
+"""Diagnose which tensors dominate the peak of a module's step, and turn the chosen draft into a Plan.
 
     LARGE_PARAMETERS      parameters, gradients, optimiser state       a third of the peak, or its largest part
-    ONE_LARGE_TENSOR      one tensor, with those of its shape that its module makes               the same
-    MANY_SAVED_TENSORS    what else is saved for the backward pass                                the same
-    LARGE_HEAD            logits, and what the loss makes of them                                 the same
+    ONE_LARGE_TENSOR      one tensor, with those of its shape from the same module                the same
+    MANY_SAVED_TENSORS    other tensors saved for the backward pass                               the same
+    LARGE_HEAD            logits, and the loss's tensors of their size                            the same
 
-Which techniques help is found by predicting the peak with each of them (candidates.py): one helps that takes `WORTH` of
-the peak away. Of those that do not, what stands in the way is said: the part of the peak that they leave as it is.
+A technique helps if it reduces the predicted peak by the share `WORTH` (candidates.py). For a technique that does not
+help, the diagnosis names the part of the peak that it does not reduce.
 """
 
 from dataclasses import replace
@@ -23,9 +23,9 @@ from lightning_amp.techniques.data.row import DataParallel
 from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, in_order
 
 SHARE = 1 / 3
-"""Of the peak, from which on a part raises its signal."""
+"""Share of the peak from which a part raises its signal."""
 SHOWN = 8
-"""Modules that a diagnosis names."""
+"""Number of modules in a diagnosis."""
 SIGNALS = {
     "parameters": "LARGE_PARAMETERS",
     "tensor": "ONE_LARGE_TENSOR",
@@ -42,8 +42,10 @@ def diagnose_module(
     stages: Draft | None = None,
     compared: bool = False,
 ) -> ModuleDiagnosis:
-    """What the profile says, and which techniques help; those that take seconds to look for, beyond a budget only, but
-    for `stages` that are drafted already, or may be faster than plans that are `compared`.
+    """Diagnose the step, and list which techniques help.
+
+    Techniques whose search takes seconds are skipped if the step fits, except for `stages` that are drafted already or
+    may be faster than the `compared` plans.
     """
     profile = seen.profile
     helps, does_not_help = advice(seen, ranks=ranks, budget=budget, stages=stages, compared=compared)
@@ -61,12 +63,12 @@ def diagnose_module(
 
 
 def signals(profile: ModuleProfile) -> tuple[str, ...]:
-    """Names of the raised signals."""
+    """Return the names of the raised signals."""
     return tuple(name for part, name in SIGNALS.items() if _raised(profile, part))
 
 
 def evidence(profile: ModuleProfile) -> tuple[str, ...]:
-    """One sentence per signal, raised or not: "MANY_SAVED_TENSORS: 5.31 MiB, 72 % of the peak, ..."."""
+    """Return one sentence per signal, raised or not: "MANY_SAVED_TENSORS: 5.31 MiB, 72 % of the peak, ..."."""
     kinds, n = profile.by_kind, sum(row.by_kind[ACTIVATIONS] > 0 for row in profile.modules)
     modules = "1 module" if n == 1 else f"{n} modules"
     details = {
@@ -86,7 +88,7 @@ def evidence(profile: ModuleProfile) -> tuple[str, ...]:
 
 
 def where(profile: ModuleProfile) -> tuple[str, ...]:
-    """Where in the step the peak is, and which module and tensor hold most of it."""
+    """Return where in the step the peak is, and which module and tensor hold most of it."""
     at = f" of {profile.peak_module}" if profile.peak_module else ""
     said = [f"the peak of {format_bytes(profile.peak_bytes)} is in the {PHASES[profile.peak_phase]}{at}"]
     if profile.modules:
@@ -102,7 +104,7 @@ def where(profile: ModuleProfile) -> tuple[str, ...]:
 
 
 def called(fqn: str) -> str:
-    """A module's name, which is empty for the LightningModule itself."""
+    """Return a readable name of a module; the name of the LightningModule itself is empty."""
     return fqn or "the module itself"
 
 
@@ -115,7 +117,7 @@ def _part_of(profile: ModuleProfile, n_bytes: int) -> str:
 
 
 def on_model_axis(base: Plan, model: int) -> Plan:
-    """The plan of all ranks on the data axis with so many on the model axis."""
+    """Move `model` ranks from the data axis of a plan to its model axis."""
     data = base.mesh.data // model
     noun = "rank" if data == 1 else "ranks"
     rules = tuple(
@@ -126,45 +128,45 @@ def on_model_axis(base: Plan, model: int) -> Plan:
 
 
 def missing_bytes(seen: ProfiledStep, best: Draft, budget: int | None) -> list[str]:
-    """What a plan requires that does not fit, as a note; nothing where it fits."""
+    """Return a note on the memory that a plan lacks; empty if it fits."""
     fits = budget is None or best.peak_bytes <= budget
-    # the refusal or the warning of a plan that does not fit has it too
+    # an Explanation, because the error or the warning of a plan that does not fit has the same text
     return [] if fits else [Explanation(missing(seen, best, budget=budget or 0))]
 
 
 def kept_notes(given: Plan, seen: ProfiledStep) -> list[str]:
-    """What was said of a plan that was given, with notes on this step."""
+    """Return the notes of a given plan, and those on this step."""
     before = [note for note in given.notes if not note.startswith(LEAST)]
     return [*before, *(note for note in notes_of(seen) if note not in before)]
 
 
 def notes_of(seen: ProfiledStep) -> list[str]:
-    """What a person should know of a step's count; of a batch whose length is not known, what reports call a sample."""
+    """Return notes on how the step was counted, and on the meaning of a sample if the batch length is not known."""
     one = "the tensors of the batch have no length in common, so that all of it counts as one sample"
     return [*seen.notes, *[one] * (seen.profile.batch_size is None)]
 
 
 def held_bytes(seen: ProfiledStep, made: Draft) -> int:
-    """Bytes that the fullest rank keeps between steps."""
+    """Return the bytes that the fullest rank keeps between steps."""
     return seen.held_bytes if made.held_bytes is None else made.held_bytes
 
 
 def rules_of(best: Draft, *, named: bool) -> tuple[Rule, ...]:
-    """The rules of a draft; with the word that a person has `named` its techniques."""
+    """Return the rules of a draft; `named` means that the user requested its techniques."""
     return tuple(replace(target, why=f"{BY_USER} ({target.why})") if named else target for target in best.targets)
 
 
 def of_fullest(plan: Plan, made: Draft) -> tuple[Plan, Draft]:
-    """A plan with the memory of the fullest rank as its budget, and a draft with all bytes of that rank."""
-    # drafts are compared with the least memory of all ranks, less what each rank has more; shown is the rank with the
-    # least room and its own memory, which need not be the least
+    """Set the budget of a plan to the memory of its fullest rank, and the peak of a draft to all bytes of that rank."""
+    # drafts are compared with the least memory of all ranks, minus what each rank has in addition; the report shows the
+    # rank with the least room and its memory, which need not be the least
     whole = replace(made, peak_bytes=made.peak_bytes + made.more_bytes, more_bytes=0)
     budget = plan.budget_bytes
     return (plan if budget is None else replace(plan, budget_bytes=budget + made.more_bytes)), whole
 
 
 def finished(base: Plan, seen: ProfiledStep, compared: Compared, rules: tuple[Rule, ...]) -> Plan:
-    """The plan of the best draft, on top of the rules that `base` has."""
+    """Turn the best draft into a plan, on top of the rules of `base`."""
     order = list(STRATEGIES)
     base, best = of_fullest(base, compared.best)
     notes = notes_of(seen)

@@ -1,9 +1,9 @@
-"""Find the plan of a step with the least memory, the largest batch within a budget, and the fewest ranks.
+"""Find the plan of a step with the least memory, the largest batch within a budget, and the fewest ranks that fit.
 
-A pipeline's ranks share a batch, where those of a data axis have one each. The leanest has as many stages as divide the
-ranks and as there are blocks, and all blocks that can be are computed again; none runs in chunks, which would have to
-be recorded for every number of ranks and length of the batch. A plan that was chosen may have some, and then be the
-leanest.
+Ranks of a pipeline share a batch; ranks of a data axis have one each. The leanest pipeline has as many stages as divide
+the ranks and as there are blocks, and checkpoints every block that can be. None of its blocks runs in chunks, because
+chunks would have to be recorded for every number of ranks and batch length. A chosen plan may have chunks and then
+require less memory.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,16 @@ from lightning_amp.techniques.stage_search import StageOptions
 from lightning_amp.techniques.table import STRATEGIES, is_of_block, stage_search
 
 LEAST = "the step requires at least "
-"""Begins the sentence that says what is missing."""
+"""Start of the message that says what is missing."""
 MOST_RANKS = 1024
-"""That are tried where a step does not fit."""
+"""Largest number of ranks that is tried if a step does not fit."""
 
 
 def missing(seen: ProfiledStep, best: Draft, *, budget: int) -> str:
-    """For a step that fits with nothing: the least bytes that are known, and what would fit."""
+    """Return the least bytes found, and what would fit, for a step that fits with no technique."""
     ranks = best.ranks * best.model
     least = leanest(seen, ranks)
-    # what was chosen has been counted as it runs, and is no more than that with the same techniques
+    # the chosen plan was counted as it runs, and needs no more than the predicted one with the same techniques
     if best.peak_bytes <= least.peak_bytes or best.strategies == least.strategies:
         least = best
     said = f"{LEAST}{spelled(least)} on {on_ranks(ranks)}"
@@ -35,7 +35,7 @@ def missing(seen: ProfiledStep, best: Draft, *, budget: int) -> str:
     said += f" ({fixed})" if fixed else ""
     more = fewest_ranks(seen, budget, above=ranks)
     if more is None and seen.counted is None:
-        # of a profile alone, or of a step that needs values, not all techniques are looked for
+        # for a profile alone, or a step that needs values, some techniques were not searched
         return f"{said}, as far as techniques were looked for"
     if more is None:
         return f"{said}; no number of ranks up to {MOST_RANKS} would be enough: {smaller(seen)}"
@@ -44,32 +44,32 @@ def missing(seen: ProfiledStep, best: Draft, *, budget: int) -> str:
 
 
 def smaller(seen: ProfiledStep) -> str:
-    """What to do with a step that fits on no number of ranks which have a whole sample each."""
-    # the techniques of the search leave a sample whole; those that run the step by themselves split it
+    """Advise on a step that fits on no number of ranks if each has at least one complete sample."""
+    # searched techniques do not split a sample; strategies that run the step themselves do
     splitting = " or ".join(repr(name) for name, row in STRATEGIES.items() if row.steps)
     split = f"split a sample over several ranks with strategies={splitting}"
     return split if seen.profile.batch_size == 1 else f"use a smaller batch, or {split}"
 
 
 def leanest(seen: ProfiledStep, ranks: int) -> Draft:
-    """The plan that needs the least memory."""
+    """Return the plan that requires the least memory."""
     return min((over_data(seen, ranks), *over_stages(seen, ranks)), key=_leaner)
 
 
 def over_data(seen: ProfiledStep, ranks: int) -> Draft:
-    """That of them in which every rank has a batch."""
+    """Return the leanest plan in which every rank has its own batch."""
     made = [draft(seen, names, ranks=ranks, budget=0) for names in sets_of_techniques()]
     return min((one for one in made if isinstance(one, Draft)), key=_leaner)
 
 
 def over_stages(seen: ProfiledStep, ranks: int) -> list[Draft]:
-    """That in which as many ranks as can be share a batch as stages; none where there can be no pipeline."""
+    """Return the leanest plan with as many stages as possible; empty if no pipeline is possible."""
     stages = max((n for n in range(2, _blocks(seen) + 1) if ranks % n == 0), default=0)
     return _staged(seen, stages, data=ranks // stages) if stages else []
 
 
 def with_techniques_of(plan: Plan, seen: ProfiledStep) -> Draft:
-    """That of them with a plan's techniques, on its ranks; a batch of another length may do without some.
+    """Draft a plan's techniques again, on its ranks; with another batch length, some may not be needed.
 
     Raises:
         PlanError: The step cannot be run as the plan's stages.
@@ -88,11 +88,11 @@ def with_techniques_of(plan: Plan, seen: ProfiledStep) -> Draft:
 
 
 def fewest_ranks(seen: ProfiledStep, budget: int, *, above: int = 0) -> Draft | None:
-    """The leanest plan for the fewest ranks on which it fits; None where it does on none up to `MOST_RANKS`."""
+    """Return the leanest plan on the fewest ranks that fit; None if none fits up to `MOST_RANKS`."""
     found = _fewest_over_data(seen, budget, above)
-    # stages of no more ranks than `above` are among what did not fit, and as many as a data axis needs are no gain
+    # pipelines of up to `above` ranks did not fit, and one with as many ranks as the data axis is no gain
     most = _blocks(seen) if found is None else min(_blocks(seen), found.ranks - 1)
-    # a stage more takes memory from all others, if little
+    # each further stage reduces the memory of the others, if only a little
     for stages in range(max(2, above + 1), most + 1):
         for made in _staged(seen, stages, data=1):
             if made.peak_bytes <= budget:
@@ -101,8 +101,8 @@ def fewest_ranks(seen: ProfiledStep, budget: int, *, above: int = 0) -> Draft | 
 
 
 def _fewest_over_data(seen: ProfiledStep, budget: int, above: int) -> Draft | None:
-    # from two ranks on peaks do not grow with them: doubled until it fits, then halved; one rank averages nothing, may
-    # need less than two, and is tried first
+    # from two ranks on, peaks do not grow with the ranks, so double and then bisect; one rank averages no gradients and
+    # may require less than two, so it is tried first
     low, high = above, above + 1
     while over_data(seen, high).peak_bytes > budget:
         if high >= MOST_RANKS:
@@ -115,7 +115,7 @@ def _fewest_over_data(seen: ProfiledStep, budget: int, above: int) -> Draft | No
 
 
 def _staged(seen: ProfiledStep, stages: int, *, data: int) -> list[Draft]:
-    """With blocks computed again where any can be."""
+    """Draft stages with checkpointed blocks, else without; empty if neither is possible."""
     for again in (("*",), ()):
         made = stage_search().staged(seen, stages, data=data, budget=0, asked=StageOptions(again=again, chunks={}))
         if isinstance(made, Draft):
@@ -124,7 +124,7 @@ def _staged(seen: ProfiledStep, stages: int, *, data: int) -> list[Draft]:
 
 
 def _blocks(seen: ProfiledStep) -> int:
-    """That can be stages."""
+    """Return the number of blocks that can be stages."""
     found = stage_search().blocks(seen)
     return 0 if isinstance(found, str) else found
 
@@ -134,28 +134,28 @@ def _leaner(one: Draft) -> tuple[int, tuple[float, int, int]]:
 
 
 def spelled(one: Draft) -> str:
-    """Its peak, and its techniques."""
+    """Format the peak and the techniques of a draft."""
     with_what = f" with {' and '.join(one.strategies)}" if one.strategies else ""
     return f"{format_bytes(one.peak_bytes)}{with_what}"
 
 
 MOST_STEPS = 12
-"""Steps that are profiled for one answer."""
+"""Number of steps that are profiled for one answer."""
 MOST_BATCH = 2**24
 
 SeenAt = Callable[[int], ProfiledStep]
-"""Length of a rank's batch -> its step."""
+"""Function that maps the batch length of a rank to its step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LargestBatch:
-    """The largest batches that fit; 0 where not even one sample does.
+    """Largest batches that fit; 0 if not even one sample does.
 
     Attributes:
-        plain: Of a rank, with the step as it is.
-        lean: With techniques.
-        techniques: These.
-        sharing: Ranks that share the latter, as the stages of a pipeline.
+        plain: Samples per rank without techniques.
+        lean: Samples with techniques, per rank or per `sharing` ranks.
+        techniques: Techniques of `lean`.
+        sharing: Ranks that share the batch of `lean`, as stages of a pipeline.
     """
 
     plain: int
@@ -167,17 +167,17 @@ class LargestBatch:
 def largest_batches(
     seen_at: SeenAt, seen: ProfiledStep, *, ranks: int, budget: int, named: Plan | None
 ) -> LargestBatch:
-    """The largest batches with the step as it is, and with techniques.
+    """Find the largest batches without techniques, and with techniques.
 
     Args:
-        seen_at: Counts the step with a batch of another length.
-        seen: The step as it was counted, of a batch with a length.
-        ranks: Of a data axis, or stages.
+        seen_at: Counts the step for another batch length.
+        seen: The counted step, of a batch with a known length.
+        ranks: Ranks of a data axis, or stages.
         budget: Bytes of a device.
-        named: A plan whose techniques are the ones to use, as much of each as is needed; None allows all.
+        named: A plan whose techniques to use, each as much as needed; None allows all techniques.
 
     Raises:
-        AmpError: The step cannot be counted with a batch of another length.
+        AmpError: The step cannot be counted with another batch length.
     """
     start = seen.profile.batch_size
     assert start is not None, "the batch has a length"
@@ -195,20 +195,17 @@ def largest_batches(
     plain = largest_batch(plain_peak, budget, start)
     lean = largest_batch(lambda n: with_techniques(n).peak_bytes, budget, start)
     best = with_techniques(lean or start)
-    # as of policy auto, where the batch fits in no other way
+    # as in policy auto: stages only for a batch that fits in no other way
     if named is None and lean < start and over_stages(seen, ranks):
         shared, staged = largest_batch(lambda n: on_stages(n).peak_bytes, budget, start), on_stages(start)
-        # of a pipeline's ranks one batch
+        # the ranks of a pipeline share one batch
         if shared > lean * staged.model:
             lean, best = shared, staged
     return LargestBatch(plain=plain, lean=lean, techniques=best.strategies, sharing=best.model)
 
 
 def answers(seen_at: SeenAt, seen: ProfiledStep, *, ranks: int, budget: int, named: Plan | None = None) -> list[str]:
-    """Two sentences for a plan on so many ranks: the fewest devices and the largest batch.
-
-    Arguments as of `largest_batches`.
-    """
+    """Return two sentences: the fewest devices and the largest batch; arguments as in `largest_batches`."""
     fewest, length = fewest_ranks(seen, budget), seen.profile.batch_size
     where = "for all of them" if fewest is not None and fewest.model > 1 else "on each"
     each = "" if length is None else f" with a batch of {length:,} {where}"
@@ -232,10 +229,10 @@ def answers(seen_at: SeenAt, seen: ProfiledStep, *, ranks: int, budget: int, nam
 
 
 def largest_batch(peak_of: Callable[[int], int], budget: int, start: int) -> int:
-    """The largest length whose peak is within the budget, 0 where that of 1 is not; peaks grow with the length.
+    """Find the largest length whose peak is within the budget, 0 if length 1 exceeds it; peaks grow with length.
 
-    A step's bytes are nearly a straight line over the length: a line through two known points says where to look next.
-    After `MOST_STEPS` looks the largest that is known to fit is returned.
+    The bytes of a step are nearly linear in the length: a line through two known points gives the next length to try.
+    After `MOST_STEPS` tries, the largest length that is known to fit is returned.
     """
     peaks: dict[int, int] = {}
     n, low, high = start, 0, MOST_BATCH
@@ -252,9 +249,9 @@ def _next(peaks: dict[int, int], budget: int, low: int, high: int) -> int:
     if len(peaks) == 1:
         guess = 2 * low if low else high // 2
     else:
-        # the two whose peaks are nearest to the budget
+        # the two points whose peaks are nearest to the budget
         (a, p), (b, q) = sorted(peaks.items(), key=lambda item: abs(item[1] - budget))[:2]
         guess = int(a + (budget - p) * (b - a) / (q - p)) if q != p else (low + high) // 2
-        # a guess next to a bound that was right is not made again and again from the same side
+        # avoid repeated guesses next to the same bound
         guess += 1 if guess == low else 0
     return min(max(guess, low + 1), high - 1)

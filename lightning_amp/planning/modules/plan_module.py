@@ -1,9 +1,9 @@
-"""Plan a module from the profile of its step: diagnosis, techniques, candidates, on top of the data axis.
+"""Plan a module from the profile of its step: diagnose it, choose techniques, and add them to a data-parallel plan.
 
-The plan without a profile (policies/make_plan.py) comes first: S1, batch statistics, and what was registered from
-outside. What the techniques of the table add to it is chosen by the bytes of the step; a plan with rules that change
-modules is then counted again with them installed, which is nearly exact. Where it exceeds the budget after all, the
-plans are compared once more, with as many bytes added to the prediction for its techniques.
+The plan without a profile (policies/make_plan.py) comes first: S1, batch statistics, and registered techniques. The
+other techniques are chosen by the bytes of the step. A plan with rules that change modules is then counted again with
+the rules installed, which is nearly exact. If the count exceeds the budget, the plans are compared once more, with the
+excess added to the prediction for these techniques.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,17 +34,17 @@ from lightning_amp.techniques.stage_search import OPEN, StageOptions
 from lightning_amp.techniques.table import PREDICTIONS, parse_strategies, stage_search
 
 SLIGHTLY = 1.01
-"""Times a predicted peak: a count that exceeds it by no more confirms it."""
+"""A count up to this factor above the predicted peak confirms the prediction."""
 Count = Callable[[tuple[Rule, ...]], ModuleProfile]
-"""Rules -> the step's profile with them installed; raises an AmpError where a technique refuses the module."""
+"""Maps rules to the step's profile with the rules installed; raises an AmpError if a technique refuses the module."""
 
 
 def split_by_planner(
     asked: str | Sequence[str] | None, *, policy: str
 ) -> tuple[list[str] | None, tuple[str, ...] | None]:
-    """Strategies that were requested: those that a plan without a profile has, and those that `plan_module` adds.
+    """Split the requested strategies into those of a plan without a profile, and those that `plan_module` adds.
 
-    None says that a policy chooses; AMP's fixed mapping, "paper", has none of the latter.
+    None means that a policy chooses; "paper", AMP's fixed mapping, adds no strategy of the second kind.
 
     Raises:
         PlanError: An id that is not in the library.
@@ -58,10 +58,8 @@ def split_by_planner(
 def model_axis_size(
     size: int | str, strategies: str | Sequence[str] | None, seen: ProfiledStep | None, *, policy: str
 ) -> tuple[int | str, StageOptions]:
-    """Ranks of the model axis that were requested: those of a plan without a profile, and those of a pipeline that
-    `plan_module` adds where a policy chooses.
-    """
-    # policy "paper" has no pipeline, and a size that is not allowed is refused where all are checked
+    """Return the requested model axis size of a plan without a profile, and the options of a pipeline."""
+    # policy "paper" has no pipeline; an invalid size raises an error where all arguments are checked
     if seen is None or strategies is not None or policy == "paper" or type(size) is not int or size < 1:
         return size, OPEN
     return "auto", StageOptions(model=size)
@@ -76,18 +74,18 @@ def plan_module(
     count: Count | None = None,
     asked: StageOptions = OPEN,
 ) -> Plan:
-    """The plan of a module whose step was profiled.
+    """Plan a module whose step was profiled.
 
     Args:
-        base: The plan without the techniques of any module, with the budget of a device.
-        seen: The step.
-        named: Those techniques that a person has requested; None leaves the choice to the policy.
-        budget_named: Whether a person has named the budget; else as much of what was requested is done as can be.
-        count: Counts the step again with rules installed; None leaves it at the prediction.
-        asked: Of a pipeline; with several ranks of the model axis one is required, with one rank there is none.
+        base: The plan without techniques of this module, with the budget of a device.
+        seen: The profiled step.
+        named: Techniques that the user requested; None leaves the choice to the policy.
+        budget_named: Whether the user set the budget; if not, requested techniques are applied as much as possible.
+        count: Counts the step again with rules installed; None keeps the prediction.
+        asked: Options of a pipeline; several ranks of the model axis require one, one rank excludes it.
 
     Raises:
-        PlanError: A technique that was named cannot be had.
+        PlanError: A requested technique is not possible.
     """
     search = stage_search()
     if (requested := stages_requested(base, seen)) is not None:
@@ -95,14 +93,14 @@ def plan_module(
         made = with_stages(base, seen, search.named(asked, named or (), budget_named=budget_named))
         if not named or {rule.strategy for rule in made.rules} & {*named}:
             return made
-        # none is needed, and yet it was requested
+        # the budget needs none of the requested techniques: apply them as much as possible
         return with_stages(base, seen, search.named(asked, named, budget_named=False))
     if asked.model not in (None, 1) and named is None:
         check_divides(asked.model, base.mesh.data)
         return with_stages(on_model_axis(base, asked.model), seen, asked, must=True)
-    # Each turn drafts by the prediction, counts the step with what was chosen, and goes on with what the count has
-    # shown. It ends: a refusal leaves fewer sets, and what is found beyond a prediction grows by a byte or more, until
-    # another set is chosen, the count fits, or nothing can.
+    # Each iteration drafts by the prediction, counts the step with the chosen rules, and continues with what the count
+    # has shown. The loop terminates: a refusal removes sets, and the excess over a prediction grows by at least a byte,
+    # until another set is chosen, the count fits, or nothing can fit.
     budget, refused = base.budget_bytes, dict[tuple[str, ...], str]()
     limit = None if named is not None and not budget_named else budget
     tried = list[tuple[int, Compared, tuple[Rule, ...]]]()
@@ -135,12 +133,12 @@ def plan_module(
         except AmpError as error:
             if named is not None:
                 raise
-            # bytes of the others were added up, and cannot have failed in the count
+            # bytes of the other techniques were added without a count, so they cannot be the cause
             counted = tuple(name for name in best.strategies if PREDICTIONS[name].counted)
             refused[counted] = _why(error)
             seen = _without_refused(seen, counted, refused[counted], ranks=best.ranks, count=count)
             continue
-        # counted, instead of predicted
+        # replace the prediction by the count
         rows = (replace(row, peak_bytes=peak) if row.verdict == "chosen" else row for row in compared.candidates)
         compared = replace(compared, best=replace(best, peak_bytes=peak), candidates=tuple(rows))
         tried.append((peak, compared, rules))
@@ -148,24 +146,23 @@ def plan_module(
             break
         chosen = frozenset(best.strategies)
         over, last = best.peak_bytes > limit, len(seen.beyond.get(chosen, ())) >= TRIES - 1
-        # of techniques that a person has named there is more to be had, until as much as can be; else, where nothing
-        # is predicted to fit, another choice may be the leanest if a count has shown this one to take more
+        # requested techniques can save more until they save all they can; otherwise, if nothing is predicted to fit,
+        # another choice may need less than this one, once a count has shown this one to need more than predicted
         if not rules or (over and (last or (named is None and peak <= SLIGHTLY * best.peak_bytes))):
             _, compared, rules = min(tried, key=lambda one: one[0])
             break
-        # a prediction that fits was too low by the difference; one that does not fit either, of techniques that a
-        # person has named, has less room by what the count is above the limit
+        # a prediction that fits was too low by the difference; for requested techniques whose prediction does not fit
+        # either, the room shrinks by what the count exceeds the limit
         seen = seen.exceeding(chosen, peak - limit if over and named is not None else max(peak - best.peak_bytes, 1))
-    # of techniques that a person has named it says by how much they exceed the limit, not the prediction
+    # for requested techniques the message says by how much they exceed the limit, not the prediction
     return finished(base, seen if named is None else replace(seen, beyond={}), compared, rules)
 
 
 def _without_refused(
     seen: ProfiledStep, names: tuple[str, ...], why: str, *, ranks: int, count: Count | None
 ) -> ProfiledStep:
-    """The step, of which it is known what of some techniques it refuses by itself."""
-    # of several that were refused together any may be the reason: asked one by one, only those that are refused alone
-    # are out, and the others stay for sets without them
+    """Record which of the techniques the step refuses."""
+    # any of several techniques may be the reason: each is tried alone, and only those that fail alone are excluded
     found = {names[0]: why} if len(names) == 1 else {}
     for name in names if len(names) > 1 else ():
         alone = draft(seen, (name,), ranks=ranks, budget=None)
@@ -179,12 +176,12 @@ def _without_refused(
 
 
 def _why(error: AmpError) -> str:
-    """What a technique has refused, rather than that the step has failed by it."""
+    """Return the reason of a technique's refusal, instead of the error of the step that it caused."""
     return str(error.__cause__ if isinstance(error.__cause__, AmpError) else error)
 
 
 def plan_again(given: Plan, seen: ProfiledStep, *, count: Count | None = None, memory: tuple[int, ...] = ()) -> Plan:
-    """A plan that was given, with the prediction for this step, on ranks of so much memory."""
+    """Predict a given plan again for this step, on ranks with this much memory."""
     if (decided := stages_requested(given, seen)) is not None:
         return predicted_again(given, seen, replace(decided, memory=memory))
     rules = tuple(rule for rule in given.rules if rule.strategy in PREDICTIONS)
@@ -201,7 +198,7 @@ def plan_again(given: Plan, seen: ProfiledStep, *, count: Count | None = None, m
 
 
 def _drafted(seen: ProfiledStep, rules: tuple[Rule, ...], *, ranks: int, count: Count | None) -> Draft:
-    """The step with rules: counted with those installed that change modules, the others added to that."""
+    """Count the step with those rules installed that change modules, and add the effects of the others."""
     strategies = tuple(dict.fromkeys(rule.strategy for rule in rules))
     local = tuple(rule for rule in rules if PREDICTIONS[rule.strategy].counted)
     seen = seen.requesting({rule.strategy: rule.spec for rule in rules})
@@ -220,11 +217,11 @@ def _drafted(seen: ProfiledStep, rules: tuple[Rule, ...], *, ranks: int, count: 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counted:
-    """Inputs of a plan of a module.
+    """Inputs of the plan of a module.
 
     Attributes:
-        seen: Its step.
-        shape: Its structure, with the length of the batch.
+        seen: The profiled step.
+        shape: The module's structure, with the batch length.
     """
 
     seen: ProfiledStep
@@ -242,16 +239,16 @@ def plan_step(
     micro_batches: int | None = None,
     count: Count | None = None,
 ) -> Plan:
-    """Decide what to install.
+    """Plan a module whose step was profiled.
 
     Args:
-        counted: The module's step.
-        devices, device_memory, policy, strategies, model_parallel_size: As of `lightning_amp.plan`.
-        micro_batches: Of a pipeline; None leaves their number open.
+        counted: The profiled step and the structure of the module.
+        devices, device_memory, policy, strategies, model_parallel_size: As in `lightning_amp.plan`.
+        micro_batches: Number of micro-batches of a pipeline; None leaves it open.
         count: Counts the step again with rules installed.
 
     Raises:
-        PlanError: A request outside what is allowed, or a technique that was named cannot be had.
+        PlanError: An argument is not allowed, or a requested technique is not possible.
     """
     seen, shape = counted.seen, counted.shape
     if shape.decoder:

@@ -1,4 +1,4 @@
-"""Plan the stages that a request or a given plan contains."""
+"""Plan the pipeline stages that a request or a given plan contains."""
 
 from dataclasses import replace
 
@@ -19,10 +19,10 @@ from lightning_amp.techniques.table import STAGED, in_order, stage_search
 
 
 def stages_requested(plan: Plan, seen: ProfiledStep) -> StageOptions | None:
-    """What a plan says of the stages that were requested; None where it has none.
+    """Return the options of the stages that a plan contains; None if it has none.
 
     Raises:
-        PlanError: The step has shown that there can be none.
+        PlanError: The step has shown that stages are not possible.
     """
     spec = next((rule.spec for rule in plan.rules if rule.strategy == STAGED), None)
     if spec is None:
@@ -33,8 +33,10 @@ def stages_requested(plan: Plan, seen: ProfiledStep) -> StageOptions | None:
 
 
 def with_stages(base: Plan, seen: ProfiledStep, asked: StageOptions, *, must: bool = False) -> Plan:
-    """The plan of a pipeline that was requested; where nothing is known of its stages they are cut evenly and its peak
-    is not known, or it must be known and is refused.
+    """Plan a requested pipeline.
+
+    If the bytes of its stages are not known, blocks are distributed evenly and the peak is unknown; with `must`, or
+    with techniques inside the stages, that is an error.
     """
     assert asked.model is not None, "a requested pipeline has ranks"
     found = stage_search().staged(seen, asked.model, data=base.mesh.data, budget=base.budget_bytes, asked=asked)
@@ -59,7 +61,7 @@ def with_stages(base: Plan, seen: ProfiledStep, asked: StageOptions, *, must: bo
 
 
 def _uncounted(plan: Plan, seen: ProfiledStep, why: str) -> Plan:
-    """A pipeline of whose ranks it is known only that the fullest one has its share of what is kept between steps."""
+    """Return a pipeline plan whose peak is a lower bound: the fullest rank's share of the bytes kept between steps."""
     least = -(-seen.held_bytes // plan.mesh.model)
     return replace(
         plan,
@@ -70,9 +72,7 @@ def _uncounted(plan: Plan, seen: ProfiledStep, why: str) -> Plan:
 
 
 def predicted_again(given: Plan, seen: ProfiledStep, decided: StageOptions) -> Plan:
-    """A given plan with the prediction of its stages for this step; all that it has `decided` is requested again, or
-    this step would be given stages and blocks of another plan.
-    """
+    """Predict the stages of a given plan again; without all that was `decided`, this step would get other stages."""
     found = stage_search().staged(
         seen, given.mesh.model, data=given.mesh.data, budget=given.budget_bytes, asked=decided
     )

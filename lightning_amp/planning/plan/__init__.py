@@ -1,1 +1,1 @@
-"""Define plans, strategies, and what the planner needs of a model."""
+"""Define the Plan of a run."""

@@ -33,7 +33,7 @@ class MeshShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axes:
-    """One choice on each axis of a decomposed decoder; a form that a rule asks for is part of the name."""
+    """One choice on each axis of a decomposed decoder; a form that a rule requests is part of the name."""
 
     placement: str = "replicated"
     features: str = "all"
@@ -45,10 +45,10 @@ class Axes:
 
     @classmethod
     def of(cls, strategies: Iterable[str], specs: Iterable[Spec] = ()) -> "Axes":
-        """The choices of some strategies of the library, and on the other axes the eager ones.
+        """Return the choices of some strategies, and the eager choice on the other axes.
 
         Args:
-            specs: What their rules ask for, where that may not be the usual.
+            specs: Specs of their rules, if these may differ from the usual ones.
         """
         specs = tuple(specs)
         choosing = without_blocks(strategies, specs)
@@ -57,28 +57,28 @@ class Axes:
             *(getattr(spec, "choice", None) for spec in specs),
         ]
         axes = cls(**dict(choice for choice in choices if choice is not None))
-        # where strata or anchors are split, S2 is left with the layers outside the decoder
+        # if strata or anchors are sharded, S2 shards only layers outside the decoder
         return axes if axes.placement not in ("strata", "nodes") else replace(axes, features="all")
 
 
 NEEDLESS = "{} was not looked for, which takes seconds: the step fits as it is"
-"""Reason in `does_not_help` of a technique that may help."""
+"""Reason in `does_not_help` of a technique that was not searched and may help."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleDiagnosis:
-    """The second training step on one device with nothing installed.
+    """Diagnosis of the second training step on one device, with nothing installed.
 
     Attributes:
         largest: The largest part of the peak, one of module_profile.PARTS.
         evidence: One sentence per finding, with its numbers.
-        helps: Techniques by id, and what they would make of the peak; that which helps most first.
-        does_not_help: Techniques by id, and why they would not.
+        helps: Technique id -> effect on the peak, the most helpful first.
+        does_not_help: Technique id -> why it would not help.
         peak_bytes: The peak.
-        parts: The peak in parts.
-        modules: Those that hold most at the peak, largest first, without what their children hold.
+        parts: Bytes of the peak by part.
+        modules: Modules that hold most at the peak, largest first, without their children's bytes.
         measured: "fake tensors", or "a real step".
-        reason: Why the step could not run on fake tensors, "" where it could.
+        reason: Why the step could not run on fake tensors; "" if it could.
     """
 
     largest: str
@@ -96,7 +96,7 @@ SCHEMA = 1
 
 
 class Explanation(str):
-    """A note that explains a choice. The whole report has it, the summary of a run leaves it out.
+    """A note that explains a choice; the full report shows it, the summary of a run does not.
 
     A plan that was read from JSON has plain notes, which the summary shows.
     """
@@ -114,8 +114,8 @@ class Candidate:
         model: Ranks of the model axis.
         peak_bytes: Predicted peak per rank of a training step.
         step_seconds: Predicted time of the decoder's part of a step; without a decoder, of a step.
-        cell_seconds: The same by cell, over all ranks: what candidates are compared by.
-        verdict: The word chosen, or why it was not.
+        cell_seconds: Time per cell over all ranks, by which candidates are compared.
+        verdict: "chosen", or why it was not chosen.
     """
 
     strategies: tuple[str, ...]
@@ -129,35 +129,34 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What the strategy will do.
+    """Techniques to install, with the predicted memory and time.
 
     Attributes:
-        policy: Policy that made it: "auto", "paper" or "strategies" when the user named them.
+        policy: Policy that chose the strategies: "auto", "paper", or "strategies" for the user's choice.
         signals: Raised bottleneck signals.
-        evidence: One sentence per signal looked for, raised or not.
+        evidence: One sentence per checked signal, raised or not.
         strategies: Strategy ids; empty means single-device execution.
         mesh: Ranks per axis.
         axes: The decoder's choices.
         rules: Transformations, in the order of installation.
         batch_size: Cells per rank and modality that the prediction is for.
-        predicted_base_bytes: M_base of the EPM: all but the strata; without a decoder, all that a step keeps for the
-            next one.
+        predicted_base_bytes: M_base of the EPM: all but the strata; without a decoder, bytes kept between steps.
         predicted_stratum_bytes: Mean Delta M of the EPM, per stratum.
         predicted_peak_bytes: Predicted peak per rank of a training step.
         strata_bytes: Predicted bytes held after each stratum of the forward pass.
-        budget_bytes: Memory of one device, None when unknown.
+        budget_bytes: Memory of one device, None if unknown.
         balance_cells: Whether to balance contacts over the ranks.
-        notes: Everything else a person should know, one sentence each: warnings, and what is an `Explanation`.
-        predicted_step_seconds: Predicted time of the decoder's part of a step; without a decoder, of a step; None where
-            it is not known.
-        predicted_rest_seconds: Predicted time of the rest of it, None where that is not the reference model's.
-        rates_device: Whose rates that time is predicted with, "" where it is not known.
-        candidates: What policy "auto" has compared, the chosen one first.
-        diagnosis: What a profile of the module's step has found; None where it has a decoder, or was not profiled.
-        stages: What is predicted of the stages of a pipeline; empty without one, or where the step was not profiled.
-        evaluates: The method whose peak is predicted in a run that does not train, such as "predict_step"; "" in a fit,
-            and where it was not counted.
-        uncounted: Why the peak is not known, and `predicted_peak_bytes` only the least that it can be; "" where it is.
+        notes: Further notes for the user, one sentence each: warnings, and each `Explanation`.
+        predicted_step_seconds: Predicted time of the decoder's part of a step, or of a step without a decoder; None if
+            unknown.
+        predicted_rest_seconds: Predicted time of the rest of the step, None unless the model is the reference model.
+        rates_device: Device whose rates the time is predicted with, "" if unknown.
+        candidates: Plans that policy "auto" has compared, the chosen one first.
+        diagnosis: Diagnosis of the module's step; None if it has a decoder, or was not profiled.
+        stages: Prediction per pipeline stage; empty without a pipeline, or if the step was not profiled.
+        evaluates: Method whose peak is predicted in a run that does not train, such as "predict_step"; "" in a fit, or
+            if it was not counted.
+        uncounted: Why the peak is unknown and `predicted_peak_bytes` only a lower bound; "" if it is known.
     """
 
     policy: str
@@ -186,10 +185,10 @@ class Plan:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        """Refuse a plan that contradicts itself.
+        """Check that the plan is consistent.
 
         Raises:
-            PlanError: It would train something else than it says; names every contradiction.
+            PlanError: The plan contradicts itself; the message names every contradiction.
         """
         problems = list(_kinds(self)) or list(_contradictions(self))
         if problems:
@@ -200,8 +199,9 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the predicted peak is within the budget; None when the budget is unknown, or when the peak is and
-        what is known of it is within the budget.
+        """Whether the predicted peak is within the budget.
+
+        None if the budget is unknown, or if the peak is unknown and its lower bound is within the budget.
         """
         if self.budget_bytes is None:
             return None
@@ -212,22 +212,22 @@ class Plan:
 
     @property
     def gradient_ranks(self) -> int:
-        """Ranks over which gradients are averaged: the data axis, and the model axis where that splits samples."""
+        """Ranks over which gradients are averaged: the data axis, and the model axis if that splits samples."""
         return self.mesh.data * (self.mesh.model if with_steps(self.strategies) else 1)
 
     def spec_of(self, strategy: str) -> Spec:
-        """The spec of a strategy that has one rule."""
+        """Return the spec of a strategy that has one rule."""
         return next(rule.spec for rule in self.rules if rule.strategy == strategy)
 
     @property
     def fails_at_stratum(self) -> int | None:
-        """The first stratum after which the prediction exceeds the budget, None when the forward pass fits."""
+        """First stratum after which the prediction exceeds the budget, None if the forward pass fits."""
         if self.budget_bytes is None:
             return None
         return next((k for k, n in enumerate(self.strata_bytes) if n > self.budget_bytes), None)
 
     def to_json(self) -> str:
-        """The plan as indented JSON; each rule's spec is tagged with its type."""
+        """Return the plan as indented JSON; each rule's spec is tagged with its type."""
         plain = asdict(self)
         for rule, row in zip(self.rules, plain["rules"], strict=True):
             row["spec"] = {"type": type(rule.spec).__name__, **row["spec"]}
@@ -235,7 +235,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "the plan") -> "Plan":
-        """Read what `to_json` wrote.
+        """Read the output of `to_json`.
 
         Raises:
             PlanError: Not JSON, another schema, or fields that are missing or unknown.
@@ -272,7 +272,7 @@ class Plan:
 
 
 def _typed(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON values back to tuples and dataclasses."""
+    """Convert JSON values back to tuples and dataclasses."""
     typed = {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
     typed["mesh"] = MeshShape(**plain["mesh"])
     typed["axes"] = Axes(**plain["axes"])
@@ -296,7 +296,7 @@ def _spec(plain: Mapping[str, Any]) -> Spec:
 
 
 def _kinds(plan: Plan) -> Iterator[str]:
-    """Of what a person may edit."""
+    """Yield errors on the types of values that a user may edit."""
     counts = {"batch_size": plan.batch_size, "predicted_peak_bytes": plan.predicted_peak_bytes}
     if plan.budget_bytes is not None:
         counts["budget_bytes"] = plan.budget_bytes

@@ -1,1 +1,1 @@
-"""`plan`: policies auto and paper choose strategies, and these become rules."""
+"""Choose strategies by policy "auto" or "paper", and build a plan's rules from them."""

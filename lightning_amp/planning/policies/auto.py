@@ -1,20 +1,20 @@
-"""Policy "auto": of all legal plans that fit, the fastest; of those as fast, the simplest with memory to spare.
+"""Policy "auto": choose the fastest legal plan that fits; among equally fast plans, the simplest with memory to spare.
 
     1. every combination of a choice on each axis of the decoder, for every split of the devices into data and model
-    2. without those that contradict each other, the model or the number of ranks
+    2. without combinations whose choices conflict, or that the model or the number of ranks does not support
     3. without those whose predicted peak exceeds the memory of a device (memory/peak_model.py)
-    4. the least predicted time per cell (time/step_seconds.py); within `TIE` of it those that need no more than
-       `SPARE` of the memory, if there are any: a prediction has not all of a run in it, and a job that dies after
+    4. the least predicted time per cell (time/step_seconds.py); within a factor of `TIE`, plans that use at most
+       `SPARE` of the memory, if there are any: predictions do not cover everything, and a job that fails after
        hours costs more than a technique; of these the fewest techniques, then the library's order
 
-Nothing is drawn and nothing is measured, so the same request gets the same plan. If none fits, the one that needs the
-least memory is taken, and the plan says that it does not fit.
+Nothing is random or measured, so the same request gets the same plan. If no plan fits, the one that requires the least
+memory is taken, and the plan says that it does not fit.
 
-The batch of a rank is given, so more ranks of the data axis mean more cells in a step; plans are compared by the time
-of a cell. Keys cost the same for one cell as for many: ranks of the model axis share them, ranks of the data axis
-repeat them.
+The batch per rank is given, so more ranks of the data axis mean more cells in a step; plans are compared by the time
+per cell. Keys cost the same for one cell as for many: ranks of the model axis share them, ranks of the data axis repeat
+them.
 
-Known limit: the time is that of the decoder; what lies outside of it is the same in all candidates with as many ranks.
+Known limit: the time is that of the decoder; the rest of a step takes the same in all candidates with as many ranks.
 """
 
 from collections.abc import Iterator
@@ -32,16 +32,16 @@ from lightning_amp.techniques.table import STRATEGIES, conflicts, in_order, on_a
 PLACEMENTS = ((), ("S2",), ("S5",), ("S2", "S5"), ("strata",), ("S2", "strata"), ("nodes",), ("S2", "nodes"))
 AXES = ("attention", "decode", "likelihood", "activations")
 CHOICES = tuple(((), *((name,) for name in on_axis(axis))) for axis in AXES)
-"""What the choices on each of the other axes add to a plan."""
+"""Strategies that each choice on each other axis adds to a plan."""
 NEEDS_ATTENTION = {"S3", "fused", "sdpa", "nodes"}
 LOCAL_ATTENTION_ONLY = {"S3", "S5", "fused", "sdpa"}
-"""Of attention: full attention is in torch's kernels as it is, and its scores are sums over all channels."""
+"""Techniques for local attention only: full attention uses torch's kernels, and its scores sum over all channels."""
 KERNEL_CHANNELS = 8
-"""On a device that has its kernels launched torch's attention reads rows of whole 16 bytes, also of bfloat16."""
+"""On an accelerator torch's attention kernels require rows of a multiple of 16 bytes, also in bfloat16."""
 TIE = 1.02
-"""Times this much apart count as the same: the model is no better than that."""
+"""Times that differ by at most this factor are a tie: the cost model is not more accurate."""
 SPARE = 0.5
-"""Part of a device's memory up to which a plan has memory to spare."""
+"""Largest share of a device's memory that a plan with memory to spare may use."""
 
 
 def candidates(
@@ -54,15 +54,15 @@ def candidates(
     model_parallel_size: int | None = None,
     node_devices: int | None = None,
 ) -> tuple[Candidate, ...]:
-    """All legal plans, the chosen one first, then by what speaks for them; none where the model axis is too long.
+    """Return all legal plans, the chosen one first, then from best to worst; none if the model axis is too long.
 
     Args:
-        budget: Memory of one device in bytes, None when unknown.
-        own: Strategies that every plan has: S1 on several devices, and those from outside whose signal is raised.
-        model_parallel_size: Ranks of the model axis, None for any number that a node has.
-        node_devices: Devices of a node, None when all are on one.
+        budget: Memory of one device in bytes, None if unknown.
+        own: Strategies that every plan has: S1 on several devices, and registered ones whose signal is raised.
+        model_parallel_size: Ranks of the model axis, None for any number up to a node's devices.
+        node_devices: Devices of a node, None if all are on one node.
     """
-    # the model axis sends most, so it stays inside a node, and lengths that do not divide one would cross nodes
+    # the model axis sends most, so it stays inside a node; lengths that do not divide a node would cross nodes
     node = node_devices or devices
     lengths = [n for n in range(1, node + 1) if node % n == 0]
     found = [
@@ -79,7 +79,7 @@ def candidates(
     else:
         fastest = min(c.cell_seconds for c in fitting)
         level = [c for c in fitting if c.cell_seconds <= TIE * fastest]
-        # among equals memory to spare goes before simplicity, and simplicity before the last per cent of time
+        # among ties memory to spare comes before simplicity, and simplicity before the last per cent of time
         best = min([c for c in level if _spares(c, budget)] or level, key=_simplicity)
     found.sort(key=lambda c: _order(c, best, budget, nothing_fits=not fitting))
     return tuple(replace(c, verdict=_verdict(c, best, budget)) for c in found)
@@ -89,29 +89,31 @@ def _legal(shape: ModelShape, own: frozenset[str], model: int) -> Iterator[tuple
     placements = PLACEMENTS if model > 1 else PLACEMENTS[:1]
     for choices in product(placements, *CHOICES):
         chosen = own.union(*choices)
-        # without a strategy that splits, the ranks of a model axis would all compute the same
+        # without a strategy that shards, all ranks of a model axis would compute the same
         splits = any(STRATEGIES[s].model_axis for s in chosen)
         if splits == (model > 1) and not _problem(shape, chosen, model):
             yield in_order(chosen)
 
 
 def _problem(shape: ModelShape, chosen: frozenset[str], model: int) -> bool:
-    """Whether strategies cannot be together, in this decoder or on so many ranks of the model axis.
+    """Whether strategies conflict, or do not support this decoder or this many ranks of the model axis.
 
-    Plans that another one beats whatever the sizes are left out too: there are hundreds of candidates for every length.
+    Plans that another plan beats at all sizes are excluded too, because there are hundreds of candidates per axis
+    length.
     """
     decoder = shape.decoder
-    # fused attention keeps less than S3 and is faster: S3 is for S5, which fused cannot go with, or where it is refused
+    # fused attention keeps less than S3 and is faster: S3 is useful only with S5, which excludes fused, or if fused is
+    # unsupported
     pointless = "S3" in chosen and "S5" not in chosen and "fused" not in decoder.unsupported
     return (
         pointless
         or bool(chosen & set(decoder.unsupported))
         or (not decoder.attention and bool(chosen & NEEDS_ATTENTION))
         or (decoder.full and bool(chosen & LOCAL_ATTENTION_ONLY))
-        # torch has no fused kernel for it; that is asked again where it computes
+        # torch has no fused kernel for these; the installed attention checks it again at run time
         or ("sdpa" in chosen and decoder.launched and (shape.element_bytes > 4 or decoder.dim % KERNEL_CHANNELS != 0))
         or any(strategy in chosen and model > most for strategy, most in decoder.parts.items())
-        # where strata or anchors are split S2 has only the wide layers: without these it is the same plan again
+        # if strata or anchors are sharded, S2 shards only the wide layers; without wide layers it adds nothing
         or ("S2" in chosen and bool(chosen & {"strata", "nodes"}) and not shape.wide_layers)
         or any(conflicts(chosen))
     )

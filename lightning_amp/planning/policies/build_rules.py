@@ -1,4 +1,4 @@
-"""Build rules from strategies: which modules each changes, why, what it saves; and whether cells are balanced."""
+"""Build a plan's rules from strategies (target modules, reason, bytes saved), and decide whether to balance cells."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,7 +27,7 @@ _SHARED = Rule(
 
 
 BALANCE_FROM = 0.02
-"""Expected excess of the busiest rank's contacts over the mean, from which balancing the cells pays."""
+"""Expected excess of the busiest rank's contacts over the mean, from which balancing the cells is worthwhile."""
 UNLIKE = "memory of the devices by rank: "
 BY_USER = "requested by the user"
 
@@ -35,9 +35,9 @@ BY_USER = "requested by the user"
 def build_rules(
     chosen: tuple[str, ...], shape: ModelShape, mesh: MeshShape, diagnosis: Diagnosis, *, balance: bool, policy: str
 ) -> tuple[Rule, ...]:
-    """The rules of a plan in the order of installation: data axis first, then modules, by the strategies' numbers.
+    """Build the rules of a plan in the order of installation: data axis, then modules, by strategy number.
 
-    `policy` says who chose them: "auto", "paper", or "strategies" when the user did.
+    `policy` says who chose the strategies: "auto", "paper", or "strategies" for the user.
 
     Raises:
         PlanError: A strategy finds nothing to change in a model of this shape.
@@ -54,7 +54,7 @@ def build_rules(
         why = f"{finding.signal}: {finding.evidence}" if finding else "no signal suggests it"
         if policy == "auto" and not STRATEGIES[strategy].registered:
             why = "part of the fastest plan that fits"
-        # where strata or anchors are split, a decoder's features are not split again
+        # if strata or anchors are sharded, a decoder's features are not sharded as well
         targets = [
             (fqn, spec)
             for fqn, spec in targets_of(strategy, shape)
@@ -73,7 +73,7 @@ def build_rules(
                     spec=settle(strategy, spec, shape, axes, mesh),
                     strategy=strategy,
                     why=f"{BY_USER} ({why})" if policy == "strategies" else why,
-                    # of the strategy as a whole, shown once
+                    # bytes saved by the strategy, which the first of its rules shows
                     saves_bytes=0 if n else max(0, without - peak),
                 )
             )
@@ -81,10 +81,10 @@ def build_rules(
 
 
 def decide_balance(profile: Profile, mesh: MeshShape, batch_size: int) -> tuple[bool, list[str]]:
-    """Say whether contacts per cell vary enough to leave ranks waiting for each other, and why.
+    """Return whether contacts per cell vary so much that ranks would wait for each other, and the reason.
 
-    The sum over B cells has a relative spread of spread / sqrt(B); the largest of R such sums exceeds their mean by
-    about that times the expected maximum of R standard normal numbers (Blom's approximation).
+    The sum over B cells has a relative standard deviation of spread / sqrt(B). The largest of R such sums exceeds their
+    mean by about that times the expected maximum of R standard normal numbers (Blom's approximation).
     """
     spreads = [m.contact_spread for m in profile.modalities if m.decomposition is not None and m.contact_spread]
     if mesh.data == 1 or not spreads:
@@ -100,7 +100,7 @@ def decide_balance(profile: Profile, mesh: MeshShape, batch_size: int) -> tuple[
 
 
 def too_few_cells(profile: Profile, mesh: MeshShape, batch_size: int) -> list[str]:
-    """Say where a step takes more cells than a modality has."""
+    """Return a note if a step takes more cells than a modality has."""
     step = mesh.data * batch_size
     few = [f"{m.name} has {m.cells:,}" for m in profile.modalities if 0 < m.cells < step]
     if not few:
@@ -112,7 +112,7 @@ def too_few_cells(profile: Profile, mesh: MeshShape, batch_size: int) -> list[st
 
 
 def with_balance(plan: Plan, *, balance: bool) -> Plan:
-    """The same plan with cells balanced over the ranks, or not."""
+    """Return the plan with cells balanced over the ranks, or not."""
     if balance == plan.balance_cells:
         return plan
     rules = tuple(rule for rule in plan.rules if not isinstance(rule.spec, BalanceCells))
@@ -122,13 +122,13 @@ def with_balance(plan: Plan, *, balance: bool) -> Plan:
 
 
 def with_requested(plan: Plan, requested: Mapping[str, Spec], shape: ModelShape, *, launches: bool = False) -> Plan:
-    """The same plan whose rules have the specs that a person has requested, by technique.
+    """Return the plan with the specs that the user requested, by technique.
 
     Args:
-        launches: Whether the device is another one than the host's processor.
+        launches: Whether the device is an accelerator.
 
     Raises:
-        PlanError: A spec that this mesh or model cannot have.
+        PlanError: This mesh or model does not support a spec.
     """
     for strategy, spec in requested.items():
         if (check := STRATEGIES[strategy].contradictions) is not None:
@@ -146,14 +146,14 @@ def with_requested(plan: Plan, requested: Mapping[str, Spec], shape: ModelShape,
 
 
 def remarks(specs: Mapping[str, Spec], *, launches: bool) -> list[str]:
-    """What a person should know of specs, by technique, on a device that is the host's processor or another one."""
+    """Return notes on specs, by technique, for an accelerator (`launches`) or a CPU."""
     rows = ((STRATEGIES[strategy].remark, spec) for strategy, spec in specs.items())
     found = (remark(spec, launches) for remark, spec in rows if remark is not None)
     return [note for note in found if note]
 
 
 def with_memory(plan: Plan, memory: tuple[int, ...]) -> Plan:
-    """The plan with a note on devices of unlike memory; as it is where all have as much."""
+    """Add a note if devices have different memory."""
     if len(memory) < 2:
         return plan
     use = "stages are cut by that of their own rank"
@@ -164,8 +164,9 @@ def with_memory(plan: Plan, memory: tuple[int, ...]) -> Plan:
 
 
 def with_speeds(plan: Plan, shape: ModelShape, speeds: tuple[float, ...]) -> Plan:
-    """The same plan for ranks of these speeds, none where they are equal: strata are distributed by them; of stages
-    techniques/pipeline/stages.py takes them.
+    """Return the plan for ranks of these relative speeds, empty if equal: strata are distributed by speed.
+
+    Stages get their speeds in techniques/pipeline/stages.py.
     """
     if not speeds:
         return plan
@@ -183,24 +184,24 @@ def with_speeds(plan: Plan, shape: ModelShape, speeds: tuple[float, ...]) -> Pla
     ends = ends_of(made)
     if not ends:
         return made
-    # the fastest rank has more strata than its share, and needs their memory
+    # the fastest rank has more strata than its share, and requires their memory
     found = predict(shape, made.strategies, model_ranks=made.mesh.model, axes=made.axes, ends=ends)
     return replace(made, predicted_peak_bytes=found.peak_bytes, strata_bytes=found.strata_bytes)
 
 
 def ends_of(plan: Plan) -> tuple[int, ...]:
-    """One past the last stratum of every rank, as a rule of strata parallelism has it; none without one."""
+    """Return the end of each rank's range of strata, from a rule of strata parallelism; empty without one."""
     spec = next((rule.spec for rule in plan.rules if isinstance(rule.spec, StrataParallel)), None)
     return () if spec is None else tuple(int(end) for end in spec.ends.split(",") if end.isdecimal())
 
 
 def without_shared_statistics(plan: Plan) -> Plan:
-    """The same plan with batch statistics per rank."""
+    """Return the plan with batch statistics per rank."""
     return replace(plan, rules=tuple(r for r in plan.rules if not isinstance(r.spec, ShareBatchStatistics)))
 
 
 def with_shared_statistics(plan: Plan) -> Plan:
-    """The same plan with batch statistics over all ranks of the data axis; for a model that has them."""
+    """Return the plan with batch statistics over all ranks of the data axis, for a model that has BatchNorm."""
     shared = any(isinstance(rule.spec, ShareBatchStatistics) for rule in plan.rules)
     if shared or plan.mesh.data == 1 or "S1" not in plan.strategies:
         return plan

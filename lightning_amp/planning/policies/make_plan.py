@@ -1,7 +1,7 @@
-"""`plan`: signals of the data, devices and their memory -> what to install where.
+"""Plan a data directory's model: signals, devices and their memory decide what to install where.
 
-Policy "auto" compares all legal plans (auto.py), "paper" is AMP's fixed mapping (paper.py). Where auto takes something
-else than the mapping would, a note says what both need.
+Policy "auto" compares all legal plans (auto.py), "paper" is AMP's fixed mapping (paper.py). If auto chooses another
+plan than the mapping, a note compares peak and time of both.
 """
 
 from collections.abc import Sequence
@@ -41,20 +41,20 @@ def plan(
 
     Args:
         profile: The data.
-        devices: Ranks in all, over all nodes.
-        device_memory: Budget of one device, a number of bytes or a text such as "24GiB"; None means unknown. Of a list
-            with one for each device the least counts.
+        devices: Number of ranks on all nodes together.
+        device_memory: Budget of one device, a number of bytes or a text such as "24GiB"; None means unknown. From a
+            list with one entry per device, the minimum is used.
         policy: "auto" takes the fastest plan that fits, "paper" AMP's fixed mapping.
-        strategies: The user's own choice from the library instead of the policy's; still checked and predicted.
+        strategies: Strategies to use instead of the policy's choice; they are checked and predicted as well.
         batch_size: Cells per rank and modality.
         model_parallel_size: Ranks of the model axis, or "auto".
         shape: The model; None means the reference model with its default sizes.
-        rates: What one device reaches, for the predicted times.
-        node_devices: Devices of one node; the model axis stays inside it unless `model_parallel_size` is longer. None
-            when all devices are on one node.
+        rates: Rates of one device, to predict times.
+        node_devices: Devices of one node; the model axis stays inside a node unless `model_parallel_size` is larger.
+            None means that all devices are on one node.
 
     Raises:
-        PlanError: A request outside what is allowed, or strategies that this number of devices cannot run.
+        PlanError: An argument is not allowed, or this number of devices cannot run the strategies.
     """
     check_request(
         devices=devices,
@@ -72,7 +72,7 @@ def plan(
         budget=min(memory, default=None),
         rates=rates.on_nodes_of(node_devices),
         model_parallel_size=model_parallel_size,
-        # a node that is not full is all there is
+        # a node that is not full counts as a single node
         node_devices=None if node_devices is None or node_devices >= devices else node_devices,
     )
     asked, notes, compared = policy, list[str](), tuple[Candidate, ...]()
@@ -116,10 +116,10 @@ def check_request(
     batch_size: int,
     model_parallel_size: int | str,
 ) -> None:
-    """Refuse what no data could make legal, before any data are read; the arguments are those of `plan`.
+    """Raise an error for arguments of `plan` that are invalid for any data, before data are read.
 
     Raises:
-        PlanError: An argument outside what is allowed.
+        PlanError: An argument is not allowed.
     """
     if policy not in POLICIES:
         raise PlanError(f"policy={policy!r} is not supported; allowed are {', '.join(map(repr, POLICIES))}")
@@ -146,7 +146,7 @@ def _carried_out(
     compared: tuple[Candidate, ...],
     notes: list[str],
 ) -> Plan:
-    """The plan with some strategies; of those that a policy has `compared`, the chosen one comes first."""
+    """Build the plan of the chosen strategies; `compared` has a policy's candidates, the chosen one first."""
     shape = request.shape
     mesh = _mesh(chosen, request)
     unpredicted = _check_decoder(chosen, shape)
@@ -191,7 +191,7 @@ def _carried_out(
 
 
 def _of_paper(best: Candidate, request: PlanRequest) -> list[str]:
-    """What AMP's mapping would need instead, where that is not the same."""
+    """Return a note on the peak and the time of AMP's fixed mapping, if that is another plan."""
     shape = request.shape
     chosen, _ = mapped(request)
     model = model_ranks_of(chosen, request)
@@ -211,7 +211,7 @@ def _of_paper(best: Candidate, request: PlanRequest) -> list[str]:
 
 
 def check_divides(model_parallel_size: int | str | None, devices: int) -> None:
-    """Refuse, with a PlanError, a model axis whose ranks do not divide all of them."""
+    """Raise a PlanError if the ranks of the model axis do not divide the number of devices."""
     if isinstance(model_parallel_size, int) and devices % model_parallel_size:
         raise PlanError(
             f"model_parallel_size={model_parallel_size!r} is not supported with {devices} devices; it must divide"
@@ -220,10 +220,10 @@ def check_divides(model_parallel_size: int | str | None, devices: int) -> None:
 
 
 def _mesh(chosen: tuple[str, ...], request: PlanRequest) -> MeshShape:
-    """All ranks of a node on the model axis where a strategy needs it, else on data."""
+    """Choose the mesh: a node's ranks on the model axis if a strategy requires it, else all ranks on the data axis."""
     devices, node_devices = request.devices, request.node_devices
     sharding = [s for s in chosen if STRATEGIES[s].model_axis]
-    # one that has a grid over both axes may have one rank here
+    # a strategy with a grid over both axes may have one rank on the model axis
     must = [s for s in sharding if not STRATEGIES[s].data_axis]
     model = model_ranks_of(chosen, request)
     check_divides(model, devices)
@@ -258,7 +258,7 @@ def _mesh(chosen: tuple[str, ...], request: PlanRequest) -> MeshShape:
 
 
 def _one_model_rank(sharding: list[str], request: PlanRequest) -> tuple[str, str]:
-    """Why the model axis has one rank only, and what gives it more."""
+    """Return why the model axis has one rank only, and how to get more."""
     decoder, node = request.shape.decoder, request.node_devices or request.devices
     if request.devices == 1 or request.model_parallel_size != "auto":
         asked = "" if request.model_parallel_size == "auto" else ", model_parallel_size=1"
@@ -272,7 +272,7 @@ def _one_model_rank(sharding: list[str], request: PlanRequest) -> tuple[str, str
 
 
 def _wholes(decoder: DecoderShape) -> dict[str, str]:
-    """What is split over the model axis, by strategy."""
+    """Return what is sharded over the model axis, by strategy."""
     return {
         "S5": f"D={decoder.dim!r}",
         "nodes": f"N={decoder.anchors!r} anchors in buckets of {decoder.window!r}",
@@ -281,7 +281,7 @@ def _wholes(decoder: DecoderShape) -> dict[str, str]:
 
 
 def _check_parts(chosen: tuple[str, ...], decoder: DecoderShape, model: int) -> None:
-    """Whether there is a part for every rank of the model axis; of strata, time/step_seconds.py asks."""
+    """Raise an error if the model axis has more ranks than parts; time/step_seconds.py checks the strata."""
     wholes = _wholes(decoder)
     for strategy in ("S5", "nodes") if decoder.attention else ("S5",):
         whole, most = wholes[strategy], decoder.parts.get(strategy, model)
@@ -293,7 +293,7 @@ def _check_parts(chosen: tuple[str, ...], decoder: DecoderShape, model: int) -> 
 
 
 def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> list[str]:
-    """Refuse what cannot be with the decoder, or without one; returns what is not predicted without one."""
+    """Raise an error for strategies that the decoder, or its absence, excludes; return notes on missing predictions."""
     found, decoder, unpredicted = list(conflicts(chosen)), shape.decoder, list[str]()
     if not decoder:
         needing = [s for s in chosen if STRATEGIES[s].choice is not None]

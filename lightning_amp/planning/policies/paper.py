@@ -5,13 +5,13 @@
     it fits under S1               S1 (Section 4.1: lightweight configurations run under S1 only)
     HIGH_INPUT_DIMENSIONALITY      S2 and S4
     ATTENTION_DECODER              S3
-    HEAVY_DECOMPOSITION            S5, when the EPM under the strategies above still exceeds the memory of a device
-    with full attention            nothing in place of S3, for it is in fused kernels, and nodes in place of S5
-    a signal from outside          its strategies, whatever the memory and on one device too
+    HEAVY_DECOMPOSITION            S5, if the EPM under the strategies above still exceeds the memory of a device
+    with full attention            nothing instead of S3, because fused kernels are used; nodes instead of S5
+    a registered signal            its strategies, whatever the memory, and on one device too
 
 The paper maps signals independently of memory, yet its lightweight configurations, which raise the same signals, run
-under S1 only (Table 6); the third row is how both can be true. Which signal asks for which strategy stands in
-`techniques/table.py`. Registered strategies count as chosen before the memory is looked at.
+under S1 only (Table 6); the third row reconciles the two. `techniques/table.py` defines which signal requires which
+strategy. Registered strategies are chosen before memory is considered.
 """
 
 from collections.abc import Collection
@@ -28,7 +28,7 @@ from lightning_amp.techniques.table import STRATEGIES, in_order, targets_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
-    """What is decided on, as in `make_plan.plan`; the budget in bytes, and the rates with the links between nodes."""
+    """Inputs of a plan, as in `make_plan.plan`; the budget in bytes, and the rates with the links between nodes."""
 
     diagnosis: Diagnosis
     shape: ModelShape
@@ -40,12 +40,12 @@ class PlanRequest:
 
 
 def mapped(request: PlanRequest) -> tuple[tuple[str, ...], list[str]]:
-    """The mapping's strategies, with a sentence that says which row of it applied."""
+    """Return the strategies of the mapping, and a sentence that says which row of it applied."""
     shape, budget = request.shape, request.budget
 
     def peak(chosen: set[str]) -> int:
         ranks = model_ranks_of(chosen, request)
-        # with the ranks that these strategies would have: a mesh is not decided before they are
+        # with the ranks that these strategies would have, because the mesh is decided after them
         return predict(shape, in_order(chosen), model_ranks=ranks).peak_bytes
 
     own, notes = registered(request.diagnosis, shape, devices=request.devices)
@@ -60,7 +60,7 @@ def mapped(request: PlanRequest) -> tuple[tuple[str, ...], list[str]]:
         first = f"{format_bytes(whole)} per device under {under} and {limit}: {under} only"
         return in_order(base), [Explanation(first), *notes]
     asked = {s for s, row in STRATEGIES.items() if row.signal in request.diagnosis.signals and not row.registered}
-    # the paper's S3 and S5 are of local attention; of full attention it names sequence parallelism (Section 5)
+    # the paper's S3 and S5 are for local attention; for full attention it names sequence parallelism (Section 5)
     split = "nodes" if shape.decoder.full else "S5"
     chosen = base | (asked - {"S5"} - ({"S3"} if shape.decoder.full else set()))
     if "S5" in asked and peak(chosen) > budget:
@@ -70,8 +70,9 @@ def mapped(request: PlanRequest) -> tuple[tuple[str, ...], list[str]]:
 
 
 def without_strata(request: PlanRequest) -> tuple[tuple[str, ...], list[str]]:
-    """The strategies of a module without a decomposed decoder, whose other techniques follow from a count of its step
-    (planning/modules/), with a sentence that says so where there is none.
+    """Return the strategies of a module without a decomposed decoder, with notes, one of them if it was not profiled.
+
+    Other techniques of a profiled module are chosen by a count of its step (planning/modules/).
     """
     own, notes = registered(request.diagnosis, request.shape, devices=request.devices)
     chosen = in_order(own | ({"S1"} if request.devices > 1 else set()))
@@ -82,7 +83,7 @@ def without_strata(request: PlanRequest) -> tuple[tuple[str, ...], list[str]]:
 
 
 def registered(diagnosis: Diagnosis, shape: ModelShape, *, devices: int) -> tuple[set[str], list[str]]:
-    """Strategies from outside whose signal is raised, and a sentence for each that is left out all the same."""
+    """Return registered strategies whose signal is raised, and a sentence for each that is left out nevertheless."""
     own, notes = set(), []
     for strategy, row in STRATEGIES.items():
         if not row.registered or row.signal not in diagnosis.signals:
@@ -97,8 +98,8 @@ def registered(diagnosis: Diagnosis, shape: ModelShape, *, devices: int) -> tupl
 
 
 def model_ranks_of(chosen: Collection[str], request: PlanRequest) -> int:
-    """Ranks of the model axis, unless the user says how many: all of a node (the paper's same-batch execution), or as
-    many as there are channels, buckets of anchors, or strata for.
+    """Return the model axis size: the user's number, or all devices of a node (the paper's same-batch execution),
+    but no more than there are channels, anchor buckets or strata.
     """
     if isinstance(request.model_parallel_size, int):
         return request.model_parallel_size

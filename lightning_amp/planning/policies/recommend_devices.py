@@ -4,11 +4,12 @@
     speed-up(n)   = seconds(n0) / seconds(n)          n0 = the fewest devices on which the model fits
     efficiency(n) = speed-up(n) * n0 / n
 
-A step with B cells takes an optimiser as far on any number of devices, so whole steps are compared. The model axis
-stays inside a node. Recommended is the largest number up to which every doubling, from n0 on, gives at least `WORTH` x.
-The list ends at the second doubling that does not, or where there are neither cells nor parts for more devices.
+A step with B cells advances training equally on any number of devices, so complete steps are compared. The model axis
+stays inside a node. The recommended number is the largest one up to which every doubling, from n0 on, gives at least a
+factor of `WORTH`. The list stops at the second doubling that does not, or if there are no more cells or parts for more
+devices.
 
-Known limits: powers of two.
+Known limits: powers of two only.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from lightning_amp.progress import track
 
 SCHEMA = 1
 WORTH = 1.5
-"""What a doubling has to give: two thirds of the time. Half of the new devices' work is then saved time."""
+"""Least speed-up of a worthwhile doubling: two thirds of the time, so half of the new devices' work saves time."""
 MOST_DEVICES = 256
 
 
@@ -36,13 +37,13 @@ class Scale:
     """The best plan on some number of devices.
 
     Attributes:
-        best: The fastest that fits, else the one that needs the least memory.
-        step_seconds: Predicted time of a step, that of the decoder and the rest.
-        fits: Whether it fits; None where the memory is unknown.
-        speed_up: Over the fewest devices on which it fits, None before them.
-        efficiency: Speed-up by devices, 1 where every device adds as much as the first.
-        gain: Speed-up over half as many devices, None where those do not fit.
-        worth: "yes" and "no", of a doubling no after one that was not; "the fewest" that fit, "does not fit".
+        best: The fastest that fits, else the one that requires the least memory.
+        step_seconds: Predicted time of a step, decoder and rest.
+        fits: Whether it fits; None if the memory is unknown.
+        speed_up: Relative to the fewest devices on which it fits; None for fewer devices.
+        efficiency: Speed-up per device, relative to the fewest devices; 1 is linear scaling.
+        gain: Speed-up over half as many devices, None if those do not fit.
+        worth: "yes" or "no", "no" also after a doubling that was not worthwhile; "the fewest" that fit; "does not fit".
     """
 
     devices: int
@@ -58,13 +59,13 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recommendation:
-    """How many devices are worth having.
+    """Recommended number of devices.
 
     Attributes:
-        budget_bytes: Memory of one device, None when unknown.
+        budget_bytes: Memory of one device, None if unknown.
         node_devices: Devices of a node, beyond which links are slower.
-        devices: The recommended number, None where the model fits on none of them.
-        scales: What was compared, by the number of devices.
+        devices: The recommended number, None if the model fits on none of them.
+        scales: Compared numbers of devices, ascending.
     """
 
     cells: int
@@ -76,7 +77,7 @@ class Recommendation:
     scales: tuple[Scale, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Convert to plain values for JSON."""
         return {"schema": SCHEMA, **asdict(self), "worth_from_gain": WORTH}
 
 
@@ -87,10 +88,10 @@ def recommend_devices(
 
     Args:
         shape_of: Cells of a rank -> the model.
-        budget: Memory of one device in bytes, None when unknown.
+        budget: Memory of one device in bytes, None if unknown.
 
     Raises:
-        PlanError: Cells outside what is allowed, or a model without a decoder, of which no time is known.
+        PlanError: The number of cells is not allowed, or the model has no decoder, so that its time is not predicted.
     """
     if type(cells) is not int or not 1 <= cells <= LARGEST:
         raise PlanError(
@@ -109,7 +110,7 @@ def recommend_devices(
         if not meshes:
             break
         fitting = [s for s in meshes if s.fits is not False]
-        # of the meshes the fastest that fits; of those as fast the one with the fewest techniques
+        # the fastest mesh that fits; within the tie the one with the fewest techniques
         fastest = min((s.step_seconds for s in fitting), default=0.0)
         level = [s for s in fitting if s.step_seconds <= TIE * fastest]
         found = min(level, key=lambda s: (len(s.best.strategies), s.best.model), default=None)
@@ -120,7 +121,7 @@ def recommend_devices(
             found = replace(found, worth="the fewest", speed_up=1.0, efficiency=1.0)
         else:
             speed_up = first.step_seconds / found.step_seconds
-            # the last one has half as many devices: from the first number that fits on, all larger ones do
+            # the previous entry has half as many devices: above the first number that fits, all numbers fit
             gain = scales[-1].step_seconds / found.step_seconds
             lost += gain < WORTH
             found = replace(
@@ -154,7 +155,7 @@ def _scales(
     budget: int | None,
     rates: Rates,
 ) -> Iterator[Scale]:
-    """The plan of every mesh of so many devices."""
+    """Yield the best plan of every mesh of this many devices."""
     for model in (2**i for i in range(min(devices, rates.links.ranks_per_node).bit_length())):
         data = devices // model
         if data > cells:
@@ -171,7 +172,7 @@ def _scales(
                 rates=rates,
             )
         except PlanError:
-            # the model has no parts for so many ranks
+            # the model has too few parts for this many ranks
             if model == 1:
                 raise
             continue
@@ -199,5 +200,5 @@ def _why(best: Scale | None, scales: list[Scale]) -> str:
 
 
 def ratio(gain: float) -> str:
-    """A gain as text, rounded down: what is just below the bound must not read like it."""
+    """Format a gain, rounded down: a value just below the bound must not read like the bound."""
     return f"{floor(100 * gain) / 100:.2f} x"

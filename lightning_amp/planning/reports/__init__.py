@@ -1,1 +1,1 @@
-"""Plans and answers as text of 80 columns."""
+"""Format plans and answers as text of 80 columns."""

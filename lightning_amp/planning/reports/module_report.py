@@ -1,4 +1,4 @@
-"""The profile and the diagnosis of a module's training step as text of at most 80 columns."""
+"""Format the profile and the diagnosis of a module's training step as text of at most 80 columns."""
 
 from collections.abc import Sequence
 from textwrap import fill, wrap
@@ -9,7 +9,7 @@ from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes
 
 SHOWN = 8
-"""Modules and tensors in the text: the largest."""
+"""Number of modules and tensors in the text, largest first."""
 PARTS_IN_WORDS = {
     "parameters": "parameters, gradients and optimiser state",
     "head": "logits and loss",
@@ -19,7 +19,7 @@ PARTS_IN_WORDS = {
 
 
 def diagnosis_sections(diagnosis: ModuleDiagnosis) -> list[str]:
-    """Where the peak is, its largest modules, and every technique with what it would do."""
+    """Return the sections on the peak, its largest modules, and the effect of every technique."""
     first = (
         f"the step as it is: {format_bytes(diagnosis.peak_bytes)}, counted on {diagnosis.measured}; the largest part is"
         f" {PARTS_IN_WORDS[diagnosis.largest]}"
@@ -33,7 +33,7 @@ def diagnosis_sections(diagnosis: ModuleDiagnosis) -> list[str]:
 
 
 def advice_table(diagnosis: ModuleDiagnosis) -> str:
-    """Every technique with what it would do; "" where there is none."""
+    """Return a table of every technique and its effect; "" if there is none."""
     advice = [[name, "helps", alone(name, text)] for name, text in diagnosis.helps.items()]
     for name, text in diagnosis.does_not_help.items():
         advice.append([name, "not tried" if text == NEEDLESS.format(name) else "does not", alone(name, text)])
@@ -41,21 +41,21 @@ def advice_table(diagnosis: ModuleDiagnosis) -> str:
 
 
 def shortened(names: Sequence[str]) -> str:
-    """Names of modules; of many the first, the last and how many."""
+    """Join names of modules; a long list is shortened to the first, the last and the count."""
     if len(names) <= 3:
         return ", ".join(names)
     return f"{names[0]} ... {names[-1]} ({len(names)})"
 
 
 def alone(name: str, text: str) -> str:
-    """A sentence without the technique's name, which stands before it."""
+    """Remove a technique's name from the start of a sentence that is shown next to the name."""
     for start in ("would not: ", "would make ", "was not looked for, which "):
         text = text.removeprefix(f"{name} {start}")
     return text
 
 
 def module_report(profile: ModuleProfile) -> str:
-    """Kinds at the peak, largest modules, largest tensors."""
+    """Format the kinds of tensors at the peak, the largest modules and the largest tensors."""
     head = "\n".join(fill(line, WIDTH) for line in peak_lines(profile))
     kinds = [[*share_of(profile, profile.by_kind[kind]), kind] for kind in KINDS]
     modules = [[*share_of(profile, row.n_bytes), row.fqn or "(the module itself)"] for row in profile.modules[:SHOWN]]
@@ -73,7 +73,7 @@ def module_report(profile: ModuleProfile) -> str:
 
 
 def peak_lines(profile: ModuleProfile) -> list[str]:
-    """Where the peak is, and its largest part."""
+    """Return lines that say where the peak is, and what its largest part is."""
     size = "" if profile.batch_size is None else f", batch of {profile.batch_size:,}"
     where = f" of {profile.peak_module}" if profile.peak_module else ""
     largest = f"{PARTS_IN_WORDS[profile.largest]} ({profile.largest})"
@@ -84,14 +84,14 @@ def peak_lines(profile: ModuleProfile) -> list[str]:
 
 
 def share_of(profile: ModuleProfile, n_bytes: int) -> list[str]:
-    """Bytes, as text, and by the peak."""
+    """Format bytes, and their share of the peak."""
     return [format_bytes(n_bytes), f"{100 * n_bytes / max(1, profile.peak_bytes):.0f} %"]
 
 
-# a profile prints as its report; it lies in a room that knows none
+# printing a profile shows its report; set here, because profiles must not import reports
 ModuleProfile.__str__ = module_report  # type: ignore[method-assign, assignment]
 
 
 def called(tensor: TensorBytes) -> str:
-    """A parameter's name has its module's in it."""
+    """Return a readable name of a tensor; the name of a parameter includes its module."""
     return tensor.name if not tensor.fqn or tensor.name.startswith(tensor.fqn) else f"{tensor.fqn}: {tensor.name}"

@@ -1,4 +1,4 @@
-"""A profile and a plan as text of at most 80 columns, and a plan in five lines."""
+"""Format a profile and a plan as text of at most 80 columns, and a plan as a summary of five lines."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,15 +17,15 @@ from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.table import label
 
 SHOWN = 10
-"""Candidates in the text; of more, those between which a person may choose."""
+"""Candidates in the text; of more candidates, only useful alternatives are shown."""
 LESS = 0.98
-"""Of the peak: what a slower candidate needs at most to be shown."""
+"""Largest peak of a slower candidate that is shown, relative to those of faster ones."""
 NAMES = 16
-"""Columns of the names of lines in a summary."""
+"""Width of the names of lines in a summary, in columns."""
 
 
 def profile_report(profile: Profile) -> str:
-    """The data, one row per modality."""
+    """Format the data, one row per modality."""
     rows = []
     for m in profile.modalities:
         parts = m.decomposition
@@ -56,7 +56,7 @@ def profile_report(profile: Profile) -> str:
 
 
 def plan_report(plan: Plan) -> str:
-    """Signals, strategies, rules, prediction against budget and mesh."""
+    """Format signals, strategies, rules, and the prediction with budget and mesh."""
     said = [e.partition(": ") for e in plan.evidence]
     raised = [[signal, "yes" if signal in plan.signals else "no", evidence] for signal, _, evidence in said]
     sections = []
@@ -84,24 +84,24 @@ def plan_report(plan: Plan) -> str:
 
 
 def note_lines(plan: Plan) -> list[str]:
-    """Its notes, and at the end, where it does not fit, what is missing."""
+    """Return the plan's notes, followed by the missing bytes if it does not fit."""
     notes = [note for note in plan.notes if not note.startswith(LEAST)]
     notes += [shortfall(plan)] if plan.fits is False else []
     return ["\n".join(wrap(f"- {note}", WIDTH, subsequent_indent="  ")) for note in notes]
 
 
 def labels(plan: Plan) -> str:
-    """The plan's techniques in words."""
+    """Return the names of the plan's techniques in words."""
     return ", ".join(map(label, plan.strategies)) or "single-device execution"
 
 
-# they print as their reports; they lie in rooms that know none
+# printing shows the report; set here, because plans and profiles must not import reports
 Profile.__str__ = profile_report  # type: ignore[method-assign, assignment]
 Plan.__str__ = plan_report  # type: ignore[method-assign, assignment]
 
 
 def _alike(plan: Plan) -> list[tuple[Rule, str]]:
-    """Rules of a module's plan that say the same of several blocks as one, with the names of these."""
+    """Merge rules that are the same for several blocks of a module's plan, and list the blocks' names."""
     if plan.diagnosis is None and not plan.evaluates:
         return [(rule, "") for rule in plan.rules]
     groups: dict[tuple[str, Spec, str], list[Rule]] = {}
@@ -117,7 +117,7 @@ def _alike(plan: Plan) -> list[tuple[Rule, str]]:
 
 
 def candidate_table(plan: Plan) -> str:
-    """What was compared: all of few candidates; of many those that no other beats, and the step as it is."""
+    """Format the compared plans: all if few, else those that no other one beats, and the step without techniques."""
     budget, candidates = plan.budget_bytes, plan.candidates
     shown = shown_candidates(candidates)
     rows = [
@@ -131,7 +131,7 @@ def candidate_table(plan: Plan) -> str:
         ]
         for c in shown
     ]
-    # of a decoder's candidates the time of what lies outside of it is the same, and not in theirs
+    # candidates of a decoder exclude the time outside of the decoder, which is the same for all
     timed = "step" if plan.diagnosis is not None else "decoder"
     text = table(["verdict", "mesh", "peak", timed, f"per {sample_word(plan)}", "techniques"], rows)
     if len(shown) == len(candidates):
@@ -144,8 +144,8 @@ def candidate_table(plan: Plan) -> str:
 
 
 def shown_candidates(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """All of few; of many the chosen one, then by time those that need less memory than all faster ones, and last the
-    step without techniques.
+    """Select candidates to show: all if there are few; of many the chosen one, then by time
+    those that require less memory than all faster ones, and last the step without techniques.
     """
     if len(candidates) <= SHOWN:
         return candidates
@@ -155,7 +155,7 @@ def shown_candidates(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         if one.peak_bytes > LESS * least:
             continue
         least = one.peak_bytes
-        # what is nearly the chosen one in both is no choice
+        # a candidate that is close to the chosen one in time and memory is not a useful alternative
         if max(_ratio(one.peak_bytes, chosen.peak_bytes), _ratio(one.cell_seconds, chosen.cell_seconds)) > 1 / LESS:
             found.append(one)
     plain = next((c for c in candidates if techniques(c.strategies) == "none"), None)
@@ -167,7 +167,7 @@ def _ratio(a: float, b: float) -> float:
 
 
 def techniques(strategies: Sequence[str]) -> str:
-    """Ids without S1, which the mesh says."""
+    """Join strategy ids without S1, which the mesh implies."""
     return " ".join(s for s in strategies if s != "S1") or "none"
 
 
@@ -212,7 +212,7 @@ def _prediction(plan: Plan) -> list[str]:
 
 
 def peak_text(plan: Plan) -> str:
-    """The predicted peak of a rank and its budget: "8.54 MiB of 23.5 GiB (fits)"."""
+    """Format the predicted peak of a rank and its budget: "8.54 MiB of 23.5 GiB (fits)"."""
     budget = "unknown" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     size = f"{format_bytes(plan.predicted_peak_bytes)} of {budget}"
     if plan.diagnosis is not None and plan.uncounted:
@@ -225,17 +225,17 @@ def peak_text(plan: Plan) -> str:
 
 
 def batch_text(plan: Plan) -> str:
-    """The rows of a rank's batch: cells of a model with a Hi-C decoder, else samples."""
+    """Format the batch of a rank: cells for a model with a Hi-C decoder, else samples."""
     return f"{plan.batch_size:,} {sample_word(plan)}{'s' * (plan.batch_size != 1)}"
 
 
 def sample_word(plan: Plan) -> str:
-    """What a row of a batch is."""
+    """Return the word for a row of a batch."""
     return "cell" if plan.strata_bytes else "sample"
 
 
 def step_text(plan: Plan) -> str:
-    """The predicted time of a step, as far as it is known: "48.0 ms, of which the decoder 18.8 ms"."""
+    """Format the predicted time of a step, as far as it is known: "48.0 ms, of which the decoder 18.8 ms"."""
     decoder, rest = plan.predicted_step_seconds or 0.0, plan.predicted_rest_seconds
     if plan.diagnosis is not None:
         return format_seconds(decoder)
@@ -245,10 +245,10 @@ def step_text(plan: Plan) -> str:
 
 
 def plan_summary(plan: Plan, *, report: str = "") -> str:
-    """The five lines, and every note that is a warning; a text that is too long goes on in the next line.
+    """Format the summary of five lines, and every note that is a warning; long texts continue in the next line.
 
     Args:
-        report: File that holds the whole report; "" where none is written.
+        report: File with the full report; "" if none is written.
     """
     mesh = plan.mesh
     ranks = f" on {mesh.data} data x {mesh.model} model ranks" if mesh.data * mesh.model > 1 else ""
@@ -265,14 +265,14 @@ def plan_summary(plan: Plan, *, report: str = "") -> str:
     rows += [("note", note) for note in plan.notes if not isinstance(note, Explanation)]
     lines = list[str]()
     for name, text in rows:
-        # a path is copied from here: it stays whole, however long it is
+        # a path is not broken, however long it is, so that it can be copied
         parts = wrap(text, WIDTH - NAMES, break_long_words=False, break_on_hyphens=False)
         lines += [f"{first:<{NAMES}}{part}" for first, part in zip((name, *[""] * len(parts)), parts, strict=False)]
     return "\n".join(lines)
 
 
 def _helpful(plan: Plan) -> tuple[str, str]:
-    """What the plan's techniques save, else what the technique that would save most would do."""
+    """Return what the plan's techniques save, else what the technique that would save most would do."""
     saved = dict[str, int]()
     for rule in plan.rules:
         saved[rule.strategy] = saved.get(rule.strategy, 0) + rule.saves_bytes

@@ -1,4 +1,4 @@
-"""The stages of a plan's pipeline as text of at most 80 columns, and its schedule as a picture."""
+"""Format the stages of a plan's pipeline as text of at most 80 columns, and draw its schedule."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,18 +17,18 @@ from lightning_amp.techniques.pipeline.schedule.schedules import Timeline, sched
 
 
 def pipeline_rule(plan: Plan) -> tuple[str, PipelineStages]:
-    """The list of blocks that is cut, and how."""
+    """Return the name of the list of blocks that is split into stages, and its spec."""
     return next((rule.fqn, rule.spec) for rule in plan.rules if isinstance(rule.spec, PipelineStages))
 
 
 def schedule_title(plan: Plan) -> str:
-    """What is run, over a picture of its schedule."""
+    """Return a title for a picture of the schedule."""
     _, spec = pipeline_rule(plan)
     return f"{spec.ends.count(',') + 1} stages, {spec.micro_batches} micro-batches by {spec.schedule}"
 
 
 def stages_section(plan: Plan) -> str:
-    """Blocks, seconds, bytes and bubble of every stage."""
+    """Format blocks, seconds, bytes and bubble of every stage."""
     name, spec = pipeline_rule(plan)
     rows = [
         [
@@ -55,14 +55,14 @@ def stages_section(plan: Plan) -> str:
 
 
 def timeline_of(plan: Plan) -> Timeline:
-    """When every rank of a plan's pipeline is predicted to compute what."""
+    """Return what each rank of a plan's pipeline is predicted to compute, and when."""
     _, spec = pipeline_rule(plan)
     orders = schedule(spec.schedule, plan.mesh.model, spec.micro_batches, stages_per_device=spec.stages_per_rank)
     return timeline(orders, plan.stages)
 
 
 NUMBERED = 0.012
-"""Share of a schedule from which on a pass is wide enough for its number."""
+"""Share of a schedule from which a pass is wide enough for its number."""
 IDLE = "#e6e6e6"
 
 
@@ -71,7 +71,7 @@ class Panel(NamedTuple):
 
     Attributes:
         name: "predicted", "measured" ...
-        rest_seconds: Of the last stage's first backward pass, what precedes it for the whole batch.
+        rest_seconds: Seconds before the last stage's first backward pass, for the complete batch.
     """
 
     name: str
@@ -80,9 +80,7 @@ class Panel(NamedTuple):
 
 
 def schedule_chart(path: Path, *, panels: Sequence[Panel], title: str) -> None:
-    """Draw what every rank of a pipeline computes when, one run of the schedule below the other, each with its own axis
-    of time; what is left grey is its bubble.
-    """
+    """Draw what each rank of a pipeline computes over time, with one panel and time axis per run; bubbles are grey."""
     ranks = len(panels[0].line.passes)
     figure = new_figure(10.0, 0.9 + len(panels) * (0.9 + 0.45 * ranks))
     for axes, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):

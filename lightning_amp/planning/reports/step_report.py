@@ -1,4 +1,4 @@
-"""Describe in text what a step as it is holds, and what it is asked."""
+"""Describe in text which tensors a step without techniques holds, and what the planner recommends."""
 
 from collections.abc import Mapping
 from textwrap import fill, wrap
@@ -15,12 +15,15 @@ from lightning_amp.techniques.table import label
 
 T = TypeVar("T", ModuleBytes, TensorBytes)
 SHOWN = 5
-"""Modules and tensors: the largest, counting those of repeated modules as one."""
+"""Number of modules and tensors, largest first; repeated modules count as one."""
 
 
 def step_report(plan: Plan, profile: ModuleProfile, *, classes: Mapping[str, str]) -> str:
-    """What holds the peak, what helps and what does not, the plan, and what is predicted, given the profile of the step
-    as it is and the classes of the modules by name, "" that of the module itself.
+    """Format the peak, the diagnosis, the plan and its prediction.
+
+    Args:
+        profile: Profile of the step without techniques.
+        classes: Class of each module by name; "" is the name of the root module.
     """
     assert plan.diagnosis is not None, "the plan of a profiled step has one"
     ranks = plan.mesh.data * plan.mesh.model
@@ -47,7 +50,7 @@ def step_report(plan: Plan, profile: ModuleProfile, *, classes: Mapping[str, str
 
 
 def _holders(profile: ModuleProfile, classes: Mapping[str, str]) -> list[str]:
-    """Modules and tensors at the peak."""
+    """Format the modules and tensors that hold most at the peak."""
     modules: dict[tuple[str, ...], list[ModuleBytes]] = {}
     for module in profile.modules:
         kind = classes.get(module.fqn, "")
@@ -79,7 +82,7 @@ def _holders(profile: ModuleProfile, classes: Mapping[str, str]) -> list[str]:
 
 
 def _any_number(name: str) -> str:
-    """The name that repeated modules have in common: "blocks.*.norm"."""
+    """Replace the number in a repeated module's name: "blocks.*.norm"."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
@@ -88,7 +91,7 @@ def _largest(groups: dict[tuple[str, ...], list[T]]) -> list[tuple[tuple[str, ..
 
 
 def recommendation_report(found: Recommendation) -> str:
-    """The number of devices, what was compared, and the rule."""
+    """Format the recommended number of devices, the compared numbers, and the rule."""
     noun = "device" if found.devices == 1 else "devices"
     cells = "1 cell" if found.cells == 1 else f"{found.cells:,} cells in all"
     first = f"Worth having: {found.devices or 'no number of'} {noun}, for steps of {cells}"

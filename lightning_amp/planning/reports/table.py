@@ -1,4 +1,4 @@
-"""A table as text of at most 80 columns."""
+"""Format a table as text of at most 80 columns."""
 
 import re
 from collections.abc import Sequence
@@ -6,17 +6,17 @@ from textwrap import TextWrapper
 
 WIDTH = 80
 NARROWEST = 12
-"""Of a column that is wrapped."""
+"""Least width of a wrapped column."""
 
 
 class _Wrapper(TextWrapper):
-    """Breaks the names of modules after a dot."""
+    """Wrap names of modules after a dot."""
 
     wordsep_simple_re = re.compile(r"(\s+)|(?<=\w\w\.)(?=[a-zA-Z_])")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns that line up, the last one wrapped to the width; numbers are aligned by the caller's formatting."""
+    """Align columns and wrap the last one; the caller formats numbers so that they align."""
     widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header) - 1)]
     left = sum(widths) + 2 * len(widths)
     last = max(len(str(row[-1])) for row in [header, *rows])

@@ -1,1 +1,1 @@
-"""Cost model: operators and collectives -> seconds."""
+"""Predict seconds of operators, collectives and steps (the cost model)."""

@@ -1,24 +1,23 @@
 """List the collectives of a training step over the model axis: sizes and counts per rank.
 
-Of one stratum, forward and backward; those of S5 stand in the docstring of techniques/hic/hidden.py:
+Collectives of one stratum, forward and backward (those of S5 are listed in techniques/hic/hidden.py):
 
     S5         scores of attention C x [p, 3 w] in all, norms, products and gradients of the Linear layers, decode
     S2         normaliser: all-gather [B] forward, all-reduce [B] backward; with S5 decode is scattered and gathered
-    nodes      qk and p of w anchors to either neighbour, 4 w D, and their gradients back; the normaliser of S2; with
+    nodes      qk and p of w anchors to each neighbour, 4 w D, and their gradients back; the normaliser of S2; with
                full attention those of n anchors in R - 1 steps of a ring, and back with their gradients
     strata     nothing
 
-A forward pass that is recomputed runs its collectives again, and so do chunks of scores under S3. With stream, decode
-and normaliser come once per block of cells. Once per step:
+A recomputed forward pass runs its collectives again, and so do chunks of scores under S3. With stream, decode and
+normaliser run once per block of cells. Once per step:
 
-    S5         all-gather of the gradients of u and v, (B + N) d; with S2 the loss and the weights as there
+    S5         all-gather of the gradients of u and v, (B + N) d; with S2 also its loss and its strata's weights
     S2         all-reduce of the loss; all-reduce of the gradients of u, v and the strata's weights, N D + B D + K
-    strata     the same
-    nodes      the same loss; all-gather of the gradients of the own anchors, of u and of the weights, n D + B D + K
-    all        gradients of the parameters that are computed in parts, over all ranks; of the others, over the data
-               axis
+    strata     as S2
+    nodes      the loss as in S2; all-gather of the gradients of own anchors, u and the weights, n D + B D + K
+    all        gradients of parameters: partial gradients over all ranks, others over the data axis
 
-Known limits: the strata's weights are taken as independent of the cell; copies for padding are not counted.
+Known limits: the strata's weights are assumed independent of the cell; copies for padding are not counted.
 Legend: planning/sizes.py; C chunks of queries, K strata.
 """
 
@@ -32,11 +31,11 @@ from lightning_amp.planning.sizes import RankSizes, widest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """A collective over the model axis.
+    """A kind of collective over the model axis.
 
     Attributes:
-        numbers: What a rank hands in, in all of its calls together.
-        calls: How often it is called.
+        numbers: Elements that a rank contributes, summed over all calls.
+        calls: Number of calls.
     """
 
     kind: Kind
@@ -44,7 +43,7 @@ class Collective:
     calls: int = 1
 
     def seconds(self, ranks: int, links: Links, *, element_bytes: int = 4, inner: int = 1) -> float:
-        """Time of all calls, as `collective_seconds` of each."""
+        """Return the time of all calls, from `collective_seconds`."""
         each = element_bytes * self.numbers / self.calls
         return self.calls * collective_seconds(self.kind, each, ranks, links, inner=inner)
 
@@ -53,10 +52,10 @@ Traffic = tuple[Collective, ...]
 
 
 def stratum_traffic(s: RankSizes) -> Traffic:
-    """All collectives of one stratum in a training step."""
+    """Return all collectives of one stratum in a training step."""
     forward = backward = Traffic()
     if s.by_features or s.by_nodes:
-        # the normaliser
+        # collectives of the normaliser
         gathered = Collective(kind="all_gather", numbers=s.cells, calls=s.blocks)
         forward, backward = (gathered,), (replace(gathered, kind="all_reduce"),)
     if s.hidden:
@@ -69,7 +68,7 @@ def stratum_traffic(s: RankSizes) -> Traffic:
 
 
 def region_traffic(decoder: DecoderShape, axes: Axes, *, cells: int, ranks: int) -> Traffic:
-    """The collectives around all strata in a training step, parameters apart."""
+    """Return the collectives around all strata in a training step, except those of parameters."""
     if ranks == 1:
         return ()
     anchors, dim = decoder.anchors, decoder.dim
@@ -89,11 +88,11 @@ def region_traffic(decoder: DecoderShape, axes: Axes, *, cells: int, ranks: int)
 
 
 def gradient_numbers(decoder: DecoderShape, axes: Axes) -> tuple[int, int]:
-    """Numbers of the strata's parameters: those whose gradients are computed in parts, and the others."""
+    """Return the numbers of strata parameters whose gradients are partial on each rank, and of all others."""
     keys, tables = decoder.strata_weights
     if axes.features == "sharded" or axes.placement in ("strata", "nodes"):
         return keys + tables, 0
-    # S5 splits channels, of which tables have none: without S2 every rank computes their gradients whole
+    # S5 shards channels, which the tables lack: without S2 every rank computes the full gradients of the tables
     return (0, keys + tables) if axes.placement == "replicated" else (keys, tables)
 
 
@@ -105,8 +104,8 @@ def _halo(s: RankSizes) -> tuple[Traffic, Traffic]:
 
 def _ring(s: RankSizes) -> tuple[Traffic, Traffic]:
     steps = s.ranks - 1
-    # keys and values are two tensors, passed on R - 1 times in either direction; their gradients travel with them and
-    # need one step more, home to the rank whose rows they are of (dist/ring_attention.py)
+    # keys and values are two tensors, sent R - 1 times in each direction; their gradients move along and need one more
+    # step, to the rank that owns the rows (dist/ring_attention.py)
     there, back = (
         (Collective(kind="exchange", numbers=calls * s.latents, calls=calls),) for calls in (2 * steps, 4 * steps + 2)
     )
@@ -139,6 +138,6 @@ def _hidden_key(s: RankSizes) -> tuple[Traffic, Traffic]:
         lengths = Collective(kind="all_reduce", numbers=s.anchors)
         scores = Collective(kind="all_reduce", numbers=s.pairs, calls=s.chunks)
         forward += [lengths, scores]
-        # chunks keep no scores, so that their backward pass computes and sums them once more
+        # chunks keep no scores, so their backward pass computes and sums the scores once more
         backward += [lengths, scores, *([scores] if s.axes.attention == "chunked" else [])]
     return tuple(forward), tuple(backward)

@@ -1,23 +1,22 @@
-"""Count floating point operations, memory traffic and kernels of the parts of a stratum, forward and backward.
+"""Count the floating point operations, memory traffic and kernels of each part of a stratum, forward and backward.
 
-Products, with a multiplication and an addition counted as two operations; backward is twice forward everywhere, the
+Matrix products, where a multiplication and an addition are two operations; the backward pass has twice as many, for the
 gradients of both factors:
 
     linear       2 n D (D + D + 2 D)        qk, value, feed-forward: 8 n D d under S5
-    attention    2 units of 2 pairs a       scores, values; backward 4 units, 5 where scores are computed again: under
+    attention    2 units of 2 pairs a       scores, values; backward 4 units, 5 where scores are recomputed: under
                                             S3, sdpa, fused without kept weights, and in full attention
     decode       2 B N D                    2 B F_k D with S4
     convolution  4 n D                      two taps per channel
 
-The numbers moved are those that every operator reads and writes; they were counted operator by operator in the
-reference decoder, and tests count them again. Smaller tensors than the ones named are left out. Of attention S3 copies
-slices, and its backward adds gradients of all rows for every chunk. The likelihood with several experimental batches
-copies rows of the tables. What fused attention and the sparse likelihood do a chunk at a time stays in the cache: their
-numbers are those that would take as long as was measured, the latter with 2 % of the counts not zero.
+Memory traffic is the elements that every operator reads and writes. They were counted for each operator of the
+reference decoder, and tests count them again. Tensors smaller than the named ones are left out. S3 copies slices of
+attention, and its backward pass adds gradients of all rows for every chunk. The likelihood with several experimental
+batches copies rows of the tables. Chunks of fused attention and of the sparse likelihood stay in the cache: their
+traffic is the one that would take the measured time, for the likelihood with 2 % nonzero counts.
 
-Known limits: what S5 and nodes add is counted to a few per cent, for eager attention; a Bernoulli likelihood counts as
-ZINB.
-Legend: planning/sizes.py.
+Known limits: the additions of S5 and nodes are accurate to a few per cent, for eager attention; a Bernoulli likelihood
+counts as ZINB. Legend: planning/sizes.py.
 """
 
 from functools import lru_cache, partial
@@ -28,7 +27,7 @@ from lightning_amp.techniques.hic.attention.bucket_runs import Band, KernelCalls
 
 
 class PassCosts(NamedTuple):
-    """One direction of one part."""
+    """Costs of one direction (forward or backward) of one part."""
 
     flops: float = 0.0
     numbers: float = 0.0
@@ -40,18 +39,18 @@ NOTHING: Part = (PassCosts(), PassCosts())
 
 
 def parts(s: RankSizes) -> dict[str, Part]:
-    """Forward and backward pass of every part, by name; of the backward pass without what `recompute` runs again."""
+    """Return the passes of every part by name; the backward pass excludes what `recompute` runs again."""
     found = {name: term.count(s) for name, term in PARTS.items()}
     return {name: part for name, part in found.items() if part is not NOTHING}
 
 
 def there_and_back(part: Part, *, forwards: int = 1) -> PassCosts:
-    """So many forward passes and one backward pass of a part; under recompute the forward passes are two."""
+    """Return the costs of `forwards` forward passes and one backward pass; recompute has two forward passes."""
     return PassCosts(*(forwards * there + back for there, back in zip(*part, strict=True)))
 
 
 def spine(s: RankSizes) -> Part:
-    """What a chained decoder needs to go past a stratum: a norm and a projection."""
+    """Costs of passing over a stratum in a chained decoder: a norm and a projection."""
     if not (s.attends and s.decoder.chained):
         return NOTHING
     rows, square = s.latents, s.decoder.dim * s.width
@@ -60,7 +59,7 @@ def spine(s: RankSizes) -> Part:
 
 
 def _spine_again(s: RankSizes) -> Part:
-    """Under stream a chained decoder's spine runs forward before its branches do, and again from the kept strata."""
+    """Costs of rerunning the spine under stream: it runs before the branches, and again from the kept strata."""
     if not s.streamed:
         return NOTHING
     forward, _ = spine(s)
@@ -84,7 +83,7 @@ def _attention(s: RankSizes) -> Part:
         return NOTHING
     unit = 2.0 * s.pairs * s.attended
     if s.decoder.full:
-        # a kernel reads three tensors and writes one; a block of the ring merges what it has with that of before
+        # a kernel reads three tensors and writes one; each block of the ring merges its result with the previous ones
         rows, blocks, merged = s.latents, s.ranks if s.by_nodes else 1, s.by_nodes
         return (
             PassCosts(2 * unit, (4 + 8 * merged) * rows * blocks, 1 + 12 * merged * blocks),
@@ -113,9 +112,9 @@ def _attention(s: RankSizes) -> Part:
 
 def _fused(s: RankSizes, unit: float) -> Part:
     rows, again = s.anchors * s.attended, not s.keeps_weights
-    # the inner buckets under nodes; the outer ones are counted with what nodes adds
+    # the inner buckets under nodes; `_halo` counts the outer ones
     there, back = _fused_kernels(s.bands[0], again, s.attended, s.launched)
-    # scores of a whole run do not stay in a cache
+    # on an accelerator the scores of a run do not stay in a cache
     passed = s.launched * s.pairs
     return (
         PassCosts(2 * unit, 21 * rows + 4 * passed, there),
@@ -125,15 +124,15 @@ def _fused(s: RankSizes, unit: float) -> Part:
 
 @lru_cache(maxsize=256)
 def _fused_kernels(band: Band, again: bool, dim: int, launched: bool) -> tuple[int, int]:
-    """Operators forward and backward, with scores computed again or kept."""
+    """Count operators of the forward and backward pass; `again`: scores are recomputed instead of kept."""
     turns = partial(_turns, band.window, dim, launched)
     around = sum(band.around)
     places, most = band.n_key_buckets + around, band.largest + around
     slabs = [min(most, places - first) for first in range(0, places, most)]
     of_slabs = sum(map(turns, slabs))
-    # keys: filled up, paired, their norms, at least so much, divided by; turned
+    # keys: pad, pair channels, compute norms, clamp, divide; rotate
     there = 4 + (around > 0 or band.keys % band.window > 0) + of_slabs
-    # gradients of keys: set to zero, of a slab five operators, by the last of which those of queries are added to
+    # gradients of keys: zero-fill; five operators per slab, the last of which adds to the gradients of queries
     at_once, in_place = band.at_once, len(band.runs) == 1
     back = there + (5 + turns(band.n_key_buckets) if at_once else 2 + 5 * len(slabs) + of_slabs)
     for run in band.runs:
@@ -141,17 +140,17 @@ def _fused_kernels(band: Band, again: bool, dim: int, launched: bool) -> tuple[i
         chunks, met = -(-run.own[1] // band.sizes.rows), 1 if run.n_buckets == 1 else 3
         missing, turned = run.missing > 0, turns(run.n_buckets)
         masks = 1 + any(run.outside) + missing
-        # queries: filled up, paired and turned, there and back; all at once they are the keys', which are
+        # queries: pad, pair and rotate, forward and backward; computed at once, they are the keys' rotated rows
         own = 0 if at_once else 1 + rows
         there += own + turned + (not in_place) + keys + chunks * (3 + masks)
         back += own + (not at_once) + 2 * turned + rows + keys
-        # a softmax's backward pass is one operator, and three on a device that launches them
+        # the backward pass of a softmax is one operator on a CPU, and three on an accelerator
         back += chunks * (again * (2 + masks) + 4 + 2 * launched + 2 * met + missing)
     return there, back
 
 
 def _in_kernels(s: RankSizes, unit: float) -> Part:
-    """Attention in torch's kernels, of the inner buckets under nodes; they compute the scores again."""
+    """Costs of attention in torch's kernels, for the inner buckets under nodes; the backward pass recomputes scores."""
     run, size = s.kernel_calls[0], s.decoder.window * s.attended
     rows, keys, slots = run.rows * size, run.keys * size, run.slots * size
     turns = _turns(s.decoder.window, s.attended, s.launched, run.rows + run.keys)
@@ -163,16 +162,16 @@ def _in_kernels(s: RankSizes, unit: float) -> Part:
 
 
 def _kernel_calls(run: KernelCalls, *, ragged: bool, alike: bool, turns: int) -> tuple[int, int]:
-    """Operators forward and backward; the rows of the last bucket may be filled up, the keys may be the rows."""
+    """Count operators forward and backward; `ragged`: the last bucket is padded; `alike`: keys are the rows."""
     calls = len(run.calls)
-    # paired, divided by norms; values filled up; rows put in order
+    # pair channels, divide by norms; pad values; rotate and reorder rows
     there = 2 * ragged + (1 if alike else 2) + 3 + turns + calls + (calls > 1)
-    # the gradient filled up; gradients of slots added up; along the keys, and paired
+    # pad the gradient; add up gradients of slots; gradients of keys, and of paired channels
     return there, ragged + calls + 3 + 5 - alike + turns + 1
 
 
 def _turns(window: int, dim: int, launched: bool, buckets: int) -> int:
-    """Products that turn so many buckets."""
+    """Count the products that rotate `buckets` buckets."""
     return 1 if turned_at_once(buckets * window, dim=dim, launched=launched) else 2
 
 
@@ -185,7 +184,7 @@ def _convolution(s: RankSizes) -> Part:
 
 def _decode(s: RankSizes) -> Part:
     rows, scores, blocks = s.latents, s.cells * s.mean_decoded, s.blocks
-    # every block but the first adds its gradient of the key to that of the ones before
+    # every block but the first adds its gradient of the key to the previous sum
     adding = (blocks - 1) * 3 * rows
     if s.axes.decode == "key-first":
         chosen = s.mean_decoded * s.width
@@ -222,7 +221,7 @@ def _likelihood(s: RankSizes) -> Part:
 
 
 def _channels(s: RankSizes) -> Part:
-    """What S5 adds: statistics of norms and keys, products of all output channels, copies of scores to be summed."""
+    """Costs that S5 adds: statistics of norms and keys, products of all output channels, copies of scores to sum."""
     if not (s.attends and s.hidden):
         return NOTHING
     rows, whole, square = s.latents, s.anchors * s.decoder.dim, s.decoder.dim * s.width
@@ -234,7 +233,7 @@ def _channels(s: RankSizes) -> Part:
 
 
 def _halo(s: RankSizes) -> Part:
-    """What nodes adds: rows for the neighbours, and attention of three more buckets at either end, for one of them."""
+    """Costs that nodes adds, per neighbour: rows to exchange, and attention of three more buckets."""
     if not (s.attends and s.by_nodes) or s.decoder.full:
         return NOTHING
     rows, near = s.anchors * s.decoder.dim, s.neighbours * s.decoder.window * s.decoder.dim
@@ -249,7 +248,7 @@ PARTS: dict[str, Term[RankSizes, Part]] = {
     "convolution": Term(_convolution, "placement", of_features=False),
     "decode": Term(_decode, "placement", "features", "decode", "activations"),
     "likelihood": Term(_likelihood, "placement", "features", "likelihood", "activations"),
-    # the stratum's gradients of u, v and its weight, added up; streamed, its own are kept
+    # sums of the stratum's gradients of u, v and its weight; under stream its own gradients are kept
     "sums": Term(
         lambda s: (PassCosts(), PassCosts(0, 3 * (s.anchors + s.cells) * s.width, 4 + s.streamed)),
         "placement",
@@ -262,4 +261,4 @@ PARTS: dict[str, Term[RankSizes, Part]] = {
     "halo": Term(_halo, "placement", of_features=False),
     "spine": Term(_spine_again, "placement", "activations", of_features=False),
 }
-"""In the order in which their times are added up."""
+"""Parts of a stratum, in the order in which their times are summed."""

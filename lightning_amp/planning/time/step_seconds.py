@@ -1,34 +1,33 @@
-"""Predict the seconds of a model's step, and fill in settings of techniques that depend on the mesh.
+"""Predict the seconds of a model's step, and set options of techniques that depend on the mesh.
+
+Decoder:
 
     seconds of a part      flops / matmul rate  +  bytes / memory rate  +  kernels * overhead
     seconds of a stratum   its parts (operator_costs.py), a second forward pass under recompute, views and Python
                            (`PYTHON`), its collectives (collectives.py)
-    seconds of a step      those of all strata that the slowest rank has, the region's and the parameters' collectives
-    W strata side by side  sum of kernels * overhead  +  until the last of W workers is done, each with a W-th of the
+    seconds of a step      those of all strata of the slowest rank, collectives of the region and of parameters
+    W concurrent strata    sum of kernels * overhead  +  until the last of W workers is done, each with 1 / W of the
                            device: Python runs in one thread at a time, and of 3 strata a worker of two has 2
 
-Operators run one after the other, each limited by its products or by the memory that it passes, so that the two times
-add up: the roofline is taken operator by operator. Under strata parallelism a rank's strata are those that
-`deal` gives it; in a chained decoder it also passes the strata before, there and back.
+Operators run one after the other, each limited by its products or by its memory traffic, so the two times are added:
+the roofline applies per operator. Under strata parallelism `deal` assigns the strata of a rank; in a chained decoder
+the rank also passes over the strata before, forward and backward.
 
-Known limits: the decoder only, without optimiser; collectives do not overlap with computation; the rank with most of
-everything stands for all. The rates come from `device_rates.py`; comparisons between plans need no calibrated ones.
-Legend: planning/sizes.py.
+Known limits: the optimiser is not included; collectives do not overlap with computation; the rank that has most of
+everything stands for all. Rates come from `device_rates.py`; comparing plans does not require calibrated rates.
 
-Predict the seconds of a model's step: in its decoder, and outside of it.
-
-Outside are encoders, graph, other decoders, optimiser and Lightning's own loop:
+Encoders, graph, other decoders, optimiser and Lightning's loop:
 
     activations   `PASSES` times the bytes that are alive outside of the strata
     update        weights, gradients and optimiser state, read and written
     the rest      `KERNELS` operators with the Python between them, whatever the sizes
     data axis     the gradients of all parameters outside of the decoder, averaged
 
-Known of the reference model only: what other models have outside of their decoder is not counted. Measured on one
-core of a shared machine with five sizes of data, the whole step took 0.8 to 1.9 times what is predicted so.
+This part is predicted for the reference model only. On one core of a shared machine, with five sizes of data, the
+complete step took 0.8 to 1.9 times the prediction.
 
-Known limits: S2 and nodes, which split some of it, count like any other plan; loading of data is not counted.
-Legend: B cells of a rank.
+Known limits: S2 and nodes, which shard some of this part, count like any other plan; data loading is not counted.
+Legend: planning/sizes.py; B cells of a rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -51,16 +50,16 @@ from lightning_amp.techniques.hic.rows import AGAIN, STREAMED, FusedAttention, S
 from lightning_amp.techniques.table import STRATEGIES
 
 PYTHON = {AGAIN: 160, STREAMED: 95, "fused": 45, "sdpa": 75, "sparse": 40}
-"""What a choice adds to a stratum besides its kernels, in kernels that take as long: views, and Python code.
+"""Time of views and Python code that a choice adds to a stratum, in kernels that take as long.
 
-Fitted on a CPU. Where kernels are launched, operators of fused attention and of the sparse likelihood were counted to
-be fewer than those of what they replace, and nothing is added for them.
+Fitted on a CPU. On an accelerator nothing is added: fused attention and the sparse likelihood have fewer counted
+operators than the code that they replace.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedSizes(RankSizes):
-    """One stratum on a rank whose device reaches `rates`."""
+    """Sizes of one stratum on a rank, and the rates of its device."""
 
     rates: Rates = CPU_CORE
 
@@ -68,10 +67,10 @@ class TimedSizes(RankSizes):
 def stratum_seconds(
     decoder: DecoderShape, axes: Axes, *, cells: int, ranks: int = 1, rates: Rates = CPU_CORE, element_bytes: int = 4
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of every stratum, which strata parallelism balances; arguments as those of `step_seconds`.
+    """Predict the seconds of every stratum, which strata parallelism balances; arguments as in `step_seconds`.
 
     Returns:
-        Of its forward and backward pass, and those that a rank needs to pass it, there and back, on the way to its own.
+        Seconds of each stratum's forward and backward pass, and seconds to pass over it in a chained decoder.
     """
     strata = _strata(decoder, axes, ranks, cells, rates, element_bytes)
     computing = zip(*(strata.column(term, axes) for term in COMPUTING), strict=True)
@@ -82,7 +81,7 @@ def stratum_seconds(
 def step_seconds(
     decoder: DecoderShape, axes: Axes, mesh: MeshShape, *, cells: int, rates: Rates = CPU_CORE, element_bytes: int = 4
 ) -> float:
-    """Seconds of a training step of the decoder on the slowest rank.
+    """Predict the seconds of a training step of the decoder on the slowest rank.
 
     Args:
         mesh: Ranks per axis.
@@ -94,13 +93,13 @@ def step_seconds(
     workers = RankSizes(decoder=decoder, axes=axes, k=0, cells=cells, ranks=mesh.model).side_by_side
     alone: tuple[float, ...] = ()
     if workers > 1:
-        # of every stratum the seconds that only one of them can have
+        # seconds of each stratum that strata cannot spend at the same time
         columns = _strata(decoder, axes, mesh.model, cells, rates, element_bytes)
         alone = tuple(map(sum, zip(*(columns.column(term, axes) for term in OVERHEADS), strict=True)))
     elapsed = partial(_elapsed, costs, workers, alone)
     if axes.placement == "strata":
         runs = pairwise((0, *deal(costs, mesh.model, passing=passing)))
-        # a rank of a chained decoder computes the spine of all strata before its own, but not their branches
+        # a rank of a chained decoder computes the spine of all previous strata, but not their branches
         strata = max(elapsed(slice(start, end)) + sum(passing[:start]) for start, end in runs)
     else:
         strata = elapsed(slice(None))
@@ -119,13 +118,13 @@ def _strata(
 
 
 def _elapsed(costs: Sequence[float], workers: int, alone: Sequence[float], own: slice) -> float:
-    """Seconds of a run of strata on a rank, given those of each by itself."""
+    """Return the seconds of a rank's strata, given the seconds of each alone."""
     if workers == 1:
         return sum(costs[own])
     free = [0.0] * workers
     for cost, one_at_a_time in zip(costs[own], alone[own], strict=True):
-        # whoever is free first takes the next one, with its share of the device: a W-th of its rate, so that what it
-        # computes takes W times as long; what passes between operators is not shared, and is added up below
+        # the worker that is free first takes the next stratum; at 1 / W of the device's rate its computation takes W
+        # times as long; overhead between operators is serial, and added below
         heapreplace(free, free[0] + workers * (cost - one_at_a_time))
     return max(free) + sum(alone[own])
 
@@ -157,16 +156,16 @@ IN_PYTHON: Term[TimedSizes, float] = Term(_python_seconds, "activations", "atten
 
 def _of_parts(count: Callable[[str, TimedSizes], float]) -> Iterator[Term[TimedSizes, float]]:
     for name, term in PARTS.items():
-        # activations say whether the forward pass is run twice
+        # activations decide whether the forward pass runs twice
         reads = dict.fromkeys((*term.reads, "activations"))
         yield Term(partial(count, name), *reads, of_features=term.of_features)
 
 
 COMPUTING = (*_of_parts(lambda name, s: _seconds(name, PARTS[name].count(s), s, forwards=1 + s.recomputed)), IN_PYTHON)
 OVERHEADS = (*_of_parts(_overhead_seconds), IN_PYTHON)
-"""Of the same parts what passes between operators, which Python does in one thread at a time."""
+"""Overhead between operators of the same parts, which Python runs in one thread at a time."""
 PASSING: Term[TimedSizes, float] = Term(lambda s: _seconds("spine", spine(s), s), "placement", of_features=False)
-"""What it takes a rank to pass a stratum without its branch, there and back."""
+"""Seconds in which a rank passes over a stratum without its branch, forward and backward."""
 SENDING: Term[TimedSizes, float] = Term(
     lambda s: sum(c.seconds(s.ranks, s.rates.links, element_bytes=s.element) for c in stratum_traffic(s)),
     "placement",
@@ -178,8 +177,8 @@ SENDING: Term[TimedSizes, float] = Term(
 
 def _gradient_seconds(decoder: DecoderShape, axes: Axes, mesh: MeshShape, *, rates: Rates, element_bytes: int) -> float:
     partial, whole = gradient_numbers(decoder, axes)
-    # parts are summed over all ranks at once, a group with nothing nested in it; whole ones over the data axis alone,
-    # whose neighbours are as many ranks apart as the model axis has
+    # partial gradients are summed over all ranks, in a group with nothing nested in it; full ones over the data axis
+    # alone, whose neighbouring ranks are as far apart as the model axis is long
     groups = ((partial, mesh.data * mesh.model, 1), (whole, mesh.data, mesh.model))
     return sum(
         Collective(kind="all_reduce", numbers=numbers).seconds(
@@ -195,16 +194,16 @@ KERNELS = 3000
 
 
 def on_device(shape: ModelShape, rates: Rates) -> ModelShape:
-    """The model on the device whose rates are taken, whose settings its bytes and its kernels follow from.
+    """Return the shape on the device with these rates, which sets options that bytes and kernels depend on.
 
-    Every plan is made of such a shape, so that memory and time are those of one device.
+    Every plan uses such a shape, so that memory and time are those of the same device.
     """
     threads = 1 if rates.launches else shape.decoder.threads
     return replace(shape, decoder=replace(shape.decoder, launched=rates.launches, threads=threads))
 
 
 def decoder_seconds(shape: ModelShape, axes: Axes, mesh: MeshShape, rates: Rates) -> float:
-    """Predicted time of the decoder's part of a step; as `step_seconds`."""
+    """Predict the decoder's part of a step in seconds, as `step_seconds`."""
     assert shape.decoder.launched == rates.launches, "the shape is that on the device of the rates: on_device"
     return step_seconds(
         shape.decoder, axes, mesh, cells=shape.batch_size, rates=rates, element_bytes=shape.element_bytes
@@ -212,7 +211,7 @@ def decoder_seconds(shape: ModelShape, axes: Axes, mesh: MeshShape, rates: Rates
 
 
 def predicted_times(shape: ModelShape, axes: Axes, mesh: MeshShape, rates: Rates) -> dict[str, Any]:
-    """What a plan says of the time of a step, by name of its fields; strata that there are none of take none."""
+    """Return a plan's fields on the time of a step; without strata the time of the decoder is None."""
     seconds = decoder_seconds(shape, axes, mesh, rates)
     return {
         "predicted_step_seconds": seconds or None,
@@ -222,12 +221,12 @@ def predicted_times(shape: ModelShape, axes: Axes, mesh: MeshShape, rates: Rates
 
 
 def rest_seconds(shape: ModelShape, mesh: MeshShape, rates: Rates) -> float | None:
-    """Predicted time of a step outside of the decoder; None where that is not the reference model's."""
+    """Predict the seconds of a step outside of the decoder; None unless the model is the reference model."""
     if not (shape.wide_layers and shape.base_activation_bytes):
         return None
     alive = shape.base_activation_bytes + shape.other_decoder_bytes + shape.edge_bytes
     update = (6 + 4 * shape.optimizer_slots) * shape.parameter_bytes
-    # forward, and backward to the weights only: nothing asks for the input's gradient
+    # forward, and backward for the weights only: the input needs no gradient
     flops = 4 * shape.batch_size * shape.wide_weight_bytes / shape.element_bytes
     outside = shape.parameter_bytes - shape.element_bytes * sum(gradient_numbers(shape.decoder, Axes()))
     return (
@@ -239,7 +238,7 @@ def rest_seconds(shape: ModelShape, mesh: MeshShape, rates: Rates) -> float | No
 
 
 def settle(strategy: str, spec: Spec, shape: ModelShape, axes: Axes, mesh: MeshShape) -> Spec:
-    """The spec with the settings that are decided here; one that has none, or ends that are set, as it is."""
+    """Fill in the options of a spec that depend on the mesh; other specs, and ends that are set, do not change."""
     match spec:
         case StrataParallel(ends=""):
             return replace(spec, ends=",".join(map(str, strata_ends(shape, axes, ranks=mesh.model))))
@@ -253,8 +252,7 @@ def settle(strategy: str, spec: Spec, shape: ModelShape, axes: Axes, mesh: MeshS
 
 
 def strata_ends(shape: ModelShape, axes: Axes, *, ranks: int, speeds: tuple[float, ...] = ()) -> tuple[int, ...]:
-    """One past the last stratum of every rank of the model axis, balanced by the modelled time of the strata, and by
-    the speeds of the ranks where these are not equal.
+    """Return the end of each model-axis rank's range of strata, balanced by predicted time and by the ranks' speeds.
 
     Raises:
         PlanError: More ranks than strata.

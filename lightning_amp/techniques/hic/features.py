@@ -1,4 +1,4 @@
-"""Split features: a rank decodes the features that it owns, and holds their weights of a layer that reads all (S2).
+"""Shard features: a rank decodes its own features, and has their weights of a layer that reads all features (S2).
 
     logit_k[:, own] -> log_softmax over all F_k -> log p(x[:, own]) -> sum over own features -> sum over ranks
 
@@ -6,22 +6,21 @@
     backward         g_f - softmax(x)_f * (sum over ranks of sum over own f of g_f)
     layer            y = sum over ranks r of x[:, F^(r)] W[:, F^(r)]^T + bias
 
-Exact up to the order of the sums. Features are sharded in runs of ceil(F_k / R); a rank may have none and takes part
-all the same, for the others wait for it.
+Exact up to the order of sums. Features are sharded in runs of ceil(F_k / R); a rank without features still takes part
+in the collectives.
 
     collectives of a step             forward                       backward
     every stratum (not binarized)     1 all-gather [B]              1 all-reduce [B]
-    every stratum, with S5            1 reduce-scatter [B, F_k]     1 all-gather [B, F_k]       instead of S5's own
-    the whole decoder                 1 all-reduce of the loss      1 all-reduce (ranks/sharded_region.py)
+    every stratum, with S5            1 reduce-scatter [B, F_k]     1 all-gather [B, F_k]       replace those of S5
+    complete decoder                  1 all-reduce of the loss      1 all-reduce (ranks/sharded_region.py)
     the layer                         1 all-reduce [B, h]           1 all-gather [B, F], if x has a gradient
 
-What shrinks to a part of 1 / R: scores, logits and everything of the likelihood, [B, F_k]; of the layer its weight,
-gradient, optimiser state and the columns of x that are kept. Tables stay whole; their gradients are zero outside the
-own columns.
+Reduced to 1 / R: scores, logits and likelihood, [B, F_k]; the layer's weight, gradient, optimiser state, and the
+columns of x that it keeps. Tables stay replicated; their gradients are zero outside the own columns.
 
 Legend: cell (B), anchor (N), dim (D), stratum_feature (F_k), own_feature (those of this rank), hidden (h), R ranks.
-Known limits: second derivatives are refused; without S5 every rank computes every key; in bf16 the ranks' products are
-rounded before they are added; the update of an optimiser must be elementwise, for it sees only the shard.
+Known limits: second derivatives raise an error; without S5 every rank computes every key; in bf16 the ranks' products
+are rounded before they are summed; the optimiser's update must be elementwise, because it gets only the shard.
 """
 
 from typing import Any, cast
@@ -65,7 +64,7 @@ def share_features(decoder: DecomposedDecoder, spec: FeatureParallel, mesh: Devi
 
 
 class ShardedFeatures(nn.Module):
-    """The part of a stratum's features that this rank holds; made by `share_features`."""
+    """Features of a stratum that this rank has; made by `share_features`."""
 
     feature_anchor: Tensor
     columns: Tensor | None
@@ -77,9 +76,9 @@ class ShardedFeatures(nn.Module):
         length = run_length(self.n_features, mesh)
         self.sizes = [max(0, min(length, self.n_features - r * length)) for r in range(mesh.size())]
         self.run: slice | None = own_run(self.n_features, mesh)
-        # of features that are no run, and of those in another order than the ranks', nodes/decoder.py has these
+        # nodes/decoder.py sets these for features that are not a run, or in another order than the ranks'
         self.columns = self.places = None
-        # one tensor for good: S4 looks at the values of a tensor that it has not seen, which waits for the device
+        # always the same tensor: S4 reads the values of a new tensor, which waits for the device
         self.register_buffer("feature_anchor", self.own(feature_anchor).clone(), persistent=False)
 
     def extra_repr(self) -> str:
@@ -87,35 +86,35 @@ class ShardedFeatures(nn.Module):
         return f"{len(self.feature_anchor)} of {self.n_features} features, ranks={self.mesh.size()}"
 
     def own(self, values: Shaped[Tensor, "*row stratum_feature"]) -> Shaped[Tensor, "*row own_feature"]:
-        """The columns of the own features; a view where they are a run."""
+        """Return the columns of the own features; a view if they are a run."""
         assert values.shape[-1] == self.n_features, "columns of all features of the stratum"
         return values[..., self.run if self.columns is None else self.columns]
 
     def scores(self, decode: nn.Module, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor) -> OwnCounts:
-        """Decoded scores of the own features; a decode with parts of all scores hands each to the owner."""
+        """Return decoded scores of the own features; partial scores of all features are reduce-scattered."""
         if isinstance(decode, ScattersFeatures):
             return decode.scatter(u, key, feature_anchor, run_length(self.n_features, self.mesh))
         scores: Tensor = decode(u, key, self.feature_anchor)
         return scores
 
     def log_softmax(self, logits: OwnCounts) -> OwnCounts:
-        """Logarithm of the softmax over all features of the stratum, for the own ones."""
+        """Return the log-softmax over all features of the stratum, for the own ones."""
         return log_softmax(logits, self.mesh)
 
     def whole(self, values: OwnCounts) -> Float[Tensor, "cell stratum_feature"]:
-        """All columns; gradients reach the own ones, which is all of them over the ranks."""
+        """Gather all columns; the backward pass returns the gradients of the own ones."""
 
         def join(own: Tensor) -> Tensor:
             block = collectives.all_gather(self.mesh, F.pad(own, (0, max(self.sizes) - own.shape[1])))
             whole = torch.cat([part[:, :size] for part, size in zip(block, self.sizes, strict=True)], dim=1)
             return whole if self.places is None else whole[:, self.places]
 
-        # no sum: the loss of the whole columns is computed on every rank, so that each has the whole gradient
+        # no sum: every rank computes the loss of all columns, so that each has the full gradient
         return collectives.linear(join, self.own, values, behind="inside")
 
 
 def features_problem(stratum: nn.Module) -> str:
-    """Why a stratum's features cannot be sharded, as what follows its name; "" if they can."""
+    """Return why a stratum's features cannot be sharded, as the text after its name; "" if they can."""
     features = getattr(stratum, "features", None)
     if isinstance(features, ShardedFeatures):
         return "has its features shared already"
@@ -136,7 +135,7 @@ def features_problem(stratum: nn.Module) -> str:
 
 
 def _run(features: Any) -> dict[str, Tensor]:
-    """What a leaf computes for 2 cells and 3 features."""
+    """Return what a leaf computes for 2 cells and 3 features."""
     values, key = torch.arange(6.0).view(2, 3), torch.eye(3)
     return {
         "own": features.own(values),
@@ -149,7 +148,7 @@ def _run(features: Any) -> dict[str, Tensor]:
 
 
 def log_softmax(logits: OwnCounts, mesh: DeviceMesh) -> OwnCounts:
-    """Logarithm of the softmax over all ranks' features, for the own ones; every rank must call it."""
+    """Return the log-softmax over all ranks' features, for the own ones; every rank must call it."""
     return cast(Tensor, _LogSoftmax.apply(logits, mesh))  # type: ignore[no-untyped-call]
 
 
@@ -157,7 +156,7 @@ class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, mesh: DeviceMesh) -> Tensor:
         own = logits.to(type_of_sums(logits.dtype)).logsumexp(dim=1)
-        # one number per cell of every rank; minus infinity, of a rank without columns, adds nothing
+        # one number per cell and rank; minus infinity, from a rank without columns, adds nothing
         normaliser = collectives.all_gather(mesh, own).logsumexp(dim=0)
         result = (logits - normaliser[:, None]).to(logits.dtype)
         ctx.mesh = mesh
@@ -168,9 +167,9 @@ class _LogSoftmax(torch.autograd.Function):
     @first_only("a softmax over features of several ranks; leave 'S2' out")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (result,) = ctx.saved_tensors
-        # the softmax is exp(result): nothing but what is returned anyway is kept. A rank without columns takes part in
-        # the sum with zeros, for the others wait for it.
-        # grad is that of the own columns; the normaliser was made of all ranks' columns, so their sum is needed
+        # the softmax is exp(result), so only the result is saved. A rank without columns adds zeros, because the others
+        # wait for it. grad has the own columns; the normaliser depends on the columns of all ranks, so their sum is
+        # needed
         total = collectives.all_reduce(ctx.mesh, grad.sum(dim=1, dtype=type_of_sums(grad.dtype)))
         return (grad - result.exp() * total[:, None]).to(grad.dtype), None
 
@@ -191,7 +190,7 @@ def share_rows(linear: nn.Module, spec: RowParallelLinear, mesh: DeviceMesh) -> 
 
 
 class SharedLinear(nn.Module):
-    """A linear layer with this rank's columns of the weight; made by `share_rows`, which gives it the weight."""
+    """Linear layer with this rank's columns of the weight; `share_rows` makes it and sets the weight."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -201,7 +200,7 @@ class SharedLinear(nn.Module):
         self.mesh = mesh
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        # in the order of nn.Linear: optimisers number parameters by it
+        # in the order of nn.Linear, because optimisers number parameters by it
         self.register_parameter("weight", None)
         self.register_parameter("bias", linear.bias)
         self.train(linear.training)
@@ -211,13 +210,13 @@ class SharedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, ranks={self.mesh.size()}"
 
     def forward(self, x: Float[Tensor, "*cell feature"] | SparseCounts) -> Float[Tensor, "*cell hidden"]:
-        """The layer's output for all features, equal on all ranks."""
+        """Return the layer's output for all features, replicated."""
         if isinstance(x, SparseCounts):
-            # not a tensor, but what F.linear takes
+            # SparseCounts is no tensor, but F.linear supports it
             own = cast(Tensor, x[..., own_run(x.shape[-1], self.mesh)])
         else:
             runs = Runs(mesh=self.mesh, n=x.shape[-1], dim=x.dim() - 1)
-            # a copy: a view would keep all of x alive until the backward pass
+            # a copy, because a view would keep all of x alive until the backward pass
 
             def take(x: Tensor) -> Tensor:
                 return runs.own(x).clone(memory_format=torch.contiguous_format)
@@ -232,6 +231,6 @@ def _problem(linear: nn.Module) -> str:
         return f"is a {type(linear).__name__!r}"
     if linear._parameters.get("weight") is None:
         return "computes its weight from other parameters"
-    # on the parameter itself too, which is replaced by the shard
+    # also hooks on the parameter, which is replaced by the shard
     found = [*hooks_within(linear), *hooks_of(linear.get_parameter("weight"), "weight")]
     return f"has {', '.join(found)}" if found else ""

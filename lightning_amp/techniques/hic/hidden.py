@@ -1,17 +1,17 @@
-"""Shard the hidden dimension of a decoder over the model axis; the strata run in step on all ranks (S5).
+"""Shard the hidden dimension of a decoder over the model axis; all ranks run each stratum together (S5).
 
     region                     own channels of u and v enter (ranks/sharded_region.py)
     prenorm, postnorm          own channels from own channels, normalised over all (dist/normalise.py)
     qk, value, ff              y[:, I_r] = sum_q x[:, I_q] W[I_r, I_q]^T + bias[I_r], summed in blocks, one per receiver
-    pairs                      y[I_r] = conv(x[I_r], weight[I_r]) + bias[I_r]: channels do not meet
+    pairs                      y[I_r] = conv(x[I_r], weight[I_r]) + bias[I_r]: channels are independent
     attention                  scores of the own channels are summed, values stay (the model's `shard`); or keys and
                                values are gathered first
     decode                     scores of the own channels are summed; with S2 only for the rank's own features
 
-Everything else of a stratum works on single numbers and needs no change. Exact up to the order of sums over ranks.
-Outputs of 2 D channels (gate and value of a GEGLU) give both of every own channel, so that halving works on a part too.
+All other parts of a stratum are elementwise and do not change. Exact up to the order of sums over ranks. An output of 2
+D channels (gate and value of a GEGLU) has both halves of every own channel, so that a shard can be halved too.
 
-Collectives of one stratum with attention, and the numbers that a rank puts in; C chunks under S3, else 1:
+Collectives of one stratum with attention, and the elements that a rank contributes; C chunks under S3, else 1:
 
                   forward                            backward                           S3 recomputes, in backward
     prenorm       all-gather         2 N + 1         all-reduce         2 N
@@ -24,20 +24,20 @@ Collectives of one stratum with attention, and the numbers that a rank puts in; 
     decode        all-reduce         B F_k
     together      7 + C              of which        6 + C                              + C
 
-The form "paper" has no postnorm. With `gather`, key norms and scores need none, and attention one all-gather (2 N d)
-and one reduce-scatter (2 R N d). With S2, decode has a reduce-scatter and an all-gather. Stratum 0 and strata with a
-convolution have those of decode only. The region adds one all-gather of (B + N) d in the backward pass.
-The paper's Table 5 counts 9 all-reduces forward where these are 8, and an all-reduce of a Linear's products moves twice
-what the reduce-scatter moves.
+The form "paper" has no postnorm. With `gather`, key norms and scores need no collective, and attention has one
+all-gather (2 N d) and one reduce-scatter (2 R N d). With S2, decode has a reduce-scatter and an all-gather. Stratum 0
+and strata with a convolution have only those of decode. The region adds one all-gather of (B + N) d in the backward
+pass. The paper's Table 5 counts 9 all-reduces forward instead of these 8 collectives; an all-reduce of a Linear's
+products transfers twice as much as the reduce-scatter.
 
-What shrinks to 1/R: all [N, D] and [N, 2 D] tensors that are kept for the backward pass. What does not: the
-probabilities [P, 3 w] of eager attention and all that belongs to features. Parameters stay whole; gradients of the
-keys' parameters are parts (`Change.partial`).
+Reduced to 1/R: all [N, D] and [N, 2 D] tensors that are kept for the backward pass. Not reduced: the probabilities [P,
+3 w] of eager attention, and all tensors of features. Parameters stay replicated; gradients of the keys' parameters are
+partial (`Change.partial`).
 
-Known limits: no second derivative. A part of a key that is not detected by name and structure is refused; what a key
-does outside its children is probed on an example (checks/key.py), what a stratum does outside its parts is not. Legend:
-B cells, N anchors, P = N padded to whole buckets of w, D dim, d channels of a rank, I_r those of rank r, F_k features
-of stratum k, R ranks.
+Known limits: no second derivative. A part of a key that is not detected by name and structure raises an error. What a
+key does outside its children is probed on an example (checks/key.py), but not what a stratum does outside its parts.
+Legend: B cells, N anchors, P = N padded to full buckets of w, D dim, d channels of a rank, I_r those of rank r, F_k
+features of stratum k, R ranks.
 """
 
 from functools import partial
@@ -71,29 +71,29 @@ from lightning_amp.techniques.ranks.shards import Channels, gather_channels, sha
 
 
 class _Sharded(nn.Module):
-    """A layer of which the own channels are computed; it shares the state, hooks and mode of the whole layer."""
+    """A layer that computes its own channels only; it shares the state, hooks and mode of the original layer."""
 
     def __init__(self, whole: nn.Module, channels: Channels) -> None:
-        # not a copy: optimisers and hooks know the whole layer's parameters
+        # not a copy: optimisers and hooks refer to the original layer's parameters
         self.__dict__.update(whole.__dict__)
         self.channels = channels
 
 
 class ShardedLinear(_Sharded, nn.Linear):
-    """The own channels of a Linear's output, from those of its input; it shares the layer's state."""
+    """Linear layer that computes its own output channels from its own input channels."""
 
     def forward(self, input: Float[Tensor, "row own_dim"]) -> Float[Tensor, "row own_out"]:
-        """Own channels of every group of D outputs, one group after the other."""
+        """Return the own channels of every group of D outputs, one group after the other."""
         columns = self.channels.select(self.weight).T
-        # one block of weights for each rank's outputs: the reduce-scatter leaves every rank the sum of its block
+        # one block of weights per rank's outputs: the reduce-scatter leaves every rank the sum of its block
         blocks = torch.cat([self.channels.blocks(group) for group in self._groups(columns)], dim=-1)
-        # a rank multiplies its input channels with the weights of all outputs, R blocks of [N, d]: parts of sums that
-        # only the reduce-scatter makes whole, which is why the bias comes after it and once
+        # a rank multiplies its input channels with the weights of all outputs, R blocks of [N, d]. These are partial
+        # sums until the reduce-scatter, so the bias is added once, after it
         products = torch.bmm(input.expand(len(blocks), *input.shape), blocks)
         own = collectives.scatter(self.channels.mesh, products)
         width, widest = self.channels.width, self.channels.widest
         if width < widest:
-            # blocks are padded to the widest rank's channels
+            # blocks are padded to the channels of the widest rank
             own = torch.cat([group[:, :width] for group in torch.split(own, widest, dim=-1)], dim=-1)
         if self.bias is None:
             return own
@@ -104,35 +104,35 @@ class ShardedLinear(_Sharded, nn.Linear):
 
 
 class ShardedConv1d(_Sharded, nn.Conv1d):
-    """The own channels of a depthwise convolution, padded with zeros, whose state it shares."""
+    """Depthwise convolution, padded with zeros, that computes its own channels."""
 
     def forward(self, input: Float[Tensor, "batch own_dim anchor"]) -> Float[Tensor, "batch own_dim to"]:
         """Convolve the own channels."""
-        # `select` takes channels from the last dim
+        # `select` selects channels along the last dim
         weight = self.channels.select(self.weight.movedim(0, -1)).movedim(-1, 0)
         bias = None if self.bias is None else self.channels.select(self.bias)
         return F.conv1d(input, weight, bias, self.stride, self.padding, self.dilation, self.channels.width)
 
 
 class ShardedLayerNorm(_Sharded, nn.LayerNorm):
-    """The own channels of a LayerNorm's output, from those of its input; it shares the layer's state."""
+    """LayerNorm that computes its own channels, normalised over all channels."""
 
     def forward(self, input: Float[Tensor, "row own_dim"]) -> Float[Tensor, "row own_dim"]:
         """Normalise over all ranks' channels."""
         tables = (self.weight, self.bias)
-        # as rows, of one dim more
+        # as rows, with an additional dim
         weight, bias = (None if t is None else self.channels.select(t)[None] for t in tables)
         axes = (axis_of(self.channels.mesh),)
         return normalised(input, weight, bias, dims=(1,), axes=axes, eps=self.eps)
 
 
 CHANNELWISE = (nn.Identity, nn.LeakyReLU, nn.ReLU, nn.GELU, nn.SiLU, nn.ELU)
-"""Layers without parameters that work on single numbers."""
+"""Elementwise layers without parameters."""
 
 
 def share_key(key: nn.Module, fqn: str, channels: Channels, *, gather: bool) -> dict[str, nn.Module]:
-    """New children of a key, by name; `gather`: attention reads the keys and values of all channels."""
-    # not named_children: it leaves out a module that has two names
+    """Return replacements for the children of a key, by name; with `gather`, attention reads all channels of keys."""
+    # not named_children, which lists a module with two names only once
     children = {name: child for name, child in key._modules.items() if child is not None}
     own = [name for name, _ in (*key.named_parameters(recurse=False), *key.named_buffers(recurse=False))]
     if set(children) not in (set(ATTENTION_KEY), set(CONVOLUTION_KEY)) or own:
@@ -167,7 +167,7 @@ def share_key(key: nn.Module, fqn: str, channels: Channels, *, gather: bool) -> 
             if kind is not nn.Linear or (child.in_features, child.out_features) != shape:
                 raise refusal(path, f"is {shown(child)}", f"nn.Linear{shape!r}")
             swaps[path] = ShardedLinear(child, channels)
-    # any two ranks have other channels, and these two have the same ones for every rank that asks
+    # any two ranks have different channels; the first and the last rank are checked, so that all ranks agree
     problem = channels_problem(key, channels.dim, channels.of(0), channels.of(channels.mesh.size() - 1))
     if problem:
         raise refusal(
@@ -179,14 +179,14 @@ def share_key(key: nn.Module, fqn: str, channels: Channels, *, gather: bool) -> 
 
 
 def refusal(fqn: str, found: str, allowed: str) -> InstallError:
-    """The error for a part that cannot be sharded."""
+    """Return the error for a part that cannot be sharded."""
     return InstallError(
         f"S5 cannot shard the channels of {fqn!r}, which {found}; allowed is {allowed}: change it, or leave S5 out"
     )
 
 
 def _share_attention(attention: nn.Module, fqn: str, channels: Channels, *, gather: bool) -> dict[str, nn.Module]:
-    """The outermost attention that can be sharded; S3 may have wrapped it."""
+    """Shard the outermost attention that supports it; S3 may have wrapped it."""
     found = [(name, m) for name, m in attention.named_modules() if isinstance(m, ShardableAttention)]
     if not found or not channels.paired:
         raise refusal(
@@ -209,9 +209,9 @@ AnchorChannels = Float[Tensor, "anchor own_dim"]
 class GatheredAttention(nn.Module):
     """Bucketed attention over all channels that returns the own ones: the paper's form without S4.
 
-    Forward one all-gather of queries-and-keys and values, 2 N d numbers per rank, backward one reduce-scatter of 2 R N
-    d; no scores are summed. The gathered tensors [2 N, D] stay for the backward pass, which is what the form is
-    measured for.
+    Forward has one all-gather of queries-and-keys and values, 2 N d elements per rank, backward one reduce-scatter of 2
+    R N d; no scores are summed. The gathered tensors [2 N, D] are kept for the backward pass: the form exists to
+    measure that.
     """
 
     inner: BucketedAttention
@@ -222,26 +222,26 @@ class GatheredAttention(nn.Module):
         self.channels = channels
 
     def n_buckets(self, n: int) -> int:
-        """Buckets that n anchors fill."""
+        """Return the number of buckets that n anchors fill."""
         return self.inner.n_buckets(n)
 
     def prepare(self, q: AnchorChannels, k: AnchorChannels, values: AnchorChannels) -> tuple[Tensor, ...]:
-        """What `attend` reads, from all ranks' channels."""
+        """Gather all ranks' channels, and return the state for `attend`."""
         parts = [q, values] if q is k else [q, k, values]
         whole = torch.split(gather_channels(self.channels, torch.cat(parts)), len(q))
         return self.inner.prepare(whole[0], whole[-2], whole[-1])
 
     def attend(self, state: tuple[Tensor, ...], first: int, last: int) -> Float[Tensor, "row own_dim"]:
-        """Own channels of the rows of the buckets [first, last)."""
+        """Return own channels of the rows of the buckets [first, last)."""
         return self.channels.select(self.inner.attend(state, first, last))
 
     def forward(self, q: AnchorChannels, k: AnchorChannels, values: AnchorChannels) -> AnchorChannels:
-        """Attention over all buckets at once."""
+        """Compute attention of all buckets at once."""
         return self.attend(self.prepare(q, k, values), 0, self.n_buckets(len(q)))[: len(q)]
 
 
 class HiddenDecode(nn.Module):
-    """A decode whose inner products are summed over the ranks' channels."""
+    """Decode whose inner products are summed over the ranks' channels."""
 
     def __init__(self, inner: nn.Module, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -249,17 +249,18 @@ class HiddenDecode(nn.Module):
         self.mesh = mesh
 
     def forward(self, u: CellChannels, key: AnchorChannels, feature_anchor: FeatureAnchor) -> Counts:
-        """Scores of all features, replicated."""
+        """Return scores of all features, replicated."""
         return collectives.leave(self.mesh, self.inner(u, key, feature_anchor))
 
     def scatter(self, u: CellChannels, key: AnchorChannels, feature_anchor: FeatureAnchor, run: int) -> OwnCounts:
-        """Scores of the features [rank * run, (rank + 1) * run); `feature_anchor` are those of all features."""
+        """Return scores of the features [rank * run, (rank + 1) * run); `feature_anchor` has all features."""
         ranks, rank = self.mesh.size(), self.mesh.get_local_rank()
         assert ranks * run >= len(feature_anchor), (
             f"{ranks!r} runs of {run!r} do not hold {len(feature_anchor)!r} features"
         )
         part = cast(Tensor, self.inner(u, key, feature_anchor))
-        # the last runs may be short or empty, and a reduce-scatter moves blocks of one size: zeros that are cut off
+        # the last runs may be short or empty, and a reduce-scatter requires equal blocks: zeros are added and removed
+        # again
         filled = F.pad(part, (0, ranks * run - len(feature_anchor))).view(len(part), ranks, run)
         own = collectives.scatter(self.mesh, filled.movedim(1, 0))
         return own[:, : max(0, min(run, len(feature_anchor) - rank * run))]

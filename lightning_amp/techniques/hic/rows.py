@@ -1,6 +1,6 @@
-"""Define the techniques for decomposed decoders: their rows in the table of techniques, specs of their rules, sizes.
+"""Define techniques for decomposed decoders: their rows in the table of techniques, specs of their rules, and sizes.
 
-The sizes say how much of a stratum exists at a time; the memory model counts with the same numbers.
+The sizes define how much of a stratum exists at a time; the memory model uses the same numbers.
 """
 
 from dataclasses import dataclass
@@ -14,45 +14,45 @@ SENDS = "ranks send parts of a stratum while it is computed, which compile does 
 ONE_PLACEMENT = "both split the decoder over the model axis, which has room for one placement"
 
 RETAINED, AGAIN, STREAMED = "retain", "recompute", "stream"
-"""Choices on the decoder's axis `activations`, of what a stratum keeps for its backward pass: it stays; it is computed
-again; the backward pass follows at once."""
+"""Choices on the decoder's axis `activations`: keep a stratum's tensors, recompute them, or run backward directly."""
 CHUNK_QUERIES = 128
 """Queries per chunk of local attention; the paper uses 128 at 500 kb and 32 at 100 kb (Section 4)."""
 
 
 def chunk_buckets(window: int) -> int:
-    """Buckets of `window` queries in one chunk: about `CHUNK_QUERIES` queries, one bucket at least."""
+    """Return the buckets of `window` queries in one chunk: about `CHUNK_QUERIES` queries, at least one bucket."""
     return max(1, CHUNK_QUERIES // window)
 
 
 BLOCK_SCORES = 2**20
-"""Scores [cells, F_k] that exist at a time: 4 MiB of each tensor of the likelihood stay in a CPU's cache."""
+"""Scores [cells, F_k] that exist at a time on a CPU: 4 MiB per tensor of the likelihood, which fits in the cache."""
 
 
 LAUNCHED_SCORES = 2**23
-"""The same where operators are launched: 32 MiB of each tensor, so that most batches are one block."""
+"""The same on an accelerator: 32 MiB per tensor, so that most batches are one block."""
 
 
 def block_cells(features: int, *, anchors: int, launched: bool = False) -> int:
-    """Cells in one block: about `BLOCK_SCORES` scores of the largest stratum, 8 cells at least; `features` are its F_k.
+    """Return the cells of a block: about `BLOCK_SCORES` scores of the largest stratum, with at least 8 cells.
 
-    Without S4 the scores of all anchors are made. `launched`: the device has its operators launched, and is no CPU.
+    `features` are its F_k; without S4 the scores of all `anchors` are computed. `launched`: on an accelerator.
     """
     return max(8, (LAUNCHED_SCORES if launched else BLOCK_SCORES) // max(features, anchors))
 
 
 SPARSE_NUMBERS, SPARSE_LAUNCHED, SPARSE_COLUMNS = 2**16, 2**23, 64
-"""Numbers of a chunk of a sparse likelihood, few enough for a CPU's cache, or enough to keep an accelerator busy where
-operators are launched; and the fewest columns that are worth a loop."""
+"""Elements in a chunk of a sparse likelihood that fit in a CPU's cache; elements that keep an accelerator busy; and the
+fewest columns of a chunk.
+"""
 
 
 def sparse_columns(cells: int, *, launched: bool) -> int:
-    """Columns of a sparse likelihood that are computed at a time; `launched` as for `block_cells`."""
+    """Return the columns of a sparse likelihood that are computed at a time; `launched` as in `block_cells`."""
     return max(SPARSE_COLUMNS, (SPARSE_LAUNCHED if launched else SPARSE_NUMBERS) // max(1, cells))
 
 
 KEPT_WEIGHTS = 2**24
-"""Attention weights [N, 3 w] up to which a streamed stratum keeps them: 64 MiB."""
+"""Most attention weights [N, 3 w] that a streamed stratum keeps: 64 MiB."""
 
 
 def keeps_weights(anchors: int, *, window: int) -> bool:
@@ -61,33 +61,33 @@ def keeps_weights(anchors: int, *, window: int) -> bool:
 
 
 LATENTS_SIDE_BY_SIDE = 2**24
-"""Numbers of a tensor [N, D] of all strata that run side by side: 64 MiB, of a dozen such tensors."""
+"""Most elements of a tensor [N, D], summed over concurrent strata: 64 MiB; a stratum has a dozen such tensors."""
 
 
 def strata_side_by_side(threads: int, *, anchors: int, dim: int) -> int:
-    """Streamed strata that a CPU runs at the same time."""
+    """Return the number of streamed strata that a CPU runs concurrently."""
     return max(1, min(threads, LATENTS_SIDE_BY_SIDE // (anchors * dim)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkedAttention:
-    """S3: local attention a few buckets at a time."""
+    """S3: local attention, a few buckets at a time."""
 
     buckets: int  # buckets of `window` queries in one chunk
-    # keep every chunk's probabilities for the backward pass, as the paper does, instead of recomputing them
+    # keep every chunk's probabilities for the backward pass, as in the paper, instead of recomputing them
     retain: bool = False
 
     @property
     def choice(self) -> tuple[str, str] | None:
-        """Its choice on an axis of the decoder, where it is not the row's."""
+        """Choice on an axis of the decoder, if it differs from that of the technique's row."""
         return ("attention", "chunked-retained") if self.retain else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedAttention:
-    """Local attention whose scores exist for one chunk of queries only, and whose backward pass is written out."""
+    """Local attention with scores of one chunk of queries at a time, and a hand-written backward pass."""
 
-    keep: bool = False  # keep the weights of all queries for the backward pass instead of computing them twice
+    keep: bool = False  # keep all weights for the backward pass instead of computing them twice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +132,7 @@ class StreamStrata:
     """Forward and backward pass of one stratum after the other, inside the loss; nothing is computed twice."""
 
     cells: int  # cells of a batch whose scores of one stratum exist at the same time
-    workers: int = 1  # strata that a CPU with as many threads computes side by side, and that are alive then
+    workers: int = 1  # strata that a CPU with as many threads runs concurrently, and that are alive at the same time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,9 +144,9 @@ class CompileStrata:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrataParallel:
-    """The strata of the decoder are split over the model axis, in runs."""
+    """The strata of the decoder are sharded over the model axis, in runs."""
 
-    ends: str  # one past the last stratum of every rank, separated by commas, such as "14,24,32"
+    ends: str  # end of each rank's range of strata, separated by commas, such as "14,24,32"
 
 
 STREAM = Technique(
@@ -172,7 +172,7 @@ STRATA = Technique(
     shrinks="K strata to those of a rank",
     specs=(StrataParallel,),
     installers={StrataParallel: Installer(f"{HIC}.strata.own_strata:share_strata", on_decoder=True)},
-    # the ranks' runs depend on the mesh and on the other choices, and are filled in later
+    # the ranks' ranges depend on the mesh and on other choices, and are filled in later
     targets=on_decoder(lambda _: StrataParallel(ends="")),
     choice=("placement", "strata"),
     model_axis=True,
@@ -186,7 +186,7 @@ class KeyFirstDecode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseLikelihood:
-    """Likelihood of all features as if their counts were zero, and a correction for those that are not."""
+    """Likelihood of all features as if their counts were zero, with a correction for nonzero counts."""
 
 
 S4 = Technique(
@@ -210,15 +210,15 @@ SPARSE = Technique(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HiddenParallel:
-    """S5: the hidden dimension of the decoder is split over the model axis."""
+    """S5: the hidden dimension of the decoder is sharded over the model axis."""
 
-    # gather keys and values over the ranks before every attention, as the paper does without S4, instead of adding up
+    # gather keys and values over the ranks before every attention, as the paper does without S4, instead of summing
     # scores
     gather: bool = False
 
     @property
     def choice(self) -> tuple[str, str] | None:
-        """Its choice on an axis of the decoder, where it is not the row's."""
+        """Choice on an axis of the decoder, if it differs from that of the technique's row."""
         return ("placement", "hidden-gathered") if self.gather else None
 
 
@@ -243,16 +243,16 @@ S5 = Technique(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DomainParallel:
-    """The anchors of the decoder are split over the model axis, in whole buckets of attention."""
+    """The anchors of the decoder are sharded over the model axis, in full buckets of attention."""
 
-    vertices: bool = False  # v comes with the own rows only, from a graph encoder whose vertices are split too
+    vertices: bool = False  # v has only own rows, from a graph encoder whose vertices are sharded too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VertexParallel:
-    """The vertices of the graph are split over the model axis; a rank has its own rows of embedding, noise and v."""
+    """The vertices of the graph are sharded over the model axis; a rank has its own rows of embedding, noise and v."""
 
-    modality: str  # whose vertices are the anchors of the decoder that is split
+    modality: str  # modality whose vertices are the anchors of the sharded decoder
     window: int  # anchors of a bucket of its attention
 
 
@@ -281,12 +281,12 @@ NODES = Technique(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureParallel:
-    """S2: the features of every stratum are split over the model axis."""
+    """S2: the features of every stratum are sharded over the model axis."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowParallelLinear:
-    """S2: a layer that reads all features; its weight, gradient and optimiser state are split over the model axis."""
+    """S2: a layer that reads all features; its weight, gradient and optimiser state are sharded over the model axis."""
 
 
 S2 = Technique(

@@ -1,31 +1,31 @@
-"""Compute attention of buckets of rows to their own and the two neighbouring buckets, forward and backward by hand.
+"""Compute attention of buckets of rows to their own and the two neighbouring buckets, with a hand-written backward.
 
     r_i = R(i) k_i / |k_i|      s_i = R(i + w) q_i      P = softmax(mask(D^-0.5 s r^T))      out = P v
     dv = P^T do                 dS = P * (do v^T - rowsum(P * do v^T)), 0 for a row with itself
     dq_i = D^-0.5 R(i + w)^T (dS r)_i       g = D^-0.5 dS^T s       dk_i = R(i)^T (g_i - r_i (r_i . g_i)) / |k_i|
 
-R(i) is that of rotary.py; the w in R(i + w): the reference gives queries the last of its 3w positions. Positions count
-along the sequence, which leaves all differences as they are: a key is turned once, and the keys of a bucket are a run
-of rows. No neighbours are gathered: the keys of a run of buckets (bucket_runs.py) are one view in which buckets
-overlap. Gradients of a run's keys are added in three products, one for each of the buckets that a bucket meets: in one
-product no two buckets meet the same keys. In a run of one bucket only the keys that exist are computed; the rows that
-fill the last bucket are one more column in the softmax, with the score log(number of them) and no value.
+R(i) is the rotation of rotary.py; R(i + w) because the reference gives queries the last of its 3w positions. Positions
+count along the whole sequence, which does not change their differences: every key is rotated once, and the keys of a
+bucket are consecutive rows. Neighbours are not gathered: the keys of a run of buckets (bucket_runs.py) are one view
+with overlapping buckets. Gradients of a run's keys are added in three products, one per neighbouring bucket, because
+within one product no two buckets attend to the same keys. In a run of one bucket only existing keys are computed; the
+zero rows that fill the last bucket are one more column in the softmax, with score log(number of rows) and no value.
 
-Exact up to rounding. Kept for the backward pass: q, k and values themselves, and P where that is requested. Held at
-most, in numbers, in addition to these:
+Exact up to rounding. Saved for the backward pass: q, k and values, and on request P. Peak in addition to these, in
+elements:
 
-    forward     r M D, |k| M, out N D, and the work             k M D before there is out, where it is padded
+    forward     r M D, |k| M, out N D, and the work             k M D before out exists, if it is padded
     backward    r M D, |k| M, do N D, dq N D, dk M D, dv M D, and the work
-    the work    scores 2 G C 3w, G C 3w where P is kept; rows 2 G w D
+    the work    scores 2 G C 3w, G C 3w if P is kept; rows 2 G w D
     at an end   of a run of several buckets, copies of its values (G + 2) w D and of do and q G w D
 
-Numbers below float32 are computed with in float32. Under autocast to bfloat16 turned queries and keys, weights and
-values meet in it: scores and weights exist in it alone, a softmax computes its sums in float32, and keys are turned,
-normalised and their gradients added up in float32. Other kinds of autocast change nothing. On CUDA torch's backward
-pass of a softmax makes G C 3w more for a moment, which no count here sees. Second derivatives are refused by torch.
-Tensors without values (meta) pass through one run of each shape: the memory is that of all runs.
+Types below float32 are computed in float32. Under autocast to bfloat16, products use bfloat16: scores and weights exist
+only in bfloat16; a softmax computes its sums in float32; rotation and normalisation of keys and sums of their gradients
+use float32. Other kinds of autocast have no effect. On CUDA torch's backward pass of a softmax temporarily allocates G
+C 3w more, which is not counted here. Second derivatives raise torch's error. Tensors without values (meta) pass through
+one run of each shape: its memory is that of all runs.
 
-Legend: row (N), key (M, whole buckets of those of the rows and of the neighbours), dim (D), w window, G buckets of a
+Legend: row (N), key (M, full buckets of those of the rows and of the neighbours), dim (D), w window, G buckets of a
 run, C rows of a bucket at a time.
 """
 
@@ -44,19 +44,19 @@ from lightning_amp.techniques.precomputed_gradients import wants_gradients
 
 
 def banded_softmax(
-    q: Float[Tensor, "row dim"],  # queries; they begin with a whole bucket
+    q: Float[Tensor, "row dim"],  # queries; they start with a full bucket
     k: Float[Tensor, "key dim"],  # keys of the rows before, of the queries' rows and of the rows after
     values: Float[Tensor, "key dim"],
     *,
     window: int,
-    before: int,  # keys before that of the first query, whole buckets
+    before: int,  # keys before that of the first query, full buckets
     keep: bool = False,
 ) -> Float[Tensor, "row dim"]:
-    """Attention of a run of buckets."""
+    """Compute attention of a run of buckets."""
     keep = keep and wants_gradients((q, k, values))
     sizes = run_sizes(window, launched=launches_operators(q))
     band = Band(len(q), len(k), window, before, sizes)
-    # where keys are the queries, their gradients are added up as they are made
+    # if keys are the queries, their gradients are summed as they are computed
     keys = None if k is q else k
     dtype = met_in(q, type_of_sums(q.dtype, k.dtype, values.dtype))
     return cast(Tensor, _BandedSoftmax.apply(q, keys, values, band, keep, dtype))  # type: ignore[no-untyped-call]
@@ -73,7 +73,7 @@ class _BandedSoftmax(torch.autograd.Function):
         ctx.save_for_backward(q, k, values, *work.kept.values())
         keys, _ = work.turn_keys(k)
         out = work.room_for_result(q, values.dtype)
-        # one run has all rows: it computes into the result, and nothing is copied
+        # one run has all rows: it writes into the result without a copy
         at_once = out.dim() == 3
         for run in work.runs:
             queries, own_out = work.turn_queries(q, run), out if at_once else work.take_rows(run)
@@ -91,9 +91,9 @@ class _BandedSoftmax(torch.autograd.Function):
         q, k, values, *kept = ctx.saved_tensors
         work = BucketWork(q, k, values, ctx.band, ctx.dtype, shared_qk=ctx.shared_qk, back=True, kept=kept)
         keys, divisors = work.turn_keys(k)
-        # every row is the query of one bucket, but the key of up to three: dq is written, dk and dv are added to
+        # every row is the query of one bucket, but the key of up to three: dq is written, dk and dv are accumulated
         dq = torch.empty_like(q) if not work.at_once else None
-        # zeros, unless `add` writes to all that is read of them
+        # zeros, unless `add` writes all elements that are read
         make = torch.empty_like if work.at_once else torch.zeros_like
         dk, dv = make(keys), make(keys)
         for run in work.runs:
@@ -104,7 +104,7 @@ class _BandedSoftmax(torch.autograd.Function):
                 own_queries, own_grads = part_of(queries, rows), part_of(own_grad, rows)
                 weights = work.weights(run, rows, own_queries, near_keys)
                 work.add(near_dv, of_keys(weights, run), own_grads)
-                # the scores themselves are not needed any more: their gradient takes their memory
+                # the scores are no longer needed: their gradient reuses their memory
                 ds = of_keys(work.score_gradients(run, rows, weights, own_grads, near_values), run)
                 work.add(near_dk, ds, own_queries, scale=work.scale)
                 part_of(own_dq, rows).baddbmm_(ds, near_keys, beta=0, alpha=work.scale)

@@ -1,20 +1,20 @@
 """Replace a decoder's local attention by chunked (S3), fused or sdpa attention.
 
     S3      rows [a, b) = attend(prepare(q, k, values), a, b), a few buckets at a time, recomputed in the backward pass
-    fused   products of a few rows at a time, and a backward pass by hand (banded_softmax.py)
-    sdpa    one or two calls of torch's fused kernels: few operators, more kept (sdpa.py)
+    fused   products of a few rows at a time, and a hand-written backward pass (banded_softmax.py)
+    sdpa    one or two calls of torch's fused kernels: few operators, more bytes kept (sdpa.py)
 
-S3 equals eager attention bit for bit; in the gradients of keys and values only the order of the sum over chunks
-differs. The probabilities [N, 3w] and the copies of keys and values [W, 3w, D] exist for one chunk only; with `retain`
-(the paper's form) autograd keeps those of every chunk. Every chunk is computed twice, and adds gradients [N, D].
+S3 equals eager attention bit for bit; only the order of sums over chunks differs, in the gradients of keys and values.
+The probabilities [N, 3w] and the copies of keys and values [W, 3w, D] exist for one chunk only; with `retain` (the
+paper's form) autograd keeps those of every chunk. Every chunk is computed twice, and adds gradients [N, D].
 
-The others agree with the reference to 1e-15 in float64, output and gradients. In float32 they are closer to the float64
-result than the reference is, which rounds the angles of its positions to float32. fused keeps q, k and values only, and
-computes the scores twice unless it keeps the weights [N, 3w]; sdpa holds no scores, and keeps 3 to 4 tensors [N, D].
-No collectives.
+fused and sdpa agree with the reference to 1e-15 in float64, output and gradients. In float32 they are closer to the
+float64 result than the reference is, which rounds the angles of its positions to float32. fused keeps q, k and values
+only, and computes the scores twice unless it keeps the weights [N, 3w]; sdpa stores no scores, and keeps 3 to 4 tensors
+[N, D]. There are no collectives.
 
-Legend: anchor (N), dim (D), row (of a run of buckets), key (of these rows and their neighbours), w window,
-W = ceil(N / w) buckets.
+Legend: anchor (N), dim (D), row (of a run of buckets), key (of these rows and their neighbours), w window, W = ceil(N /
+w) buckets.
 """
 
 import copy
@@ -41,12 +41,12 @@ from lightning_amp.techniques.hic.rows import ChunkedAttention, FusedAttention, 
 Kernel = Literal["products", "sdpa"]
 EXAMPLE_WINDOW = 3
 EXAMPLE_ROWS = (2, 12, 14)
-"""One bucket; whole buckets; the last one cut short."""
+"""Numbers of rows that are tested: one bucket; full buckets; an incomplete last bucket."""
 CLOSE = 1e-10
 
 
 def fuse_attention(attention: nn.Module, *, keep: bool = False, kernel: Kernel = "products") -> nn.Module:
-    """The same attention, computed by hand; `keep` keeps the weights for the backward pass (products only)."""
+    """Return equivalent fused attention; `keep` keeps the weights for the backward pass (products only)."""
     problem = _structure_problem(attention) or found_out(attention, _value_problem)
     if problem:
         strategy = "fused" if kernel == "products" else kernel
@@ -59,7 +59,7 @@ def fuse_attention(attention: nn.Module, *, keep: bool = False, kernel: Kernel =
 
 
 class FusedLocalAttention(nn.Module):
-    """Local attention computed by hand, of buckets of `window` anchors; made by `fuse_attention`."""
+    """Local attention in buckets of `window` anchors, with a hand-written backward pass; made by `fuse_attention`."""
 
     stays_eager = True
 
@@ -77,20 +77,20 @@ class FusedLocalAttention(nn.Module):
         return f"dim={self.dim}, window={self.window}" + (", keep=True" if self.keep else "") + kernel
 
     def n_buckets(self, n: int) -> int:
-        """Buckets that n anchors fill."""
+        """Return the number of buckets that n anchors fill."""
         return -(-n // self.window)
 
     def prepare(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> tuple[Tensor, ...]:
-        """The three themselves."""
+        """Return q, k and values unchanged."""
         check_rows(q, k, values)
         return q, k, values
 
     def attend(self, state: tuple[Tensor, ...], first: int, last: int) -> Float[Tensor, "row dim"]:
-        """Rows of the buckets [first, last), as far as there are anchors."""
+        """Return the rows of the buckets [first, last), without rows beyond the last anchor."""
         q, k, values = state
         n, w = len(q), self.window
         begin, end = first * w, min(last * w, n)
-        # a bucket meets the one before and the one after, and no others
+        # a bucket attends only to itself and its two neighbours
         start, stop = max(begin - w, 0), min(end + w, n)
         near = slice(start, stop)
         return fused_rows(
@@ -105,25 +105,25 @@ class FusedLocalAttention(nn.Module):
         )
 
     def forward(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> PerAnchor:
-        """Attention over all buckets."""
+        """Compute attention of all buckets."""
         check_rows(q, k, values)
         return fused_rows(q, k, values, window=self.window, keep=self.keep, kernel=self.kernel)
 
 
 def fused_rows(
-    q: Float[Tensor, "row dim"],  # queries of the own rows, which begin with a whole bucket
+    q: Float[Tensor, "row dim"],  # queries of the own rows, which start with a full bucket
     k: Float[Tensor, "key dim"],  # keys of the rows before, of the own rows and of the rows after
     values: Float[Tensor, "key dim"],
     *,
     window: int,
-    before: int = 0,  # rows before the own ones, whole buckets; 0 where the sequence begins with the own ones
-    # rows after the own ones; 0 where the sequence ends with the own ones. Unless whole buckets, they are all that
-    # follow, and so are the own rows without any after: the rest of a bucket counts as zeros
+    before: int = 0,  # rows before the own ones, full buckets; 0 at the start of the sequence
+    # rows after the own ones; 0 at the end of the sequence. If `after`, or without it the own rows, are not full
+    # buckets, the sequence ends there, and the rest of the bucket counts as zeros
     after: int = 0,
     keep: bool = False,
     kernel: Kernel = "products",
 ) -> Float[Tensor, "row dim"]:
-    """Local attention of a run of buckets, given the keys and values of its neighbours too."""
+    """Compute local attention of a run of buckets, given the keys and values of its neighbours."""
     n = len(q)
     assert len(k) == len(values) == before + n + after, f"{len(k)=} is not {before=} + {n=} + {after=}"
     assert before % window == 0, f"{before=} is not a number of whole buckets of {window=}"
@@ -148,10 +148,10 @@ def _structure_problem(attention: nn.Module) -> str:
 
 
 def _value_problem(attention: nn.Module) -> str:
-    """Where a module computes something else on small examples; "" if nowhere."""
+    """Return where a module's results on small examples differ; "" if nowhere."""
     ours = FusedLocalAttention(cast(Any, attention).dim, EXAMPLE_WINDOW)
     for n, training in product(EXAMPLE_ROWS, (True, False)):
-        # the structure's check has refused state
+        # _structure_problem has excluded modules with state
         problem = mismatch(attention, ours, partial(_results, n=n, training=training), rtol=CLOSE)
         if problem:
             return f"{problem} of {n!r} anchors with window={EXAMPLE_WINDOW!r}"
@@ -159,14 +159,14 @@ def _value_problem(attention: nn.Module) -> str:
 
 
 def _results(attention: nn.Module, *, n: int, training: bool) -> dict[str, Tensor]:
-    """Output and gradients with small buckets; a module for which the size of its buckets does not matter differs."""
+    """Return output and gradients with small buckets; a module whose result ignores the bucket size will differ."""
     small = cast(Any, copy.deepcopy(attention).train(training))
     small.window = EXAMPLE_WINDOW
     return attention_results(small, n, small.dim)
 
 
 def chunk_attention(attention: nn.Module, *, buckets: int, retain: bool = False) -> nn.Module:
-    """The same attention, `buckets` at a time; `retain` keeps what every chunk computes for the backward pass."""
+    """Return the same attention, `buckets` at a time; `retain` keeps every chunk's tensors for the backward pass."""
     kind = type(attention).__name__
     if not isinstance(attention, BucketedAttention):
         missing = [name for name in ("n_buckets", "prepare", "attend") if not hasattr(attention, name)]
@@ -188,7 +188,7 @@ def chunk_attention(attention: nn.Module, *, buckets: int, retain: bool = False)
 
 
 class ChunkedLocalAttention(nn.Module):
-    """Attention chunk by chunk; made by `chunk_attention`."""
+    """Compute attention chunk by chunk; made by `chunk_attention`."""
 
     stays_eager = True
 
@@ -203,7 +203,7 @@ class ChunkedLocalAttention(nn.Module):
         return f"buckets={self.buckets}, retain={self.retain}"
 
     def forward(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> PerAnchor:
-        """Attention over all buckets, one chunk alive at a time."""
+        """Compute attention of all buckets; one chunk is alive at a time."""
         inner = cast(BucketedAttention, self.inner)
         state, n_buckets = inner.prepare(q, k, values), inner.n_buckets(len(q))
         firsts = range(0, n_buckets, self.buckets)
@@ -215,15 +215,15 @@ class ChunkedLocalAttention(nn.Module):
 
 
 def chunked(module: nn.Module, spec: ChunkedAttention, mesh: Any) -> nn.Module:
-    """S3: a few buckets at a time."""
+    """Install S3: attention a few buckets at a time."""
     return chunk_attention(module, buckets=spec.buckets, retain=spec.retain)
 
 
 def fused(module: nn.Module, spec: FusedAttention, mesh: Any) -> nn.Module:
-    """Scores of a few queries at a time, and a backward pass by hand."""
+    """Install fused attention: scores of a few queries at a time, and a hand-written backward pass."""
     return fuse_attention(module, keep=spec.keep)
 
 
 def sdpa(module: nn.Module, spec: SdpaAttention, mesh: Any) -> nn.Module:
-    """torch's fused kernels."""
+    """Install attention in torch's fused kernels."""
     return fuse_attention(module, kernel="sdpa")

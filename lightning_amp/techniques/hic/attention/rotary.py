@@ -1,14 +1,16 @@
-"""Rotate rows by their position, pair of channels by pair of channels, one bucket after the other.
+"""Rotate rows by their position, one pair of channels and one bucket at a time.
 
     R(i): z -> z exp(i f sqrt(-1))      z = a + b sqrt(-1),  a of channel c, b of c + D/2,  f = 10000^(-2c/D)
 
-Turned rows are complex numbers, one per pair, because turning is then one product. Their real and imaginary parts are D
-channels in another order, the same for all rows, and inner products do not mind. Position i = j w + p is turned by the
-angles of p and of j w, so that the tables have a row per place in a bucket and a row per bucket.
+Rotated rows are complex numbers, one per pair of channels, so that a rotation is one product. Their real and imaginary
+parts are the D channels in another order, which is the same for all rows and does not affect inner products. Position i
+= j w + p is rotated by the angles of p and of j w, so the tables have one row per position in a bucket and one per
+bucket.
 
-The frequencies are rounded to float32 whatever the dtype, because the reference's are. Positions can be large: an angle
-is a product of 24 bits and a whole number, which float64 holds exactly up to 2^29 rows. The tables, 2 (w + W) D
-numbers, are made once for all attention of the same sizes: making them takes as many operators as attention itself.
+The frequencies are rounded to float32 whatever the dtype, as in the reference. Positions can be large: an angle is the
+product of 24 bits and a whole number, which float64 represents exactly up to 2^29 rows. The tables, 2 (w + W) D
+numbers, are cached for all attention of the same sizes, because computing them takes as many operators as attention
+itself.
 
 Legend: bucket (any number of them), row (of a bucket, w or fewer), dim (D), pair (D / 2), w window, W buckets.
 """
@@ -26,17 +28,17 @@ from lightning_amp.techniques.hic.attention.bucket_runs import turned_at_once
 from lightning_amp.techniques.hic.attention.sizes import ROTARY_BASE
 
 KEPT = 16
-"""Sizes whose tables, masks and zeros are kept; a model has one for every decoder, and nodes some more."""
+"""Most sizes whose tables, masks and zeros are cached; a model has one per decoder, and nodes a few more."""
 
 
 def rotary(dim: int, window: int, n_buckets: int, *, dtype: torch.dtype, like: Tensor) -> "Rotary":
-    """Tables for a device, new or kept, of `n_buckets` places; what is turned is float32 or float64, `dtype`."""
+    """Return tables for `n_buckets` buckets on a device, new or cached; `dtype` is float32 or float64."""
     found: Rotary = kept(Rotary, like)(dim, window, n_buckets, dtype, like.device, launches_operators(like))
     return found
 
 
 class Rotary:
-    """Turns the rows of buckets; made by `rotary`."""
+    """Rotates the rows of buckets; made by `rotary`."""
 
     def __init__(
         self, dim: int, window: int, n_buckets: int, dtype: torch.dtype, device: torch.device, launched: bool
@@ -45,11 +47,11 @@ class Rotary:
         frequency = (1.0 / ROTARY_BASE**exponent).double()
 
         def table(n: int, distance: int) -> tuple[Tensor, Tensor]:
-            """Factors that turn, and that turn back."""
+            """Return the factors of the rotation, and of its inverse."""
             position = torch.arange(0, n * distance, distance, dtype=torch.float64, device=device)
             angle = position[:, None] * frequency
             there = torch.complex(angle.cos().to(dtype), angle.sin().to(dtype))
-            # resolved once: a lazy conjugate is resolved again in every product
+            # resolved once: a lazy conjugate would be resolved in every product
             return there, there.conj().resolve_conj()
 
         self._within = table(window, 1)
@@ -60,12 +62,12 @@ class Rotary:
     def turn(
         self,
         x: Complex[Tensor, "bucket row pair"],
-        # runs of places that the buckets have, one after the other: the first one, and how many
+        # ranges of bucket positions, one after the other: first position, and number of buckets
         *places: tuple[int, int],
-        back: bool = False,  # turn the other way round
+        back: bool = False,  # rotate by the inverse
         out: Complex[Tensor, "bucket row pair"] | None = None,
     ) -> None:
-        """Multiply by R(i), or by R(i)^T, in place or into other memory."""
+        """Multiply by R(i), or by R(i)^T, in place or into `out`."""
         within, part, n_rows = self._within[back], self._part(places, back), x.shape[1]
         out = x if out is None else out
         if not self._at_once(len(x)):
@@ -75,7 +77,7 @@ class Rotary:
         torch.mul(x, part, out=out)
 
     def _part(self, places: tuple[tuple[int, int], ...], back: bool) -> Tensor:
-        """Factors of some buckets, of all their rows or of the first ones; kept, for a part is an operator."""
+        """Return the factors of some buckets, of all rows or the first ones; cached, as slicing costs an operator."""
         part = self._parts.get((places, back))
         if part is None:
             parts = [self._between[back][place : place + n] for place, n in places]
@@ -91,31 +93,31 @@ class Rotary:
 
 
 def kept(make: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
-    """`make`, or one that keeps what it makes: a fake tensor is of no use to a real one, nor to another mode."""
+    """Return `make`, cached unless tensors are fake: a fake tensor is valid only in its own mode."""
     return make if type(like) not in (Tensor, nn.Parameter) else partial(_kept, make)
 
 
 @lru_cache(maxsize=KEPT)
 def _kept(make: Callable[..., Any], *sizes: Any) -> Any:
-    # tables made in inference mode could not be used outside of it
+    # tables that are made in inference mode could not be used outside of it
     with torch.inference_mode(mode=False), torch.no_grad():
         return make(*sizes)
 
 
 def forget_kept() -> None:
-    """Make tables, masks and zeros anew where they are needed next, as in a new process."""
+    """Clear cached tables, masks and zeros, as in a new process."""
     _kept.cache_clear()
 
 
 def to_pairs(
     x: Float[Tensor, "*rows dim"], *, out: Complex[Tensor, "*rows pair"] | None = None
 ) -> Complex[Tensor, "*rows pair"]:
-    """Channels c and c + D/2 as one complex number each."""
+    """Return channels c and c + D/2 as one complex number each."""
     a, b = x.chunk(2, dim=-1)
     return torch.complex(a, b, out=out)
 
 
 def from_pairs(x: Float[Tensor, "*rows pair 2"], out: Float[Tensor, "*rows dim"]) -> None:
-    """Write real and imaginary parts as channels again."""
+    """Write real and imaginary parts back as channels."""
     *rows, n_pairs, _ = x.shape
     out.view(*rows, 2, n_pairs).copy_(x.mT)

@@ -1,4 +1,4 @@
-"""Check the sizes of attention, and define its constants and the types that it computes in."""
+"""Check the sizes of attention, and define its constants and dtypes."""
 
 from functools import lru_cache, reduce
 
@@ -11,11 +11,11 @@ SELF_SCORE = -5e4
 """Score of a row with itself, as in the `local-attention` package."""
 ROTARY_BASE = 10000.0
 LEAST_NORM = 1e-12
-"""What keys are divided by at least."""
+"""Lower bound of the norm by which keys are divided."""
 
 
 def check_sizes(name: str, dim: object, window: object) -> None:
-    """Refuse what is no size of attention."""
+    """Raise an error for an invalid dimension or window."""
     if not _whole(dim, least=2) or dim % 2:  # type: ignore[operator]
         raise ModelError(f"{name}(dim={dim!r}): rotary needs an even dim, a whole number; choose 2, 4, ...")
     if not _whole(window, least=1):
@@ -25,7 +25,7 @@ def check_sizes(name: str, dim: object, window: object) -> None:
 
 
 def check_rows(q: Tensor, k: Tensor, values: Tensor) -> None:
-    """Refuse queries, keys and values of different anchors."""
+    """Raise an error if queries, keys and values differ in their number of anchors."""
     if not len(q) == len(k) == len(values):
         raise ModelError(
             f"attention was called with {len(q)!r} queries, {len(k)!r} keys and {len(values)!r} "
@@ -39,15 +39,15 @@ def _whole(value: object, *, least: int) -> bool:
 
 @lru_cache
 def type_of_sums(*dtypes: torch.dtype) -> torch.dtype:
-    """The type of sums and products: float32, or float64 where one is."""
-    # kept, because torch counts the question as an operator
+    """Return the dtype of sums and products: float32, or float64 if an input is."""
+    # cached, because torch counts this call as an operator
     return reduce(torch.promote_types, dtypes, torch.float32)
 
 
 def met_in(q: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The type in which queries meet keys, and weights values; `dtype` is that of sums."""
+    """Return the dtype of products of queries and keys, and of weights and values; `dtype` is that of sums."""
     kind = q.device.type
     if dtype != torch.float32 or kind == "meta" or not torch.is_autocast_enabled(kind):
         return dtype
-    # float16 has no number as large as the mask's, and its gradients would have to be scaled
+    # float16 cannot represent the mask's value, and its gradients would have to be scaled
     return torch.bfloat16 if torch.get_autocast_dtype(kind) == torch.bfloat16 else dtype

@@ -1,1 +1,1 @@
-"""Split anchors and graph vertices over ranks, with a halo (nodes)."""
+"""Shard anchors and graph vertices over ranks, with a halo exchange (nodes)."""

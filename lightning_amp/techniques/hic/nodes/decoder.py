@@ -1,34 +1,34 @@
-"""Give every rank of the model axis a run of the anchors, of which it computes keys and features (nodes).
+"""Shard the anchors of a decoder: each rank computes the keys and features of a run of anchors (nodes).
 
-    region        own rows of v enter, losses are added up (ranks/sharded_region.py, ranks/shards.py); v has no
-                  others where the graph's vertices are sharded too (graph_encoder.py)
-    attention     own buckets that see own ones only: attend(prepare(own q, k, values)); the first and the last own one:
-                  attend(prepare(three buckets, the neighbour's among them)), one bucket of it
-    full          keys and values travel a ring of ranks; no rank has scores [N, N], nor those of more than two ranks
+    region        own rows of v enter, losses are summed (ranks/sharded_region.py, ranks/shards.py); v has only own
+                  rows if the graph's vertices are sharded too (graph_encoder.py)
+    attention     own buckets without other ranks' neighbours: attend(prepare(own q, k, values)); the first and the last
+                  one: attend(prepare(three buckets, including the neighbour's)), one bucket of it
+    full          keys and values pass a ring of ranks; no rank has scores [N, N], nor those of more than two ranks
     features      those of the own anchors; the softmax runs over all ranks' features
 
-Everything else of a key works row by row and needs no change, nor does a chained spine. Exact up to the order of the
-sums over ranks. Anchors are sharded in whole buckets, as evenly as they go; with full attention one by one. Rows travel
-while the inner buckets are attended: `start_exchange` begins to send forward and waits backward, `finish_exchange`
-waits forward and begins to send gradients backward. Under S3, which asks for chunks in any order, rows are waited for
-first.
+All other parts of a key work row by row and do not change, nor does a chained spine. Exact up to the order of sums over
+ranks. Anchors are sharded in full buckets, as evenly as possible; with full attention one by one. Rows are in transit
+while the inner buckets are computed: `start_exchange` starts to send in the forward pass and waits in the backward
+pass, `finish_exchange` waits in the forward pass and starts to send gradients in the backward pass. S3 computes chunks
+in any order, so the exchange finishes before the first chunk.
 
     collectives of a step               forward                      backward
     every stratum, local attention      1 all-to-all  4 w D          1 all-to-all  4 w D      (ends: half of it)
     every stratum, full attention       2 (R - 1) all-to-all  n D    4 R - 2 all-to-all  n D
     every stratum (not binarized)       1 all-gather  B              1 all-reduce  B
-    the whole decoder                   1 all-reduce  1              1 all-gather  n D + B D + K
-    the same, v given by its own rows   1 all-reduce  1              1 all-reduce  B D + K
+    complete decoder                    1 all-reduce  1              1 all-gather  n D + B D + K
+    the same, if v has own rows only    1 all-reduce  1              1 all-reduce  B D + K
     parameters of the strata                                         in the reduction of gradients, once
 
-The numbers are those that a rank puts in; under `recompute` those of a forward pass come twice, under `stream` those of
-the softmax once for every micro-batch. What shrinks to a part of 1 / R: everything of a key, scores, likelihood, and
-time. Parameters stay whole; their gradients are parts (`Change.partial`).
+The numbers are elements that a rank contributes. Under `recompute` those of a forward pass come twice, under `stream`
+those of the softmax once per micro-batch. Reduced to 1 / R: keys, scores, likelihood, and time. Parameters stay
+replicated; their gradients are partial (`Change.partial`).
 
 Legend: B cells, N anchors, n own anchors, w anchors of a bucket, own buckets 0 .. W - 1, D dim, K strata, R ranks;
-before, after: the bucket of the rank before, and after. Known limits: second derivatives are refused; what a key does
-outside its children is probed on an example (checks/key.py), what a stratum does outside its parts is not; random draws
-inside of the strata are each rank's own.
+before, after: the bucket of the previous and of the next rank. Known limits: second derivatives raise an error; what a
+key does outside its children is probed on an example (checks/key.py), but not what a stratum does outside its parts;
+every rank draws its own random numbers inside the strata.
 """
 
 import copy
@@ -63,12 +63,12 @@ from lightning_amp.techniques.ranks.shards import AnchorShards, run_of, shard_an
 
 
 def start_exchange(rows: AnchorShards, edges: Sequence[Float[Tensor, "_ two_dim"]]) -> Float[Tensor, "halo two_dim"]:
-    """Send keys and values, side by side, to the neighbours; what is returned is only for `finish_exchange`.
+    """Start to send keys and values, concatenated, to the neighbours; pass the result only to `finish_exchange`.
 
-    Every rank must call it. `edges`: the first own bucket for the rank before, the last for the rank after, if there
-    are.
+    Every rank must call it. `edges`: the first own bucket for the previous rank, and the last for the next rank, if
+    these ranks exist.
     """
-    # the last bucket of all may be short, and alone on its rank; autograd wants as many rows back as were sent
+    # the last bucket of the sequence may be short; autograd requires as many rows back as were sent
     sent = torch.cat([F.pad(edge, (0, 0, 0, rows.window - len(edge))) for edge in edges])
     return collectives.linear(partial(_exchange, rows), wait_for, sent)
 
@@ -76,7 +76,7 @@ def start_exchange(rows: AnchorShards, edges: Sequence[Float[Tensor, "_ two_dim"
 def finish_exchange(
     rows: AnchorShards, under_way: Float[Tensor, "halo two_dim"]
 ) -> tuple[Float[Tensor, "before two_dim"], Float[Tensor, "after two_dim"]]:
-    """Keys and values of the bucket before, and of that after; none at an end of the sequence."""
+    """Return keys and values of the bucket before, and of the bucket after; empty at an end of the sequence."""
     back = partial(_exchange, rows)
     received: Tensor = collectives.linear(lambda x: wait_for(x).view_as(x), back, under_way)
     n_before = rows.window * rows.before
@@ -84,7 +84,7 @@ def finish_exchange(
 
 
 def _exchange(rows: AnchorShards, sent: Tensor) -> Tensor:
-    """A bucket to and from each neighbour; the result is not to be read before it was waited for."""
+    """Exchange a bucket with each neighbour; wait before reading the result."""
     own = rows.mesh.get_local_rank()
     sizes = [rows.window if abs(rank - own) == 1 else 0 for rank in range(len(rows.sizes))]
     return start_all_to_all(sent, sizes, sizes, rows.mesh.get_group())
@@ -94,7 +94,7 @@ State = tuple[Tensor, ...]
 
 
 class _OwnAnchors(nn.Module):
-    """Attention of the own anchors."""
+    """Base class of attention of the own anchors."""
 
     def __init__(self, anchors: AnchorShards) -> None:
         super().__init__()
@@ -107,23 +107,23 @@ class _OwnAnchors(nn.Module):
 
 
 class HaloAttention(_OwnAnchors):
-    """Bucketed attention of a run of buckets among those of other ranks; made by `share_anchors`."""
+    """Bucketed attention of a run of buckets between those of other ranks; made by `share_anchors`."""
 
     inner: BucketedAttention
 
     def __init__(self, inner: nn.Module, anchors: AnchorShards) -> None:
         super().__init__(anchors)
         self.inner = cast(Any, inner)
-        # at an end of the sequence the outer bucket has no other rank's rows to wait for
+        # at an end of the sequence the outer bucket does not wait for rows of another rank
         self.inside = range(anchors.before, max(anchors.n_buckets - anchors.after, anchors.before))
         self.outer = [j for j in range(anchors.n_buckets) if j not in self.inside]
 
     def n_buckets(self, n: int) -> int:
-        """Buckets that n anchors fill."""
+        """Return the number of buckets that n anchors fill."""
         return self.inner.n_buckets(n)
 
     def forward(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> PerAnchor:
-        """Attention of all own buckets; the inner ones while the neighbours' rows are under way."""
+        """Compute attention of all own buckets; the inner ones while the neighbours' rows are in transit."""
         if not self.outer:
             return cast(Any, self.inner)(q, k, values)  # type: ignore[no-any-return]
         near = self._near(q, k, values)
@@ -133,7 +133,7 @@ class HaloAttention(_OwnAnchors):
         return self._in_order(dict(zip(self.outer, pieces, strict=True)), inside)[: len(q)]
 
     def prepare(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> State:
-        """What `attend` reads: that of the own rows, then that of every outer bucket's surroundings."""
+        """Return the state for `attend`: that of the own rows, then that of the rows around every outer bucket."""
         own = self.inner.prepare(q, k, values)
         if not self.outer:
             return own
@@ -142,7 +142,7 @@ class HaloAttention(_OwnAnchors):
         return tuple(tensor for state in (own, *pieces) for tensor in state)
 
     def attend(self, state: State, first: int, last: int) -> Float[Tensor, "row dim"]:
-        """Rows of the own buckets [first, last)."""
+        """Return rows of the own buckets [first, last)."""
         length = len(state) // (1 + len(self.outer))
         own, *pieces = (state[i : i + length] for i in range(0, len(state), length))
         asked = {j: piece for j, piece in zip(self.outer, pieces, strict=True) if first <= j < last}
@@ -153,9 +153,9 @@ class HaloAttention(_OwnAnchors):
         return [self.inner.attend(state, buckets.start, buckets.stop)] if buckets else []
 
     def _in_order(self, pieces: dict[int, State], inside: list[Tensor]) -> Tensor:
-        """Rows of the outer buckets that are requested, and of those between."""
-        # which bucket of its piece an outer bucket is: the first of the sequence has none before it, so that it is the
-        # first of its piece, and its score with buckets before the sequence is masked as on one device
+        """Concatenate rows of the requested outer buckets and of the buckets between them."""
+        # index of an outer bucket in its piece: the first bucket of the sequence has no bucket before it, so it is the
+        # first of its piece, and its scores before the sequence are masked as on one device
         places = {j: int(j > 0 or self.anchors.before) for j in pieces}
         rows = {j: self.inner.attend(piece, places[j], places[j] + 1) for j, piece in pieces.items()}
         first = self.inside.start
@@ -163,27 +163,27 @@ class HaloAttention(_OwnAnchors):
         return torch.cat([*before, *inside, *after])
 
     def _near(self, *own: Tensor) -> list[State]:
-        """Own rows of q, k and values around every outer bucket."""
+        """Return own rows of q, k and values around every outer bucket."""
         w = self.anchors.window
-        # a bucket and its two neighbours, so that `prepare` gives positions whose differences are those of the whole
+        # a bucket and its two neighbours, so that `prepare` uses positions with the same differences as on one device
         around = [slice(max(j - 1, 0) * w, (j + 2) * w) for j in self.outer]
         return [tuple(rows[part] for rows in own) for part in around]
 
     def _send(self, near: list[State]) -> Tensor:
         w, (_, *first), (_, *last) = self.anchors.window, near[0], near[-1]
-        # the first own bucket is for the rank before, the last for the rank after; one bucket alone is for both
+        # the first own bucket goes to the previous rank, the last to the next rank; a single bucket goes to both
         edges = [[x[:w] for x in first]] * self.anchors.before + [[x[-w:] for x in last]] * self.anchors.after
         return start_exchange(self.anchors, [torch.cat(edge, dim=1) for edge in edges])
 
     def _pieces(self, near: list[State], under_way: Tensor) -> list[State]:
-        """What `attend` reads of every outer bucket and its neighbours; waits for the neighbours' rows."""
+        """Wait for the neighbours' rows, and return the state of every outer bucket with its neighbours."""
         before, after = finish_exchange(self.anchors, under_way)
         pieces = list[State]()
         for j, (q, k, values) in zip(self.outer, near, strict=True):
             dim = k.shape[1]
             first = before if j == 0 else before[:0]
             last = after if j == self.anchors.n_buckets - 1 else before[:0]
-            # queries of the neighbours' rows are asked by nobody; under autocast, keys and values were sent as one type
+            # queries of the neighbours' rows are not used; under autocast, keys and values were sent as one dtype
             keys = torch.cat((first[:, :dim].to(k.dtype), k, last[:, :dim].to(k.dtype)))
             values = torch.cat((first[:, dim:].to(values.dtype), values, last[:, dim:].to(values.dtype)))
             pieces.append(self.inner.prepare(F.pad(q, (0, 0, len(first), len(last))), keys, values))
@@ -191,12 +191,12 @@ class HaloAttention(_OwnAnchors):
 
 
 class RingAttention(_OwnAnchors):
-    """Attention of the own anchors to all; made by `share_anchors`."""
+    """Attention of the own anchors to all anchors; made by `share_anchors`."""
 
     def forward(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> PerAnchor:
-        """Rows of the own anchors."""
+        """Compute attention for the rows of the own anchors."""
         check_rows(q, k, values)
-        # autocast does not see the kernels of a block
+        # autocast does not apply to the kernels of a block
         rows = [computed_in(x)[None, None] for x in (q, k, values)]
         owned = self.anchors.owned
         axis, scale = axis_of(self.anchors.mesh), q.shape[1] ** -0.5
@@ -233,12 +233,12 @@ def share_anchors(decoder: DecomposedDecoder, spec: DomainParallel, mesh: Device
 
 
 def _attention(decoder: DecomposedDecoder, k: int) -> tuple[str, nn.Module] | None:
-    """Name and module of a stratum's full attention, or outermost bucketed one, in which S3 may have wrapped it."""
+    """Return a stratum's full attention, or its outermost bucketed one, which S3 may have wrapped, with its name."""
     fqn = f"strata.{k}.key"
     key: Any = getattr(decoder.strata[k], "key", "missing")
     if key is None:
         return None
-    # not named_children: it leaves out a module that has two names
+    # not named_children, which lists a module with two names only once
     children = dict(key._modules) if isinstance(key, nn.Module) else {}
     others = [child for name, child in children.items() if name != "attention"]
     state = children and [*key.parameters(recurse=False), *key.buffers(recurse=False)]
@@ -277,7 +277,7 @@ def _is_row_by_row(child: nn.Module | None) -> bool:
 
 
 def _window(decoder: DecomposedDecoder, fqn: str, attention: nn.Module) -> int:
-    """Anchors of a bucket, if attention sees the two neighbouring buckets of a bucket and no others; of full one 1."""
+    """Return the anchors of a bucket, if it attends only to itself and both neighbours; for full attention 1."""
     if not isinstance(attention, BucketedAttention):
         return 1
     window: Any = getattr(attention, "window", None)
@@ -287,7 +287,7 @@ def _window(decoder: DecomposedDecoder, fqn: str, attention: nn.Module) -> int:
     hooks = hooks_within(attention)
     if hooks:
         raise _refusal(decoder, f"has {fqn!r} with {hooks!r}, which would not run", "attention without hooks")
-    # with small buckets the example is small
+    # small buckets keep the example small
     small = cast(Any, copy.deepcopy(attention))
     small.window = w = min(window, EXAMPLE_WINDOW)
     generator = torch.Generator().manual_seed(0)
@@ -318,23 +318,23 @@ def _refusal(decoder: object, found: str, allowed: str) -> InstallError:
 
 
 class AnchorFeatures(ShardedFeatures):
-    """The part of a stratum's features that belongs to this rank's anchors; made by `share_anchors`.
+    """Features of a stratum that belong to this rank's anchors; made by `share_anchors`.
 
-    Where the own columns are a run, as when the anchors ascend, they are sliced, which costs nothing; else gathered.
+    Consecutive own columns, as with ascending anchors, are sliced without a copy; others are gathered.
     """
 
     def __init__(self, feature_anchor: FeatureAnchor, anchors: AnchorShards) -> None:
         nn.Module.__init__(self)
         self.mesh, self.n_features = anchors.mesh, len(feature_anchor)
         firsts = torch.tensor(anchors.bounds[1:-1], dtype=feature_anchor.dtype, device=feature_anchor.device)
-        # the rank of every feature is that of its anchor; stable, so that a rank keeps the order of its features
+        # a feature is on the rank of its anchor; the sort is stable, so that a rank keeps the order of its features
         owner = torch.bucketize(feature_anchor, firsts, right=True)
         order = owner.argsort(stable=True)
         self.sizes = owner.bincount(minlength=len(anchors.sizes)).tolist()
         rank = anchors.mesh.get_local_rank()
         first = list(accumulate(self.sizes, initial=0))[rank]
         columns = order[first : first + self.sizes[rank]]
-        # one tensor for good: S4 looks at the values of a tensor that it has not seen, which waits for the device
+        # always the same tensor: S4 reads the values of a new tensor, which waits for the device
         self.register_buffer("feature_anchor", feature_anchor[columns] - anchors.own.start, persistent=False)
         self.run = run_of(columns)
         self.register_buffer("columns", columns.clone() if self.run is None else None, persistent=False)

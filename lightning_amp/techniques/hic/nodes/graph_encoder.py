@@ -1,9 +1,9 @@
-"""Give every rank of the model axis the vertices of its anchors, and some others (nodes, in the graph encoder).
+"""Shard the vertices of a graph encoder: each rank has the vertices of its anchors, and some others (nodes).
 
     an anchor         its rank under `nodes` (ranks/shards.py), so that own rows of v enter the decoder
-    another vertex    the rank that most of its edges lead to; ties to the lowest, without edges in runs
+    another vertex    the rank to which most of its edges lead; ties to the lowest, without edges in runs
     embedding         a shard on its owner: values, gradient, optimiser state (sharded_parameter.py)
-    loc, std          row by row; whole on every rank, a rank's gradients are parts (`Change.partial`)
+    loc, std          row by row; replicated, a rank's gradients are partial (`Change.partial`)
 
     collectives of a step               forward                      backward
     propagate: messages over edges      1 all-to-all  g D            1 all-to-all  g D
@@ -12,14 +12,14 @@
     mean: divergence                    1 all-reduce  1              nothing
     noise                               nothing: every rank draws all, some rows at a time, and keeps its own
 
-The guidance graph joins genes to bins nearby, so few edges lead from rank to rank. An edge's message is added up where
-its target is; a *ghost* is a source that another rank holds. Exact up to the order in which messages are added. What
-shrinks to a part of 1 / R: everything [V, D]. The lists of edges, [E], stay whole.
+The guidance graph joins genes to nearby bins, so few edges cross ranks. An edge's message is summed on the rank of its
+target; a *ghost* is a source on another rank. Exact up to the order in which messages are summed. Reduced to 1 / R:
+everything [V, D]. The lists of edges, [E], are replicated.
 
 Legend: vertex (V), own_vertex (n of this rank), dim (D), edge (E, both directions), end (of an edge), g ghosts of a
 rank, P sampled edges with m negatives each, F_m features of another modality, anchor (N), R ranks. Known limits: second
-derivatives are refused; a call of `rows` takes [ends, D] on every rank; encoders are detected by their children
-(protocol.py), what their forward does with these is not checked.
+derivatives raise an error; a call of `rows` allocates [ends, D] on every rank; encoders are detected by their children
+(protocol.py), and what their forward does with these is not checked.
 """
 
 import copy
@@ -49,7 +49,7 @@ Ends = tuple[Int[Tensor, " edge"], Int[Tensor, " edge"]]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class VertexShards:
-    """The vertices of all ranks of a mesh axis; a rank's rows are in the order of their ids."""
+    """Assignment of vertices to the ranks of a mesh axis; a rank's rows are in the order of their ids."""
 
     technique: ClassVar[str] = "nodes"
     mesh: DeviceMesh
@@ -59,7 +59,7 @@ class VertexShards:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Rank of this process."""
         return self.mesh.get_local_rank()
 
     @property
@@ -68,15 +68,15 @@ class VertexShards:
         return self.ids[self.rank]
 
     def own_place(self, ids: Int[Tensor, " some"]) -> Int[Tensor, " some"]:
-        """Own row of each vertex, -1 of those of other ranks."""
+        """Return the own row of each vertex, -1 for vertices of other ranks."""
         return torch.where(self.owner[ids] == self.rank, self.place[ids], -1)
 
     def own(self, whole: Shaped[Tensor, "vertex ..."]) -> Shaped[Tensor, "own_vertex ..."]:
-        """This rank's rows, as a copy."""
+        """Return a copy of this rank's rows."""
         return whole[self.own_ids.to(whole.device)]
 
     def join(self, own: Shaped[Tensor, "own_vertex ..."]) -> Shaped[Tensor, "vertex ..."]:
-        """All rows from every rank's; one all-gather, without gradients."""
+        """Gather the rows of all ranks; one all-gather, without gradients."""
         rows = own.detach()
         fill = max(map(len, self.ids)) - len(rows)
         block = collectives.all_gather(self.mesh, F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, fill)))
@@ -88,7 +88,7 @@ class VertexShards:
     def boxes(
         self, own: Shaped[Tensor, "own_vertex ..."]
     ) -> Iterator[tuple[tuple[int, ...], Shaped[Tensor, "some ..."]]]:
-        """Runs of adjacent rows of this rank: offsets in the whole tensor, and the rows."""
+        """Yield runs of adjacent rows of this rank: offsets in the full tensor, and the rows."""
         ids = self.own_ids.cpu()
         ends = (ids.diff() != 1).nonzero().flatten() + 1
         for run, rows in zip(ids.tensor_split(ends), own.tensor_split(ends), strict=True):
@@ -97,8 +97,8 @@ class VertexShards:
 
 
 def shard_vertices(n_vertices: int, anchors: AnchorShards, ids: Int[Tensor, " anchor"], ends: Ends) -> VertexShards:
-    """Shard the vertices of a graph over the ranks that hold its anchors; edges are in both directions."""
-    # a vertex has one owner, and two anchors may belong to two ranks
+    """Assign the vertices of a graph to the ranks that have its anchors; edges are in both directions."""
+    # a vertex has one owner, but two anchors may belong to two ranks
     twice = int((torch.bincount(ids, minlength=n_vertices) > 1).sum())
     if twice:
         raise InstallError(
@@ -111,12 +111,12 @@ def shard_vertices(n_vertices: int, anchors: AnchorShards, ids: Int[Tensor, " an
     owner[ids] = torch.repeat_interleave(torch.arange(ranks), torch.tensor(anchors.sizes))
     others = (owner < 0).nonzero().flatten()
     source, target = ends
-    # edges are listed in both directions, so that those from an unowned vertex to an anchor are all that vote
+    # edges are listed in both directions, so edges from unowned vertices to anchors cover all pairs once
     joined = (owner[source] < 0) & (owner[target] >= 0)
     votes = torch.bincount(source[joined] * ranks + owner[target[joined]], minlength=n_vertices * ranks)
     votes = votes.view(n_vertices, ranks)[others]
     lonely = (votes.sum(1) == 0).nonzero().flatten()
-    # argmax takes the lowest of equals, so that every rank finds the same owners without a collective
+    # argmax takes the lowest rank in a tie, so all ranks compute the same owners without a collective
     owner[others] = votes.argmax(1)
     owner[others[lonely]] = torch.arange(len(lonely)) * ranks // max(1, len(lonely))
     place = torch.empty_like(owner)
@@ -127,17 +127,14 @@ def shard_vertices(n_vertices: int, anchors: AnchorShards, ids: Int[Tensor, " an
 
 
 class SharedVertices(nn.Module):
-    """This rank's vertices and the edges that lead to them, in the place of all.
+    """This rank's vertices and their incoming edges, instead of the full graph; buffers are on the edges' device."""
 
-    Buffers lie where `coefficient`, of all edges, does.
-    """
-
-    place: Tensor  # own row of every vertex, -1 of those of other ranks
+    place: Tensor  # own row of every vertex, -1 for vertices of other ranks
     ids: Tensor  # own vertices
-    source: Tensor  # of the own edges, between own vertices first, the own row; of a ghost its place among the ghosts
-    target: Tensor  # of the same edges the own row
-    coefficient: Tensor  # of the same edges
-    sent: Tensor  # own rows that are others' ghosts, in the order of the ranks
+    source: Tensor  # source of the own edges, inner edges first: an own row, or the index of a ghost
+    target: Tensor  # target of the same edges, an own row
+    coefficient: Tensor  # coefficient of the same edges
+    sent: Tensor  # own rows that are ghosts of other ranks, by rank
 
     def __init__(self, inner: Any, rows: VertexShards, ends: Ends, coefficient: Float[Tensor, " edge"]) -> None:
         super().__init__()
@@ -147,12 +144,12 @@ class SharedVertices(nn.Module):
         inner_edges = ((origin == rows.rank) & (reader == rows.rank)).nonzero().flatten()
         outer_edges = ((origin != rows.rank) & (reader == rows.rank)).nonzero().flatten()
         edges, cut = torch.cat((inner_edges, outer_edges)), origin != reader
-        # sorted by who sends, who receives, and the vertex: every rank lists a pair's rows in one order
-        # once for each reader, however many of its edges begin at the vertex
+        # sorted by sender, receiver and vertex, so that all ranks list the rows of a pair in the same order; each row
+        # once per receiver, however many edges start at the vertex
         pairs = torch.unique((origin[cut] * ranks + reader[cut]) * n + source[cut])
         sender, receiver, vertex = pairs // n // ranks, pairs // n % ranks, pairs % n
         mine, theirs = sender == rows.rank, receiver == rows.rank
-        # pairs are sorted by sender first, which is the order in which an all-to-all hands out what each rank has sent
+        # pairs are sorted by sender, which is the order in which an all-to-all returns them
         ghost = torch.full((n,), -1)
         ghost[vertex[theirs]] = torch.arange(int(theirs.sum()))
         self.n_inner = len(inner_edges)
@@ -168,7 +165,7 @@ class SharedVertices(nn.Module):
         for name, values in named.items():
             self.register_buffer(name, values.to(coefficient.device), persistent=False)
         self.register_buffer("coefficient", coefficient[edges.to(coefficient.device)], persistent=False)
-        # in the host's memory: where a block ends must be known without waiting for the device
+        # in host memory: the end of a block must be known without waiting for the device
         self.own_ids = rows.own_ids
 
     def extra_repr(self) -> str:
@@ -176,21 +173,21 @@ class SharedVertices(nn.Module):
         return f"vertices={len(self.own_ids)} of {self.n_vertices}, ghosts={sum(self.n_received)}"
 
     def propagate(self, x: PerVertex, messages: Messages) -> PerVertex:
-        """Sum over edges of coefficient * x[source] at the own targets."""
-        # `messages` is not called: coefficients hang on the graph alone, and this rank's were taken from them once
+        """Return the sum over edges of coefficient * x[source] at the own targets."""
+        # `messages` is not called: coefficients depend on the graph only, and this rank's were selected once
         return collectives.linear(self._propagate, self._propagate_back, x)
 
     def _propagate(self, x: Tensor) -> Tensor:
         under_way = start_all_to_all(x[self.sent], self.n_received, self.n_sent, self.mesh.get_group())
         out = torch.zeros_like(x)
-        # messages between own vertices are added while the ghosts' rows are under way
+        # messages between own vertices are summed while the ghosts' rows are in transit
         self._add(out, x, slice(0, self.n_inner))
         self._add(out, wait_for(under_way), slice(self.n_inner, None))
         return out
 
     def _propagate_back(self, grad: Tensor) -> Tensor:
         ghosts = grad.new_zeros(sum(self.n_received), grad.shape[1])
-        # first what others wait for: the gradients of their rows
+        # gradients of ghosts first, because other ranks wait for them
         self._add(ghosts, grad, slice(self.n_inner, None), back=True)
         under_way = start_all_to_all(ghosts, self.n_sent, self.n_received, self.mesh.get_group())
         out = torch.zeros_like(grad)
@@ -198,34 +195,34 @@ class SharedVertices(nn.Module):
         return out.index_add_(0, self.sent, wait_for(under_way))
 
     def _add(self, out: Tensor, x: Tensor, edges: slice, *, back: bool = False) -> None:
-        """Add the messages of some own edges, backward from targets to sources."""
+        """Add the messages of some own edges; backward from targets to sources."""
         source, target = self.source[edges], self.target[edges]
         ends = {"source": target, "target": source} if back else {"source": source, "target": target}
         self.inner.add_messages(out, x, **ends, coefficient=self.coefficient[edges])
 
     def noise(self, like: PerVertex, generator: torch.Generator | None) -> PerVertex:
-        """The own rows of what one device would draw."""
+        """Return the own rows of the noise that one device would draw."""
         noise, begin = torch.empty_like(like), 0
         for first, block in self.inner.blocks(self.n_vertices, like, generator):
-            # own ids ascend, so that those in a block of all vertices are a run of own rows
+            # own ids ascend, so own rows within a block of all vertices are consecutive
             end = int(torch.searchsorted(self.own_ids, first + len(block)))
             noise[begin:end] = block[self.ids[begin:end] - first]
             begin = end
         return noise
 
     def mean(self, values: Float[Tensor, " own_vertex"]) -> Scalar:
-        """Mean over all ranks' vertices."""
+        """Return the mean over the vertices of all ranks."""
         return collectives.leave(self.mesh, values.sum()) / self.n_vertices
 
     def rows(self, v: PerVertex, *ids: Int[Tensor, "*end"]) -> tuple[Tensor, ...]:
-        """Rows of any vertices on every rank, by their ids; each [*end, dim]."""
+        """Return rows of any vertices by id, replicated on every rank; each [*end, dim]."""
         found = replicated_rows(self.mesh, v, self.place[torch.cat([i.reshape(-1) for i in ids])])
         parts = torch.split(found, [i.numel() for i in ids])
         return tuple(part.view(*i.shape, v.shape[1]) for part, i in zip(parts, ids, strict=True))
 
 
 class ReplicatedRows(nn.Module):
-    """Rows of the features of a modality, on every rank; `ids` are their vertices."""
+    """Rows of a modality's features, replicated; `ids` are their vertices."""
 
     place: Tensor
 
@@ -235,12 +232,12 @@ class ReplicatedRows(nn.Module):
         self.register_buffer("place", rows.own_place(ids).to(device), persistent=False)
 
     def forward(self, v: PerVertex) -> Float[Tensor, "feature dim"]:
-        """Rows of v that the modality's decoder gets."""
+        """Return the rows of v for the modality's decoder."""
         return replicated_rows(self.mesh, v, self.place)
 
 
 class OwnRows(nn.Module):
-    """Rows of the own anchors, in their order; a view where they follow each other."""
+    """Rows of the own anchors, in order; a view if they are consecutive."""
 
     place: Tensor
 
@@ -250,21 +247,21 @@ class OwnRows(nn.Module):
         self.register_buffer("place", place.to(device), persistent=False)
 
     def forward(self, v: PerVertex) -> Float[Tensor, "own_anchor dim"]:
-        """Rows of v that enter the decoder on this rank."""
+        """Return the rows of v that enter the decoder on this rank."""
         return v[self.place] if self.run is None else v[self.run]
 
 
 def replicated_rows(mesh: DeviceMesh, v: PerVertex, place: Int[Tensor, " row"]) -> Float[Tensor, "row dim"]:
-    """Rows of all ranks on every rank, a result that is replicated; `place` is -1 for what another rank holds."""
+    """Return rows of all ranks as a replicated result; `place` is -1 for rows of other ranks."""
     n_own = len(v)
     # `place` never changes, so the backward pass reads the same one
 
     def there(v: Tensor) -> Tensor:
-        # a row of another rank is taken as zero here, so that the sum over ranks has every row once
+        # rows of other ranks are zero here, so that the sum over ranks has every row once
         return collectives.all_reduce(mesh, v[place.clamp_min(0)].masked_fill_((place < 0)[:, None], 0))
 
     def back(grad: Tensor) -> Tensor:
-        # no collective: all ranks have computed the same with the rows, so each has the whole gradient of its rows
+        # no collective: all ranks compute the same with the rows, so each has the full gradient of its own rows
         own = grad.masked_fill((place < 0)[:, None], 0)
         return grad.new_zeros(n_own, grad.shape[1]).index_add_(0, place.clamp_min(0), own)
 
@@ -272,7 +269,7 @@ def replicated_rows(mesh: DeviceMesh, v: PerVertex, place: Int[Tensor, " row"]) 
 
 
 def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -> Change:
-    """Shard the vertices of a graph over the model axis, with the anchors of the modality that the spec names."""
+    """Shard the vertices of a graph over the model axis, like the anchors of the modality that the spec names."""
     problem = _problem(encoder, spec)
     if problem or not is_vertex_encoder(encoder):
         raise InstallError(
@@ -283,9 +280,9 @@ def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -
     ids = {name: cast(Tensor, child.on_host) for name, child in encoder.rows.items()}
     anchors = shard_anchors(len(ids[spec.modality]), spec.window, mesh["model"])
     rows = shard_vertices(encoder.n_vertices, anchors, ids[spec.modality], encoder.ends)
-    # a copy with the same layers, which are those of the optimiser, and a leaf of the own vertices
+    # a copy with the same layers, whose parameters the optimiser has, and a leaf with the own vertices
     shared = copy.copy(cast(nn.Module, encoder))
-    # else a child of the copy would be one of the encoder's too
+    # otherwise replacing a child of the copy would also replace it in the encoder
     vars(shared).update({name: dict(value) for name, value in vars(shared).items() if type(value) is dict})
     with torch.no_grad():
         *_, coefficient = encoder.messages()
@@ -301,7 +298,7 @@ def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -
 
 
 def _problem(encoder: nn.Module, spec: VertexParallel) -> str:
-    """Why an encoder's vertices cannot be sharded, as what follows its name; "" if they can."""
+    """Return why an encoder's vertices cannot be sharded, as the text after its name; "" if they can."""
     if isinstance(getattr(encoder, "vertices", None), SharedVertices):
         return "has its vertices shared already"
     if not is_vertex_encoder(encoder):
@@ -324,7 +321,7 @@ def _problem(encoder: nn.Module, spec: VertexParallel) -> str:
 
 
 def _run(leaf: Any) -> dict[str, Tensor]:
-    """What a leaf computes for 3 vertices and 2 edges."""
+    """Return what a leaf computes for 3 vertices and 2 edges."""
     v, out = torch.arange(6.0).view(3, 2), torch.zeros(3, 2)
     edges = {"source": torch.tensor([0, 2]), "target": torch.tensor([1, 1])}
     edges["coefficient"] = torch.tensor([1.0, 2.0])

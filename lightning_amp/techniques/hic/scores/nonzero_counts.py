@@ -1,14 +1,15 @@
-"""Collect the nonzero counts of a batch in the order of runs of columns, with their places in tables.
+"""Collect the nonzero counts of a batch by runs of columns, with their positions in tables.
 
-Strata read columns of one tensor. How many of its counts are not zero must be known to make room for them, and to look
-is to wait for the device: so the host looks before the batch is moved (`find_entries`). A tensor that came another way
-is looked through when the first stratum asks, once for the batch. A CPU, which waits for nobody, looks a stratum at a
-time, while its columns are in the cache. `SparseCounts`, which the data module hands out, have their entries.
+Strata read columns of one tensor. The number of its nonzero counts must be known to allocate memory, and reading it on
+a device is a synchronisation. So the host finds the nonzero counts before the batch is moved (`find_entries`). Of any
+other tensor they are found when the first stratum needs them, once per batch. On a CPU, which needs no synchronisation,
+each stratum searches its own columns, while these are in the cache. `SparseCounts`, which the data module returns,
+store their entries.
 
-Known limits: what is computed from the counts on the device is another tensor, and so are columns chosen by an index;
-every stratum looks through those, and through tensors of inference mode or that are not contiguous. A change in place
-is noticed. Without values (meta and fake tensors) entries are spread evenly, and of a dense matrix one number in 20 is
-taken as one. Legend: entry (M), cell (B), feature (F_k, or F of all strata).
+Known limits: counts that are computed on the device are another tensor, and so are columns that are selected by an
+index. Every stratum searches those, and tensors of inference mode or that are not contiguous. An in-place change is
+detected. Without values (meta and fake tensors) entries are assumed to be spread evenly, for a dense matrix one in 20
+elements. Legend: entry (M), cell (B), feature (F_k, or F of all strata).
 """
 
 import math
@@ -31,19 +32,19 @@ from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.techniques.contract.protocol import is_decomposed
 
 _KNOWN: dict[int, tuple["weakref.ref[Tensor]", int, SparseCounts]] = {}
-"""By tensor: itself, how often it was changed in place, its entries; as long as it lives."""
+"""id of a live tensor -> weak reference to it, its version counter, and its entries."""
 HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
-"""Lightning's hooks between a batch of the loader and that of the step."""
+"""Lightning's hooks between the loader's batch and the batch of the step."""
 
 
 def find_entries(before: Any, after: Any, likelihoods: type[nn.Module], module: nn.Module) -> None:
-    """Find the entries of counts that decoders in a module will ask for, if they have such likelihoods.
+    """Find the entries of counts that decoders of a module will need, if their likelihood is one of `likelihoods`.
 
-    `before` is the batch as the loader has left it, `after` the same on the device.
+    `before` is the batch from the loader, `after` the same batch on the device.
     """
     data = datamodule_of(getattr(module, "_trainer", None))
     owners = [one for one in (module, data) if isinstance(one, LightningModule | LightningDataModule)]
-    # a hook may return other counts, or other tensors: what the host has seen says nothing of them
+    # a hook may return other counts or tensors, to which the host's entries would not apply
     if any(is_overridden(hook, one) for one in owners for hook in HOOKS):
         return
     pairs = [
@@ -51,22 +52,22 @@ def find_entries(before: Any, after: Any, likelihoods: type[nn.Module], module: 
         for host, moved in zip(tree_leaves(before), tree_leaves(after), strict=True)
         if isinstance(host, Tensor) and host.dim() == 2 and launches_operators(moved)
     ]
-    # features of the decoders that ask
+    # numbers of features of decoders with such a likelihood
     widths = {
         sum(len(cast(Any, stratum).feature_anchor) for stratum in part.strata)
         for part in (module.modules() if pairs else ())
         if any(isinstance(leaf, likelihoods) for leaf in part.modules()) and is_decomposed(part)
     }
     for host, moved in pairs:
-        # a tensor of inference mode counts no writes, so that what is known of it could be stale
+        # an inference tensor has no version counter, so an in-place change would not be detected
         if host.shape[1] in widths and host.device.type == "cpu" and not moved.is_inference():
             _remember(moved, SparseCounts.from_dense(host).to(moved.device))
 
 
 def known_entries(x: Num[Tensor, "cell feature"]) -> SparseCounts | None:
-    """The entries of counts, or of some cells and columns of counts; None where they are not known yet."""
+    """Return the entries of counts that are a slice of a contiguous tensor on an accelerator; None for others."""
     whole = whole_of(x)
-    # only of rows that follow each other the offset below says where the block begins
+    # the offset below is valid only if the rows are consecutive
     known = whole is not x and whole.dim() == 2 and whole.is_contiguous() and whole.stride() == x.stride()
     if not launches_operators(x) or not known:
         return None
@@ -79,7 +80,7 @@ def known_entries(x: Num[Tensor, "cell feature"]) -> SparseCounts | None:
 
 def _remember(x: Tensor, counts: SparseCounts) -> tuple["weakref.ref[Tensor]", int, SparseCounts]:
     key = id(x)
-    # the address of a tensor may be used again once it is gone
+    # the id may be reused after the tensor is freed
     _KNOWN[key] = weakref.ref(x, lambda _: _KNOWN.pop(key, None)), x._version, counts
     return _KNOWN[key]
 
@@ -89,22 +90,22 @@ ASSUMED_SHARE = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entries:
-    """The entries, run by run."""
+    """Entries of a matrix by run of columns."""
 
     row: Int[Tensor, " entry"]
     column: Int[Tensor, " entry"]
     value: Float[Tensor, " entry"]
-    log_factorial: Float[Tensor, " entry"]  # the logarithms of their factorials
+    log_factorial: Float[Tensor, " entry"]  # log(value!)
     runs: Sequence[slice]
-    ends: Sequence[int]  # one past the last entry of every run
-    flat: Int[Tensor, " entry"] | None = None  # where they lie in a flat [cell, feature], if that is known
+    ends: Sequence[int]  # end of every run's entries
+    flat: Int[Tensor, " entry"] | None = None  # positions in a flat [cell, feature], if they are known
 
     def own(self, k: int) -> slice:
-        """Which entries are those of the k-th run."""
+        """Slice of the entries of the k-th run."""
         return slice(self.ends[k - 1] if k else 0, self.ends[k])
 
     def places(self, k: int) -> Int[Tensor, " own_entry"]:
-        """Where the entries of the k-th run lie in a flat [cell, column of the run]."""
+        """Positions of the entries of the k-th run in a flat [cell, column of the run]."""
         run = self.runs[k]
         if len(self.runs) == 1:
             return self.index(run.stop)
@@ -112,16 +113,16 @@ class Entries:
         return torch.add(self.column[own] - run.start, self.row[own], alpha=run.stop - run.start)
 
     def index(self, n_features: int) -> Int[Tensor, " entry"]:
-        """Where the entries lie in a flat [cell, feature]."""
+        """Positions of the entries in a flat [cell, feature]."""
         return torch.add(self.column, self.row, alpha=n_features) if self.flat is None else self.flat
 
 
 def entries(x: Num[Tensor, "cell feature"] | SparseCounts, runs: Sequence[slice], *, dtype: torch.dtype) -> Entries:
-    """The entries of a matrix, in runs of columns that cover all of them in their order."""
+    """Return the entries of a matrix by runs of columns, which cover all columns in order."""
     numbers = x if isinstance(x, Tensor) else x.value
     if has_no_values(numbers):
         n = math.ceil(ASSUMED_SHARE * x.numel()) if numbers is x else len(numbers)
-        # that many entries, spread evenly
+        # the assumed number of entries, spread evenly over the columns
         row, column = numbers.new_empty((2, n), dtype=torch.int64)
         ends = [n * run.stop // max(x.shape[1], 1) for run in runs]
         value, log_factorial = numbers.new_empty((2, n), dtype=dtype)

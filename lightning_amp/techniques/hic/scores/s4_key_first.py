@@ -2,10 +2,10 @@
 
     (u key^T)[:, feature_anchor] = u key[feature_anchor]^T
 
-Exact: every entry is the same inner product (the matrix product may round its sums in another order). No
-collectives. What shrinks: the products [B, N] of all anchors become the [B, F_k] that are requested. The
-selected keys [F_k, D] are the price; when the feature_anchor are a run of anchors they are a view and cost nothing.
-With fewer cells than dimensions and F_k near N the price is the higher of the two.
+Exact: every entry is the same inner product (the matrix product may round its sums in another order). No collectives.
+Saved: the products [B, N] of all anchors become the requested [B, F_k]. Cost: the selected keys [F_k, D], which are a
+view without cost if the feature_anchor are consecutive. With fewer cells than dimensions and F_k near N, the cost
+exceeds the savings.
 
 Legend: cell (B), anchor (N), dim (D), feature (F_k of the stratum).
 """
@@ -22,7 +22,7 @@ from lightning_amp.techniques.ranks.shards import run_of
 
 
 def key_first(decode: nn.Module, spec: object = None, mesh: object = None) -> nn.Module:
-    """The same decode, with the keys selected first."""
+    """Return a decode that selects the keys first."""
     problem = decode_problem(decode)
     if problem:
         raise InstallError(
@@ -43,15 +43,15 @@ class KeyFirst(nn.Module):
         self._run: slice | None = None
 
     def forward(self, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor) -> Counts:
-        """(u key^T)[:, feature_anchor], through key[feature_anchor]."""
+        """Return (u key^T)[:, feature_anchor], computed from key[feature_anchor]."""
         run = None
-        # one graph for all strata, whichever feature_anchor they have
+        # one graph for all strata, whatever their feature_anchor
         if not torch.compiler.is_compiling():
             version = version_of(feature_anchor)
             if feature_anchor is not self._seen or version != self._version:
                 self._seen, self._version, self._run = feature_anchor, version, run_of(feature_anchor)
             run = self._run
         if run is None:
-            # The backward pass of embedding fills one [N, D], that of indexing two, and is slower.
+            # the backward pass of embedding fills one [N, D]; that of indexing fills two, and is slower
             return u @ F.embedding(feature_anchor, key).T
         return u @ (key if run == slice(0, len(key)) else key[run]).T

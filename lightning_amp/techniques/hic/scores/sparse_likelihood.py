@@ -1,4 +1,4 @@
-"""Compute the likelihood of all counts as if they were zero, and correct it for those that are not (sparse).
+"""Compute the likelihood of all counts as if they were zero, and correct it for nonzero counts (sparse).
 
     r = log_mu - log_theta      n = -theta softplus(r)      s = zi_logits      l(p, q) = log(e^p + e^q)
     x = 0     log p = l(n, q) - softplus(s)                               q = l(s, log least)
@@ -8,23 +8,24 @@
               d / d log_mu = x sigmoid(-r) - theta sigmoid(r)             d / d s = -sigmoid(s)
               d / d log_theta = theta (psi(x + theta) - psi(theta) - softplus(r)) - d / d log_mu
 
-`least` is a small number that some add to the probability of a zero before they take its logarithm (HiGLUE's EPS); it
-is found by trying, and 0 for most. n - softplus(s) and theta sigmoid(r) are terms of both kinds. Where a count is not
-zero, q - n is set to minus infinity, which leaves no additional zero there. Exact up to rounding: log p of a zero is
-not computed with where a count is not zero, so nothing cancels. No collectives. What shrinks: lgamma and psi are
-computed only for the counts that are not zero, and of all [B, F_k] that the likelihood kept there is one, the gradient
-of log_mu. Gradients are computed with the value, so that a backward pass only scales them; it may run many times.
+`least` is a small number that some models add to the probability of a zero before the logarithm (HiGLUE's EPS). It is
+found by probing, and is 0 for most models. n - softplus(s) and theta sigmoid(r) are terms of both kinds of counts. For
+a nonzero count q - n is set to minus infinity, which removes the additional zeros. Exact up to rounding: log p of a
+zero is not used for a nonzero count, so nothing cancels. No collectives. Saved: lgamma and psi are computed for nonzero
+counts only, and of all [B, F_k] that the likelihood kept only the gradient of log_mu remains. Gradients are computed
+together with the value; a backward pass only scales them, and may run many times.
 
-In numbers, in addition to the arguments, with T = 1 or B rows of the tables and M counts that are not zero:
+Elements in addition to the arguments, with T = 1 or B rows of the tables and M nonzero counts:
 
     kept for the backward pass    (B + 2 T) F_k
-    held in the forward pass      the same, and the larger of 18 M and 11 M + 3 chunks (6 if T = B)
-    held in the backward pass     what was kept and as much again, which is handed on
+    peak of the forward pass      the same, and the larger of 18 M and 11 M + 3 chunks (6 if T = B)
+    peak of the backward pass     twice what was kept; the second half is returned
 
-Legend: cell (B), own_feature (F_k of one stratum, or those that a rank holds), psi = digamma.
-Known limits: no second derivative, and no gradient of the counts; those of nonzero_counts.py. What a likelihood does
-with other numbers than those of checks/likelihood.py is not seen. Counts that it refuses are refused on the CPU only,
-for other devices are not waited for. Inputs below float32 are computed with, and added up, in float32.
+Legend: cell (B), own_feature (F_k of one stratum, or those of this rank), psi = digamma.
+Known limits: no second derivative, no gradient of the counts, and the limits of nonzero_counts.py. A likelihood that
+differs for other values than those of checks/likelihood.py is not detected. Counts that it does not allow raise an
+error on the CPU only, because other devices would have to be synchronised. Inputs below float32 are computed and summed
+in float32.
 """
 
 import math
@@ -50,11 +51,11 @@ from lightning_amp.techniques.hic.scores.nonzero_counts import Entries, entries
 from lightning_amp.techniques.precomputed_gradients import wants_gradients
 
 EXACT = 40.0
-"""From here on softplus(x) is x, and a sigmoid 1, to all digits of float64."""
+"""From here on softplus(x) equals x, and sigmoid(x) equals 1, in float64."""
 
 
 def sparse_likelihood(leaf: nn.Module, spec: object = None, mesh: object = None) -> nn.Module:
-    """The same likelihood, whose costs are those of the counts that are not zero."""
+    """Return an equivalent likelihood, whose costs depend on the number of nonzero counts."""
     problem = found_out(leaf, _problem)
     if problem:
         raise InstallError(
@@ -66,7 +67,7 @@ def sparse_likelihood(leaf: nn.Module, spec: object = None, mesh: object = None)
 
 
 class SparseZINB(nn.Module):
-    """Zero-inflated negative binomial of counts that are mostly zero; made by `sparse_likelihood`."""
+    """Zero-inflated negative binomial likelihood of mostly zero counts; made by `sparse_likelihood`."""
 
     stays_eager = True
 
@@ -82,7 +83,7 @@ class SparseZINB(nn.Module):
     def forward(
         self, x: OwnCounts | SparseCounts, log_mu: OwnCounts, log_theta: OwnTable, zi_logits: OwnTable
     ) -> Scalar:
-        """Sum over cells and features."""
+        """Return the log-probability, summed over cells and features."""
         if tuple(x.shape) != tuple(log_mu.shape):
             raise ModelError(
                 f"a sparse likelihood got counts of the shape {tuple(x.shape)!r} for means of the shape "
@@ -99,7 +100,7 @@ class SparseZINB(nn.Module):
         return cast(Tensor, _WithGradients.apply(x, self, *arguments))  # type: ignore[no-untyped-call]
 
     def check(self, counts: Float[Tensor, " entry"]) -> None:
-        """Refuse what the likelihood in whose place this is refuses."""
+        """Raise an error for counts that the replaced likelihood does not allow."""
         if not self.whole[values_are_checked()] or launches_operators(counts):
             return
         wrong = counts[~((counts >= 0) & (counts.frac() == 0))]
@@ -128,7 +129,7 @@ class _WithGradients(torch.autograd.Function):
 def _sum(
     x: Tensor | SparseCounts, arguments: Sequence[Tensor], form: SparseZINB, gradients: Sequence[Tensor] = ()
 ) -> Tensor:
-    """The summed log-probability; fills the gradients if there are any."""
+    """Return the summed log-probability; fill `gradients` if there are any."""
     dtype = type_of_sums(*(t.dtype for t in arguments))
     log_mu, log_theta, zi = arguments
     cells, features = log_mu.shape
@@ -137,17 +138,17 @@ def _sum(
     found = entries(x, runs, dtype=dtype)
     form.check(found.value)
     index = found.index(features)
-    # r lies where the gradient of log_mu comes to lie
+    # r is stored where the gradient of log_mu will be
     r = gradients[0] if gradients else torch.empty(log_mu.shape, dtype=dtype, device=log_mu.device)
     log_theta, zi = log_theta.to(dtype), zi.to(dtype)
     torch.sub(log_mu, log_theta, out=r)
-    # a table of one row, or that of all columns at once, is read by the counts too
+    # the nonzero counts also read a table with one row, or of all columns at once
     theta = log_theta.exp() if len(runs) == 1 or len(log_theta) == 1 else None
     others = _others(found, index, r, (log_theta, theta), bool(gradients))
     work = log_mu.new_empty(3, cells, runs[0].stop, dtype=dtype)
     totals = []
     for k, run in enumerate(runs):
-        # a simulation: without values, whole chunks are equal
+        # simulation: without values all full chunks are equal
         if work.is_meta and 0 < k < len(runs) - 1:
             continue
         if len(runs) == 1:
@@ -173,9 +174,9 @@ def _zeros(
     gradients: Sequence[Tensor],
     others: Sequence[Tensor],
 ) -> Tensor:
-    """Terms of some columns: those of zeros, and at `places` in the flat chunk those of the others.
+    """Compute the terms of some columns: of zeros, and at `places` in the flat chunk of nonzero counts.
 
-    The gradient of log_mu takes the place of r, all but what the others add to it.
+    r is overwritten by the gradient of log_mu, except for the terms that are added for nonzero counts.
     """
     theta, zi = tables
     p, softplus, odds = work.unbind()
@@ -183,12 +184,12 @@ def _zeros(
     if least:
         log_least = zi.new_full((), math.log(least))
         q, inflated = torch.logaddexp(zi, log_least), torch.logaddexp(inflated, log_least - _softplus(zi))
-    # minus theta, which nobody reads after this, and minus softplus(zi)
+    # minus theta, which is not used after this, and minus softplus(zi)
     missing = _softplus(zi)
     negate_each([theta, missing])
     _softplus(r, out=softplus)
-    # n - softplus(zi): what a count that is not zero begins with; and from it log(e^n + e^q). The numbers at `places`
-    # are taken before p is overwritten and put back after, so that the sum has every count in its own kind of term
+    # p = n - softplus(zi), the first term of nonzero counts, and then log(e^n + e^q). The values at `places` are read
+    # before p is overwritten, and written back after, so that the sum has the right term for every count
     torch.addcmul(missing, theta, softplus, out=p)
     flat = p.view(-1)
     value = flat.index_select(0, places).add_(others[0])
@@ -196,10 +197,10 @@ def _zeros(
     total: Tensor = flat.index_copy_(0, places, value).sum()
     if gradients:
         _, of_theta, of_zi = gradients
-        # q - n: its sigmoid is the share of the additional zeros, of which the others are none
+        # q - n: its sigmoid is the probability that a zero is an additional one, which is 0 for nonzero counts
         torch.addcmul(q, theta, softplus, value=-1, out=odds).view(-1).index_fill_(0, places, -math.inf)
-        # minus theta sigmoid(n - q), and times sigmoid(r)
-        # theta is negative here: at `places` odds are minus infinity, so that the whole of -theta sigmoid(r) stays
+        # minus theta sigmoid(n - q), then times sigmoid(r); theta is negative here, and at `places` odds are minus
+        # infinity, so that -theta sigmoid(r) remains there
         scale = _times_sigmoid(theta, odds, sign=-1, out=p)
         of_mu = _times_sigmoid(scale, r, out=r)
         share = odds.sigmoid_()
@@ -208,7 +209,7 @@ def _zeros(
         # minus the gradient of log_theta
         torch.addcmul(of_mu, scale, softplus, value=-1, out=softplus)
         softplus.view(-1).index_add_(0, places, others[2])
-        # softplus and odds hold the two gradients of every cell by now
+        # softplus and odds now hold the gradients of log_theta and zi for every cell
         minus_theta, share = _rows(work[1:], (of_theta, of_zi))
         torch.neg(minus_theta, out=of_theta)
         torch.sigmoid(zi, out=missing)
@@ -219,15 +220,15 @@ def _zeros(
 def _others(
     found: Entries, index: Tensor, r: Tensor, tables: tuple[Tensor, Tensor | None], with_gradients: bool
 ) -> list[Tensor]:
-    """What counts that are not zero add to n - softplus(zi): value, gradient of log_mu, minus that of log_theta."""
+    """Return terms of nonzero counts besides n - softplus(zi): value, gradient of log_mu, minus that of log_theta."""
     x = found.value
     r = r.view(-1).index_select(0, index)
     theta, gammas = _gammas(x, tables, found.column if len(tables[0]) == 1 else index, with_gradients)
-    # log sigmoid(r)
+    # plus log sigmoid(r)
     value = torch.sub(gammas[0], found.log_factorial).addcmul_(x, F.softplus(r, -1.0, EXACT))
     if not with_gradients:
         return [value]
-    # not x - x sigmoid(r), which has no digits left where r is large
+    # not x - x sigmoid(r), which loses all digits if r is large
     of_mu = _times_sigmoid(x, r, sign=-1, out=r.new_empty(r.shape))
     return [value, of_mu, torch.addcmul(of_mu, theta, gammas[1], value=-1)]
 
@@ -235,11 +236,11 @@ def _others(
 def _gammas(
     x: Tensor, tables: tuple[Tensor, Tensor | None], place: Tensor, with_gradients: bool
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """theta at its places, and lgamma(x + theta) - lgamma(theta), and perhaps the same of psi."""
+    """Return theta at its positions, and lgamma(x + theta) - lgamma(theta), with gradients also the same for psi."""
     functions = (torch.lgamma, torch.digamma)[: 1 + with_gradients]
     log_theta, known_theta = tables
     if log_theta.numel() < len(x) and not launches_operators(x):
-        # each number of the table is met many times: its functions are computed once
+        # entries of the table are used many times, so its functions are computed once per entry
         table = (log_theta.exp() if known_theta is None else known_theta).view(-1)
         rows = torch.stack([table, *(function(table) for function in functions)])
         theta, *known = rows.index_select(1, place).unbind()
@@ -260,21 +261,21 @@ def _gammas(
 
 
 def _rows(values: Tensor, tables: Sequence[Tensor]) -> list[Tensor]:
-    """Numbers of all cells, [2, cell, feature], summed where a table has one row for them."""
+    """Sum values of all cells, [2, cell, feature], over cells for tables with a single row."""
     if all(len(table) == 1 for table in tables):
         return list(values.sum(1, keepdim=True).unbind())
     return [v.sum(0, keepdim=True) if len(t) == 1 else v for v, t in zip(values, tables, strict=True)]
 
 
 def _times_sigmoid(factor: Tensor, x: Tensor, *, sign: int = 1, out: Tensor) -> Tensor:
-    """factor sigmoid(sign x), which is 0 where sign x is minus infinity."""
-    # what a gradient of softplus is times; one pass
+    """Compute factor * sigmoid(sign * x), which is 0 if sign * x is minus infinity."""
+    # the backward pass of softplus multiplies by a sigmoid; one pass over the data
     found: Tensor = softplus_backward(factor, x, sign, EXACT, grad_input=out)
     return found
 
 
 def _softplus(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    # torch's own threshold of 20 is an error of 2e-9; from 40 on the rest is below float64's digits
+    # torch's default threshold of 20 has an error of 2e-9; from 40 on the error is below float64's precision
     found: Tensor = F.softplus(x, 1.0, EXACT, out=out)  # type: ignore[call-arg]
     return found
 
@@ -285,6 +286,6 @@ def _problem(leaf: nn.Module) -> str:
 
 
 def _like(leaf: nn.Module) -> SparseZINB:
-    """Ours, with the settings of a likelihood; `_problem` looks whether it is one."""
+    """Return ours, with the settings of a likelihood; `_problem` checks whether the likelihood is supported."""
     least, whole = found_out(leaf, likelihood_settings)
     return SparseZINB(least=least, whole=whole)

@@ -1,16 +1,16 @@
-"""Run a stratum's key and the likelihood of its cells through torch.compile (compile); the numbers are the same.
+"""Run a stratum's key and the likelihood of its cells through torch.compile (compile).
 
-    key     one graph for all strata, whose anchors are as many
+    key     one graph for all strata, which have equally many anchors
     nll     one graph for all numbers of features and cells
 
-Exact up to rounding. Leaves whose backward pass is written by hand (`stays_eager`) run between graphs as they are, and
-so does a key that `stream` has taken over. Where there are none, what has no place in one graph is torch's error; more
-graphs than expected (`GRAPHS`) always are. Without values (a simulation) nothing is compiled. No collectives.
-mode="reduce-overhead" records CUDA graphs, which own the memory of what a stratum returns until the next step, so that
-what runs a backward pass between two strata, as `stream` does, is not supported with it.
+Exact up to rounding, without collectives. Modules with a hand-written backward pass (`stays_eager`), and keys that
+`stream` has replaced, run eagerly between graphs. Without such modules, code that does not fit into one graph raises
+torch's error; more graphs than `GRAPHS` always do. In a simulation nothing is compiled. mode="reduce-overhead" records
+CUDA graphs, which own the memory of a stratum's results until the next step; it does not support a backward pass
+between two strata, as with `stream`.
 
-Known limits: what a compiled stratum keeps and needs at most is the compiler's choice, and not predicted; `mean` and
-`spine` are not compiled.
+Known limits: the bytes that a compiled stratum keeps, and its peak, depend on the compiler and are not predicted;
+`mean` and `spine` are not compiled.
 """
 
 import time
@@ -32,8 +32,10 @@ from lightning_amp.techniques.hic.strata.stream import StreamedStrata
 
 MODES = ("default", "reduce-overhead")
 GRAPHS = 8
-"""Of the same code, for a decoder and for each of its strata; torch's own limit is 8. Most need a few in all: with and
-without gradients, one cell or many; strata that differ in a number, as convolutions in their distance, as many each."""
+"""Most graphs of the same code, for a decoder and for each of its strata; torch's own limit is 8. Most need a few
+graphs: with and without gradients, one cell or many. Strata that differ in a number, as convolutions in their distance,
+need as many each.
+"""
 
 
 def compile_strata(decoder: DecomposedDecoder, spec: CompileStrata, mesh: object) -> Change:
@@ -64,19 +66,19 @@ def compile_strata(decoder: DecomposedDecoder, spec: CompileStrata, mesh: object
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a module runs, or a method of it, through torch.compile."""
+    """Replacement for a module's forward, or for one of its methods, that runs through torch.compile."""
 
     mode: str
-    dynamic: bool  # whether one graph is for all sizes
-    whole: bool  # whether it is one graph, with nothing in between that runs as it is
-    graphs: int  # most of the same code, for other settings and sizes
+    dynamic: bool  # whether one graph serves all sizes
+    whole: bool  # whether it must be a single graph, without eager code in between
+    graphs: int  # most graphs of the same code, for different settings and sizes
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """What the class's `forward` returns."""
+        """Run the class's `forward`, compiled."""
         return self.run(type(module).forward, module, *args, **kwargs)
 
     def run(self, function: Any, module: nn.Module, first: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What a function of the module and of tensors, the first of which is `first`, returns."""
+        """Run `function(module, first, ...)`, compiled; `first` is a tensor."""
         if has_no_values(first):
             return function(module, first, *args, **kwargs)
         with compile_settings(graphs=self.graphs):
@@ -84,7 +86,7 @@ class Compiled:
 
 
 class CompiledCells(nn.Module):
-    """What a device does with the cells of a stratum, whose likelihood is compiled; made by `compile_strata`."""
+    """Sum the compiled likelihood of a stratum over its cells; made by `compile_strata`."""
 
     def __init__(self, inner: nn.Module, compiled: Compiled) -> None:
         super().__init__()
@@ -97,27 +99,28 @@ class CompiledCells(nn.Module):
 
 
 class AsItIs:
-    """What a leaf runs that torch.compile does not look into: its class's `forward`."""
+    """Forward of a module that torch.compile must not trace: its class's `forward`."""
 
     def __init__(self) -> None:
         _hide()
 
     def __reduce__(self) -> tuple[type["AsItIs"], tuple[()]]:
-        # a process that is sent one hides it too
+        # unpickling in another process excludes it from compilation too
         return AsItIs, ()
 
     def __call__(self, module: nn.Module, *args: Any) -> Any:
-        """What the class's `forward` returns."""
+        """Run the class's `forward`."""
         return type(module).forward(module, *args)
 
 
 @cache
 def _hide() -> None:
-    # not where the class is made: torch needs seconds for it, and most runs compile nothing
+    # not at class definition: this import of torch's compiler takes seconds, and most runs compile nothing
     AsItIs.__call__ = torch.compiler.disable(AsItIs.__call__)  # type: ignore[method-assign, no-untyped-call]
 
 
-# by the function of a class, not by a stratum's method: strata of one class share a compiled function, and its graphs
+# cached by the function of a class, not by a stratum's method, so that strata of one class share a compiled function
+# and its graphs
 @cache
 def _compiled(function: Any, how: Compiled) -> Any:
     return torch.compile(function, mode=how.mode, dynamic=how.dynamic, fullgraph=how.whole)
@@ -143,8 +146,8 @@ def _check_mode(mode: str, device: torch.device, decoder: Any) -> None:
 
 
 def _check_compiler(device: torch.device) -> None:
-    """Compile something small, before a run begins, which no earlier run has left on the disk."""
-    # torch counts the graphs of a process, those of earlier runs too, which would use up what is allowed
+    """Compile a small new function before the run; it is new so that no result in the disk cache is used."""
+    # torch counts the graphs of a process, and those of earlier runs would use up the limit
     torch.compiler.reset()
     new = time.time_ns()
     try:

@@ -1,13 +1,13 @@
-"""Replace the loop over strata by one over those of the own rank (strata).
+"""Run only the strata of this rank (strata).
 
     nll_r = sum over rank r's own strata of nll_k,    loss = sum over ranks of nll_r
 
-Strata do not read each other; the softmax of a stratum runs over its features, all of which its rank has. In a
-chained decoder every rank runs the spine up to its last stratum, and takes its own strata's gradients down to v.
+Strata do not depend on each other, and the softmax of a stratum runs over its features, all of which its rank has. In a
+chained decoder every rank runs the spine up to its last stratum, and passes its own strata's gradients down to v.
 `mean` runs all strata on every rank.
 
     collectives of a step      forward                        backward
-    the whole decoder          1 all-reduce of the loss       1 all-reduce of gradients, N D + B D + B K numbers
+    complete decoder           1 all-reduce of the loss       1 all-reduce of gradients, N D + B D + B K numbers
     parameters of the strata                                  in the reduction of gradients, once (`Change.partial`)
 
 Legend: N anchors, D dim, B cells, K strata.
@@ -34,7 +34,7 @@ def share_strata(decoder: DecomposedDecoder, spec: StrataParallel, mesh: DeviceM
     walk = walk_of(decoder, "strata", stacked=True)
     n_strata, ranks, rank = len(decoder.strata), axis.size(), axis.get_local_rank()
     ends = [int(part) if part.strip().isdigit() else -1 for part in spec.ends.split(",")]
-    # a rank without strata would not take part in the backward pass, and the others would wait for it
+    # a rank without strata would skip the backward pass, and the others would wait for it
     lengths = [end - start for start, end in pairwise([0, *ends])]
     if len(ends) != ranks or ends[-1] != n_strata or min(lengths) < 1:
         raise InstallError(
@@ -51,7 +51,7 @@ def share_strata(decoder: DecomposedDecoder, spec: StrataParallel, mesh: DeviceM
 
 
 class OwnStrata(LoopTechnique):
-    """The loop over this rank's strata; made by `share_strata`."""
+    """Loop over the strata of this rank; made by `share_strata`."""
 
     def __init__(self, inner: nn.Module, own: range) -> None:
         super().__init__(inner)
@@ -62,5 +62,5 @@ class OwnStrata(LoopTechnique):
         return f"strata [{self.own.start}, {self.own.stop})"
 
     def forward(self, strata: nn.ModuleList, *latents: Tensor, **cells: Tensor) -> Scalar:
-        """Negative log-likelihood summed over cells and the own strata's features."""
+        """Return the negative log-likelihood, summed over cells and the features of the rank's own strata."""
         return cast(Tensor, self.inner(strata, *latents, own=self.own, **cells))

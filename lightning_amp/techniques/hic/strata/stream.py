@@ -1,26 +1,28 @@
-"""Run forward and backward pass of one stratum after the other inside the loss (stream); only one is ever alive.
+"""Run the forward and backward pass of one stratum after the other inside the loss (stream).
 
     d loss / d v = sum over strata k of d nll_k / d v            the same for u, log_weights and library
 
-Exact: the loss is a sum over strata, so their gradients add up; only the order of the sums may differ. Nothing is
-computed twice, and no collective is added. What shrinks: all that K strata keep for the backward pass becomes what one
-keeps. The price: the new gradients of the strata's parameters exist while those of the last step may still be there.
+Exact: the loss is a sum over strata, so their gradients are summed; only the order of sums may differ. Nothing is
+recomputed, and there are no additional collectives. Saved: only one stratum at a time keeps tensors for the backward
+pass, instead of all K. Cost: the new gradients of the strata's parameters may exist together with those of the last
+step.
 
-A chained decoder runs its spine v_0 -> v_1 -> ... forward first, without what hangs off it, and keeps every s-th v_k,
-s about the root of K. Then its strata from the last to the first: each gets v_{k-1}, computed again from the kept one
-before it, and the gradient of v_k, and hands down that of v_{k-1}.
+A chained decoder first runs its spine v_0 -> v_1 -> ... forward without the branches, and keeps every s-th v_k, with s
+about sqrt(K). Then its strata run from the last to the first: each gets v_{k-1}, recomputed from the previous kept one,
+and the gradient of v_k, and returns the gradient of v_{k-1}.
 
-Cells are taken in micro-batches and keys run in fewer operators (streamed_stratum.py). On a CPU with several threads
-some strata run side by side, as many as the spec says (thread_pool.py), and so many are alive; their gradients are
-added up in the order of one after the other. Chained, the branches do so, and the spine's gradient is carried down
-between them. Two threads on two cores: a step is 1.43 to 1.58 times as fast, chained 1.29 to 1.30 times.
+Cells are split into micro-batches, and keys use fewer operators (streamed_stratum.py). On a CPU with several threads
+`workers` strata run concurrently (thread_pool.py), and as many are alive; their gradients are summed in the sequential
+order. In a chained decoder only branches run concurrently, and the spine's backward pass runs between them. With two
+threads on two cores a step is 1.43 to 1.58 times as fast, chained 1.29 to 1.30 times.
 
 Legend: cell (B), anchor (N), dim (D), K strata; own: the strata of this rank under strata parallelism.
-Known limits: no second derivative, and one backward pass per loss; strata see their parameters as copies without hooks,
-whose own hooks run once, in the outer backward pass, where a term made of what a stratum has read or computed is
-refused (techniques/precomputed_gradients.py). Chained strata run, and draw random numbers, from the last on; hooks
-inside a spine run more often; on a GPU random numbers on the spine are not noticed. Gradients are those of the sum over
-cells and features: where float16 overflows in them, loss scaling cannot help, and a warning says so.
+Known limits: no second derivative, and one backward pass per loss. Strata get copies of their parameters without hooks.
+The parameters' own hooks run once, in the outer backward pass, where an additional loss term made of tensors that a
+stratum read or computed raises an error (techniques/precomputed_gradients.py). Chained strata run, and draw random
+numbers, from the last to the first; hooks inside a spine run more often; random numbers that a spine draws on a GPU are
+not detected. Gradients are those of the sum over cells and features: if float16 overflows in them, loss scaling cannot
+help, and a warning says so.
 """
 
 import math
@@ -71,7 +73,7 @@ def stream_strata(decoder: DecomposedDecoder, spec: StreamStrata, mesh: object) 
 
 
 class StreamedStrata(LoopTechnique):
-    """The strata loop that runs each stratum's forward and backward in place; made by `stream_strata`."""
+    """Strata loop that runs forward and backward of each stratum inside the loss; made by `stream_strata`."""
 
     def __init__(self, inner: nn.Module, *, workers: int) -> None:
         super().__init__(inner)
@@ -82,17 +84,17 @@ class StreamedStrata(LoopTechnique):
         return f"workers={self.workers}"
 
     def forward(self, strata: nn.ModuleList, *latents: Tensor, own: range | None = None, **cells: Tensor) -> Scalar:
-        """Negative log-likelihood summed over cells and features, with its gradients ready."""
+        """Return the negative log-likelihood, summed over cells and features; its gradients are computed already."""
         own = range(len(strata)) if own is None else own
         u, v, log_weights = latents
         inputs = StratumInputs(u, v, log_weights, cells["library"])
-        # a chained decoder's spine runs through the strata before the own ones
+        # the spine of a chained decoder also runs through the strata before the own ones
         first = 0 if _chained(strata) else own.start
         parameters = list(strata[first : own.stop].parameters()) if len(own) else []
         if not wants_gradients([*inputs, *parameters]):
             return cast(Tensor, self.inner(strata, *latents, own=own, **cells))
         if not len(u):
-            # zero, and no number that the mean over no cells would divide by zero
+            # zero, but not a float: the mean over no cells would divide a float by zero
             return sum((t.flatten()[:0].sum() for t in (*inputs, *parameters)), u.new_zeros(()))
 
         def compute(needed: Sequence[bool]) -> tuple[Tensor, Gradients]:
@@ -107,7 +109,7 @@ class StreamedStrata(LoopTechnique):
 
 
 class _Stream:
-    """One pass; `shared` are the gradients of the inputs so far, `ready` those of parameters."""
+    """State of one step: `shared` sums the gradients of the inputs, `ready` those of parameters."""
 
     def __init__(
         self, strata: nn.ModuleList, leaves: StratumInputs[Tensor], cells: dict[str, Tensor], own: range
@@ -116,25 +118,26 @@ class _Stream:
         self.chained = _chained(strata[: own.stop])
         self.inputs = leaves
         self.cells = cells | {"library": leaves.library}
-        # made before the first stratum: what outlives a stratum would split the memory that the next one needs whole
+        # allocated before the first stratum: a tensor that outlives a stratum would fragment the memory for the next
+        # one
         self.shared = StratumInputs(*map(GradientSum, leaves))
-        # on a device whose operators are launched these are small, and small tensors split nothing there
+        # on an accelerator these are small and come from separate segments, so they fragment nothing
         later = launches_operators(leaves.v)
         own_strata = strata[own.start : own.stop]
         self.ready = {id(p): GradientSum(p, later=later) for p in own_strata.parameters()}
         if later:
-            # of these a stratum has some columns
+            # tables of which a stratum reads some columns
             tables = (p for one in own_strata for name, p in one.named_parameters() if name in _runs(one))
             self.ready |= {id(p): GradientSum(p) for p in tables}
-        # of the strata before, only the spine's parameters get gradients: few, so no memory is set aside for all
+        # strata before the own ones get gradients only for their spine's parameters, so nothing is allocated in advance
         before = strata[: own.start].parameters()
         self.ready |= {id(p): GradientSum(p, later=True) for p in before if id(p) not in self.ready}
-        # taken from the first stratum, and added to with the gradients
+        # the loss starts with the first stratum, and is summed together with the gradients
         self._total = GradientSum(leaves.u, later=True)
         self._one: Tensor | None = None
 
     def run(self, own: range, *, workers: int) -> Tensor:
-        """All own strata; returns their negative log-likelihood."""
+        """Run all own strata, and return their negative log-likelihood."""
         v = self.inputs.v
         workers = workers_for(self.strata[own.start : own.stop], v, asked=workers)
         if not self.chained:
@@ -145,23 +148,23 @@ class _Stream:
         return self.inputs.u.new_zeros(()) if total is None else total
 
     def _chain(self, own: range) -> Tensor | None:
-        """From the last stratum down to the first: each one's backward pass needs the gradient of the v that it made.
+        """Run chained strata from the last to the first, because each needs the gradient of its output v.
 
-        The strata before the own ones only carry the gradient down the spine. Returns that of the first v.
+        Strata before the own ones only pass the gradient down the spine. Returns the gradient of the first v.
         """
         grad_v: Tensor | None = None
         for k, v in self._spine_backwards(own.stop):
-            # here grad_v is that of the v this stratum hands on; what is returned is that of the v it was given
+            # on the right, grad_v is the gradient of this stratum's output v; the result is that of its input v
             grad_v = self._add(self._pass(k, v, grad_v)) if k >= own.start else self._spine_back(k, v, grad_v)
         return grad_v
 
     def _chain_side_by_side(self, own: range, workers: int) -> Tensor | None:
-        """The same; the branches do not wait for each other, and the spine's backward pass comes between them."""
+        """Run chained strata with concurrent branches; the spine's backward pass runs between them."""
         grad_v: Tensor | None = None
 
         def take(passed: _Passed) -> None:
             nonlocal grad_v
-            # a stratum's v has two uses: its own branch, which has run, and the spine to the strata after it
+            # a stratum's v has two uses: its branch, whose backward pass has run, and the spine to later strata
             below = self._spine_back(passed.k, passed.v, grad_v)
             grad_v = add(self._add(passed), below)
 
@@ -172,9 +175,9 @@ class _Stream:
         return grad_v
 
     def _spine_backwards(self, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """v of every stratum before `stop`, from the last on; every s-th is kept, the others computed again."""
-        # s about the root of K: K / s kept ones and s in between are then fewest together
-        # the first v of every run of `step` strata is kept: it is the input of stratum `first`, not its result
+        """Yield (k, v) of every stratum before `stop`, last first; every s-th v is kept, others are recomputed."""
+        # s about sqrt(K) minimises K / s kept ones plus s in between; the first v of every segment of `step` strata is
+        # kept, as the input of stratum `first`
         step = math.isqrt(stop - 1) + 1
         kept = [self.inputs.v]
         with torch.no_grad():
@@ -184,17 +187,17 @@ class _Stream:
             first = (len(kept) - 1) * step
             with torch.no_grad():
                 part = self._along(kept.pop(), range(first, min(first + step, stop) - 1))
-            # popped before it is handed out: a v that was used is not alive during the strata below
+            # popped before it is yielded, so that a used v is freed during the strata below
             while part:
                 k = first + len(part) - 1
                 yield k, part.pop()
 
     def _along(self, v: Tensor, strata: range) -> list[Tensor]:
-        """v, and what each of the strata makes of it on the spine."""
+        """Return v, and the output of the spine of each stratum."""
         found = [v]
         drawn = _random_state()
         for k in strata:
-            # a leaf for each: the backward passes of two strata share no graph
+            # each is a leaf, so that backward passes of two strata share no graph
             found.append(leaf(cast(Any, self.strata[k]).spine(found[-1]), True))
         if _random_state() != drawn:
             raise InstallError(
@@ -205,17 +208,17 @@ class _Stream:
         return found
 
     def _pass(self, k: int, v: Tensor, grad_v_next: Tensor | None) -> "_Passed":
-        """Forward and backward pass of a stratum, given the gradient of the v that it hands on; adds up nothing."""
+        """Run forward and backward of a stratum, given the gradient of its output v; gradients are not summed here."""
         module = cast(Any, self.strata[k])
         arguments = module.arguments(k, self.inputs.log_weights, **self.cells)
-        # new leaves for every pass: their graph ends here, so that a stratum's activations die with its backward pass
+        # new leaves for every pass: their graph ends here, so that the backward pass frees a stratum's activations
         copies = _copies(module)
         nll, v_next = call_with(copies, module, lambda: module(v, self.inputs.u, **arguments))
         if self._one is None:
-            # made once, not by every stratum's backward pass; strata side by side may make two
+            # cached; concurrent strata may create it twice
             self._one = torch.ones_like(nll)
         outputs, grad_outputs = [nll], [self._one]
-        # one backward pass for both outputs: what they share of the stratum is gone through once
+        # one backward pass for both outputs, so that the graph they share is traversed once
         if grad_v_next is not None and v_next.requires_grad:
             outputs, grad_outputs = [nll, v_next], [grad_outputs[0], grad_v_next]
         if v_next is not v and not self.chained:
@@ -223,12 +226,12 @@ class _Stream:
                 f"strata cannot be streamed: stratum {k} returns another v than it got, and no stratum has"
                 " chained=True, so the next one would not get it; set `chained` on strata that change v"
             )
-        # not needed any more: `outputs` has it where it has a gradient
+        # `outputs` keeps it if it needs a gradient
         del v_next
         return self._passed(k, v, nll.detach(), outputs, grad_outputs, copies)
 
     def _spine_back(self, k: int, v: Tensor, grad_v_next: Tensor | None) -> Tensor | None:
-        """The gradient of v, from that of the v that a stratum hands on, without the stratum's own loss."""
+        """Return the gradient of v from that of the stratum's output v, without the stratum's own loss."""
         module = cast(Any, self.strata[k])
         copies = _copies(module)
         v_next = call_with(copies, module, lambda: module.spine(v))
@@ -246,18 +249,18 @@ class _Stream:
         copies: dict[str, Tensor],
     ) -> "_Passed":
         inputs = self.inputs._replace(v=v)
-        # a parameter in two places has one copy: its gradient is there once
+        # a parameter that is used in two places has one copy, so its gradient comes once
         parameters = {id(copy): copy for copy in copies.values()}.values()
         found = gradients(outputs, [*inputs, *parameters], grad_outputs)
         return _Passed(k, v, nll, StratumInputs(*found[: len(inputs)]), found[len(inputs) :])
 
     def _add(self, passed: "_Passed") -> Tensor | None:
-        """Add up a stratum's loss and gradients; returns that of v, which in a chain is the next one's."""
+        """Add a stratum's loss and gradients to the sums; return the gradient of v for the next stratum of a chain."""
         runs = _runs(self.strata[passed.k])
         found = [
             (total, grad)
             for total, grad in zip(self.shared, passed.of_inputs, strict=True)
-            # chained, the gradient of v goes to the stratum before, and is not added up here
+            # chained, the gradient of v goes to the stratum before, and is not summed here
             if total is not self.shared.v or not self.chained
         ]
         found.append((self._total, passed.nll))
@@ -272,7 +275,7 @@ class _Stream:
 
 
 class _Passed(NamedTuple):
-    """What a stratum has left: its loss, None if only the spine was run, and gradients."""
+    """Result of a stratum: gradients, and the loss, which is None if only the spine was run."""
 
     k: int
     v: Tensor
@@ -282,7 +285,7 @@ class _Passed(NamedTuple):
 
 
 def _random_state() -> bytes:
-    # the host's own: no device is asked
+    # the CPU generator only: no synchronisation with a device
     return torch.get_rng_state().numpy().tobytes()
 
 
@@ -291,7 +294,7 @@ def _chained(strata: Iterable[nn.Module]) -> bool:
 
 
 def _warn_of_overflow(total: Tensor, ready: Gradients) -> None:
-    """The scaling of the loss comes after these gradients: a step that it skips would be skipped again for ever."""
+    """Warn if float16 gradients overflow: the loss is scaled after them, so every step could be skipped."""
     device = total.device.type
     products = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     half = products and torch.get_autocast_dtype(device) == torch.float16
@@ -300,7 +303,7 @@ def _warn_of_overflow(total: Tensor, ready: Gradients) -> None:
         found = [gradient for gradient in found if gradient.dtype == torch.float16]
     if not found:
         return
-    # seen by the host at once: it waits for the device, only where there is float16
+    # this waits for the device, but only if float16 is used
     finite = torch.stack([gradient.isfinite().all() for gradient in found]).all()
     if bool(total.isfinite() & ~finite):
         warnings.warn(
@@ -314,9 +317,8 @@ def _warn_of_overflow(total: Tensor, ready: Gradients) -> None:
 
 
 def _copies(stratum: nn.Module) -> dict[str, Tensor]:
-    """The parameters as leaves: hooks on the originals, such as those of the gradients' reduction, would
-    run here and in the outer backward pass. Of a table that strata share, a stratum gets its own columns; a parameter
-    in two places has one copy, in both.
+    """Return a leaf for every parameter, because hooks on the originals would run here and in the outer backward pass.
+    Of a table that strata share, a stratum gets its own columns. A parameter in two places has one copy.
     """
     runs = _runs(stratum)
     copies = {

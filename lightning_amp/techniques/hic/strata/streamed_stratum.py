@@ -1,24 +1,25 @@
-"""Run a streamed stratum: its cells in micro-batches, its key in fewer operators.
+"""Run a streamed stratum: its cells in micro-batches, and its key in fewer operators.
 
     nll(key, u, all cells) = sum over micro-batches of nll(key, u of its cells, its cells)
 
-Exact: every cell's log-likelihood is computed from the key, its own u and its own counts, so values and gradients are
-sums over cells. What shrinks: scores and likelihood [B, F_k] exist for one micro-batch only. The gradient of the key
-[N, D] is made for every micro-batch and added up. Collectives of the decode and of the softmax (S2, S5, nodes) come
-once for every micro-batch; how many there are depends on the number of cells, which a model group shares. What a
-stratum is called with has one row per cell, or is the same for all: one row, no dimension, a number, a name, None.
+Exact: every cell's log-likelihood depends on the key, its own u and its own counts, so values and gradients are sums
+over cells. Saved: scores and likelihood [B, F_k] exist for one micro-batch only. The gradient of the key [N, D] is
+computed for every micro-batch and summed. Collectives of the decode and of the softmax (S2, S5, nodes) run once per
+micro-batch; their number depends on the number of cells, which is the same in a model group. An argument of a stratum
+has one row per cell, or is the same for all: one row, no dimension, a number, a name, None.
 
-    qk, val = p A^T, p B^T         dp = g + dqk A + dval B, the sums inside the products; g is that of attended p
+    qk, val = p A^T, p B^T         dp = g + dqk A + dval B, summed inside the products; g is the gradient of p as value
     key' = [key +] a gelu(b)       da, db = dkey' gelu(b), dkey' a gelu'(b), the two halves of one tensor
 
-A key is run so where it is one of the forms of stratum_keys.py, which is found by trying; hooks on a projection, a
-bias, another class of layer and autocast keep it as it is. Two sums of gradients of p and a copy of that of ff's result
-are not made.
+This applies to keys that are found by probing to be one of the forms of stratum_keys.py. With hooks on a projection, a
+bias, another class of layer or autocast, a key runs unchanged. Saved are two sums of gradients of p, and a copy of the
+gradient of ff's output.
 
 Legend: cell (B), anchor (N), dim (D).
-Known limits: gradients are handed out once, second derivatives are refused. What changes the loss by less than the
-tolerance of `check_sum` is not noticed, nor a term of no cells that is 0 at first, nor anything in a loss that draws
-random numbers or is only simulated; hooks inside run four times more, and what the stratum counts is counted so often.
+Known limits: gradients can be read once, and second derivatives raise an error. A check of the loss (`check_sum`)
+cannot detect changes below its tolerance, a term independent of cells that is 0 at first, or anything in a loss that
+draws random numbers or is only simulated. Because of the check, hooks inside run four more times, and counters in the
+stratum count that often.
 """
 
 import math
@@ -49,11 +50,11 @@ from lightning_amp.techniques.precomputed_gradients import (
 )
 
 PER_CELL = ("library", "log_weight")
-"""Arguments with a row for every cell that may need a gradient, in addition to u."""
+"""Arguments with one row per cell that may need a gradient, in addition to u."""
 
 
 def in_microbatches(sum_over_cells: object, *, size: int) -> nn.Module:
-    """The same for some cells at a time."""
+    """Return a module that sums over cells in micro-batches of `size` cells."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise InstallError(f"stream got cells={size!r}; a micro-batch has a whole number of cells, at least 1")
     taken = "takes micro-batches of cells already" if isinstance(sum_over_cells, CellMicrobatches) else ""
@@ -67,7 +68,7 @@ def in_microbatches(sum_over_cells: object, *, size: int) -> nn.Module:
 
 
 class CellMicrobatches(nn.Module):
-    """A stratum's cells in micro-batches; made by `in_microbatches`. Unless `known`, the loss is checked."""
+    """Sum a stratum's likelihood over micro-batches; made by `in_microbatches`. Unless `known`, the loss is checked."""
 
     def __init__(self, size: int, *, known: bool = True) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ class CellMicrobatches(nn.Module):
     def forward(
         self, nll: Callable[..., Scalar], key: PerAnchor, u: PerCell, *, parameters: Iterable[Tensor], **cells: Tensor
     ) -> Scalar:
-        """Sum over cells of `nll(key, u, **cells)`, one micro-batch alive at a time."""
+        """Return the sum over cells of `nll(key, u, **cells)`; one micro-batch is alive at a time."""
         odd = {name: n for name, value in cells.items() if (n := _n_rows(value)) not in (1, len(u))}
         if odd:
             raise InstallError(
@@ -93,7 +94,7 @@ class CellMicrobatches(nn.Module):
             check_sum(nll, key, u, lambda part: _rows(cells, part))
             self.known = True
         if len(u) <= self.size:
-            # nothing to cut, and the stratum's own backward pass follows
+            # nothing to split, and the stratum's own backward pass follows
             return _at_least_float32(nll(key, u, **cells))
         shared, per_cell = [key, *parameters], [u, *(cells[name] for name in PER_CELL)]
         if not wants_gradients([*shared, *per_cell]):
@@ -102,11 +103,11 @@ class CellMicrobatches(nn.Module):
 
         def compute(needed: Sequence[bool]) -> tuple[Tensor, Gradients]:
             n = len(shared)
-            # the key is cut off, so that its own graph waits until the gradients of all micro-batches are added up;
-            # tables are read by `nll` itself, so these are the very tensors
+            # the key is detached, so that its own graph waits until the gradients of all micro-batches are summed;
+            # `nll` itself reads the tables, so they are passed unchanged
             leaves = [leaf(key, needed[0]), *shared[1:]]
             values: list[Tensor] = []
-            # of what all cells share gradients are added up, of what each has they are put one after the other
+            # gradients of shared arguments are summed, those of per-cell arguments concatenated
             of_shared: Gradients = [None] * n
             of_cells: list[Gradients] = []
             for part in self._parts(len(u)):
@@ -126,22 +127,22 @@ class CellMicrobatches(nn.Module):
 
 
 def _at_least_float32(value: Tensor) -> Tensor:
-    # strata and micro-batches are many: their sum would lose digits
+    # a sum over many strata and micro-batches would lose digits in 16 bits
     if value.dtype in (torch.float32, torch.float64):
-        # asked of torch, it is one more operator
+        # without a call to torch, which would be one more operator
         return value
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _n_rows(value: object) -> int:
-    """Rows; 1 of what has none, which is the same for all cells as one row is."""
+    """Return the number of rows; 1 for a value without rows, which is the same for all cells."""
     if isinstance(value, str):
-        # its letters are no rows, even if they are as many as the cells
+        # len() is its letters, which are not rows even if there are as many as cells
         return 1
     try:
         return len(cast(Sized, value))
     except TypeError:
-        # a number, None, a tensor without dimensions
+        # a number, None, or a tensor without dimensions
         return 1
 
 
@@ -154,7 +155,7 @@ def _rows(cells: dict[str, Tensor], part: slice) -> dict[str, Tensor]:
 
 
 def _join(tensor: Tensor, parts: Sequence[Tensor | None]) -> Tensor | None:
-    """A gradient from those of the micro-batches: one after the other, or added up where all cells share one row."""
+    """Concatenate the gradients of micro-batches, or sum them if all cells share one row."""
     found = [part for part in parts if part is not None]
     if not found or _n_rows(tensor) == 1:
         return reduce(add, found, None)
@@ -172,23 +173,24 @@ def _run(sum_over_cells: Any) -> dict[str, Tensor]:
 
 TOLERANCE = 1e-3
 HALF_TOLERANCE = 0.05
-"""Relative to the losses; where products are rounded to 16 bits, or to TF32."""
+"""Relative tolerance of losses whose products are rounded to 16 bits or TF32."""
 
 
 def check_sum(
     nll: Callable[..., Scalar], key: PerAnchor, u: PerCell, rows: Callable[[slice], Mapping[str, Any]]
 ) -> None:
-    """Compare the loss of the first two cells with that of each, and that of none with 0, once and without gradients.
+    """Check that the loss of two cells is the sum of both, and that the loss of no cells is 0.
 
-    A mean over cells, and cells that are centred or normalised by each other, make nll(cells a and b) differ from
-    nll(cell a) + nll(cell b). Terms that no cell has (a penalty on weights) are the loss of no cells.
+    The check runs once, without gradients. A mean over cells, and cells that are centred or normalised by each other,
+    make nll(cells a and b) differ from nll(cell a) + nll(cell b). Terms independent of cells (a penalty on weights) are
+    the loss of no cells.
     """
     if has_no_values(u):
         return
     with torch.random.fork_rng([u.device] if u.is_cuda else []), torch.no_grad():
         drawn = _random_states(u.device)
         none = 0.0
-        # what cannot be computed of no cells, or is no number there, says nothing about sums
+        # if the loss of no cells raises or is not a number, that says nothing about sums
         with suppress(Exception):
             none = float(nll(key, u[:0], **rows(slice(0, 0))))
         parts = (slice(0, 2), slice(0, 1), slice(1, 2))
@@ -198,9 +200,9 @@ def check_sum(
     tf32 = u.is_cuda and multiplies_in_tf32()
     half = u.dtype.itemsize < 4 or tf32 or torch.is_autocast_enabled(u.device.type)
     room = (HALF_TOLERANCE if half else TOLERANCE) * (abs(both) + abs(first) + abs(second))
-    # exactly 0, for a penalty may be much smaller than the losses, and is counted once for every micro-batch
+    # exactly 0: a penalty may be much smaller than the losses, and would be counted once per micro-batch
     term = math.isfinite(none) and none != 0
-    # not `<=`: a loss that is NaN says nothing about sums
+    # not `<=`: a NaN loss says nothing about sums
     if not (term or abs(both - (first + second)) > room):
         return
     found = f"no cells is {none!r}" if term else f"two cells is {both!r}, of each {first!r} and {second!r}"
@@ -218,20 +220,20 @@ def _random_states(device: torch.device) -> list[Tensor]:
 
 
 def streamed_key(key: nn.Module | None) -> "StreamedKey | None":
-    """What a key runs instead of its class's `forward`; None where that stays."""
+    """Return the replacement for a key's `forward`; None if the key runs unchanged."""
     form = None if key is None or "forward" in vars(key) else attention_form(key)
     return None if form is None else StreamedKey(*form)
 
 
 @dataclass(frozen=True)
 class StreamedKey:
-    """A key in fewer operators; made by `streamed_key`."""
+    """Compute a key in fewer operators; made by `streamed_key`."""
 
-    projected: bool  # whether it attends to the projected anchors, and not to the normalised ones
-    residual: bool  # whether the gated layer's result is added to its input
+    projected: bool  # whether the values are the projected anchors, instead of the normalised ones
+    residual: bool  # whether the output of the gated layer is added to its input
 
     def __call__(self, key: Any, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Key, and the projected anchors."""
+        """Return the key, and the projected anchors."""
         if not _plain(key, v):
             found: tuple[Tensor, Tensor] = type(key).forward(key, v)
             return found
@@ -243,7 +245,7 @@ class StreamedKey:
 
 
 def _plain(key: Any, v: Tensor) -> bool:
-    """Whether the projections are products with their weights, and nothing else."""
+    """Whether the projections are plain products with their weights."""
     kind = v.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return False
@@ -257,7 +259,7 @@ def _plain(key: Any, v: Tensor) -> bool:
 
 
 class _Project(torch.autograd.Function):
-    """Both projections of p, and p itself, whose gradients meet in p."""
+    """Compute both projections of p, and return p itself, so that its gradients are summed in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, p: Tensor, of_qk: Tensor, of_value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -275,7 +277,7 @@ class _Project(torch.autograd.Function):
             if found is None:
                 found = g @ weight
             else:
-                # the gradient that came in may be used elsewhere too
+                # out of place: the incoming gradient may be used elsewhere too
                 found = torch.addmm(found, g, weight) if i == 0 else found.addmm_(g, weight)
         needed = ctx.needs_input_grad[1:]
         of_weights = (g.T @ p if g is not None and need else None for g, need in zip(of_rows, needed, strict=True))
@@ -283,7 +285,7 @@ class _Project(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """The first half of the channels, gated by the GELU of the second half, and added to the key where there is one."""
+    """Multiply the first half of the channels by the GELU of the second half, and add the key if given."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, key: Tensor | None) -> Tensor:
@@ -301,6 +303,6 @@ class _Gate(torch.autograd.Function):
         of_a, of_b = of_h.chunk(2, dim=-1)
         torch.mul(grad, gate, out=of_a)
         torch.mul(grad, a, out=of_b)
-        # in place: an elementwise kernel reads a number before it writes it
+        # in place: an elementwise kernel reads an element before it writes it
         gelu_backward(of_b, b, grad_input=of_b)
         return of_h, grad if ctx.needs_input_grad[1] else None
