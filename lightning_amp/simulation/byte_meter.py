@@ -202,7 +202,7 @@ def _map(values: Any) -> Any:
 
 
 def _key(func: Any, args: Any, kwargs: Any) -> Any:
-    """What the shapes of an operator's results depend on; None where they are not remembered."""
+    """Return what the shapes of an operator's results depend on; None if they are not cached."""
     if func.namespace in COLLECTIVES:
         return None
     key = (func, _signature(args), _signature(kwargs.items()) if kwargs else None)

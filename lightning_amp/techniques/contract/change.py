@@ -44,7 +44,7 @@ def hooks_within(module: nn.Module) -> list[str]:
 
 
 def hooks_of(parameter: Tensor, name: str = "") -> list[str]:
-    """Kinds of hooks on a parameter, after its name."""
+    """Kinds of hooks on a parameter, each prefixed with the parameter's name."""
     return [f"{name}.{kind.strip('_')}" for kind in OF_PARAMETERS if getattr(parameter, kind)]
 
 

@@ -92,7 +92,7 @@ def refuse(module: nn.Module, units: Mapping[str, nn.Module], *, by_hand: bool =
 
 
 def _problem(parameter: Tensor, *, values: bool) -> str:
-    """What a person can do about a parameter that cannot be split, after "which"; "" where it can be."""
+    """Describe why a parameter cannot be sharded and what to do, as the end of a message; "" if it can be sharded."""
     if is_split(parameter):
         return "is a DTensor already: give the module whole parameters"
     if values and parameter.is_meta:

@@ -40,5 +40,11 @@ def first_pass(received: list[Any]) -> AbstractContextManager[None]:
 def second_pass(received: list[Any]) -> AbstractContextManager[None]:
     """Context manager for the recomputation of a block, which may happen several times."""
     values = iter(received)
-    # a pass that receives more often differs from the first one: it receives then, as all ranks may, and is checked
-    return holding(_asked, lambda receive: next(values, None) or receive())
+
+    def again(receive: Callable[[], Any]) -> Any:
+        # a pass that receives more often differs from the first one: it receives then, as all ranks may, and is checked
+        for value in values:
+            return value
+        return receive()
+
+    return holding(_asked, again)

@@ -167,7 +167,7 @@ class _ByValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise ModelError(IN_HOOK.format(hook=self._hook, op=name_of(func), name=parts[0].name))
         found = func(*args, **kwargs)
         for tensor in tensors_of(found) if parts else ():
-            # kept, so that its address is not used again
+            # kept alive, so that its address is not used again
             self._kept.append(tensor)
             self._parts[tensor.untyped_storage()._cdata] = parts[0]
         return found

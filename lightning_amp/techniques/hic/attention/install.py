@@ -134,14 +134,14 @@ def fused_rows(
 
 
 def _structure_problem(attention: nn.Module) -> str:
-    """What keeps a module from being replaced, without computing anything; "" if nothing does."""
+    """Return why a module cannot be replaced, without computing anything; "" if it can."""
     sizes = {name: getattr(attention, name, None) for name in ("dim", "window")}
     found = {
         "the settings": [f"{name}={size!r}" for name, size in sizes.items() if type(size) is not int],
         "the state": [name for name, _ in (*attention.named_parameters(), *attention.named_buffers())],
         "the children": [name for name, _ in attention.named_children()],
         "the hooks": hooks_within(attention),
-        # a function may be the sum over other ranks' channels: it is not tried out
+        # a function may be the sum over other ranks' channels: it cannot be probed
         "the attributes": [n for n, v in own_attributes(attention).items() if callable(v) or isinstance(v, Tensor)],
     }
     return " and ".join(f"has {what} {names!r}" for what, names in found.items() if names)

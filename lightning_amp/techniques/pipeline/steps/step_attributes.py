@@ -151,7 +151,7 @@ def apply(changes: Iterable[AttributeChange], modules: Mapping[str, nn.Module]) 
         elif change.how == "grown":
             here.extend(value)  # type: ignore[union-attr]
         elif isinstance(here, CONTAINERS) and type(here) is type(value):
-            # the list itself may be known elsewhere
+            # another object may hold the same list
             refill(here, value)
         else:
             table[change.name] = value
