@@ -1,4 +1,4 @@
-"""Set a context variable temporarily."""
+"""Set a context variable, or replace attributes of an object, temporarily."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -12,7 +12,7 @@ _BYTES |= {f"{p}ib": 1024 ** (i + 1) for i, p in enumerate("kmgt")}
 _BYTES |= {p: 1024 ** (i + 1) for i, p in enumerate("kmgt")}
 _SECONDS = (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3))
 SMALLEST = 2**17
-"""A smaller text without a unit raises an error: no device has so few bytes, nor so many MiB."""
+"""A smaller number in a text without a unit raises an error: no device has so few bytes, so the unit is missing."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*\Z")
 
 

@@ -89,7 +89,13 @@ class CountCollectives(TorchDispatchMode):
 
 
 def run_ranks(
-    body: Callable[..., Any], world_size: int, tmp_path: Path, *args: Any, timeout: float = 150, fresh: bool = False
+    body: Callable[..., Any],
+    world_size: int,
+    tmp_path: Path,
+    *args: Any,
+    timeout: float = 150,
+    fresh: bool = False,
+    starts: int = 2,
 ) -> list[Any]:
     """Call `body(rank, world_size, *args)` on every rank and return the results in the order of ranks.
 
@@ -105,6 +111,7 @@ def run_ranks(
         *args: Given to every rank.
         timeout: Seconds for the body, not counting the start of the processes.
         fresh: Start processes for this call alone: `body` measures its process, or changes what outlives it.
+        starts: How often processes may be started: gloo's connections fail now and then, before `body` begins.
     """
     assert MARKED, "a test that starts ranks needs @pytest.mark.ranks"
     ranks = [] if fresh else POOL[:world_size]
@@ -119,7 +126,10 @@ def run_ranks(
         for rank, connection in enumerate(connections):
             connection.send((sent, rank, world_size, Path(meet), Path.cwd(), dict(os.environ)))
         reports = _collect(connections, START_S)
-        if all(ok for ok, _ in reports.values()) and len(reports) == world_size:
+        started = all(ok for ok, _ in reports.values()) and len(reports) == world_size
+        if not started and starts > 1:
+            return run_ranks(body, world_size, tmp_path, *args, timeout=timeout, fresh=fresh, starts=starts - 1)
+        if started:
             reports = _collect(connections, timeout)
         failed = [(rank, text) for rank, (ok, text) in reports.items() if not ok]
         if failed or len(reports) < world_size:

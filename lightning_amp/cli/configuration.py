@@ -66,8 +66,8 @@ def plan_of_configuration(
 def use_step(arguments: argparse.Namespace, named: "Callable[..., Step] | None", use: Callable[..., R]) -> R:
     """Return `use(module, batch, around, options)` for the step of `named`, or of the configuration if it is None.
 
-    The module is made on the meta device, so that it may exceed this machine's memory. If its constructor or its step
-    requires values, it is made again with values.
+    A named class, or the layers from `configure_model` of a configuration, are made on the meta device first, so that
+    they may exceed this machine's memory. If making them or the step requires values, all is made again with values.
     """
     from lightning_amp.footprint.profile_module import lacks_values
     from lightning_amp.verification.read_configuration import read_step
@@ -176,8 +176,8 @@ def add_named_class(parser: argparse.ArgumentParser) -> None:
 def named_step(arguments: argparse.Namespace) -> "Callable[..., Step] | None":
     """Return a function that makes the training step of the class on the command line; None if there is no class.
 
-    The function takes `values`: False makes the module on the meta device. Raises AmpError if the class or the batch
-    cannot be parsed.
+    The function takes `values`: False makes the module on the meta device. It returns module, batch, settings of the
+    run and AMPStrategy options (none). Raises AmpError if the class cannot be imported, or an argument is invalid.
     """
     name = arguments.data_dir
     if arguments.batch is None:
@@ -197,7 +197,7 @@ def named_step(arguments: argparse.Namespace) -> "Callable[..., Step] | None":
     from lightning_amp.data.batch import batch_of_shapes
     from lightning_amp.footprint.inner_run import BY_ITSELF
 
-    # import the class and parse its arguments first: only the constructor runs on the meta device
+    # import the class and parse its arguments first: only the constructor and the hooks run on the meta device
     kind, values = _class_of(name), dict[str, Any]()
     for text in arguments.init or ():
         argument, equals, value = text.partition("=")
@@ -228,7 +228,9 @@ def named_step(arguments: argparse.Namespace) -> "Callable[..., Step] | None":
             try:
                 module.setup("fit")
                 module.configure_model()
-            except Exception:
+            except Exception as error:
+                if not values:
+                    raise ModelError("the hooks that create layers require values") from error
                 # the hooks may require a Trainer, which profiling provides
                 return make(), batch, BY_ITSELF, {}
             return module, batch, replace(BY_ITSELF, prepared=True), {}

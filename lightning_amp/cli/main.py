@@ -1,6 +1,7 @@
 """`lightning-amp`: demo, prepare, profile, plan, simulate, calibrate, tune, convert, verify, and Lightning's four.
 
-The first four do not import torch, so they start fast; the last four are Lightning's command line with its flags.
+For data directories, the first four do not import torch, so they start fast; the last four are Lightning's command line
+with its flags.
 `simulate` and `calibrate` import torch after their arguments have been checked.
 """
 

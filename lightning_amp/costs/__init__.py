@@ -1,1 +1,1 @@
-"""Define data that planning and techniques share: the profiled step, draft plans, device rates and links."""
+"""Data and searches that planning and techniques share: profiled step, draft plans, sizes, rates, forms of blocks."""

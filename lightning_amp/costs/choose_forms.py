@@ -2,7 +2,7 @@
 
 The algorithm is dynamic programming over the blocks in the order of their forward passes. The state of the blocks so
 far is the number of bytes that they hold, and memory limits at each moment are upper bounds on this number. Of two
-choices for the blocks so far, one that holds no fewer bytes and takes no less time is never needed. The rest is a
+choices for the blocks so far, one that holds no fewer bytes and takes no less time is never needed. The others form a
 frontier of (bytes, seconds). Choices are compared only if they agree in what later blocks and moments depend on besides
 the bytes: which shared tensors are held already, and the forms of blocks that are called again.
 

@@ -3,11 +3,11 @@
 GPU rates are from NVIDIA's data sheets (GeForce RTX 3090; A100, H100 and H200 in the SXM form): dense products in
 float32, TF32, bfloat16 and float16, memory bandwidth, and NVLink in one direction (RTX 3090: PCI Express 4.0 x16). The
 link to the host is PCI Express x16 in one direction, 4.0 or (H100 and H200) 5.0. Between nodes there is one adapter per
-device, of 200 Gb/s (RTX 3090 and A100) or 400 Gb/s. The sheets have no rates of attention, by products or in fused
-kernels, of an operator's overhead and of a message's latency; these are round estimates. "cpu core" is fitted to the
-measured steps of tests/project/time_grid.jsonl, one thread of a server: 140 GFLOP/s in float32 products, 11.5 GB/s
-through operators, 8 microseconds per operator including Python; a gloo message between two processes takes 0.3 ms, at 1
-GB/s.
+device, of 200 Gb/s (RTX 3090 and A100) or 400 Gb/s. The sheets do not give the rates of attention (by
+products or in fused kernels), the overhead of an operator or the latency of a message; these are round estimates. "cpu"
+is fitted to the measured steps of tests/project/time_grid.jsonl, one thread of a server: 140 GFLOP/s in float32
+products, 11.5 GB/s through operators, 8 microseconds per operator including Python; a gloo message between two
+processes takes 0.3 ms, at 1 GB/s.
 
 No device reaches its data sheet, but a plan needs only order and ratios; `calibrated` fits the rates to one measured
 step, and `to_json` saves them. A device that is not in the table gets the rates of the one with the nearest memory
@@ -204,7 +204,7 @@ class Rates:
             plain: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise PlanError(f"expected rates as JSON, {source} is not JSON: {error}") from error
-        # not compared with SCHEMA itself: the JSON text "1" would be equal
+        # not `plain` itself, if it is no mapping: the JSON text "1" would be equal to SCHEMA
         schema = plain.get("schema") if isinstance(plain, dict) else f"no mapping, but {plain!r}"
         if schema != SCHEMA:
             raise PlanError(f"expected rates of schema {SCHEMA}, {source} has schema {schema!r}; calibrate again")

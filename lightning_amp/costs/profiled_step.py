@@ -80,7 +80,7 @@ class ProfiledStep:
         sent_seconds: Time of a technique's collectives, without those that average gradients.
         averages: Whether ranks average full gradients; otherwise `sent_seconds` includes the collectives of shards.
         counted: Function that maps a rule to the step with the rule, or to the reason why it is impossible; None if
-            nothing counts.
+            no step is counted with rules.
     """
 
     profile: ModuleProfile
@@ -121,7 +121,10 @@ class ProfiledStep:
         return max(alone + self.agreed_bytes(ranks), self.averaging_bytes(ranks))
 
     def averaging_bytes(self, ranks: int) -> int:
-        """Return the bytes while several ranks average gradients: a byte per gradient, and small ones' copies."""
+        """Return all bytes that exist while ranks average gradients; 0 for one rank, which averages nothing.
+
+        They include the copies of small gradients, and a byte per gradient with which ranks agree.
+        """
         if ranks == 1:
             return 0
         kinds, timeline = (*HELD, ACTIVATIONS), self.profile.timeline
@@ -148,7 +151,7 @@ class Draft:
         chain: Blocks of the step, as changed by the techniques; None if unchanged.
         floor_bytes: Bytes while gradients are averaged, whatever the blocks keep.
         seconds: Predicted time of a step.
-        targets: Techniques added so far.
+        targets: Rules of the techniques added so far.
         model: Ranks of the model axis.
         stages: Stages of a pipeline.
         held_bytes: Bytes that the fullest rank keeps between steps, None for those of the complete module.

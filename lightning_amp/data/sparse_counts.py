@@ -113,7 +113,7 @@ class SparseCounts:
         """Precompute positions of the slices `x[:, a:b]` in `runs`, so that these slices cost nothing.
 
         Args:
-            runs: Pairs (a, b) in ascending order; others are ignored.
+            runs: Pairs (a, b); nothing is precomputed unless they are in ascending order.
         """
         # bucketize requires sorted runs
         if self._is_meta or runs == self._runs or list(runs) != sorted(runs):

@@ -64,7 +64,7 @@ def gather(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
-    """Sum a replicated dim over the ranks, and return the indices that this rank owns."""
+    """Sum tensors with the full dim, which differ between ranks, and return the indices that this rank owns."""
     return cast(Tensor, _Linear.apply(x, _reduce_scatter, _gather, (axis, dim, owners)))
 
 

@@ -96,7 +96,7 @@ def check_shard(
         given = [redistribute(a, splits) if sharded and i == first else a for i, a in enumerate(own)]
         with guarded([axis]) if sharded else nullcontext():
             results = [part_in(t, WHOLE) for t in tensors_of(function(*given))]
-        # weights 1, 2, ... give each entry of a result another gradient, so that permuted entries are detected
+        # weights 1, 2, ... give each entry of a result a different weight, so that permuted entries are detected
         total = sum((t.double().square() * torch.arange(1, t.numel() + 1).view(t.shape)).sum() for t in results)
         leaves = [a for a in own if isinstance(a, Tensor) and a.requires_grad]
         if isinstance(total, Tensor) and total.requires_grad:

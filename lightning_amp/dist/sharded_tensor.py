@@ -134,7 +134,7 @@ class ShardedTensor(Tensor):
         return part_in(self, WHOLE)
 
     def redistribute(self, *, dim: int, sizes: Sequence[int] | None = None) -> "ShardedTensor":
-        """Return the tensor sharded along another dim, in shards of `sizes` or evenly; a collective.
+        """Return the tensor sharded along `dim`, in shards of `sizes` or evenly; a collective.
 
         Raises:
             ShardError: The tensor is sharded over several axes, or `sizes` do not fit the dim.

@@ -120,7 +120,7 @@ class Splits:
         return tuple(split.dim for split in self)
 
     def mapped(self, place: "Callable[[int], int | None]") -> "Splits":
-        """Return splits with every dim d replaced by `place(d)`; splits with None are dropped."""
+        """Return splits with every dim d replaced by `place(d)`; splits whose dim becomes None are dropped."""
         moved = [(split, place(split.dim)) for split in self]
         return Splits.of([Split(s.axis, dim, s.owners) for s, dim in moved if dim is not None])
 

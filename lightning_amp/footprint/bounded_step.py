@@ -78,10 +78,11 @@ class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
         )
 
 
-# by their folders, for a user's own folder may be called lightning
+# absolute folders, because a user's own folder may be called lightning
 FOLDERS = (*torch.__path__, *lightning.__path__, str(Path(__file__).parents[1]))
-LIBRARIES = tuple(f"{folder}{os.sep}" for folder in FOLDERS)
-"""Where code lies that says little about where an error in the user's code comes from."""
+# torch's and lightning's without a separator: torchmetrics and lightning_utilities are library code too
+LIBRARIES = (*torch.__path__, *lightning.__path__, f"{FOLDERS[-1]}{os.sep}")
+"""Prefixes of library code, which is skipped when an error is traced to the user's code."""
 READS = ("DataDependent", "_local_scalar_dense", ".item()", ".numpy()", "data-dependent")
 SHAPES = ("DynamicOutputShape",)
 DISTRIBUTIONS = "/torch/distributions/"

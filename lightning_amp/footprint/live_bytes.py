@@ -144,7 +144,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count(tensors_of(result), given)
         if func in SOFTMAX_BACKWARD and launches_operators(result):
             # CUDA's kernel first multiplies gradient and result (torch's SoftMax.cu, `softmax_backward_cuda_out`). This
-            # temporary is released at once, so that it counts at the peak of the operator only.
+            # temporary is released at once, so that it counts only while the operator runs.
             self._count([torch.empty_like(result)])
 
     def begins(self, func: Any, args: Any, read: Read) -> None:

@@ -87,8 +87,7 @@ class ModuleProfile:
         largest: The largest of `parts`.
         parts: The peak, grouped by what would reduce it. `parameters`: also gradients, optimizer state, and tensors of
             the optimizer step. `head`: logits, and tensors of their shape that the loss makes. `tensor`: the largest
-                other
-            tensor, and those of its shape in the same module. `saved`: all other activations and temporaries.
+            other tensor, and those of its shape in the same module. `saved`: all other activations and temporaries.
         by_kind: The peak by kind.
         peak_phase: "forward", "backward" or "optimiser".
         peak_module: Module that was running at the peak.
@@ -203,7 +202,7 @@ def summarize(lives: Sequence[Life], work: Sequence[tuple[str, str]], head: Head
     """
     assert work, "a step has operators"
     _name_kinds(lives, work)
-    # what begins and ends at every operator, of which the sum is what is alive: [kind, operator]
+    # bytes created minus bytes released at every operator; the running sum is the bytes alive, [kind, operator]
     changes = np.zeros((len(KINDS), len(work) + 1), dtype=np.int64)
     for life in lives:
         row = KINDS.index(life.kind)
@@ -223,7 +222,7 @@ def summarize(lives: Sequence[Life], work: Sequence[tuple[str, str]], head: Head
     for life in peak:
         of_module[life.fqn][life.kind] += life.n_bytes
     modules = [ModuleBytes(fqn=fqn, n_bytes=sum(kinds.values()), by_kind=kinds) for fqn, kinds in of_module.items()]
-    # of operators in a row of one module and phase, the one with most bytes stands for all
+    # consecutive operators of one module and phase are one Moment, with the bytes of the operator that has most
     moments = []
     for (phase, fqn), grouped in groupby(range(len(work)), key=work.__getitem__):
         stretch = list(grouped)

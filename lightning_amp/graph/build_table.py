@@ -189,7 +189,7 @@ def _called(node: Node, args: Any, kwargs: Any) -> Any:
 def _looked_at(
     node: Node, args: Any, kwargs: Any, leaves: list[Tensor]
 ) -> tuple[Any, dict[int, Tensor], dict[str, Any]]:
-    """Run an operator; return its result, the tensors it keeps, and part of its row (`writes` index leaves)."""
+    """Run an operator; return its result, the tensors it saves, and part of its row (`writes` index leaves)."""
     live, kept = LiveBytes(), dict[int, Tensor]()
 
     def keep(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Register flow rules of aten operators: which dims of a result follow which dims of arguments, or sum over them.
+"""Register flow rules of aten operators: which dims of a result follow which dims of arguments, and over which it sums.
 
 `embedding_bag` has no rule: which rows belong to a bag depends on values.
 """
@@ -117,9 +117,9 @@ def _along_some(call: OperatorCall) -> Follows:
     return same_but(call, dim if isinstance(dim, list) else [dim])
 
 
-# layer_norm normalizes the last dims; group_norm and instance_norm normalize each sample
+# the last dims are normalized
 register_flow("layer_norm", "rms_norm")(lambda call: same_but(call, range(-len(call.arguments["normalized_shape"]), 0)))
-# each sample is normalised by itself
+# each sample is normalized by itself
 register_flow("group_norm", "instance_norm")(lambda call: same_but(call, range(1, len(call.result))))
 
 
@@ -137,7 +137,10 @@ CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution", *(f"conv_transpose{
 
 @register_flow(*CONVOLUTIONS)
 def _convolution(call: OperatorCall) -> Follows:
-    """Samples follow the input, channels follow the weight and the bias. Positions follow only with kernel size 1."""
+    """Samples follow the input. With one group, channels follow the weight and the bias.
+
+    Positions follow the input only with kernel size 1, stride 1 and no padding.
+    """
     found = nothing(call)
     if len(call.shapes[0]) != len(call.shapes[1]):  # one sample, without a dim of samples
         return found
@@ -165,7 +168,7 @@ def is_transposed(call: OperatorCall) -> bool:
     *("_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
 )
 def _of_positions(call: OperatorCall) -> Follows:
-    """Samples and channels follow; positions too if whole windows become one, or one becomes several."""
+    """Samples and channels follow; in 2D, positions too if disjoint full windows become one, or one becomes several."""
     rank = len(call.result)
     found = same_but(call, range(rank - int(call.op.removesuffix("_aa")[-2]), rank))
     if call.op in ("avg_pool2d", "max_pool2d"):
@@ -272,9 +275,9 @@ def _cross(call: OperatorCall) -> Follows:
 register_flow("roll")(lambda call: same_but(call, call.arguments["dims"] or range(len(call.result))))
 
 
-# a triangle depends on row and column indices; `pad` lists dims from the last one backwards
+# a triangle depends on row and column indices
 register_flow("tril", "triu")(lambda call: same_but(call, [-2, -1]))
-# all dims but those that are padded, which are named from the last one backwards
+# all dims follow except those that are padded; `pad` lists these from the last dim backwards
 register_flow("pad", "constant_pad_nd")(
     lambda call: same_but(call, [-1 - i // 2 for i, n in enumerate(call.arguments["pad"]) if n])
 )
@@ -282,7 +285,7 @@ register_flow("pad", "constant_pad_nd")(
 
 @register_flow("gather")
 def _gather(call: OperatorCall) -> Follows:
-    """All dims follow, except `dim`, where index and tensor have equal sizes."""
+    """All dims except `dim` follow both arguments, if index and tensor have equal sizes there."""
     dim = call.arguments["dim"] % max(len(call.result), 1)
     # a shorter index reads only the beginning of the tensor, so equal pieces of both would not correspond
     same = [a == b for a, b in zip(*call.shapes, strict=True)]
@@ -330,7 +333,7 @@ def _channels(call: OperatorCall) -> Follows:
 
 @register_flow("diagonal", "diagonal_copy", "diag_embed", "view_as_real", "view_as_complex")
 def _of_last(call: OperatorCall) -> Follows:
-    """All dims follow, except the two diagonal dims, or the last dim of real pairs."""
+    """All dims follow, except the diagonal dims, the last dim of `diag_embed`, and the dim of (real, imaginary)."""
     rank = len(call.shapes[0])
     gone = [range(rank)[call.arguments[name]] for name in ("dim1", "dim2")] if "diagonal" in call.op else [rank - 1]
     if call.op == "view_as_real":

@@ -36,7 +36,7 @@ INTERNAL |= {"_trainer", "_fabric", "_flat_weights", "_flat_weight_refs"}
 the weight lists that an RNN rebuilds when its parameters change."""
 ITEMS = (list, tuple, set, frozenset, deque, bytearray)
 OPAQUE = (nn.Module, Tensor, type, ModuleType, FunctionType, Trainer, DataLoader, Dataset, *OWNERS)
-"""Classes compared by identity; other modules also by their settings, and functions by their closure."""
+"""Classes compared by identity; modules outside the block also by their settings, functions also by their closure."""
 DEPTH = 5
 """Levels of nested objects whose contents are in the key."""
 _Module = tuple[str, nn.Module]

@@ -44,7 +44,7 @@ class BlockBytes:
 
 @dataclass(slots=True)
 class PieceRow:
-    """Counted fields of a row, for tables that are made by the thousand: an `OperatorRow` is ten times slower."""
+    """Counted fields of a row, for tables that are made by the thousand: an `OperatorRow` takes ten times longer."""
 
     kind: str
     inputs: tuple[int, ...]

@@ -44,7 +44,7 @@ def describe(
         module: The complete LightningModule.
         batch_size: Cells per rank and modality.
         base_activation_bytes: Bytes saved for the backward pass outside the decoder.
-        optimizer_slots: Optimiser values per parameter.
+        optimizer_slots: Copies of the parameters that the optimiser keeps (RMSprop 1, Adam 2).
     """
     shapes = [
         _decoder_shape(module, fqn, decoder)
@@ -138,7 +138,7 @@ def with_unsupported(module: nn.Module, shape: ModelShape) -> ModelShape:
         return shape
     compiled = [name for name, child in module.named_modules() if is_compiled(child)]
     if any(not name or overlap(name, shape.decoder.fqn) for name in compiled):
-        # compiled code would not run with any technique installed
+        # compiled code would ignore an installed technique
         every = tuple(strategy for strategy, row in STRATEGIES.items() if row.choice is not None)
         return replace(shape, decoder=replace(shape.decoder, unsupported=every))
     refused = set() if shape.decoder.attention else {*on_axis("attention")}

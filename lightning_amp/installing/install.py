@@ -2,7 +2,7 @@
 
 A technique is a function `(module, spec, mesh) -> Change`, selected by the type of the rule's spec. It returns new
 modules that replace the module or its children, and have the same parameter objects under the same names, which is
-checked. A technique that returns a module replaces the old one by it. Techniques stack, because each one gets the
+checked. A module returned by itself replaces the old module. Techniques stack, because each one gets the
 modules that earlier rules have installed: S5 replaces the attention inside S3's chunks and the decode left by S4.
 """
 
@@ -242,7 +242,7 @@ def install_rules(
     `chunks`: dictionary that caches plans of chunks, for rules installed in the module later.
     """
     targets = [(rule, fqn) for rule in rules for fqn in matched_names(rule, module)]
-    # a stable sort: techniques of equal rank keep the order of the plan
+    # a stable sort: rules with equal `last` keep the order of the plan
     targets.sort(key=lambda target: _installer(target[0]).last)
     claimed: set[tuple[str, type]] = set()
     decoders = list(find_decoders(module))

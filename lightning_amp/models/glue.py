@@ -283,7 +283,7 @@ class GLUE(pl.LightningModule):
         shown = self.shown(batch, latents)
         if shown:
             # detached: the discriminator's step must not change the encoders. It runs before `terms`, because it writes
-            # to parameters that the second backward pass would have saved
+            # to parameters that `terms` would otherwise have saved for the second backward pass
             detached = {label: u.detach() for label, u in shown.items()}
             self._step(critic, alignment_loss(self.discriminator, detached, frozen=False))
         # seeded by the step, so that a resumed run draws the same noise and edges

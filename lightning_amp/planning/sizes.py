@@ -12,8 +12,8 @@ decoder's strata on one rank are computed once for all plans that share them: mo
 differ in an axis that a term does not read. A term declares the axes of a plan that it reads and gets no others, so
 that reading an undeclared axis raises an error instead of returning another plan's number.
 
-A stratum takes the same whether other ranks run the other strata or not: under strata parallelism, and if the model
-axis shards nothing, terms are those of one rank.
+A stratum takes the same bytes and time whether or not other ranks run the other strata: under strata parallelism, and
+if the model axis shards nothing, terms are those of one rank.
 """
 
 from collections.abc import Callable

@@ -8,10 +8,11 @@
     temporaries        others: freed within the forward pass, or allocated by the backward pass or the optimiser
 
 Operators on meta tensors only compute shapes, many of them slowly in Python. If all results of an operator are new,
-dense tensors, their shapes depend only on the arguments' shapes, so they are cached.
+dense tensors, their shapes depend only on the arguments (shapes, strides, dtypes and numbers), so they are cached.
 
-Exact up to the limits of LiveBytes, which tests compare with real tensors. Sparse tensors are not counted yet. A tensor
-on the CPU keeps its values, so that code can read indices; an operator with meta tensors treats it as a meta tensor.
+Exact up to the limits of LiveBytes, which counts real tensors; tests compare the two. Sparse tensors are not counted
+yet. A tensor on the CPU keeps its values, so that code can read indices; an operator with meta tensors treats it as a
+meta tensor.
 """
 
 from collections import Counter, deque

@@ -1,7 +1,8 @@
-"""Detect, check and materialize modules with parameters on the device "meta", before their parameters are sharded.
+"""Detect and check modules with parameters on the device "meta", and replace these by parameters without memory.
 
-The modules are initialized one at a time, in the order of `module.modules()`, with torch's generator, which all ranks
-share. The values equal those of one process that calls `to_empty` and then `reset_parameters` of each module.
+When parameters are sharded (tensor3d/units.py), modules are initialized one at a time, in the order of
+`module.modules()`, with torch's generator, whose state is equal on all ranks. The values equal those of one process
+that calls `to_empty` and then `reset_parameters` of each module.
 """
 
 import torch
@@ -39,7 +40,7 @@ def check_deferred(module: nn.Module) -> None:
 
 
 def without_memory(module: nn.Module, device: torch.device) -> None:
-    """Replace parameters on "meta" by expanded nan scalars on a device, and buffers by zeros; tied ones stay tied."""
+    """Replace parameters on "meta" by expanded nan scalars on a device, buffers by zeros; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     for child in module.modules():
         for name, old in child._parameters.items():

@@ -54,7 +54,7 @@ def wants_gradients(inputs: Iterable[Tensor]) -> bool:
 
 
 def leaf(tensor: Tensor, needed: bool) -> Tensor:
-    """Return a detached copy without new memory, as a leaf of a new graph; only `gradients` computes its gradient."""
+    """Return a detached alias of a tensor, as a leaf of a new graph; only `gradients` computes its gradient."""
     own = tensor.detach().requires_grad_(needed)
     if needed:
         # torch.autograd.grad does not accumulate into leaves: the hook runs only if a later backward pass reaches it
@@ -158,7 +158,7 @@ def _refuse(own: Tensor) -> None:
 
 
 def _apart(grad: Tensor | None, seen: set[int]) -> Tensor | None:
-    """Return the gradient, cloned if it shares memory with another gradient or is an expanded view."""
+    """Return the gradient, cloned if it shares memory with another gradient, or is expanded or a view."""
     if grad is None:
         return None
     storage = grad.untyped_storage()

@@ -12,6 +12,7 @@ from lightning_amp._torch import is_compiled
 from lightning_amp.errors import InstallError
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+"""Steps of a LightningModule, which techniques replace."""
 
 
 def put_methods(module: nn.Module, changed: Mapping[str, Any]) -> Callable[[], None]:

@@ -7,7 +7,7 @@ from lightning_amp.costs.device_rates import CPU_CORE, Rates, nearest_rates, pro
 
 
 def rates_of(device: torch.device, precision: str = "32-true") -> tuple[Rates, str]:
-    """Return the rates of a device (of one core of a CPU), and a sentence that names their source if it is unknown.
+    """Return the rates of a device (of one core of a CPU), and a sentence if they are another device's, or "".
 
     Args:
         precision: As in a Trainer; it determines the dtype of matrix products.

@@ -74,6 +74,18 @@ class Drawn(Late):
         self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
 
 
+class Sampled(pl.LightningModule):
+    def configure_model(self):
+        rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        self.net = nn.Sequential(*(nn.Linear(64, 64) for _ in rates))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
 class Rows(pl.LightningDataModule):
     def setup(self, stage):
         self.rows = torch.randn(1200, 64)
@@ -192,6 +204,9 @@ def test_layers_that_are_made_with_values_alone_are_profiled(config: str, capsys
     Path(config).write_text(Path(config).read_text().replace("deep_model.Deep", "deep_model.Drawn"))
     assert main(["profile", "--config", config, "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["by_kind"]["parameters"] == 4 * 4 * (64 * 128 * 2 + 64 + 128)
+    assert main(["profile", "deep_model:Sampled", "--batch", "4x64", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["by_kind"]["parameters"] == 4 * 3 * (64 * 64 + 64)
+    assert main(["plan", "deep_model:Sampled", "--batch", "4x64", "--device-memory", "1GiB"]) == 0
 
 
 @pytest.mark.long

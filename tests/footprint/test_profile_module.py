@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torchmetrics import MeanMetric
+from torchmetrics import Accuracy, MeanMetric
 
 import lightning_amp
 from lightning_amp.errors import ModelError
@@ -361,3 +361,9 @@ def test_lines_of_a_folder_that_begins_as_a_library_are_the_users() -> None:
     with pytest.raises(ValueError, match="mine") as raised:
         exec(compile("raise ValueError('mine')", f"{folder}/model.py", "exec"))
     assert users_line(raised.value).startswith("model.py:1:")
+
+
+def test_a_line_of_a_library_that_begins_like_torch_is_not_the_users() -> None:
+    with pytest.raises(ValueError, match="preds") as raised:
+        Accuracy(task="multiclass", num_classes=3)(torch.zeros(5, 3), torch.zeros(5, 5, 5).long())
+    assert users_line(raised.value).startswith("test_profile_module.py:")

@@ -25,8 +25,8 @@ CellRowsOf = Mapping[str, NDArray[np.int64]]
 class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
     """Yields the steps of one rank in one epoch.
 
-    With `cycle` (training), the largest modality sets the length of an epoch. Every other modality is repeated until
-    all steps are full, with a new permutation for each pass. Without `cycle` (evaluation), every cell comes once, in
+    With `cycle` (training), the largest modality sets the length of an epoch. Every modality is repeated until
+    all steps are full, and permuted again for each pass. Without `cycle` (evaluation), every cell comes once, in
     the order of `cells`; each global batch is split as evenly as possible; a modality without cells left is missing
     from the step; random draws depend on the cell only. All ranks have the same number of steps, and the same
     modalities in each step: a rank that would get no cell gets the last cell of the batch again, listed in `repeated`.

@@ -64,7 +64,7 @@ def operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an operator, with autograd.
 
     Replicated results are wrapped too: the caller may be a function of several operators, and autograd is off there, so
-    that operators on a plain tensor would have no gradient.
+    operators on a plain tensor would have no gradient.
     """
     with above_autograd() as call:
         call.n_operators += 1

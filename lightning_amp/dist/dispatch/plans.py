@@ -62,10 +62,10 @@ def plan_of_call(
     """Return a plan that calls a function in place of an operator.
 
     Args:
-        func, given, view: Operator, and `arguments` and `view` of the plan.
+        func, given: Operator, and the splits to which its tensors are redistributed.
         splits, shape: Splits and global shape of the result.
         call: The function and its arguments, in which TENSOR stands for the next tensor.
-        view: Whether torch's schema says that it returns a view of the first tensor.
+        view: Whether torch's schema declares that the operator returns a view of the first tensor.
     """
     # every rank must own an index: a long enough dim is sharded evenly, and a shorter one is gathered
     settled = splits

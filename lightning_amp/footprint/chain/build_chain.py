@@ -39,7 +39,7 @@ class _Span:
         kept: Bytes of private storages at each operator of the forward pass, not recomputed. While storages are placed,
             this array and the next four contain changes, which are summed afterwards.
         dropped: The same, recomputed.
-        again: Bytes of all storages of the forward pass, when it is recomputed.
+        again: Bytes of all storages that the forward pass makes when it is recomputed.
         back: Bytes of private storages at each operator of the backward pass.
         twice: Bytes of storages that exist twice after a recomputation.
         saved_bytes: Bytes of private storages between the passes.
@@ -96,7 +96,7 @@ class ChainBuilder:
         """Return the chain with all blocks and moments."""
         starts = np.array([span.start for span in self._spans])
         for life in self._step.lives:
-            # calls are disjoint and sorted, so only the last call that started before the birth can be the maker
+            # calls are disjoint and sorted, so only the last call that has started by the birth can be the maker
             home = int(np.searchsorted(starts, life.birth, side="right")) - 1
             if home >= 0 and life.birth > self._spans[home].end:
                 home = -1

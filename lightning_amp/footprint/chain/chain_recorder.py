@@ -64,7 +64,7 @@ class RecordedCall:
     """A forward pass of a block: operators [start, end], and autograd numbers [first_order, last_order).
 
     The code that a module runs after its last block is a call too, with the module's name; `after` counts the block
-    calls.
+    calls before it.
     """
 
     fqn: str
@@ -92,7 +92,7 @@ class _KeptTensor:
 
 @contextmanager
 def drawn_from(generators: Iterable[torch.Generator]) -> Iterator[None]:
-    """Change the state of generators for a block: operators on fake tensors draw no numbers, as real ones do."""
+    """Set the generators to another state in this context, as if they had drawn: fake operators draw no numbers."""
     before = [(generator, generator.get_state()) for generator in generators]
     try:
         for generator, _ in before:

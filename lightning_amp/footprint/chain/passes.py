@@ -47,7 +47,7 @@ class Passes:
     Attributes:
         rows: Number of samples.
         names: Names of the K blocks.
-        first: First operator of the forward pass of each segment, and one past the last operator, [K + 2].
+        first: First forward operator of each segment, and one past the last forward operator, [K + 2].
         called: First operator of the forward pass of each block, [K].
         segment: Segment of each operator of the backward pass, -1 for others, [operator].
         optimises: Whether an operator belongs to the optimizer step, [operator].
@@ -96,7 +96,7 @@ class Passes:
     batch_bytes: int
 
     def at(self, other: "Passes", rows: int) -> "Passes | None":
-        """Interpolate the passes of a batch of `rows` samples from two; None if the two differ in structure."""
+        """Interpolate passes for a batch of `rows` samples from two; None if these have equal rows or unlike forms."""
         if self.rows == other.rows or not (
             np.array_equal(self.birth, other.birth)
             and np.array_equal(self.uses[:, :2], other.uses[:, :2])

@@ -210,7 +210,7 @@ def apart(value: Any, memo: dict[int, Any]) -> Any:
             # Counter.update would add to the counts
             dict.update(found, {key: apart(part, memo) for key, part in value.items()})
         elif len(value) <= LONG and not isinstance(value, set):
-            # set members are compared by identity, like keys of a dict
+            # a set keeps its members, as a dict keeps its keys: code may find them by identity
             refill(found, [apart(part, memo) for part in value])
     elif isinstance(value, MethodType):
         owner = value.__self__

@@ -95,7 +95,9 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
                 vars(own)[key] = ref(memo.get(id(value()), value()))
             elif isinstance(value, MethodType) and isinstance(value.__func__, partial):
                 # LightningCLI's `configure_optimizers` holds an optimizer of the original's parameters
-                vars(own)[key] = MethodType(_copied(value.__func__, memo=memo, own=set()), value.__self__)
+                # without a copy of its function, which may be a method of a CLI with the data
+                args, named = _copied((value.__func__.args, value.__func__.keywords), memo=memo, own=set())
+                vars(own)[key] = MethodType(partial(value.__func__.func, *args, **named), value.__self__)
             elif isinstance(value, MethodType) and id(value.__func__) in memo:
                 vars(own)[key] = MethodType(memo[id(value.__func__)], value.__self__)
         if getattr(fake, "valid", False) and isinstance(own, Metric | MetricCollection):
@@ -108,7 +110,7 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
 
 
 def own_tensors(module: nn.Module) -> list[Tensor]:
-    """Return parameters and buffers of a module without its submodules; its methods may be overridden."""
+    """Return a module's own parameters and buffers, from its dicts: a class may override `parameters` or `buffers`."""
     return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
 
 
@@ -225,7 +227,7 @@ _NOTHING = object()
 
 
 def make_fake(module: nn.Module, fake: FakeTensorMode) -> None:
-    """Replace tensors that a module has created since it was copied by fake ones."""
+    """Make the parameters and buffers fake that a module has created since it was copied."""
     made: dict[int, Tensor] = {}
     for child in module.modules():
         for own in (child._parameters, child._buffers):

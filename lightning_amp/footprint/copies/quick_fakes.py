@@ -4,8 +4,8 @@ A training step runs the same operators on the same shapes once per layer, and a
 cache takes several times as long to describe an operator's arguments, because it also supports symbolic shapes.
 
 Results are cached only where they follow from the layouts, dtypes and devices of the arguments: for aten operators on
-tensors without known values, whose result is an argument, a view of one, or new memory that it fills completely. torch
-computes all others.
+fake tensors without a constant, whose result is an argument, a view of one, or new memory that it fills. torch computes
+all others.
 """
 
 from collections.abc import Iterable

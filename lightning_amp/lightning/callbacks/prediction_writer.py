@@ -309,7 +309,7 @@ def _agreement(embeddings: Embeddings, tables: dict[str, pd.DataFrame], key: str
 def _impute(
     modality: str, rows: NDArray[np.int64], data: SingleCellDataModule, trainer: pl.Trainer, module: Any
 ) -> Imputed:
-    """Yield rows of a modality and their expected counts [row, feature], by batch; Lightning has set eval mode."""
+    """Yield rows and their expected counts [row, feature], by batch; Lightning has set eval mode, without gradients."""
     dataset = MultiModalDataset(data.tables)
     for start in range(0, len(rows), data.batch_size):
         chunk = rows[start : start + data.batch_size]

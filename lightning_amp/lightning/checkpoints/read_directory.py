@@ -1,6 +1,6 @@
 """Read a checkpoint that is a directory of shards, with any number of ranks or without any.
 
-    open_directory    -> the plain checkpoint with a `Stored` for every tensor of a shard; reads no values
+    open_directory    -> the plain checkpoint with a `Stored` for every tensor in the shards; reads no values
     Stored.read       -> the full tensor
     fill              -> a state with all `Stored` read
 

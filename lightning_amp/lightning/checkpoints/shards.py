@@ -9,12 +9,12 @@ gradients itself.
 
 So a checkpoint fits any number of ranks. Full tensors are gathered one by one, by one all-gather each, and kept in host
 memory, because the full state may not fit a device. Optimiser state of a sharded checkpoint is read one tensor at a
-time, of which the rank's shard is kept. Without sharded parameters all functions return their arguments, and there are
-no collectives.
+time, and only the rank's shard is kept. Without sharded parameters, states are returned unchanged, and there are no
+collectives.
 
 This is exact for optimisers whose update of an element depends only on that element's gradient and state (RMSprop,
-Adam, SGD). `check_optimizers` raises for other optimisers of torch, and tests those of other packages on a small
-parameter (probe_optimizer.py).
+Adam, SGD). `check_optimizers` raises for those of torch that mix elements (`COUPLED`), and tests optimisers of other
+packages on a small parameter (probe_optimizer.py).
 """
 
 import copy
@@ -98,7 +98,7 @@ class Shards:
         check_region(loss, self._module, partial=self.partial, sharded=self.over_model)
 
     def refuse_backward(self) -> None:
-        """Raise a PlanError for a backward pass outside a fit, where sharded gradients are not completed."""
+        """Raise a PlanError for a backward pass outside a fit if ranks have partial or sharded gradients."""
         if self.partial or self._held():
             raise PlanError(
                 "manual_backward was called outside of a fit; only in a fit are the gradients of this plan, which lie"
@@ -191,7 +191,7 @@ class Shards:
         return self.norm(self._parameters)
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Return the norm of gradients, including all ranks' shards; every rank of the model axis must call it.
+        """Return the norm of gradients, including all ranks' shards; all ranks of their mesh must call it.
 
         One all-reduce if one of the parameters is sharded, else none.
         """
@@ -243,7 +243,7 @@ class Shards:
         return {id(parameter.shard): parameter for parameter in self.sharded}
 
     def _saved(self, one: Any, value: Tensor, *, in_parts: bool) -> Tensor | Part:
-        # a distributed checkpoint stores scalars as they are
+        # 0-dim parameters are saved as full tensors in a distributed checkpoint too
         if not in_parts or not one.shape:
             return cast(Tensor, one.join(value).cpu())
         own = local(value).detach()
@@ -304,10 +304,10 @@ class Shards:
             # without sharded parameters the state may have any form
             return dict(state)
         states = dict(state.get("state", {}))
-        # by number in the state: what `held` has of the parameter, None of an ordinary one, and the shape that is here
+        # by number in the state: the entry of `held`, None for an ordinary parameter, and the shape on this rank
         with_state = {i: (held.get(id(p)), p.shape) for p, i in numbered(optimizer, state) if i in states}
         shapes = {i: shape if own or one is None else one.shape for i, (one, shape) in with_state.items()}
-        # by its place in the state of a parameter, such as "/exp_avg", whether a tensor has a value for every element
+        # by place in a parameter's state, such as "/exp_avg": whether its tensors have a value for every element
         of_elements: dict[str, bool] = {}
 
         def look(shape: torch.Size, place: str, value: Any) -> None:
@@ -317,7 +317,7 @@ class Shards:
         def changed(one: Any, shape: torch.Size, place: str, value: Any) -> Any:
             if not isinstance(value, Tensor | Stored):
                 return value
-            # where no other parameter has shown what a tensor at this place is, a number of steps is known by its name
+            # if no other parameter shows what the tensor at this place is, a step count is recognised by its name
             if value.shape.numel() == 1 and not of_elements.get(place, value.shape == shape and place != "/step"):
                 return value
             return change(one, value, place.removeprefix("/"))

@@ -5,7 +5,7 @@ all others have counted as many. This needs a few requests to the store per save
 
 Batch and random streams of a model group are compared before every batch. Different batches raise an error, because the
 ranks would add parts of different losses. Different random streams are made equal, because rank 0 alone may have drawn
-numbers, for a figure for example. Collectives per batch, if the model axis has more than one rank: an all-reduce of
+numbers, such as for a figure. Collectives per batch, if the model axis has more than one rank: an all-reduce of
 four integers, and a broadcast if random streams differ.
 
 Known limits: of a large tensor some thousand entries are compared, of a sharded tensor its shape and splits, and of a

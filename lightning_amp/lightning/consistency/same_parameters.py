@@ -32,7 +32,7 @@ from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
 from lightning_amp.techniques.data.batch_norm import is_local, is_shared
 
 TOLERANCE = 1e-5
-"""Largest relative difference that is not reported; for half precision, `ROUNDINGS` times the dtype's eps."""
+"""Largest unreported difference, relative to the largest entry; in half precision, `ROUNDINGS` times eps."""
 ROUNDINGS = 4
 SHOWN = 5
 """Largest number of tensors named in a message."""

@@ -128,7 +128,7 @@ class Detector:
         return sorted(rank for rank, seen in self._seen.items() if seen.over)
 
     def stop(self, *, failed: bool) -> None:
-        """Stop the detector at the end of this rank's run; with `failed`, also end the processes started by rank 0."""
+        """Stop the detector at the end of this rank's run; after a failure, also end processes started by rank 0."""
         for seen in list(self._seen.values()):
             seen.link.send(bye=True)
         if (failed or self.fault) and self._children:

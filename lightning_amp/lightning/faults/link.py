@@ -48,7 +48,7 @@ class Link:
         self._longest = LONGEST_LINE
 
     def send(self, **message: Any) -> None:
-        """Send an object; from any thread. If the other end is closed, it is ignored here; `receive` returns None."""
+        """Send an object, from any thread. If the other end has closed, nothing is sent, and `receive` returns None."""
         line = json.dumps(message).encode() + b"\n"
         with suppress(OSError), self._lock:
             self.sock.sendall(line)

@@ -224,7 +224,7 @@ EVERY_PAIR = 15
 are more pairs, until they are slower at all."""
 CLEARLY = 2.0
 TRIES = 4
-"""Grids that are counted in their own run, as long as the peaks exceed the budget."""
+"""Most grids that are counted in their own run; a next one is tried only if the last unexpectedly does not fit."""
 
 Pair = tuple[int, int]
 

@@ -52,7 +52,7 @@ class EvaluationOfModule:
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> "EvaluationOfModule | None":
-        """Return the evaluation of a Trainer; None in a fit or with a decoder. All ranks must call it, for loaders."""
+        """Return the evaluation of a Trainer; None in a fit or with a decoder. All ranks must call it (loaders_of)."""
         if trainer.state.fn not in STEPS or find_decoders(trainer.lightning_module):
             return None
         step, loop = STEPS[trainer.state.fn]

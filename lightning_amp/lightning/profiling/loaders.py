@@ -75,7 +75,7 @@ def loaders_of(trainer: pl.Trainer, loop: Any = None) -> tuple[object, str]:
     exceptions. If the hook draws random numbers, the Trainer calls it again, where a plain run calls it. If a sampler
     is distributed already, the Trainer calls it again after planning, because the plan sets the number of replicas. All
     ranks must call this function, because the hook may communicate. With `reload_dataloaders_every_n_epochs` the hook
-    is not called.
+    is not called, and the result is (None, "").
     """
     source: Any = (trainer.fit_loop if loop is None else loop)._data_source
     if not source.is_module():

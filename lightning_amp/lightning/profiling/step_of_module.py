@@ -91,10 +91,10 @@ class StepOfModule:
         limit_bytes: int | None = None,
         steps: DrySteps | None = None,
     ) -> "StepOfModule | None":
-        """Return the step of a fit after the strategy's setup, or None outside a fit. All ranks must call it.
+        """Return the step of a fit, or None outside a fit. All ranks must call it; only rank 0 uses the step.
 
         With `decoder`, it is None for modules without a decoder, else for modules with one. Without `values`, a step
-        that requires real values is not counted. A step that exceeds `limit_bytes` raises an error.
+        that requires real values is not counted. A step on real values raises an error above `limit_bytes`.
         """
         module = trainer.lightning_module
         decoders = find_decoders(module)

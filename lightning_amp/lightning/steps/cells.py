@@ -16,8 +16,8 @@ Weight: for n_r cells on rank r
 Metrics: a torchmetrics Metric gathers its states over the data axis instead of over all ranks. Sums, counts and
 concatenations then contain every cell once, and every rank computes the same value. This uses the metric's
 `dist_sync_fn`, not `process_group`, because a mesh can be deep-copied with the metric (`MetricTracker`, `clone`) and a
-process group cannot. `self.log(..., sync_dist=True)` reduces over all ranks, which does not change a mean, a maximum or
-a minimum; a sum is divided by the M ranks of a model group.
+process group cannot. `self.log(..., sync_dist=True)` reduces over all ranks, where every cell occurs M times, once per
+rank of a model group: this does not change a mean, a maximum or a minimum, and a sum is divided by M.
 
 Known limits: if the last batch has fewer cells than ranks, one cell is read more than once, with a warning. A random
 order of another kind of sampler is equal on all ranks, but differs from that of a plain run. Metrics that are not

@@ -5,7 +5,7 @@ against the user's budget; the error has the operator, tensor, module, and bytes
 limited to batches whose bytes may differ from those before:
 
     the first batches of a plan    the last of them has the optimiser's state, and accumulated gradients
-    after other parameters are trained, such as unfrozen ones, or an optimiser has others    as many batches again
+    as many batches once other parameters are trained, such as unfrozen ones, or an optimiser has others
     a batch of more bytes than before, unless its peak would fit even if it grew with the cube of the tensor sizes
 """
 

@@ -68,7 +68,7 @@ class StepTimer(pl.Callback):
         self._updates = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, as of `deepcopy(trainer)`, without the times, which belong to the device."""
+        """Return the state of a copy, as `deepcopy(trainer)` makes, without the times, which may be CUDA events."""
         return {**vars(self), "_steps": [], "_begin": None}
 
     @property

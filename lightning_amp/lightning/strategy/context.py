@@ -112,7 +112,7 @@ class PlanningContext:
 
     @property
     def data(self) -> SingleCellDataModule | None:
-        """The data module if it is a SingleCellDataModule: in others `data_dir`, `balance` may mean something else."""
+        """The data module if it is a SingleCellDataModule; in others these attributes may have another meaning."""
         found = datamodule_of(self.trainer)
         return found if isinstance(found, SingleCellDataModule) else None
 

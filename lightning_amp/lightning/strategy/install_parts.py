@@ -42,7 +42,7 @@ def shard_fully(
     """Shard all parameters over the ranks that average gradients, or groups of them, if the plan does so.
 
     In prediction parameters stay replicated: ranks may have different numbers of batches, so that they could not gather
-    parameters together. There are no gradients and no optimisers.
+    parameters together; and there are no gradients or optimiser states to shard.
 
     Args:
         mesh: Mesh of the ranks that average gradients.

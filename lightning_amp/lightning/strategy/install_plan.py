@@ -45,7 +45,7 @@ from lightning_amp.techniques.technique import function_at
 
 
 class InstalledPlan:
-    """The installed plan of one run, and its changes of the module, until `undo`.
+    """The installed plan of one run, and its changes to the module, until `undo`.
 
     Args:
         strategy: Receives the plan and each later plan as `plan`, its `predicted_step`, and the steps of a pipeline as
@@ -80,7 +80,7 @@ class InstalledPlan:
         self._undo.append(count_replicas_once(self._model, self._strategy.mesh))
         # callbacks are checked here, because the replaced modules and buffers are known only now
         refusals.check_callbacks(self._installed, getattr(trainer, "callbacks", ()), plan)
-        # what takes the place of the module's steps: those of a technique, or stages of a pipeline
+        # replace the module's steps, by those of a technique or by the stages of a pipeline
         if name := with_steps(plan.strategies):
             self._put_steps(name, plan)
         staged = next((rule.spec for rule in plan.rules if rule.strategy == STAGED), None)
@@ -151,7 +151,7 @@ class InstalledPlan:
     def _leaner(self) -> str:
         """Install a plan that needs less memory, on all ranks; return a description, or "" if there is none."""
         before, found = self._plan, self._plan
-        # a plan that exceeded the budget must now keep it; if a plan was predicted to fit, the prediction was too low
+        # the new plan must keep the budget; if the old one was predicted to, the prediction was too low: require less
         limit = self._facts.budget
         if before.predicted_peak_bytes <= limit:
             limit = int(LEANER * before.predicted_peak_bytes)
@@ -178,7 +178,7 @@ class InstalledPlan:
         )
 
     def _candidate(self, limit: int) -> Plan:
-        """Return the fastest compared plan of a decoder within the limit, with the same ranks and blocks outside."""
+        """Return the fastest compared plan of a decoder within the limit for these ranks, or raise a PlanError."""
         before = self._plan
         fitting = [
             c

@@ -1,7 +1,7 @@
 """Define AMPStrategy, `Trainer(strategy="amp")`: plan, install the plan, train on averaged gradients, undo.
 
-Checkpoints contain full parameters, also if S2 or fsdp shards them. After the run, the module and its optimisers have
-full parameters too.
+Checkpoint files contain full parameters, also if S2 or fsdp shards them. After the run, the module and its optimisers
+have full parameters too.
 
 Known limits: those of steps/training_step.py. Buffers that a module changes in training, other than shared batch
 statistics, differ between ranks until the next validation, which takes those of rank 0. `self.all_gather` gathers from
@@ -66,7 +66,7 @@ class AMPStrategy(MeshStrategy):
     Attributes:
         request: The options, as given; most are attributes of the strategy too.
         unfit: What to do with a plan that is predicted not to fit: "refuse" or "train".
-        plan, predicted_step: The installed plan, and its step if rank 0 has profiled it; None before `setup`.
+        plan, predicted_step: The installed plan, and (rank 0 only) the profile of its step, if counted; else None.
         own_statistics: Whether ranks may change buffers from their own cells; False if the policy chooses the plan.
         pipelined_steps: Runner of a pipeline's steps, with the times of the last step; None without a pipeline.
     """
@@ -132,10 +132,10 @@ class AMPStrategy(MeshStrategy):
             data_dir: Directory of the data configuration; None uses that of a SingleCellDataModule.
             balance_cells: Whether the sampler balances contacts over the ranks; "auto" leaves it to the plan.
             share_batch_statistics: Compute BatchNorm over the cells of all ranks.
-            save_distributed_checkpoint: Save a directory of shards, without `checkpoint_io`. Both forms can be loaded.
+            save_distributed_checkpoint: Save a directory of shards; `checkpoint_io` is not used. Both forms are loaded.
             bucket_mb: Largest flat gradient buffer in MiB.
             check_finite: Check every loss and gradient, and report the module whose output was first not finite.
-            lost_after, stuck_after: Seconds without a message, or without progress, after which a rank has failed.
+            lost_after, stuck_after: Seconds without a message, or progress, after which a rank counts as failed.
             micro_batches, schedule: For a pipeline: the number of micro-batches of a batch, and their order.
             fsdp_ranks: For `strategies="fsdp"`: ranks of a sharding group, such as those of a node; None uses all.
             fsdp_offload: For `strategies="fsdp"`: whether parameter shards are kept in host memory.
@@ -144,7 +144,7 @@ class AMPStrategy(MeshStrategy):
             tensor_overlap: For `strategies="tensor3d"`: collectives that overlap with compute.
             tensor_cache: For `strategies="tensor3d"`: bytes of gathered parameters that are kept for the backward pass.
             sequence_dim: For `strategies="sequence"`, or "tensor3d" if z splits samples: the dims that are split.
-            sequence_sizes, sequence_grid: For `strategies="sequence"`: sizes of the shards, and ranks along two dims.
+            sequence_sizes, sequence_grid: For "sequence": "even", "causal" or shard sizes; ranks of two dims, as "2x2".
             verbose: Show the complete report of the plan instead of its summary of five lines.
 
         Raises:

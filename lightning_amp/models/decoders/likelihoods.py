@@ -25,7 +25,7 @@ from lightning_amp.shapes import Counts, Experiment, Library, PerCell, Scalar
 
 FIRST_LOG_THETA, FIRST_ZI_LOGIT = 1.5, -2.0
 """Initial values of the tables. RMSprop changes an entry by about the learning rate per step: from 0 and 0 (variance
-mu + mu^2, half of the zeros in excess), counts would say little about their mean for hundreds of steps, so that
+mu + mu^2, zero inflation 1/2), counts would say little about their mean for hundreds of steps, so that
 modalities align late and often wrongly."""
 
 Numbers = Float[Tensor, "*#shape"]

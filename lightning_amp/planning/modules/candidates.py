@@ -32,7 +32,7 @@ from lightning_amp.techniques.technique import Prediction
 WORTH = 0.05
 """Share of the peak that a technique must save to count as helpful."""
 TRIES = 4
-"""Number of counts above the budget, after which techniques are applied as much as possible."""
+"""Number of tries if counts exceed the budget; the last one applies techniques as much as possible."""
 MOSTLY = 0.6
 """Share of the peak in kinds of tensors that a technique does not reduce, from which they are given as the reason."""
 

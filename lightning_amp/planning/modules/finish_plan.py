@@ -44,8 +44,8 @@ def diagnose_module(
 ) -> ModuleDiagnosis:
     """Diagnose the step, and list which techniques help.
 
-    Techniques whose search takes seconds are skipped if the step fits, except for `stages` that are drafted already or
-    may be faster than the `compared` plans.
+    Techniques whose search takes seconds are skipped if the step fits, except for `stages` that are drafted already,
+    and stages that may be faster if plans are `compared`.
     """
     profile = seen.profile
     helps, does_not_help = advice(seen, ranks=ranks, budget=budget, stages=stages, compared=compared)

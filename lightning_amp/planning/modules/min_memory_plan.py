@@ -1,9 +1,9 @@
 """Find the plan of a step with the least memory, the largest batch within a budget, and the fewest ranks that fit.
 
-Ranks of a pipeline share a batch; ranks of a data axis have one each. The leanest pipeline has as many stages as divide
-the ranks and as there are blocks, and checkpoints every block that can be. None of its blocks runs in chunks, because
-chunks would have to be recorded for every number of ranks and batch length. A chosen plan may have chunks and then
-require less memory.
+Ranks of a pipeline share a batch; ranks of a data axis have one each. The leanest pipeline has the largest number of
+stages that divides the ranks and is at most the number of blocks, and it checkpoints every block that can be. None of
+its blocks runs in chunks, because chunks would have to be recorded for every number of ranks and batch length. A chosen
+plan may have chunks and then require less memory.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def over_stages(seen: ProfiledStep, ranks: int) -> list[Draft]:
 
 
 def with_techniques_of(plan: Plan, seen: ProfiledStep) -> Draft:
-    """Draft a plan's techniques again, on its ranks; with another batch length, some may not be needed.
+    """Return the leanest draft with techniques of a plan, on its ranks; for another batch length, some may not help.
 
     Raises:
         PlanError: The step cannot be run as the plan's stages.
@@ -174,7 +174,7 @@ def largest_batches(
         seen: The counted step, of a batch with a known length.
         ranks: Ranks of a data axis, or stages.
         budget: Bytes of a device.
-        named: A plan whose techniques to use, each as much as needed; None allows all techniques.
+        named: A plan whose techniques are the only ones to use; None allows all techniques.
 
     Raises:
         AmpError: The step cannot be counted with another batch length.

@@ -147,8 +147,8 @@ class Plan:
         budget_bytes: Memory of one device, None if unknown.
         balance_cells: Whether to balance contacts over the ranks.
         notes: Further notes for the user, one sentence each: warnings, and each `Explanation`.
-        predicted_step_seconds: Predicted time of the decoder's part of a step, or of a step without a decoder; None if
-            unknown.
+        predicted_step_seconds: Predicted time of the decoder's part of a step; for a model without a decoder, of the
+            complete step; None if unknown.
         predicted_rest_seconds: Predicted time of the rest of the step, None unless the model is the reference model.
         rates_device: Device whose rates the time is predicted with, "" if unknown.
         candidates: Plans that policy "auto" has compared, the chosen one first.

@@ -32,7 +32,7 @@ from lightning_amp.techniques.table import STRATEGIES, conflicts, in_order, on_a
 PLACEMENTS = ((), ("S2",), ("S5",), ("S2", "S5"), ("strata",), ("S2", "strata"), ("nodes",), ("S2", "nodes"))
 AXES = ("attention", "decode", "likelihood", "activations")
 CHOICES = tuple(((), *((name,) for name in on_axis(axis))) for axis in AXES)
-"""Strategies that each choice on each other axis adds to a plan."""
+"""For each of these axes, the strategies that each choice adds to a plan; the first choice adds none."""
 NEEDS_ATTENTION = {"S3", "fused", "sdpa", "nodes"}
 LOCAL_ATTENTION_ONLY = {"S3", "S5", "fused", "sdpa"}
 """Techniques for local attention only: full attention uses torch's kernels, and its scores sum over all channels."""

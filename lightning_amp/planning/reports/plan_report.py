@@ -144,8 +144,10 @@ def candidate_table(plan: Plan) -> str:
 
 
 def shown_candidates(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Select candidates to show: all if there are few; of many the chosen one, then by time
-    those that require less memory than all faster ones, and last the step without techniques.
+    """Select candidates to show: all if there are few, else only useful alternatives.
+
+    Of many, these are the chosen one, then by time those that require less memory than all faster ones, and last the
+    step without techniques.
     """
     if len(candidates) <= SHOWN:
         return candidates

@@ -7,13 +7,13 @@ Decoder:
                            (`PYTHON`), its collectives (collectives.py)
     seconds of a step      those of all strata of the slowest rank, collectives of the region and of parameters
     W concurrent strata    sum of kernels * overhead  +  until the last of W workers is done, each with 1 / W of the
-                           device: Python runs in one thread at a time, and of 3 strata a worker of two has 2
+                           device: Python runs in one thread at a time; with 3 strata, one of 2 workers runs 2
 
 Operators run one after the other, each limited by its products or by its memory traffic, so the two times are added:
 the roofline applies per operator. Under strata parallelism `deal` assigns the strata of a rank; in a chained decoder
 the rank also passes over the strata before, forward and backward.
 
-Known limits: the optimiser is not included; collectives do not overlap with computation; the rank that has most of
+Known limits of this part: no optimiser; collectives do not overlap with computation; the rank that has most of
 everything stands for all. Rates come from `device_rates.py`; comparing plans does not require calibrated rates.
 
 Encoders, graph, other decoders, optimiser and Lightning's loop:

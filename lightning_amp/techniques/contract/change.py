@@ -23,7 +23,7 @@ class Change:
         forwards: Replacements of `forward` of modules that are not swapped, by module name as in `swaps`; called as
             `forward(module, *args, **kwargs)`. A replacement with a `position` wraps the overrides of other techniques
             (footprint/forward_overrides.py). One with a method `installed_at(fqn, plans)` receives the block's name and
-            a dictionary that all blocks of the model share. Replacements are copied with the module, and pickled.
+            a dictionary that all blocks of the model share. They must support copies and pickle.
         methods: Replacements of other methods of the rule's module, by method name; called as
             `method(module, *args, **kwargs)`.
     """
@@ -70,7 +70,7 @@ def check_parameters(fqn: str, old: nn.Module | None, new: nn.Module, sharded: S
 
 
 def check_hooks(fqn: str, old: nn.Module | None) -> None:
-    """Check for hooks: a replacement may not call the module at all, or only with a part of its inputs."""
+    """Check for hooks: a replacement might not call the module, or only with a part of its inputs."""
     found = hooks_within(old) if old is not None else []
     if found:
         raise InstallError(

@@ -3,7 +3,7 @@
 The profile of a step on one device is replayed. Activations and temporaries stay as they are, and a rank has
 
     always      its rows of parameters and optimiser state, padded to ceil(rows / R), and buffers
-    root        its full parameters, from the begin of the step to the end of backward, and then also its gradients
+    root        its full parameters, from the start of the step to the end of backward, and then also its gradients
     forward     the current unit: its full parameters, twice until the next unit's parameters are received (the receive
                 buffer and the parameters)
     backward    the current unit: its full parameters, and its gradients as they are computed; prefetched parameters of

@@ -3,7 +3,7 @@
     a rank has        ceil(rows / R) rows of every parameter, of its gradient and of its optimiser state
     forward           a unit (look.py) gathers its parameters before its forward, and frees them after it
     backward          it gathers them again; its gradients are averaged over the ranks, and each rank keeps its rows
-    the root          gathers the parameters of no unit for a full step, from its begin to the end of backward; if the
+    the root          gathers the parameters of no unit for a full step, from its start to the end of backward; if the
                       step continues after it, their `.grad` is that of the rows, for manual clipping
 
 The losses are weighted by the ranks' cells before (steps/cells.py), so the averages are the gradients of the mean loss
@@ -53,13 +53,12 @@ from lightning_amp.techniques.ranks import collectives
 from lightning_amp.techniques.ranks.collectives import Agreement
 from lightning_amp.techniques.ranks.sharded_region import leaves_of
 
-"""Methods of a LightningModule that need the root's parameters."""
 ON_ALL = ("zero_grad", "toggle_optimizer", "untoggle_optimizer")
 """Methods that change all parameters or their gradients, and must run on the rank's rows."""
 MIXED = "mixed torch.Tensor and DTensor"
 """Part of torch's error message when a rank's rows meet a full tensor."""
 LOOKS = 2
-"""Training steps with expensive checks: values of parameters, and the leaves that a loss reads."""
+"""Number of training steps with expensive checks: values of parameters, and the leaves that a loss reads."""
 STRAY = (
     "a backward pass was begun by loss.backward() or torch.autograd.grad, and under fsdp the strategy has to begin it,"
     " to weigh the loss and to average gradients: call self.manual_backward(loss) in place of loss.backward(); with"

@@ -131,7 +131,7 @@ CHANNELWISE = (nn.Identity, nn.LeakyReLU, nn.ReLU, nn.GELU, nn.SiLU, nn.ELU)
 
 
 def share_key(key: nn.Module, fqn: str, channels: Channels, *, gather: bool) -> dict[str, nn.Module]:
-    """Return replacements for the children of a key, by name; with `gather`, attention reads all channels of keys."""
+    """Return replacements for the children of a key, by name; with `gather`, attention gathers all channels."""
     # not named_children, which lists a module with two names only once
     children = {name: child for name, child in key._modules.items() if child is not None}
     own = [name for name, _ in (*key.named_parameters(recurse=False), *key.named_buffers(recurse=False))]

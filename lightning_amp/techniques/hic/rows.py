@@ -146,7 +146,7 @@ class CompileStrata:
 class StrataParallel:
     """The strata of the decoder are sharded over the model axis, in runs."""
 
-    ends: str  # end of each rank's range of strata, separated by commas, such as "14,24,32"
+    ends: str  # one past the last stratum of each rank, separated by commas, such as "14,24,32"
 
 
 STREAM = Technique(

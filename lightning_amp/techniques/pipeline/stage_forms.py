@@ -14,7 +14,7 @@ all blocks in chunks. A rank's bytes depend on its segments only, so every rank 
                  if the rank fits without chunks
 
 Known limits: the second forward pass is counted to its end, although it stops after the last tensor that is needed.
-Blocks are chosen in a fixed order, which need not be optimal. On a rank all blocks that can run in chunks, or none, do.
+Blocks are chosen in a fixed order, which need not be optimal. All blocks of a rank that support chunks run so, or none.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -112,8 +112,8 @@ def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
         seconds[start : start + end - begin] = passes.seconds[begin:end]
         own = _made_by(passes, i)
         of_own = (uses[:, 1] == i) & own[uses[:, 0]]
-        # A storage of the second pass lives as in the first one, or until the backward pass has read it. The copy of
-        # the block's result, which outlives the first pass, is freed at once, because no operator reads it.
+        # A storage of the second pass lives as in the first one, or until the backward pass has read it. The second
+        # copy of the block's result is freed at the end of the second pass, because no later operator reads it.
         until = start - begin + np.minimum(passes.held, end - 1)
         np.maximum.at(until, uses[of_own, 0], uses[of_own, 2])
         births.append(start - begin + passes.birth[own])
@@ -205,7 +205,7 @@ class Levels:
 
 
 def with_chunks(seen: ProfiledStep, part: Passes, asked: StageOptions) -> StagesInChunks | str:
-    """Return a micro-batch with the blocks in chunks that were requested in any case, or why that is impossible."""
+    """Return a micro-batch with the chunks that the options require, or why that is impossible."""
     if not (asked.chunks or asked.all_chunks):
         return StagesInChunks(plain=part, part=part, chunks={})
     in_chunks, chunks = stages_of(seen).chunks, asked.chunks

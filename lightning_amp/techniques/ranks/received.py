@@ -42,7 +42,7 @@ def second_pass(received: list[Any]) -> AbstractContextManager[None]:
     values = iter(received)
 
     def again(receive: Callable[[], Any]) -> Any:
-        # a pass that receives more often differs from the first one: it receives then, as all ranks may, and is checked
+        # a pass that receives more often than the first one communicates again; its results are compared later
         for value in values:
             return value
         return receive()

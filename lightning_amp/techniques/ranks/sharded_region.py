@@ -2,13 +2,13 @@
 
 What enters and leaves the region under S2, S5, strata and nodes:
 
-    S5         u and v are reduced to the rank's channels; backward, one all-gather of their gradients
+    S5         u and v are restricted to the rank's channels; backward, one all-gather of their gradients
     S2         the loss of the rank's features is summed over the ranks (one all-reduce, forward)
     S2 only    gradients of u, v and log_weights are summed over the ranks (one all-reduce, backward)
     S2 and S5  gradients of log_weights are summed (one all-reduce, backward). Those of u and v are complete already,
                because the scores are scattered to the features' owners forward and gathered backward
     strata     as S2 only, for the rank's strata
-    nodes      v is reduced to the rank's rows, and losses are summed as under S2; backward, one all-gather of the
+    nodes      v is restricted to the rank's rows, losses are summed as under S2; backward, one all-gather of the
                gradients of these rows, and of the partial gradients of u and log_weights
     nodes, with    v has only the rank's rows already (nodes/graph_encoder.py), which enter unchanged; gradients of u
     vertices       and log_weights are summed (one all-reduce, backward)

@@ -193,7 +193,7 @@ class Replays:
         return self._look()
 
     def choose(self, bound: int | None) -> Cuts | str:
-        """Return the fastest choice whose activations fit a bound, or that with the fewest bytes if none fits.
+        """Return the fastest choice with replays that fits a bound, else that of the fewest bytes, or why none exists.
 
         With None, return the fewest bytes without segments of kind ONE_BY_ONE: these take several times as long, and
         are only used for a bound.

@@ -181,7 +181,7 @@ class Handle:
     Attributes:
         version: Autograd version of the tensor.
         digest: Digest of its values, if the replay is compared.
-        value: The tensor, once its segment is replayed, or before an unrecorded write to its storage.
+        value: The tensor; set by a replay of its segment, or before an unrecorded write to its storage.
     """
 
     segment: "Segment"

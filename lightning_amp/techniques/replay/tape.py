@@ -226,7 +226,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def _next(self) -> None:
-        """Advance to the next place; operators of optimizers have none, because they may differ between steps."""
+        """Advance to the next place; operators in no_grad, as of optimisers, have none: steps may differ in them."""
         self._digest_saved()
         self.at += torch.is_grad_enabled() and not self._inside
 

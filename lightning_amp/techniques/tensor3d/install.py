@@ -68,7 +68,7 @@ def install(module: LightningModule, spec: TensorParallel3D, mesh: DeviceMesh | 
         units[id(module)] = GridUnits(module, spec, grid, begun=True)
         units[id(module)].cut(_optimizers_in(found))
         watch_hooks(module, units[id(module)].parameters)
-        # called after gradients are reduced; not watched, because it is not a hook of the user
+        # waits for the gradients before the user's hook; set after `watch_hooks`, so that the wait is not watched
         vars(module)["on_after_backward"] = MethodType(on_after_backward, module)
         return found
 

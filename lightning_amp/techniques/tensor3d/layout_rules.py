@@ -1,4 +1,4 @@
-"""Register rules that propagate through operators which entries may be on different ranks (for plan_layouts.py)."""
+"""Register how each operator propagates which entries may be on different ranks (for plan_layouts.py)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 
 @_rule("")
 def _by_rule(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
-    """Use the library's rule for the operator's dims; without a rule its arguments are gathered."""
+    """Use the library's flow rule: dims that no result follows stay on one rank. Without a rule, gather arguments."""
     name = name_of(func)
     leaves = tensors_of((args, kwargs))
     call, _ = call_of(func, args, kwargs, leaves)
@@ -40,7 +40,7 @@ def _by_rule(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: A
     for out, sources in enumerate(follows):
         for k, d in sources:
             labels[k][d] = out
-    # attention scores are not summed over ranks: their heads are kept on one rank
+    # attention scores are not summed over ranks: each head is kept on one rank
     weights = any(t in planner.views for t in leaves)
     summed = sums_of(call) if weights or name in ("sum", "mean") else ()
     for i, group in enumerate(sums_of(call)):

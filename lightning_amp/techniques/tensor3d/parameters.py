@@ -41,7 +41,7 @@ def run_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[Pla
         return
     inner = prod(shape[1:])
     first, last = -(-start // inner), stop // inner
-    # end of a row, full rows, begin of a row
+    # the end of a row, full rows, the start of a row
     if first > last:
         ends = [(last, start - last * inner, stop - last * inner)]
     else:
@@ -247,7 +247,7 @@ class _Gathered(torch.autograd.Function):
         return None, None
 
 
-# the weak reference prevents that the address of a storage is reused
+# the weak reference prevents the address of a storage from being reused
 _WHENCE: dict[int, tuple[StorageWeakRef, GridParameter]] = {}
 
 

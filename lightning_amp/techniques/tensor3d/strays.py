@@ -130,7 +130,7 @@ def _is_ours() -> bool:
         if name.startswith("torch.optim."):
             # in a step with manual optimisation, which updates this rank's shards
             return True
-        # skipped: modes of the library that count operators forward calls of others
+        # skip frames of torch, and of the library's modes, which pass on calls of others
         if name.partition(".")[0] != "torch" and not frame.f_code.co_name.startswith("__torch_"):
             break
         frame = frame.f_back

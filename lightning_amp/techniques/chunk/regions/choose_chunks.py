@@ -68,7 +68,7 @@ class OverBudget(PlanError):
 
     Attributes:
         least_bytes: Peak of the plan with the smallest peak.
-        least: That plan, if it is of a single block; otherwise None.
+        least: That plan, if `choose_chunks` raised the error; otherwise None.
     """
 
     def __init__(self, text: str, least_bytes: int, least: ChunkPlan | None = None) -> None:

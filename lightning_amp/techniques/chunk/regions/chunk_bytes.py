@@ -13,7 +13,7 @@ Two tables are built, and counted by `graph/peak.py`:
 In training, a region saves only its inputs. Sums over pieces of 16-bit numbers are accumulated in 32 bits.
 
 The workspace of an operator scales with the cut dim like its result. If the operator reads an activation whole, a copy
-of that activation may not shrink, and is counted in full. A non-contiguous piece is copied when a matrix product reads
+of that activation need not shrink, and is counted in full. A non-contiguous piece is copied when a matrix product reads
 it. Both are upper bounds; everything else is exact.
 """
 
@@ -59,7 +59,7 @@ class _Sizes:
 
     Attributes:
         summed: Whether each piece has a result of full size.
-        uncut: Bytes of activations that it reads whole, whose copies may not shrink.
+        uncut: Bytes of activations that it reads whole, whose copies need not shrink.
         copied: Bytes of arguments that it copies because a piece of them is not contiguous.
         passing: Bytes of its result if such a copy makes it run in two steps; otherwise 0.
         handed: Bytes of a copy that its backward pass makes of its result's gradient; 0 without one.

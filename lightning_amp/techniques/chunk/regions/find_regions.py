@@ -66,8 +66,8 @@ class RegionSearch:
 
         If these regions have more than `most_rows` rows in total, the block is divided into equal stretches, as many as
         the limit allows. In each stretch, regions end at one row only: the one after which the fewest bytes are alive.
-        Of the regions that end there and begin in the same stretch, only the one before which the fewest bytes are
-        alive is returned.
+        Of the regions that end there, have the same dim and begin in the same stretch, only the one before which the
+        fewest bytes are alive is returned.
         """
         n = len(self._block.rows)
         self._nearest, stretches = _nearest(wanted, n), n
@@ -138,7 +138,7 @@ class RegionSearch:
                 yield region
 
     def _superfluous(self, i: int) -> bool:
-        """Whether row i is a view, without which at its begin or end a region saves as much: views take no memory."""
+        """Whether no region needs to begin or end with row i, because it is a view, which takes no memory."""
         return self._held is not None and self._block.rows[i].storage != i
 
 
@@ -228,7 +228,7 @@ class _Flow:
         return taken
 
     def region(self, first: int) -> Region | None:
-        """Return the run from a first row; None if its sizes have no common divisor, or an earlier row is cut."""
+        """Return the run from a first row; None if sizes share no divisor, an earlier row is cut, or sums overlap."""
         # a row with several results is cut together with all of them, and may be before `first`
         if min(self.cut, default=first) < first:
             return None

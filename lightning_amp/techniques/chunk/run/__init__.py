@@ -1,1 +1,1 @@
-"""Generate and run the chunked forward of a captured block, forward and backward."""
+"""Generate and run the chunked forward of a captured block, and its backward pass."""

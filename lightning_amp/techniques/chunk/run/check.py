@@ -5,8 +5,8 @@
     call        with few positions, if the block can be called so (smaller_call.py), to save memory: the check concerns
                 the operators, dims, sums and halos of the plan, not its sizes
     otherwise   the original call, if it takes no more than the block's budget; if it takes more, a warning is given
-    omitted     gradients of parameters that are most of the block's bytes, such as a head over a vocabulary: in
-                float64, their copy and two gradients would exceed the budget
+    omitted     gradients of large parameters (`LARGE`), such as a head over a vocabulary, if the float64 copies and
+                gradients of all parameters would exceed the budget
 
 Every plan is checked once, in its first call with values. The block does not change: its parameters and buffers are
 copied. A difference means that an operator does not follow the dims of its rule, such as with a wrong `register_flow`

@@ -169,8 +169,8 @@ class _Chunked(torch.autograd.Function):
         # a result that the loss does not read gets None instead of full-size zeros as its gradient
         ctx.set_materialize_grads(False)
         ctx.region, ctx.autocast = region, _autocast_of(inputs)
-        # not attributes of ctx: only saved tensors have their versions checked. An input that is changed in place
-        # before the backward pass would be recomputed with its new values
+        # not attributes of ctx: only saved tensors have their versions checked. Otherwise chunks would be recomputed
+        # from the new values of an input that was changed in place before the backward pass
         ctx.save_for_backward(*inputs)
         results = run_region(region, inputs)
         pairs = zip(results, region.outputs, strict=True)

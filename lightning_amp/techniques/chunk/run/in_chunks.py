@@ -23,8 +23,8 @@ from lightning_amp.techniques.chunk.run.planned import plan_graph
 from lightning_amp.techniques.rates_of import rates_of
 
 MANY = 8
-"""Blocks with children above which a module is planned block by block: equal blocks are planned once, while the time to
-plan one graph grows with the square of its operators.
+"""Number of blocks with children above which a module is planned block by block, in inference, if that meets the
+budget: equal blocks are planned once, while the time to plan one graph grows with the square of its operators.
 """
 OFTEN = 64
 """Number of signatures of a block after which a warning says that each of them has to be planned."""
@@ -38,7 +38,7 @@ class InChunks:
     Attributes:
         known: Plans by budget and signature.
         fqn: Name of the block, for messages.
-        train: As given.
+        train: As the argument.
         captures_whole: Whether the complete block is captured, with the modules in it.
 
     Args:

@@ -2,8 +2,8 @@
 
     bucket p: rows [p w, (p + 1) w), keys [b + (p - 1) w, b + (p + 2) w)       b keys before the first row's
 
-A run is several consecutive buckets, whose products are one batch. Every bucket of a run attends to 3w keys: keys
-outside the sequence are masked, and the zero rows that fill the last bucket are ordinary rows. A run of one bucket
+A run is one or more consecutive buckets, whose products are one batch. A bucket of a longer run attends to 3w keys:
+keys outside the sequence are masked, and the zero rows that fill the last bucket are ordinary rows. A run of one bucket
 attends to existing keys only, and the filling rows of the last bucket are only counted: no product is wasted, which
 matters on a CPU.
 
@@ -41,7 +41,7 @@ class RunSizes(NamedTuple):
     """Sizes of a run."""
 
     buckets: int
-    rows: int  # of a bucket; fewer than all only if a run is one bucket
+    rows: int  # rows of a bucket computed at a time; fewer than all only if a run is one bucket
     padded: bool  # whether the buckets at the ends of the sequence are in a run with others
 
 

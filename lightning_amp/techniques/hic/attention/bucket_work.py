@@ -22,7 +22,7 @@ class BucketWork:
     as the product that is saved.
 
     Products use the dtype `met_in`, except in a run that counts missing rows: the score log(number of rows) would be
-    wrong by a per cent in bfloat16.
+    wrong by one percent in bfloat16.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class BucketWork:
                 total.add_(torch.bmm(part, right), alpha=scale)
 
     def sums(self, grad: Tensor, run: BucketRun) -> tuple[Tensor, ...]:
-        """Return views of the gradients of a run's keys, [bucket, key, D] each, one per neighbouring bucket."""
+        """Return views of the gradients of a run's keys, [bucket, key, D]: for the previous, own and next bucket."""
         if run.n_buckets == 1:
             return (self._near_rows(grad, run),)
         # within each of the three views the buckets do not overlap, so that a batched product may add to it: view i has
@@ -133,7 +133,7 @@ class BucketWork:
         return _flat(keys, self._before * self.band.window, self.band.keys, self._dim)
 
     def take_rows(self, run: BucketRun) -> Tensor:
-        """Return memory for the product of a run's weights, or of their gradients, [bucket, row, D]."""
+        """Return memory for a run's weights @ values, or for score gradients @ keys, [bucket, row, D]."""
         dtype = self.dtype_of(run)
         if dtype == self._dtype:
             return self.take("rows", run)
@@ -195,7 +195,7 @@ class BucketWork:
         return self.inside(keys) if add_to is None else None
 
     def _add_rows(self, pairs: Tensor, divisor: Tensor, place: int, rows: Tensor) -> None:
-        """Add buckets of keys in pairs, from `place` on, divided, to the rows [M, D], which have separate channels."""
+        """Add buckets of keys in pairs, from `place` on, divided, to the rows [M, D] of channels (see `to_pairs`)."""
         first = (place - self._before) * self.band.window
         n = min(pairs.shape[0] * self.band.window + first, len(rows)) - max(first, 0)
         own, by = (x.view(-1, *x.shape[2:])[max(-first, 0) :][:n] for x in (pairs, divisor))
@@ -348,5 +348,5 @@ def _rows(x: Tensor, first: int, last: int) -> Tensor:
 
 
 def _flat(x: Tensor, first: int, n: int, dim: int) -> Tensor:
-    """Return rows [first, first + n) of `dim` elements as one view, in one operator; memory has no other padding."""
+    """Return rows [first, first + n) of `dim` elements as one view, in one operator; x must have no gaps."""
     return x.as_strided((n, dim), (dim, 1), first * dim)

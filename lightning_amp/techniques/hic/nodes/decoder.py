@@ -2,8 +2,8 @@
 
     region        own rows of v enter, losses are summed (ranks/sharded_region.py, ranks/shards.py); v has only own
                   rows if the graph's vertices are sharded too (graph_encoder.py)
-    attention     own buckets without other ranks' neighbours: attend(prepare(own q, k, values)); the first and the last
-                  one: attend(prepare(three buckets, including the neighbour's)), one bucket of it
+    attention     own buckets with both neighbours on this rank: attend(prepare(own q, k, values)); the first and the
+                  last one: attend(prepare(three buckets, including the neighbour's)), one bucket of it
     full          keys and values pass a ring of ranks; no rank has scores [N, N], nor those of more than two ranks
     features      those of the own anchors; the softmax runs over all ranks' features
 
@@ -233,7 +233,7 @@ def share_anchors(decoder: DecomposedDecoder, spec: DomainParallel, mesh: Device
 
 
 def _attention(decoder: DecomposedDecoder, k: int) -> tuple[str, nn.Module] | None:
-    """Return a stratum's full attention, or its outermost bucketed one, which S3 may have wrapped, with its name."""
+    """Return name and module of a stratum's full or outermost bucketed attention, maybe inside S3's; None if no key."""
     fqn = f"strata.{k}.key"
     key: Any = getattr(decoder.strata[k], "key", "missing")
     if key is None:
@@ -277,7 +277,7 @@ def _is_row_by_row(child: nn.Module | None) -> bool:
 
 
 def _window(decoder: DecomposedDecoder, fqn: str, attention: nn.Module) -> int:
-    """Return the anchors of a bucket, if it attends only to itself and both neighbours; for full attention 1."""
+    """Return the number of anchors per bucket, if buckets attend to both neighbours only; for full attention 1."""
     if not isinstance(attention, BucketedAttention):
         return 1
     window: Any = getattr(attention, "window", None)

@@ -127,7 +127,7 @@ def shard_vertices(n_vertices: int, anchors: AnchorShards, ids: Int[Tensor, " an
 
 
 class SharedVertices(nn.Module):
-    """This rank's vertices and their incoming edges, instead of the full graph; buffers are on the edges' device."""
+    """This rank's vertices and their incoming edges, instead of all; buffers are on the device of `coefficient`."""
 
     place: Tensor  # own row of every vertex, -1 for vertices of other ranks
     ids: Tensor  # own vertices

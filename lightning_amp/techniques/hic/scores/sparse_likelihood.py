@@ -224,7 +224,7 @@ def _others(
     x = found.value
     r = r.view(-1).index_select(0, index)
     theta, gammas = _gammas(x, tables, found.column if len(tables[0]) == 1 else index, with_gradients)
-    # plus log sigmoid(r)
+    # plus x log sigmoid(r)
     value = torch.sub(gammas[0], found.log_factorial).addcmul_(x, F.softplus(r, -1.0, EXACT))
     if not with_gradients:
         return [value]
@@ -286,6 +286,6 @@ def _problem(leaf: nn.Module) -> str:
 
 
 def _like(leaf: nn.Module) -> SparseZINB:
-    """Return ours, with the settings of a likelihood; `_problem` checks whether the likelihood is supported."""
+    """Return a `SparseZINB` with a likelihood's settings; `_problem` checks whether the likelihood is supported."""
     least, whole = found_out(leaf, likelihood_settings)
     return SparseZINB(least=least, whole=whole)

@@ -16,7 +16,7 @@ bias, another class of layer or autocast, a key runs unchanged. Saved are two su
 gradient of ff's output.
 
 Legend: cell (B), anchor (N), dim (D).
-Known limits: gradients can be read once, and second derivatives raise an error. A check of the loss (`check_sum`)
+Known limits: one backward pass per loss only, and second derivatives raise an error. A check of the loss (`check_sum`)
 cannot detect changes below its tolerance, a term independent of cells that is 0 at first, or anything in a loss that
 draws random numbers or is only simulated. Because of the check, hooks inside run four more times, and counters in the
 stratum count that often.

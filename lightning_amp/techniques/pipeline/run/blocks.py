@@ -15,7 +15,8 @@ def pipeline_stages(blocks: nn.Module, spec: PipelineStages, mesh: DeviceMesh) -
     """Override the forward of a list's blocks, so that they run as stages.
 
     Raises:
-        InstallError: The list has a module twice or hooks, the ends are invalid, or the device is not the CPU.
+        InstallError: `blocks` is no ModuleList or Sequential, has a module twice or hooks, the ends are invalid, or the
+            device is not the CPU.
     """
     name = type(blocks).__name__
     if not isinstance(blocks, nn.ModuleList | nn.Sequential):

@@ -263,12 +263,12 @@ def loss_of(returned: Any) -> Tensor:
 
 
 def joined(results: Sequence[Any], placeholders: Any) -> Any:
-    """Join a block's results for micro-batches to its result for the batch.
+    """Join a block's results for micro-batches into its result for the batch.
 
     Tensors are concatenated along the dimension in which their shape differs from that for the batch.
 
     Raises:
-        ModelError: There is no such dimension, or more than one.
+        ModelError: There is no such dimension, or more than one; or another value differs between micro-batches.
     """
     flat, form = tree_flatten(placeholders)
     parts = [tree_leaves(result) for result in results]

@@ -120,7 +120,7 @@ def crossing_nodes(links: Links, ranks: int, copies: int) -> tuple[bool, ...]:
 
 
 def counts_for(rows: int, others: Iterable[int] = ()) -> list[int]:
-    """Distinct numbers of micro-batches for a batch of so many rows, ascending; others would leave some empty."""
+    """Numbers of micro-batches for so many rows, ascending, that leave none empty, and `others`."""
     return sorted({-(-rows // n) for n in range(1, rows + 1)} | {min(n, rows) for n in others})
 
 

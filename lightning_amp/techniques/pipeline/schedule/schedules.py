@@ -160,7 +160,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the begin of the first pass, at 0, to the end of the last one."""
+        """Seconds from the start of the first pass, at 0, to the end of the last one."""
         return max(end for device in self.passes for _, end in device.values())
 
     @property

@@ -12,7 +12,7 @@
                     blocks, forward and backward, for the full batch, and the gradients of its inputs; otherwise what
                     follows them once more without gradients
     tied            the first of the ranks that share a gradient receives those of the others
-    draws           states of random generators: of the run, of the begin (and, on the last stage, the end) of the last
+    draws           states of random generators: of the run, of the start (and, on the last stage, the end) of the last
                     micro-batch, and one that is sent with every result
 
 These are the tensors of techniques/pipeline/ and techniques/pipeline/steps/pipelined_steps.py.
@@ -74,7 +74,7 @@ class RestBytes:
 
 
 def stage_bytes(passes: Passes, start: int, end: int, *, to_the_end: bool, rank: Collection[int] = ()) -> StageBytes:
-    """Compute the bytes of the blocks start <= i < end as a stage; with `to_the_end`, also of what follows them.
+    """Compute the bytes of the blocks start <= i < end as a stage; with `to_the_end`, also of what follows all blocks.
 
     Args:
         rank: Segments that the rank runs, if it has several stages.
@@ -115,7 +115,7 @@ def rest_bytes(passes: Passes, *, rank: Collection[int] = ()) -> RestBytes:
 
 
 def parameters_of(passes: Passes, start: int, end: int) -> list[Parameter]:
-    """Parameters that a stage's rank holds: those of its blocks, and others that it or no rank reads."""
+    """Parameters that a stage's rank holds: its blocks', others that it or no rank reads, others without gradient."""
     blocks = len(passes.names)
     own = {*range(start, end), *({blocks} if end == blocks else ())}
     return [

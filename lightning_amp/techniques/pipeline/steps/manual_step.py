@@ -10,7 +10,7 @@ that accumulates gradients (one optimiser step in four batches, for example) wor
 
 Code after manual_backward runs before there are gradients, and on the last stage's rank only. So a step raises an error
 if it reads or sets parameters, gradients or the optimiser there. It also raises if it calls backward twice or never,
-calls the optimiser before it, or with a closure.
+or if it calls the optimiser's `step` before backward or with a closure.
 """
 
 from collections.abc import Callable, Mapping

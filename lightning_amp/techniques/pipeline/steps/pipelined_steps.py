@@ -11,12 +11,12 @@ parts have other weights. So in every step the last stage also runs what follows
 full batch, from the blocks' results for the micro-batches. If the loss differs, all ranks raise an error before any
 parameter changes. This run also logs, updates metrics and returns outputs, as one run of the step would. If random
 numbers are drawn after the blocks (dropout in a head), the losses are compared in evaluation mode instead, and the
-logged values have separate random numbers. Under autocast, the first step compares the losses without autocast, if
-what follows the blocks can run so.
+logged values come from a run with random numbers of its own. Under autocast, the first step compares the losses
+without autocast, if what follows the blocks can run so.
 
 Code before the loss must compute every sample independently. In the first step two micro-batches with the same middle
-third of samples pass the blocks. If their results differ, or if a block stores what it received, the step raises an
-error (sample_check.py).
+third of samples pass the blocks. If the results of these samples differ, or if a block stores what it received, the
+step raises an error (sample_check.py).
 
 A step with manual optimisation is treated as one that returns its loss, until its gradients are computed
 (manual_step.py).
@@ -59,7 +59,7 @@ from lightning_amp.techniques.put_methods import put_methods
 
 EVALUATED = ("validation_step", "test_step", "predict_step")
 LOOKS = 2
-"""Training steps that compare values of parameters and buffers, which takes as long as reading them twice."""
+"""Number of steps that compare values of parameters and buffers, which takes as long as reading them twice."""
 
 Step = Callable[..., Any]
 
@@ -195,7 +195,7 @@ class PipelinedSteps:
 
     def _seed(self, name: str, rest: tuple[Any, ...], micro_batch: int) -> int:
         epoch = self._module.trainer.current_epoch
-        # a step may not take the batch index: without the count, all batches of an epoch would draw the same numbers
+        # a step need not take the batch index: without the count, all batches of an epoch would draw the same numbers
         told = rest[:2] or (self._calls[name, epoch],)
         return seed_of(torch.initial_seed(), name, epoch, *told, self._data_rank, micro_batch)
 

@@ -162,7 +162,7 @@ def _refuse_lists(batch: Any, n: int) -> None:
 
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
 HALF = 3e-2
-"""Relative difference that counts as rounding, for other dtypes; relative to the largest number."""
+"""Difference that counts as rounding for other dtypes, relative to the largest number."""
 
 
 class SampleCheck:
