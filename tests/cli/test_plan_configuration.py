@@ -77,7 +77,7 @@ class Drawn(Late):
 class Sampled(pl.LightningModule):
     def configure_model(self):
         rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
-        self.net = nn.Sequential(*(nn.Linear(64, 64) for _ in rates))
+        self.net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in rates))
 
     def training_step(self, batch, batch_idx):
         return self.net(batch).square().mean()
