@@ -117,9 +117,7 @@ def _along_some(call: OperatorCall) -> Follows:
     return same_but(call, dim if isinstance(dim, list) else [dim])
 
 
-# the last dims are normalized
 register_flow("layer_norm", "rms_norm")(lambda call: same_but(call, range(-len(call.arguments["normalized_shape"]), 0)))
-# each sample is normalized by itself
 register_flow("group_norm", "instance_norm")(lambda call: same_but(call, range(1, len(call.result))))
 
 
@@ -137,10 +135,7 @@ CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution", *(f"conv_transpose{
 
 @register_flow(*CONVOLUTIONS)
 def _convolution(call: OperatorCall) -> Follows:
-    """Samples follow the input. With one group, channels follow the weight and the bias.
-
-    Positions follow the input only with kernel size 1, stride 1 and no padding.
-    """
+    """Samples follow the input; with one group, channels follow weight and bias; positions only if it is pointwise."""
     found = nothing(call)
     if len(call.shapes[0]) != len(call.shapes[1]):  # one sample, without a dim of samples
         return found
