@@ -1,11 +1,11 @@
-"""Find decoders written elsewhere in a module, and replace their forward by ours until `undo`.
+"""Detect HiGLUE decoders in a LightningModule, and replace their `forward` by ours until `undo`.
 
-Parameters, names, children and state_dict stay what they are: `forward` is set on the instance. A decoder that no rule
-of the plan has changed gets its own forward back by `keep`, and computes bit for bit what it did before. One that is
-changed later (another parameter object, child, setting, buffer or hook) is refused when it is called.
+Parameters, names, children and state_dict do not change: `forward` is set on the instance. `keep` restores the original
+`forward` of each decoder that no rule of the plan has changed; its results are then bitwise the same as before. If a
+decoder changes later (another parameter object, child, setting, buffer or hook), calling it raises an error.
 
-How many rows v has is known only when a decoder is called: `tell_rows` says so where it has others than its features
-have anchors. A v that is longer costs memory and time in every key.
+The number of rows of v is not available before the first call. `tell_rows` reports a number that differs from the
+number of anchors of the features. Additional rows of v cost memory and time in every key.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,22 +28,21 @@ from lightning_amp.techniques.contract.protocol import StandIn
 
 INPUTS = ("u", "v", "b", "l")
 INTEGERS = (torch.int64, torch.int32)
-"""Types that torch takes for rows; uint8 and bool are masks to it."""
+"""Dtypes that torch accepts as row indices; it treats uint8 and bool as masks."""
 
 
 class Adapted:
-    """The decoders of a module that ours stand in for."""
+    """Decoders of a LightningModule whose `forward` is replaced by ours."""
 
     def __init__(self) -> None:
         self.decoders: dict[str, nn.Module] = {}
-        # why others that look like them are not among them, and what is not predicted of those that are, one sentence
-        # each
+        # one sentence each: why a similar module was not detected, and what is not predicted for a detected decoder
         self.notes: list[str] = []
         self._forwards: dict[str, tuple[nn.Module, _DecoderForward]] = {}
         self._watches: list[RemovableHandle] = []
 
     def add(self, fqn: str, module: nn.Module) -> None:
-        """Let ours stand in for a decoder, or raise NotDetected."""
+        """Replace the `forward` of one decoder; raises NotDetected if none of ours computes the same."""
         decoder = adapted(module)
         if isinstance(decoder, MultiResDecoder):
             self.notes += [f"{fqn!r} {note}" for note in decoder.unpredicted(module)]
@@ -51,29 +50,29 @@ class Adapted:
         self.stand_in()
 
     def stand_in(self) -> None:
-        """Let ours stand in for all that were detected, also where nothing was changed."""
+        """Replace the `forward` of all detected decoders, including those that `keep` or `undo` restored."""
         for fqn, (module, forward) in self._forwards.items():
             cast(Any, module).forward = forward
             self.decoders[fqn] = module
 
     def tell_rows(self, tell: Callable[[str], None]) -> None:
-        """Say when a v comes with other rows than a decoder was taken to have, which it has from then on.
+        """Check the number of rows of v in each decoder's first call; if it differs, use it from then on and report it.
 
-        `tell` is called before the decoder computes anything, on all ranks, once at most for each decoder.
+        `tell` is called on all ranks before the decoder computes anything, at most once for each decoder.
         """
         for module, forward in self._forwards.values():
             if forward.decoder.reads_all_rows:
                 self._watches.append(_watch(module, forward, tell))
 
     def keep(self, changed: Iterable[str]) -> None:
-        """Undo those that have none of these changed modules in them."""
+        """Restore the original `forward` of each decoder that contains none of these changed modules."""
         names = tuple(changed)
         for fqn in list(self.decoders):
             if not any(name.startswith(f"{fqn}.") for name in names):
                 vars(self.decoders.pop(fqn)).pop("forward", None)
 
     def compare(self, plan: Plan) -> list[str]:
-        """Let decoders that a plan changes be compared on the first batch; return those without memory for it."""
+        """Compare changed decoders on the first batch; return a note for each for which memory is too small."""
         usual = plan.predicted_peak_bytes - plan.predicted_base_bytes
         free = None if plan.budget_bytes is None else plan.budget_bytes - plan.predicted_base_bytes
         notes = []
@@ -87,7 +86,7 @@ class Adapted:
         return notes
 
     def undo(self) -> None:
-        """Give all of them their own forward back; may be called twice."""
+        """Restore the original `forward` of all decoders; may be called twice."""
         while self._watches:
             self._watches.pop().remove()
         while self.decoders:
@@ -95,10 +94,10 @@ class Adapted:
 
 
 def adapt(module: nn.Module, *, needed: bool = True) -> Adapted:
-    """Let our decoders stand in for all that are detected in a LightningModule.
+    """Replace the `forward` of all decoders that are detected in a LightningModule.
 
-    Unless `needed` by a technique, one that cannot be compared is only noted. Known limit: a module that is such a
-    decoder itself is not taken for one; a note says so.
+    A decoder whose comparison raises is an error if a technique needs it (`needed`), and otherwise only a note. Known
+    limit: a LightningModule that is itself a decoder is not replaced; a note says so.
     """
     found = Adapted()
     for fqn, child in module.named_modules():
@@ -111,7 +110,7 @@ def adapt(module: nn.Module, *, needed: bool = True) -> Adapted:
             if not fqn:
                 raise NotDetected("is the LightningModule itself: make the decoder a module in it")
             found.add(fqn, child)
-        # before the other, for it is a ModelError too
+        # caught before ModelError, of which it is a subclass
         except NotDetected as reason:
             found.notes.append(
                 f"{(fqn or type(child).__name__)!r} looks like a decoder of HiGLUE's shape and is trained as any other"
@@ -134,7 +133,7 @@ def _watch(module: nn.Module, forward: "_DecoderForward", tell: Callable[[str], 
         handle.remove()
         v = named.get("v", given[1] if len(given) > 1 else None)
         if isinstance(v, Tensor) and v.dim() == 2 and len(v) != decoder.n_anchors:
-            # before anything is computed, so that keys have a row for every row of v
+            # set before the forward pass, so that keys have a row for every row of v
             known, decoder.n_anchors = decoder.n_anchors, len(v)
             forward.first_batch.plain.n_anchors = len(v)
             tell(f"in its first step v has {len(v)!r} rows, where the decoder's features have {known!r} anchors")
@@ -144,7 +143,7 @@ def _watch(module: nn.Module, forward: "_DecoderForward", tell: Callable[[str], 
 
 
 class _DecoderForward(StandIn):
-    """What a foreign decoder's callers call."""
+    """Replacement for the `forward` of a user's decoder."""
 
     decoder: AdaptedDecoder
 
@@ -155,7 +154,7 @@ class _DecoderForward(StandIn):
         self.first_batch = FirstBatch(module, decoder)
 
     def __call__(self, *given: Any, **named: Any) -> LazyDistribution:
-        """The distribution of the cells' counts, computed when it is requested; takes u, v, b and l."""
+        """Return the distribution of the cells' counts, computed on request; takes u, v, b and l."""
         self.snapshot.check(self.module, self.decoder)
         decoder, options = self.decoder, {}
         names = (*INPUTS, "subset") if isinstance(decoder, MultiResDecoder) else INPUTS
@@ -165,7 +164,7 @@ class _DecoderForward(StandIn):
         if isinstance(decoder, MultiResDecoder) and subset is not None:
             decoder, options = decoder.among(subset), {"subset": subset}
         l = decoder.library(u, l)  # noqa: E741
-        # with one row our tables do not read b, and would take anything for it
+        # tables with one row do not read b, so an invalid b would raise no error
         n_cells, n_rows = len(u), len(cast(Any, self.module).scale_lin)
         allowed = (
             f"allowed is the row of the tables for every cell, integers of the shape {(n_cells,)!r} from 0 to"
@@ -174,13 +173,13 @@ class _DecoderForward(StandIn):
         if not isinstance(b, Tensor) or b.dtype not in INTEGERS or tuple(b.shape) not in ((n_cells,), (1,), ()):
             found = f"{b.dtype} of the shape {tuple(b.shape)!r}" if isinstance(b, Tensor) else repr(b)
             raise ModelError(f"a decoder of HiGLUE's shape was called with b={found}; {allowed}")
-        # negative rows count from the end, as they do in the module's own forward
+        # negative rows count from the end, as in the original `forward`
         if b.device.type == "cpu" and b.numel() and not -n_rows <= int(b.min()) <= int(b.max()) < n_rows:
             raise ModelError(
                 f"a decoder of HiGLUE's shape was called with b from {int(b.min())!r} to {int(b.max())!r}; {allowed}"
             )
         inputs = u, v, b, l
-        # by the class: the instance's `forward` is this object
+        # taken from the class: the instance's `forward` is this object
         eager = partial(type(self.module).forward, self.module, **options)
 
         look = partial(self.first_batch.look, inputs, **options)
@@ -189,7 +188,7 @@ class _DecoderForward(StandIn):
 
 def _by_name(given: tuple[Any, ...], named: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     found = dict(zip(names, given, strict=False)) | named
-    # fewer names than arguments: one was given twice
+    # fewer names than arguments: one argument was passed twice
     fits = len(found) == len(given) + len(named) and set(INPUTS) <= set(found) <= set(names)
     if not fits:
         raise InstallError(
