@@ -1,1 +1,1 @@
-"""Detect decoders written elsewhere by their structure, and compute them by ours with the same parameter objects."""
+"""Detect Hi-C decoders of other projects by their structure, and run ours instead, with the same parameters."""

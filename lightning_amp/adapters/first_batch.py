@@ -1,20 +1,21 @@
 """Compare a foreign decoder with ours at its real size, on the first batches, and detect later changes of it.
 
     copies       both with the same parameters in float64; the real lists, buckets and buffers, no hooks
-    compared     every stratum's log-probability, summed; then once more near these parameters, together with its
-                 derivative along one random direction of u, v, l and all parameters: a gradient that differs anywhere
-                 shows in it; and what the forward changes
-    memory       the derivative is taken forward, so that neither keeps activations; ours runs stratum by stratum
+    compared     the summed log-probability of every stratum; then again near these parameters, with its derivative
+                 along one random direction of u, v, l and all parameters, in which any different gradient shows; and
+                 the attributes that forward changes
+    memory       the derivative is computed in forward mode, so no activations are saved; ours runs stratum by stratum
 
-    snapshot     parameters, children, lists of indices by identity; numbers, texts, buffers and other tensors by value;
-                 no hooks on modules that ours does not run, but those of Lightning and this package, which only look
+    snapshot     parameters, children and lists of indices by identity; numbers, strings, buffers and other tensors by
+                 value; no hooks on modules that ours does not run, except those of Lightning and this package, which
+                 only observe
 
-Parameters that move to a device or change their type keep their identity. What is not the object it was, or was written
-to, is compared once with the values that were kept, rounded as such a change rounds: nothing waits for a device in
-steps between which nothing changed. Nothing of the module is changed, and no random numbers of the caller are used.
-Known limits: gradients that only a backward pass changes (hooks on tensors) are compared only on the small copy; nor is
-a stratum compared where the module's own result is not finite. Changes of classes, inside of attributes of other types
-and of lists, through `tensor.data`, or by less than float32 rounds are not seen. Legend: cell (B), anchor (N), dim (D),
+Parameters that move to a device or change dtype keep their identity. A tensor that is another object, or was written
+to, is compared once with the stored values, rounded as such a change rounds. So steps without changes do not
+synchronize the device. The module and the caller's random state do not change.
+Known limits: gradients that only a backward pass changes (hooks on tensors) are compared only on the small copy. A
+stratum is not compared where the module's result is not finite. Changes of classes, inside attributes of other types
+and lists, through `tensor.data`, or below float32 rounding are not detected. Legend: cell (B), anchor (N), dim (D),
 stratum (K), feature (F).
 """
 
@@ -47,7 +48,7 @@ WATCHERS = ("lightning_amp", "lightning", "pytorch_lightning")
 
 
 class Snapshot:
-    """A foreign decoder as it is now."""
+    """Snapshot of a foreign decoder."""
 
     def __init__(self, module: nn.Module) -> None:
         self.parameters = list(module.named_parameters())
@@ -55,10 +56,10 @@ class Snapshot:
         self._tensors = {name: _TensorThen(tensor) for name, tensor in tensors.items()}
 
     def check(self, module: nn.Module, decoder: nn.Module) -> None:
-        """Refuse a module that is another one by now."""
+        """Raise if the module has changed since the snapshot."""
         found, tensors = _found(module)
         changes = [
-            # a parameter that is None is none
+            # a parameter that is None counts as missing
             f"{name!r} {_change(self._found.get(name), found.get(name))}"
             for name in self._found | found
             if not _same(self._found.get(name), found.get(name))
@@ -79,18 +80,18 @@ class Snapshot:
 
 
 class Marks:
-    """All that a module and those in it hold, also inside of other objects; the lists of indices are left out.
+    """Snapshot of all attributes of a module and its submodules, nested ones included, without lists of indices.
 
-    To be asked again before the module is changed by anyone else.
+    `changed` must be called before other code changes the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        # other objects could take the place of what is not kept
+        # kept alive, so that no new object gets the id of an old one
         self._kept: list[object] = []
         self._marks = self._of(module)
 
     def changed(self, module: nn.Module) -> list[str]:
-        """Names of what is not as it was."""
+        """Return the names of attributes that have changed."""
         after = self._of(module)
         return [name for name in self._marks | after if self._marks.get(name) != after.get(name)]
 
@@ -106,14 +107,14 @@ class Marks:
 
 
 class _TensorThen:
-    """A tensor as it was, which may move to another device or change its type."""
+    """Stored values of a tensor, which may move to another device or change its dtype."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._values = tensor.detach().cpu().clone()
         self._object, self._version = tensor, version_of(tensor)
 
     def is_still(self, tensor: Tensor | None) -> bool:
-        """Whether this is the tensor, or one of the same values."""
+        """Return whether `tensor` is the stored one, or has the same values."""
         if tensor is None:
             return False
         if tensor is self._object and version_of(tensor) == self._version:
@@ -125,17 +126,17 @@ class _TensorThen:
 
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """As values are that have been of this type, and maybe of float32 before."""
+    """Round values as a conversion to this dtype does, possibly through float32."""
     if not values.is_floating_point():
         return values
     return values.float().to(dtype if dtype.itemsize < torch.float32.itemsize else torch.float32)
 
 
 def _found(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What is known by identity or equality, and tensors that are no parameters."""
+    """Return attributes that are compared by identity or equality, and tensors that are not parameters."""
     found: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
-    # a module that has two names may be replaced under one of them
+    # all names of a module: it may be replaced under one of them
     for fqn, child in module.named_modules(remove_duplicate=False):
         prefix = f"{fqn}." if fqn else ""
         for name, value in chain(child._parameters.items(), child._modules.items()):
@@ -146,7 +147,7 @@ def _found(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
             elif isinstance(value, Tensor):
                 tensors[prefix + name] = value
     for name in (*LISTS, "res_specs"):
-        # a property may make a new list every time
+        # not getattr: a property may return a new list every time
         found[name] = vars(module).get(name)
     return found, tensors
 
@@ -164,9 +165,9 @@ def _change(old: object, new: object) -> str:
 
 
 def hooked(module: nn.Module, decoder: nn.Module) -> list[str]:
-    """Names of modules in a foreign decoder with hooks that would not run, for ours does not run these modules.
+    """Return the names of modules in a foreign decoder whose hooks would not run, because ours does not run them.
 
-    These are attention and gated activations, which ours computes, and what is not among the layers that ours shares.
+    These are attention and gated activations, which ours computes itself, and layers that ours does not share.
     """
     found = {
         fqn: child
@@ -183,7 +184,7 @@ def _watches(hook: Any) -> bool:
 
 
 def no_hooks(module: nn.Module) -> dict[int, Any]:
-    """What deepcopy is to take in place of a module's hooks."""
+    """Return a memo with which deepcopy omits a module's hooks."""
     return {id(getattr(child, kind)): OrderedDict() for child in module.modules() for kind in HOOKS}
 
 
@@ -196,27 +197,27 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class FirstBatch:
-    """Compares a foreign decoder with ours in its first call of every kind.
+    """Compare a foreign decoder with ours in its first call of every kind.
 
     Kinds are training and evaluation, with a subset of anchors and without, with gradients and without.
     """
 
     def __init__(self, module: nn.Module, decoder: AdaptedDecoder) -> None:
         self.module = module
-        # techniques replace modules of ours, and leave parameters and the layers that hold them
+        # a copy from before installation: techniques replace modules of ours, but not parameters and their layers
         self.plain = copy.deepcopy(decoder, no_hooks(decoder) | {id(t): t for t in _tensors(decoder)})
         self.cells = 0
         self._calls: set[tuple[bool, ...]] = set()
 
     def allow(self, *, usual: int, free: int | None) -> str:
-        """Say how much memory a comparison may take, without which there is none; return why there will be none, or "".
+        """Allow a comparison within some memory; return why there will be none, or "".
 
-        As many cells are compared as need no more than `usual`, the bytes of the strata in a step, and two at least;
-        `free` are the bytes that there are, None if unknown.
+        The comparison takes as many cells as fit in `usual`, the bytes of the strata in a step, but at least two;
+        `free` is the free memory in bytes, None if unknown.
         """
         plain, parameters = self.plain, sum(p.numel() for p in self.module.parameters())
-        # all parameters, one stratum of eager attention, and what is computed of the features of all strata; every
-        # number is in float64 and may have a derivative
+        # all parameters, one stratum of eager attention, and results for the features of all strata; every number is
+        # float64 and may have a derivative
         rows = plain.n_anchors * (12 * plain.window + 27 * plain.dim)
         fixed, each = 16 * (2 * parameters + rows), 16 * 14 * plain.n_features
         least = fixed + LEAST_CELLS * each
@@ -227,11 +228,11 @@ class FirstBatch:
         return ""
 
     def look(self, inputs: Inputs, x: Tensor | SparseCounts | None, subset: Any = None) -> None:
-        """Compare for these inputs and counts (None: zeros), if that was allowed and not done for such a call."""
+        """Compare on these inputs and counts (None: zeros), if allowed and not done yet for this kind of call."""
         call = self.module.training, subset is None
-        # derivatives take most of the time, and matter only where there are gradients
+        # derivatives take most of the time, and matter only if gradients are enabled
         directed = torch.is_grad_enabled()
-        # a comparison with derivatives is also one without
+        # a comparison with derivatives includes one without
         if not self.cells or (*call, True) in self._calls or (*call, directed) in self._calls:
             return
         cells, rows = min(self.cells, len(inputs[0])), len(inputs[1])
@@ -290,13 +291,13 @@ def difference(
     *,
     directed: bool,  # compare derivatives too, at parameters that were moved away from their values
 ) -> str:
-    """What differs between a foreign decoder in float64 and ours, as what precedes ours; "" if nothing does."""
+    """Describe the difference between a foreign decoder in float64 and ours, to precede "ours"; "" if there is none."""
     for parameter in module.parameters():
-        # code may ask whether gradients are enabled; none are needed, so that nothing is kept for them
+        # not no_grad: code may read whether gradients are enabled; without requires_grad nothing is saved
         parameter.requires_grad_(False)
     devices = [x.device] if x.device.type == "cuda" else []
     with (
-        # torch's own, on its first derivative forward: they say nothing of the module
+        # torch warns about itself at its first forward-mode derivative
         warnings.catch_warnings(action="ignore"),
         torch.enable_grad(),
         torch.random.fork_rng(devices),
@@ -305,7 +306,7 @@ def difference(
         inputs = _directed(module, inputs) if directed else inputs
         marks = Marks(module)
         with torch.autocast(x.device.type, enabled=False):
-            # all at once, and then by the columns of each stratum: a sum over all would hide two errors that cancel out
+            # computed together, compared per stratum: in a sum over all strata, two errors could cancel
             log_prob = theirs(module, *inputs).log_prob(x)
             expected = _numbers(log_prob[:, slice(*cast(AdaptedStratum, one).columns)].sum() for one in decoder.strata)
             names = marks.changed(module)
@@ -319,7 +320,7 @@ def difference(
     if names:
         return f"changes its attributes {names[:SHOWN]!r} in forward, unlike"
     known = expected.isfinite()
-    # derivatives of single strata may cancel out
+    # relative to the norm: derivatives of single strata may be near zero
     scale = torch.stack([expected[0].abs(), expected[1][known[1]].norm().expand_as(expected[1])])
     wrong = known & ~((found - expected).abs() <= CLOSE * scale)
     for what, strata in zip(PARTS, wrong, strict=True):
@@ -329,7 +330,7 @@ def difference(
 
 
 def _directed(module: nn.Module, inputs: Inputs) -> Inputs:
-    """The inputs with the direction in which the derivative is taken; parameters are moved and get theirs in place."""
+    """Return inputs as dual numbers with a random direction; parameters are moved and made dual in place."""
     generator = torch.Generator().manual_seed(0)
 
     def directed(value: Tensor, move: float = 0.0) -> Tensor:
@@ -337,14 +338,14 @@ def _directed(module: nn.Module, inputs: Inputs) -> Inputs:
         return cast(Tensor, forward_ad.make_dual(value + move * way, way))  # type: ignore[no-untyped-call]
 
     for parameter in module.parameters():
-        # many parameters are zero at first, and what is a product of two of them would not show
+        # many parameters are zero initially, so an error in a product of two would not show
         parameter.copy_(directed(parameter.detach(), MOVE))
     u, v, b, l = inputs  # noqa: E741
     return directed(u), directed(v), b, directed(l)
 
 
 def _numbers(totals: Iterable[Tensor]) -> Tensor:
-    """Values and derivatives [2, stratum]; a tensor without a direction has the derivative 0."""
+    """Return values and derivatives [2, stratum]; the derivative of a tensor without a direction is 0."""
     pairs = [forward_ad.unpack_dual(total) for total in totals]  # type: ignore[no-untyped-call]
     ways = [torch.zeros_like(one) if way is None else way for one, way in pairs]
     return torch.stack([torch.stack([one for one, _ in pairs]), torch.stack(ways)])

@@ -4,17 +4,16 @@
         .mean(), .sum(), torch.mean, torch.sum, minus    a scalar: the loss of our decoder, in one call
     everything else                                      the distribution, or its log-probability, in full
 
-In full it is of the module's own class, and made by its own forward, with gradients. Where ranks share the strata it
-is computed by all of them together, and without gradients: parameters have parts of gradients there, so that a loss
-made of single entries would train on something else. With gradients enabled it is therefore refused.
+In full, the distribution has the class of the foreign module, whose own forward computes it with gradients. If ranks
+share the strata, all of them compute it together, without gradients: gradients of parameters are partial there, so a
+loss of single entries would train something else. With gradients enabled this raises an error.
 
-Eager code would have computed at the call: gradients are made only where they were enabled since then, at minus too,
-and a tensor that was changed in place since then, or frozen, is refused.
+Eager code would compute at the call. So the result has gradients only if they were enabled at the call, at the minus
+and at the sum; an input that was changed in place or frozen since the call raises an error.
 
-Known limits: autocast is that of the sum and not of the call; where ranks share the strata, asking for something in
-full on only one rank of a model group waits for the others; what is computed in full is not counted in a plan's
-prediction; transforms of `torch.func` see NaN; a change in place of a part does not reach the sum, and one through
-`tensor.data` is not seen.
+Known limits: autocast is applied as at the sum, not as at the call. If ranks share the strata, a full result that only
+one rank of a model group requests waits for the others. A plan's prediction does not count full results. Transforms of
+`torch.func` get NaN. An in-place change of a slice does not reach the sum; one through `tensor.data` is not detected.
 """
 
 import math
@@ -36,13 +35,13 @@ SHOWN = 3
 
 
 class Deferred:
-    """A computation that runs when its result is first requested; one result with gradients, and one without."""
+    """Computation that runs when its result is first requested; caches one result with and one without gradients."""
 
     def __init__(
         self,
         compute: Callable[[str], Any],  # the computation; receives what was requested
-        tensors: Iterable[tuple[str, object]],  # what it will read, by name; what is no tensor is left out
-        after: "Deferred | None" = None,  # a deferred computation that it reads the result of, or the tensors of
+        tensors: Iterable[tuple[str, object]],  # its inputs by name; values that are not tensors are skipped
+        after: "Deferred | None" = None,  # a deferred computation whose result or inputs it reads
     ) -> None:
         self._compute = compute
         seen = [(name, t, version_of(t), t.requires_grad) for name, t in tensors if isinstance(t, Tensor)]
@@ -51,9 +50,9 @@ class Deferred:
         self._results: dict[bool, Any] = {}
 
     def result(self, what: str) -> Any:
-        """The result, with gradients if they were enabled at the call and are now."""
-        # a result with gradients serves without them too: what is computed from it has none then
-        # the other way round it does not: one without gradients is computed again where they are wanted later
+        """Return the result, with gradients if they were enabled at the call and are enabled now."""
+        # a result with gradients is reused under no_grad, because tensors computed from it have none there; a result
+        # without gradients is computed again if gradients are requested later
         graded = True in self._results or (self._enabled and torch.is_grad_enabled())
         if graded not in self._results:
             self._check(what, graded=graded)
@@ -87,7 +86,7 @@ EAGER = (
 
 
 class LazyDistribution:
-    """The distribution of a foreign decoder for some cells; `inputs` are u, v, b and l."""
+    """Distribution of a foreign decoder for some cells; `inputs` are u, v, b and l."""
 
     def __init__(
         self,
@@ -95,7 +94,7 @@ class LazyDistribution:
         eager: Callable[..., Any],  # the foreign module's own forward
         inputs: tuple[PerCell, PerAnchor, Experiment, Library],
         parameters: Iterable[tuple[str, Tensor]],
-        # called with the counts (None: any) before ours computes in the module's place; refuses by raising
+        # called with the counts (None: any) before our decoder computes; raises if the decoders differ
         look: Callable[[Any], None],
     ) -> None:
         self._decoder = decoder
@@ -106,7 +105,7 @@ class LazyDistribution:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        # isinstance is asked by people's code; type() still tells the truth
+        # for isinstance in user code; type() still returns LazyDistribution
         return self._decoder.kind
 
     def __repr__(self) -> str:
@@ -118,7 +117,7 @@ class LazyDistribution:
         return getattr(self._whole.result(f"{self._decoder.kind.__name__}.{name}"), name)
 
     def log_prob(self, value: Counts) -> Any:
-        """Log-probability of every count, waiting to be summed."""
+        """Return the log-probability of every count, which is computed when it is summed."""
         shape = (len(self._inputs[0]), self._decoder.n_features)
         if tuple(getattr(value, "shape", ())) != shape:
             what = f"log_prob of something that is not of the shape {shape!r}"
@@ -135,7 +134,7 @@ class LazyDistribution:
         return -self._decoder.nll(u, v, batch=b, library=l, x=x)
 
     def _compute(self, what: str) -> Any:
-        """The distribution itself."""
+        """Compute the full distribution."""
         if not self._decoder.shared:
             if torch.is_grad_enabled():
                 warnings.warn(EAGER.format(what=what), stacklevel=3)
@@ -157,13 +156,13 @@ class LazyDistribution:
 
 
 class LazyLogProb(Tensor):
-    """Log-probabilities [cell, feature] of which only the sum or the mean is likely to be wanted."""
+    """Log-probabilities [cell, feature] that are computed as a sum or mean if only these are used."""
 
-    total: OnRequest  # computes their sum by our decoder; receives what was requested
-    each: OnRequest  # computes all of them by the foreign one
+    total: OnRequest  # computes their sum with our decoder; receives the name of the request
+    each: OnRequest  # computes all of them with the foreign decoder
 
     __hash__ = object.__hash__
-    # y += z gives y's name to a new tensor
+    # y += z binds y to a new tensor
     __iadd__, __isub__, __imul__, __itruediv__ = (Tensor.__add__, Tensor.__sub__, Tensor.__mul__, Tensor.__truediv__)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -186,7 +185,7 @@ class LazyLogProb(Tensor):
             if not isinstance(value, cls):
                 return value
             found = value.each(f"log_prob(x), of which {name!r} was taken,")
-            # a write to it would be lost: the caller has the expanded NaN, and not this tensor
+            # a write to it would be lost: the caller holds the expanded NaN, not this tensor
             computed.append((found, version_of(found)))
             return found
 
@@ -202,14 +201,14 @@ class LazyLogProb(Tensor):
 
 def _waiting(total: OnRequest, each: OnRequest, shape: Sequence[int], like: Tensor) -> LazyLogProb:
     nothing = torch.full((), math.nan, dtype=like.dtype, device=like.device)
-    # one NaN, expanded: a shape that takes no memory, and a value that nobody takes for a result
+    # one expanded NaN: it takes no memory, and cannot be mistaken for a result
     made = nothing.expand(*shape).as_subclass(LazyLogProb)
     made.total, made.each = total, each
     return made
 
 
 def _sum(values: LazyLogProb) -> Tensor:
-    # the total is kept, and the caller may add to the sum in place
+    # a clone, because the total is cached, and the caller may add to the sum in place
     return values.total("the sum of log_prob(x)").clone()
 
 
@@ -229,7 +228,7 @@ WAITING: dict[str, Callable[[LazyLogProb], Tensor]] = {
     "neg": _minus,
     "negative": _minus,
 }
-"""Functions of torch that a log-probability answers itself."""
+"""Functions of torch that a LazyLogProb implements."""
 
 METADATA = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")}
 METADATA |= {Tensor.size, Tensor.dim, Tensor.numel, torch.numel}

@@ -1,1 +1,1 @@
-"""Replace the parts of a decoder of HiGLUE's shape by ours: layout, keys and strata, for each supported form."""
+"""Read the parts of HiGLUE decoders (layout, keys, strata) and build our decoder from them, for each supported form."""

@@ -1,23 +1,23 @@
-"""Compute what a foreign decoder returns, with its layers and tables, and read its strata from its two lists.
+"""Define our decoder with a foreign decoder's layers and tables, and read the layout of its strata.
 
-One of `feature_masks` and `strata_masks` lists anchors, the other columns of the tables. Which is which depends on the
-numbers: columns count up from 0 through all strata, one run after the other. The layers of a key are the foreign
-decoder's own, with their hooks and parameters; local attention is computed by ours.
+One of `feature_masks` and `strata_masks` lists anchors, the other columns of the tables. The columns are the list whose
+numbers ascend from 0 through all strata, one run after the other. Keys use the foreign decoder's layers, with their
+hooks and parameters, but our local attention.
 
     attention      p = prenorm(v), qk = p W_qk^T, val = p W_val^T
                    key = val + LocalAttention(qk, qk, p or val)
                    key = [key +] GEGLU(postnorm(key) or key W_ff^T)
-    convolution    key = activation(Conv1d(v padded)), anchor i meets anchor i + k (padded at the end), or the kernel is
-                   centred (the layer pads by itself); v of one resolution, where there are several
+    convolution    key = activation(Conv1d(v padded)) of anchors i and i + k (padded at the end), or with a centred
+                   kernel (the layer pads); with several resolutions, v of one resolution
     both           key of the convolution, p = prenorm(key), qk = p W_qk^T
                    key = key + LocalAttention(qk, qk, p)
                    key = key + GEGLU(postnorm(key) W_ff^T)
 
-    log mu = log(softmax(logit) library weight + least)        `least` keeps the logarithm of copies that add it finite
+    log mu = log(softmax(logit) library weight + least)        some variants add `least`: the logarithm is finite then
 
-A stratum holds the whole tables, so that their parameters stay those that an optimiser knows, and reads its own
-columns; `runs` says which, and a technique may hand in only these (stream.py does). Without stream, the backward pass
-of every stratum makes gradients of the whole tables.
+A stratum holds the full tables, because the optimizer has these parameters, and reads its columns, listed in `runs`; a
+technique may pass only these columns (stream.py does). Without stream, the backward pass of every stratum makes
+gradients of the full tables.
 
 Legend: cell (B), anchor (N), own_anchor (of one resolution), dim (D), stratum (K), feature (F in all, stratum_feature
 of one stratum, stratum-major), experiment (row of the tables, one per batch).
@@ -56,11 +56,11 @@ from lightning_amp.techniques.ranks.sharded_region import SharedRegion
 
 
 class AdaptedAttentionKey(AttentionKey):
-    """Key by local attention, to p or the `projected` anchors, and a gated feed-forward layer, `residual` or not."""
+    """Key by local attention to p or the `projected` anchors, and a gated feed-forward layer, optionally `residual`."""
 
     def __init__(self, layers: dict[str, nn.Module], *, projected: bool, residual: bool) -> None:
         nn.Module.__init__(self)
-        # in the order of the model's key; names are those of protocol.ATTENTION_KEY
+        # in the order of AttentionKey, with the names of protocol.ATTENTION_KEY
         for name in ("prenorm", "qk", "value", "attention", "postnorm", "ff"):
             self.add_module(name, layers[name])
         self.projected = projected
@@ -84,7 +84,7 @@ class AdaptedConvolutionKey(nn.Module):
 
 
 class PairedAttentionKey(nn.Module):
-    """Key by a convolution, local attention and a gated layer; `checkpointed`: computed again in the backward pass."""
+    """Key by a convolution, local attention and a gated layer; `checkpointed`: recomputed in the backward pass."""
 
     def __init__(self, paired: AdaptedConvolutionKey, layers: dict[str, nn.Module], *, checkpointed: bool) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class PairedAttentionKey(nn.Module):
 
 
 class GivenDistribution(nn.Module):
-    """Log-probability by the distribution that the foreign decoder returns, where ours differs from it."""
+    """Log-probability from the foreign decoder's distribution, used if our likelihood differs from it."""
 
     def __init__(self, kind: type) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class GivenDistribution(nn.Module):
     def forward(
         self, x: OwnCounts, location: OwnCounts, log_theta: OwnTable | None = None, zi_logits: OwnTable | None = None
     ) -> Scalar:
-        """Sum over cells and features; the location is log mu, or the logits of binary data."""
+        """Return the sum over cells and features; the location is log mu, or the logits of binary data."""
         given = distribution(self.kind, location, log_theta, zi_logits)
         total: Tensor = given.log_prob(x).sum()
         return total
@@ -126,7 +126,7 @@ class GivenDistribution(nn.Module):
 def distribution(
     kind: type, location: Tensor, log_theta: Tensor | None, zi_logits: Tensor | None
 ) -> torch.distributions.Distribution:
-    """A distribution of a foreign class: negative binomial with additional zeros, or without tables Bernoulli."""
+    """Return a distribution of a foreign class: zero-inflated negative binomial, or Bernoulli without tables."""
     if log_theta is None or zi_logits is None:
         return kind(logits=location)  # type: ignore[no-any-return]
     return kind(  # type: ignore[no-any-return]
@@ -135,24 +135,24 @@ def distribution(
 
 
 class AdaptedStratum(Stratum):
-    """One stratum."""
+    """Stratum with the layers and tables of a foreign decoder."""
 
     runs: dict[str, slice | Tensor]
 
     def __init__(
         self,
-        key: nn.Module | None,  # module that makes the key; None where the anchors are the keys
+        key: nn.Module | None,  # module that computes the key; None if the anchors are the keys
         nodes: Int[Tensor, " stratum_feature"],
         *,
         columns: tuple[int, int],  # first and one past the last of the stratum's columns
-        # the whole tables scale, bias, log_theta and zi_logits, by name; of binary data the first two
+        # full tables by name: scale, bias, log_theta and zi_logits; for binary data only the first two
         tables: Mapping[str, nn.Parameter],
         likelihood: nn.Module,
         chained: bool,  # whether the next stratum reads this one's projected anchors
         least: float,
     ) -> None:
         nn.Module.__init__(self)
-        # the tables are the foreign ones: what Stratum would make is not made
+        # not Stratum.__init__, which would create tables: the foreign ones are used
         self.key = key  # type: ignore[assignment]
         self.decode, self.features, self.sum_over_cells = Decode(), AllFeatures(), AllCells()
         self.likelihood = likelihood  # type: ignore[assignment]
@@ -167,22 +167,22 @@ class AdaptedStratum(Stratum):
 
     def _log_mean(self, logits: Tensor, library: Tensor, log_weight: Tensor) -> Tensor:
         log_mu = super()._log_mean(logits, library, log_weight)
-        # log(mu + least), where mu itself may underflow
+        # log(mu + least) without mu, which may underflow
         return torch.logaddexp(log_mu, log_mu.new_tensor(math.log(self.least))) if self.least else log_mu
 
     def own_library(self, library: Tensor) -> Tensor:
-        """What the stratum's features are parts of."""
+        """Return the library size for the stratum's features."""
         return library
 
     def arguments(
         self, k: int, log_weights: Tensor, *, x: Tensor | SparseCounts, **cells: Tensor
     ) -> dict[str, Tensor | SparseCounts]:
-        """As of any stratum, with the own library."""
+        """Return the arguments of any stratum, with `own_library`."""
         found = super().arguments(k, log_weights, x=x, **cells)
         return found | {"library": self.own_library(cells["library"])}
 
     def _table(self, table: Tensor, batch: Tensor) -> Tensor:
-        # a technique may have put the own columns there already
+        # a technique may have replaced the table by the stratum's columns
         own = table if table.shape[1] == len(self.feature_anchor) else self._columns(table)
         return table_rows(self.features.own(own), batch)
 
@@ -194,26 +194,26 @@ LISTS = ("feature_masks", "strata_masks")
 
 
 class NotDetected(ModelError):
-    """A module that looks like a decoder we know and is none; its text says why, as what follows the module's name."""
+    """Error for a module that resembles a supported decoder but is none; the text follows the module's name."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class Layout:
-    """The strata of a decoder."""
+    """Anchors and columns of the strata of a decoder."""
 
     nodes: tuple[Int[Tensor, " stratum_feature"], ...]
     columns: tuple[tuple[int, int], ...]  # first and one past the last column, for every stratum
-    n_anchors: int  # N, as far as the features tell: one past the last anchor that has any
+    n_anchors: int  # N by the features: one past the last anchor with a feature
     listed_in: str = ""  # name of the decoder's list that holds the columns
 
     @property
     def n_features(self) -> int:
-        """F."""
+        """Number of features F."""
         return self.columns[-1][1]
 
 
 def layout_of(nodes: Sequence[Tensor], listed_in: str) -> Layout:
-    """The layout of strata with these anchors, their columns one run after the other."""
+    """Return the layout of strata with these anchors and consecutive runs of columns."""
     ends = list(accumulate((len(rows) for rows in nodes), initial=0))
     return Layout(
         nodes=tuple(nodes),
@@ -224,7 +224,7 @@ def layout_of(nodes: Sequence[Tensor], listed_in: str) -> Layout:
 
 
 def read_layout(decoder: nn.Module) -> Layout:
-    """The layout that a foreign decoder's lists say."""
+    """Read the layout from a foreign decoder's lists."""
     found = {name: _indices(name, getattr(decoder, name, None)) for name in LISTS}
     one, other = found.values()
     if [len(rows) for rows in one] != [len(rows) for rows in other]:
@@ -236,7 +236,7 @@ def read_layout(decoder: nn.Module) -> Layout:
             f"has columns in neither of {LISTS!r}: those of a stratum must follow those of the stratum"
             " before, from 0 on"
         )
-    # where both count up there is one stratum, and both are the same
+    # if both lists ascend, there is one stratum, and the lists are equal
     columns = "strata_masks" if "strata_masks" in runs else "feature_masks"
     return layout_of(next(lists for name, lists in found.items() if name != columns), columns)
 
@@ -256,10 +256,10 @@ def _indices(name: str, value: Any) -> list[Tensor]:
 
 
 class AdaptedDecoder(StratifiedDecoder):
-    """All strata of a foreign decoder.
+    """Decoder with all strata of a foreign decoder.
 
     Attributes:
-        reads_all_rows: Whether keys are made of all rows of v, and not only of those that features say.
+        reads_all_rows: Whether keys have all rows of v, not only the anchors that have features.
     """
 
     reads_all_rows = True
@@ -271,11 +271,11 @@ class AdaptedDecoder(StratifiedDecoder):
         *,
         dim: int,
         window: int,  # anchors per attention bucket
-        variant: Variant,  # the form of the keys that the memory model is to take, "higlue" or "paper"
-        # logits of the strata's weights; without any, all strata have the same
+        variant: Variant,  # form of the keys for the memory model, "higlue" or "paper"
+        # logits of the strata's weights; if None, all strata have equal weights
         strata_weights: nn.Parameter | None,
         head: nn.Linear | None,  # adds the cell's part to these logits
-        normalised: bool,  # whether the weights of the strata add up to 1 where there are no logits, or are 1 each
+        normalised: bool,  # without logits: whether the weights are 1 / K, else 1
         kind: type,  # class of the distribution that the foreign decoder returns
     ) -> None:
         nn.Module.__init__(self)
@@ -300,14 +300,14 @@ class AdaptedDecoder(StratifiedDecoder):
         return isinstance(self.region, SharedRegion)
 
     def nll(self, u: PerCell, v: PerAnchor, *, batch: Experiment, library: Library, x: Counts) -> Scalar:
-        """Minus the log-likelihood summed over all cells and features."""
+        """Return minus the log-likelihood, summed over all cells and features."""
         self._check_inputs(v, x)
         u, v, log_weights = self.region.enter(u, v, self.log_weights(u))
         total = self.walk(self.strata, u, v, log_weights, batch=batch, library=library, x=x)
         return self.region.leave(total)
 
     def location(self, u: PerCell, v: PerAnchor, *, batch: Experiment, library: Library) -> Counts:
-        """Logarithm of the mean (logits of binary data) of every feature; every rank of the model axis must call it."""
+        """Return the log mean (logits of binary data) of every feature; all ranks of the model axis must call it."""
         self._check_inputs(v, None)
         u, v, log_weights = self.region.enter(u, v, self.log_weights(u))
         found = []
@@ -320,7 +320,7 @@ class AdaptedDecoder(StratifiedDecoder):
         return torch.cat(found, dim=1)
 
     def library(self, u: PerCell, given: Any) -> Library:
-        """Library sizes, from what the decoder is called with."""
+        """Return library sizes, from the decoder's argument l."""
         if not isinstance(given, Tensor) or given.shape != (len(u), 1):
             found = tuple(given.shape) if isinstance(given, Tensor) else given
             raise ModelError(
@@ -330,7 +330,7 @@ class AdaptedDecoder(StratifiedDecoder):
         return given
 
     def log_weights(self, u: PerCell) -> LogWeights:
-        """Log of each stratum's share of a cell's contacts; one row for all cells without a head."""
+        """Return the log of each stratum's share of a cell's contacts; without a head, one row for all cells."""
         if isinstance(self.strata_weights, Tensor):
             return super().log_weights(u)
         return u.new_full((1, self.n_strata), -math.log(self.n_strata) if self.normalised else 0.0)

@@ -7,10 +7,10 @@
     attn_layers, postnorm_layers, ff_layers     lists of modules, one for each of the last strata
     key_convs, key_conv_activations             the same, for keys by convolution
     strata_weights, strata_weight_head          optional
-    use_attn, use_activation                    flags; where one is missing, both are tried
+    use_attn, use_activation                    flags; if one is missing, both values are tried
 
-`forward(u, v, b, l)` returns a distribution. Copies of this decoder differ in what they do with these parts: `Form` is
-one way, and detect_form.py finds out which one an instance takes. No flag is believed without that.
+`forward(u, v, b, l)` returns a distribution. Variants of this decoder combine these parts differently. A `Form` is one
+variant; detect_form.py determines the form of an instance by computing, and does not trust flags.
 
 Legend: anchor (N), dim (D), stratum (K), feature (F), experiment (row of the tables).
 """
@@ -54,22 +54,22 @@ CONVOLUTION_LISTS = {"pairs": "key_convs", "activation": "key_conv_activations"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """One way of computing with the parts."""
+    """Variant of the computation with a decoder's parts."""
 
     attention: bool = True  # keys by attention, else by convolution
     projected: bool = False  # attention reads `val`, else p
     residual: bool = True  # the feed-forward layer adds to its input
     postnorm: bool = True  # a LayerNorm comes before the feed-forward layer
-    chained: bool = False  # a stratum hands `val` on
-    activation: bool = False  # something follows the convolution
-    normalised: bool = False  # without logits, the weights of the strata are 1 / K each, else 1
+    chained: bool = False  # the next stratum reads `val`
+    activation: bool = False  # an activation follows the convolution
+    normalised: bool = False  # without logits, each stratum has the weight 1 / K, else 1
     least: float = 0.0
     kind: type = torch.distributions.Distribution
-    ours: bool = False  # whether our likelihood is used, which is the same and has a sparse form
+    ours: bool = False  # whether our equal likelihood is used, which supports sparse counts
 
     @property
     def binarized(self) -> bool:
-        """Whether the data are binary."""
+        """Whether the form is for binary data."""
         return issubclass(self.kind, torch.distributions.Bernoulli)
 
 
@@ -80,7 +80,7 @@ def resembles(module: nn.Module, names: tuple[str, ...] = LISTS) -> bool:
 
 
 def lacks(module: nn.Module) -> list[str]:
-    """What a module with half of such a decoder's parts has not; empty if it has fewer, or all."""
+    """Return the missing parts of a module that has at least half of them; empty if it has fewer, or all."""
     layers = (ATTENTION_LISTS["value"], CONVOLUTION_LISTS["pairs"])
     parts = {name: hasattr(module, name) for name in (*LISTS, "scale_lin")}
     parts[" or ".join(layers)] = any(hasattr(module, name) for name in layers)
@@ -89,7 +89,7 @@ def lacks(module: nn.Module) -> list[str]:
 
 
 def read_parts(module: nn.Module) -> Layout:
-    """The strata of a decoder that has the parts that all forms need."""
+    """Read the layout of a decoder; raises NotDetected if parts that all forms require are missing."""
     layout = read_layout(module)
     for name in BINARY_TABLES.values():
         table = getattr(module, name, None)
@@ -103,11 +103,11 @@ def read_parts(module: nn.Module) -> Layout:
 
 
 def forms(module: nn.Module, seen: Form) -> Iterator[Form]:
-    """The ways that a module's parts can be computed with, the likeliest first; `seen` has `least` and `kind`."""
-    # an order of trials and not of trust: the first form that agrees in value and gradients is taken, and two that
-    # agree everywhere are the same function
+    """Yield the forms that a module's parts allow, the most likely first; `seen` has `least` and `kind`."""
+    # the order affects only time: the first form that agrees in value and gradients is used, and two forms that agree
+    # everywhere are the same function
     both = (True, False)
-    # a chain of one link is no other computation
+    # with one layer, chained and unchained forms are equal
     chained = (False, True) if len(getattr(module, "value_layers", ())) > 1 else (False,)
     attention = [a for a in _flag(module, "use_attn") if _has_lists(module, _lists(a))]
     weights = (False,) if isinstance(getattr(module, "strata_weights", None), nn.Parameter) else both
@@ -127,7 +127,7 @@ def forms(module: nn.Module, seen: Form) -> Iterator[Form]:
 
 
 def make_decoder(module: Any, layout: Layout, form: Form) -> AdaptedDecoder:
-    """Our decoder of a module's layers and tables."""
+    """Build our decoder from a module's layers and tables."""
     n_strata = len(layout.nodes)
     strata = [
         make_stratum(
@@ -141,7 +141,7 @@ def make_decoder(module: Any, layout: Layout, form: Form) -> AdaptedDecoder:
         )
         for k in range(n_strata)
     ]
-    # keys by convolution have no buckets: anchors can be split anywhere
+    # keys by convolution have no buckets: anchors can be sharded anywhere
     windows = {layer.window_size for layer in module.attn_layers} if form.attention else {1}
     head = getattr(module, "strata_weight_head", None)
     weights = getattr(module, "strata_weights", None)
@@ -168,7 +168,7 @@ def make_stratum(
     *,
     chained: bool = False,
 ) -> S:
-    """A stratum of ours with a foreign decoder's tables."""
+    """Build our stratum with a foreign decoder's tables."""
     tables = BINARY_TABLES if form.binarized else COUNT_TABLES
     return kind(
         key,
@@ -182,7 +182,7 @@ def make_stratum(
 
 
 def dim_of(module: Any) -> int:
-    """D, of the first layer; of one resolution or several."""
+    """Return D from the first layer, for one or several resolutions."""
     several: Any = getattr(module, "key_convs_by_res", None) or ()
     lists = (getattr(module, "value_layers", None), getattr(module, "key_convs", None), *several)
     layer: Any = next((layers[0] for layers in lists if layers), None)
@@ -192,10 +192,10 @@ def dim_of(module: Any) -> int:
 
 
 def _key(module: Any, k: int, n_strata: int, form: Form) -> nn.Module | None:
-    """The key of stratum k; the first strata, for which there are no layers, have none."""
+    """Build the key of stratum k; None for first strata without layers."""
     lists = {name: getattr(module, foreign, None) for name, foreign in _lists(form.attention).items()}
     lengths = {len(layers) for layers in lists.values() if layers is not None}
-    # stratum 0 may have no layers, for its keys are the anchors
+    # stratum 0 may have no layers, because its keys are the anchors
     if len(lengths) != 1 or n_strata - max(lengths) not in (0, 1):
         raise NotDetected(f"has {n_strata!r} strata and lists of {sorted(lengths)!r} layers")
     place = k - n_strata + lengths.pop()

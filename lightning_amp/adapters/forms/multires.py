@@ -1,16 +1,16 @@
-"""Detect HiGLUE's newest decoder, of one or several resolutions, and build ours from its layers.
+"""Detect HiGLUE's decoder of one or several resolutions, and build our decoder from its layers.
 
-    res_specs                                   of every resolution n_strata, n_anchors and anchor_offset, its part of v
-    band_idx_0, band_idx_1, ...                 [stratum, anchor] of a resolution: column in the data, -1 without one
+    res_specs                                   n_strata, n_anchors and anchor_offset (first row in v) per resolution
+    band_idx_0, band_idx_1, ...                 [stratum, anchor] of a resolution: column in the data, or -1
     scale_lin, bias, log_theta, zi_logits       tables [experiment, feature], as in higlue.py
-    key_convs_by_res, key_conv_activations_by_res           lists of lists, one for each resolution and further stratum
+    key_convs_by_res, key_conv_activations_by_res           a list per resolution, a layer per stratum but the first
     prenorm_, qk_, attn_, postnorm_, ff_layers_by_res       the same, with use_attn
-    strata_weights_by_res, strata_weight_heads              one for each resolution
-    checkpoint, auto_checkpoint                             whether keys are computed again in the backward pass
+    strata_weights_by_res, strata_weight_heads              one per resolution
+    checkpoint, auto_checkpoint                             whether keys are recomputed in the backward pass
 
-`forward(u, v, b, l, subset=None)` returns a distribution; l has one library size for every resolution. With a `subset`,
-of which `anchors` says which anchors of every resolution were drawn, it is only that of their features. A stratum's
-features must be a run of columns, after those of the one before.
+`forward(u, v, b, l, subset=None)` returns a distribution; l has one library size per resolution. With a `subset`, whose
+`anchors` are the drawn anchors of every resolution, the distribution has only their features. A stratum's features
+must be a run of columns, after the run of the previous stratum.
 
 Legend: cell (B), anchor (N of all resolutions), dim (D), stratum (K of all), feature (F), resolution (R).
 """
@@ -48,7 +48,7 @@ ATTENTION = {
 PAIRS = {"pairs": "key_convs_by_res", "activation": "key_conv_activations_by_res"}
 SPEC = ("n_strata", "n_anchors", "anchor_offset")
 WITH_SUBSETS = ("strata",)
-"""How ranks may share a decoder that is called with a subset: what each holds does not hang on the features."""
+"""Techniques that support a subset over ranks: a rank's shard must not depend on the features."""
 
 
 def resembles_multires(module: nn.Module) -> bool:
@@ -57,7 +57,7 @@ def resembles_multires(module: nn.Module) -> bool:
 
 
 def bands(module: nn.Module) -> list[Tensor]:
-    """Columns [stratum, anchor] of every resolution, -1 where there is none."""
+    """Return the columns [stratum, anchor] of every resolution, -1 for none."""
     found = []
     for i, spec in enumerate(cast(Any, module).res_specs):
         band = getattr(module, f"band_idx_{i}", None)
@@ -72,7 +72,7 @@ def bands(module: nn.Module) -> list[Tensor]:
 
 
 def read_bands(module: nn.Module) -> Layout:
-    """The strata of all resolutions, one after the other, with the anchors of each resolution."""
+    """Read the layout of the strata of all resolutions, one after the other."""
     nodes: list[Tensor] = []
     columns: list[tuple[int, int]] = []
     end = 0
@@ -91,22 +91,22 @@ def read_bands(module: nn.Module) -> Layout:
 
 
 class MultiResStratum(AdaptedStratum):
-    """A stratum of one resolution, which has its own library size."""
+    """Stratum of one resolution; each resolution has its library size."""
 
     resolution: int
-    # columns of the tables where they are no run: those of the anchors that a subset has drawn
+    # columns of the tables, if a subset makes them no run
     places: Tensor | None = None
 
     def own_library(self, library: Float[Tensor, "cell resolution"]) -> Library:
-        """That of the resolution."""
+        """Return the library size of the resolution."""
         return library[:, self.resolution : self.resolution + 1]
 
     def _columns(self, table: Tensor) -> Tensor:
         return super()._columns(table) if self.places is None else table.index_select(1, self.places)
 
     def among(self, nodes: Tensor, places: Tensor, columns: tuple[int, int]) -> "MultiResStratum":
-        """The same parts and what was installed in them, for some of the features; `columns` are theirs in the data."""
-        # shallow, and only the buffer's dictionary is new: parameters, and what techniques have installed, are shared
+        """Return this stratum for some features, with installed techniques; `columns` are their columns in the data."""
+        # a shallow copy with a new dict of buffers: parameters and installed modules are shared
         own = copy.copy(self)
         set_overrides(own, overrides_of(self) or ())
         own._buffers = self._buffers | {"feature_anchor": nodes}
@@ -116,7 +116,7 @@ class MultiResStratum(AdaptedStratum):
 
 
 class MultiResDecoder(AdaptedDecoder):
-    """All strata of all resolutions, with the parameters of a foreign decoder; arguments as of AdaptedDecoder."""
+    """Decoder of all strata of all resolutions of a foreign decoder; arguments as in AdaptedDecoder."""
 
     reads_all_rows = False
 
@@ -138,7 +138,7 @@ class MultiResDecoder(AdaptedDecoder):
         self.offsets = [spec.anchor_offset for spec in module.res_specs]
 
     def log_weights(self, u: PerCell) -> LogWeights:
-        """Log of each stratum's share of a cell's contacts at its resolution."""
+        """Return the log of each stratum's share of a cell's contacts at its resolution."""
         found = []
         for i, weights in enumerate(self.weights_by_resolution):
             logits = weights[None] if self.heads is None else weights[None] + self.heads[i](u)
@@ -146,7 +146,7 @@ class MultiResDecoder(AdaptedDecoder):
         return torch.cat(found, dim=1)
 
     def library(self, u: PerCell, given: Any) -> Float[Tensor, "cell resolution"]:
-        """Library sizes of every resolution, from what the decoder is called with."""
+        """Return the library sizes of every resolution, from the decoder's argument l."""
         n = len(self.bands)
         if given is None:
             return u.new_ones(len(u), n)
@@ -159,7 +159,7 @@ class MultiResDecoder(AdaptedDecoder):
         return given.to(u.dtype).expand(-1, n)
 
     def unpredicted(self, module: Any) -> list[str]:
-        """What a plan's prediction leaves out, as what follows the name of the foreign decoder."""
+        """Return notes on memory that the prediction omits, to follow the foreign decoder's name in a message."""
         found, drawn = [], getattr(module, "anchor_subsample", None)
         if len(self.bands) > 1:
             found.append(
@@ -170,8 +170,9 @@ class MultiResDecoder(AdaptedDecoder):
         return found
 
     def among(self, subset: Any) -> "MultiResDecoder":
-        """The decoder of some anchors' features, with what was installed. `subset`: what the foreign decoder has drawn,
-        with `anchors` of every resolution.
+        """Return the decoder for the features of some anchors, with installed techniques.
+
+        `subset` is drawn by the foreign decoder, and has `anchors` of every resolution.
         """
         shared = self.region.strategies if isinstance(self.region, SharedRegion) else ()
         if not set(WITH_SUBSETS).issuperset(shared):
@@ -186,27 +187,27 @@ class MultiResDecoder(AdaptedDecoder):
             for k, row in enumerate(band.to(anchors.device)):
                 places = row[anchors]
                 nodes, places = anchors[places >= 0], places[places >= 0]
-                # the first stratum's keys are rows of v itself
+                # the keys of the first stratum are rows of v
                 nodes = nodes if k else nodes + offset
                 parts.append(next(strata).among(nodes, places, (end, end + len(places))))
                 every.append(places)
                 end += len(places)
         places = torch.cat(every)
-        # on other devices a comparison would wait for the device in every step
+        # on a GPU, the comparison would synchronize in every step
         if places.device.type == "cpu" and not torch.equal(subset.cols, places):
             raise InstallError(
                 f"a decoder was called with a subset of {len(subset.cols)!r} columns, which are not those of the"
                 " anchors that it says to have drawn; allowed is what `sample_feature_subset()` returns"
             )
         own = copy.copy(self)
-        # shallow: parameters and what was installed are shared; only the lists of features are new
+        # a shallow copy: parameters and installed modules are shared; only the lists of features are new
         own._modules = self._modules | {"strata": nn.ModuleList(parts)}
         own.n_features = end
         return own
 
 
 def make_multires(module: Any, layout: Layout, form: Form) -> MultiResDecoder:
-    """Our decoder of a module's layers and tables; of the form, `kind`, `least` and `ours` are read."""
+    """Build our decoder from a module's layers and tables; uses `kind`, `least` and `ours` of the form."""
     strata: list[MultiResStratum] = []
     for i, spec in enumerate(module.res_specs):
         for k in range(spec.n_strata):
@@ -233,7 +234,7 @@ def _key(module: Any, i: int, k: int) -> nn.Module:
     layers = {name: _layers(module, i, foreign)[k - 1] for name, foreign in ATTENTION.items()}
     windows = {cast(Any, layer).window_size for layer in _layers(module, i, ATTENTION["attention"])}
     if len(windows) != 1:
-        # its own forward takes the first layer's for all
+        # the foreign forward would use the first layer's window for all
         raise NotDetected(f"has attention with windows of {windows!r} anchors at one resolution")
     layers["attention"] = LocalAttention(dim_of(module), windows.pop())
     again = bool(module.checkpoint or module.auto_checkpoint[i])
