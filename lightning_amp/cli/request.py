@@ -1,4 +1,4 @@
-"""Parse the arguments of `profile`, `plan` and `simulate`: data or a decoder, devices, strategies, rates."""
+"""Define flags shared by `profile`, `plan` and `simulate`; refuse wrong combinations; read the profile and the rates."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 BATCH_SIZE = 64
 OF_DATA = {"--latent-dim": "latent_dim", "--window": "window", "--setting": "setting", "--keys": "keys"}
-"""Options that `--shape` replaces."""
+"""Options that describe the model of a data directory, and thus are refused with `--shape`."""
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +72,7 @@ def latent_dim(arguments: argparse.Namespace) -> int:
 
 
 def rates_asked(arguments: argparse.Namespace, precision: str = "32-true") -> "Rates":
-    """Return the rates of the requested device at a precision, of the requested file, or of one CPU core."""
+    """Return the rates in the file of `--rates`, else of `--device` at a precision, else of one CPU core."""
     from lightning_amp.costs.device_rates import CPU_CORE, Rates, products_under, rates_for
 
     if arguments.rates is not None and arguments.device is not None:

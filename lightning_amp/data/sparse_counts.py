@@ -5,7 +5,7 @@
 Memory: 20 bytes for each entry instead of 4 B F bytes. Columns [a, b) are a slice of the entries, so that a stratum of
 x costs only its column numbers. The term log x! of a likelihood is computed for all columns at once and kept.
 
-The first and last entries of columns are looked up in copies of `row` and `column` in host memory, which stay there
+Where a column's entries begin and end is looked up in copies of `row` and `column` in host memory, which stay there
 when counts are moved to a device. So slicing does not synchronize with the device, except for an index
 that is on it. Counts that are made on a device are copied to the host once, when they are first sliced.
 On the meta device the entries are assumed to be spread evenly over the matrix.
@@ -49,7 +49,7 @@ class SparseCounts:
         column: feature of each entry.
         value: the counts.
         shape: cells and features.
-        host: row and column in host memory, if they are known to be sorted.
+        host: row and column in host memory; give them only if they are sorted, which is then not checked.
 
     Raises:
         DataError: row, column and value differ in length; or, at the first slice, entries are unsorted, repeated,
@@ -165,7 +165,7 @@ class SparseCounts:
         *,
         non_blocking: bool | None = None,
     ) -> "SparseCounts":
-        """Return the counts on a device, or of a type; the host keeps its copy of the places.
+        """Return the counts on a device, or of a type; host copies of row and column are kept.
 
         `non_blocking`: as for tensors; None means True if pinned counts are moved to CUDA, because Lightning passes
         this argument for tensors only.

@@ -62,9 +62,9 @@ def below_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tu
 
 @contextmanager
 def taken_apart() -> Iterator[None]:
-    """Disable autograd and the dispatch modes, so that modes, such as a fake mode, receive only operators on shards."""
+    """Disable autograd and dispatch modes until `above_autograd`, so that modes receive only operators on shards."""
     call = STATE.calls[-1]
-    # within another call, as for a decomposed operator, dispatch stays allowed
+    # calls nest, as for a decomposed operator: on exit, restore what the outer call allowed
     before, STATE.open = STATE.open, True
     # A fake or counting mode would receive the operator first, with wrappers whose global shapes take no memory. It
     # receives the operators on shards in `above_autograd`, which restores modes.
@@ -93,6 +93,6 @@ def above_autograd() -> Iterator[OnItsWay]:
             yield call
     finally:
         call.modes, STATE.open = modes, True
-        # the enclosing context expects no modes, and restores them on exit
+        # the enclosing `taken_apart` expects that no mode is active, and restores modes on its exit
         for _ in modes:
             pop_dispatch_mode()

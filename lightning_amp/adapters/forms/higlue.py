@@ -4,7 +4,7 @@
     scale_lin, bias                             tables [experiment, feature]
     log_theta, zi_logits                        the same, where the counts are not binary
     prenorm_layers, key_layers, value_layers,
-    attn_layers, postnorm_layers, ff_layers     lists of modules, one for each of the last strata
+    attn_layers, postnorm_layers, ff_layers     lists of modules, one per stratum; stratum 0 may be left out
     key_convs, key_conv_activations             the same, for keys by convolution
     strata_weights, strata_weight_head          optional
     use_attn, use_activation                    flags; if one is missing, both values are tried
@@ -62,7 +62,7 @@ class Form:
     postnorm: bool = True  # a LayerNorm comes before the feed-forward layer
     chained: bool = False  # the next stratum reads `val`
     activation: bool = False  # an activation follows the convolution
-    normalised: bool = False  # without logits, each stratum has the weight 1 / K, else 1
+    normalised: bool = False  # without strata_weights: each stratum has the weight 1 / K, not 1
     least: float = 0.0
     kind: type = torch.distributions.Distribution
     ours: bool = False  # whether our equal likelihood is used, which supports sparse counts
@@ -74,7 +74,7 @@ class Form:
 
 
 def resembles(module: nn.Module, names: tuple[str, ...] = LISTS) -> bool:
-    """Whether a module has what no other kind of module would have by chance."""
+    """Whether a module has `scale_lin` and all `names`, which no other kind of module would have by chance."""
     has_table = isinstance(getattr(module, "scale_lin", None), nn.Parameter)
     return has_table and all(hasattr(module, name) for name in names)
 
@@ -103,7 +103,7 @@ def read_parts(module: nn.Module) -> Layout:
 
 
 def forms(module: nn.Module, seen: Form) -> Iterator[Form]:
-    """Yield the forms that a module's parts allow, the most likely first; `seen` has `least` and `kind`."""
+    """Yield the forms that a module's parts allow, the most likely first; `seen` gives `least` and `kind`."""
     # the order affects only time: the first form that agrees in value and gradients is used, and two forms that agree
     # everywhere are the same function
     both = (True, False)

@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     check_target("--out", arguments.out, "rates.json", overwrite=arguments.overwrite)
 
-    # imported late: torch takes seconds to import, and mistakes are reported before
+    # imported late: torch takes seconds to import, and mistakes in the flags are reported before that
     from lightning_amp.simulation.calibrate import calibrate, calibration_report
 
     links = None
@@ -37,7 +37,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
         links = measure_links(known_links(arguments.device), arguments.device)
         if links is None:
-            # rank 0 writes the file
+            # not rank 0, which alone writes the file
             return
     found = calibrate(arguments.device, index=arguments.device_index)
     if links is not None:

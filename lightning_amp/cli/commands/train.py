@@ -1,4 +1,4 @@
-"""`lightning-amp fit | validate | test | predict`: Lightning's command line, with strategy "amp" by default."""
+"""`lightning-amp fit | validate | test | predict`: run the LightningCLI of command_line.py, and print its results."""
 
 import logging
 import sys
@@ -59,7 +59,7 @@ def _print_results(cli: CommandLine) -> None:
 
 
 def memory_table(rows: Sequence[dict[str, Any]], *, of: str = "stratum") -> str:
-    """Format predicted and measured memory as a table, one row per stratum or per `of`."""
+    """Format predicted and measured memory as a table, one row per `of`: "stratum" or "module"."""
     cells = [
         [
             str(row[of]) or "(the module itself)",

@@ -81,7 +81,7 @@ def prepare(
         hic: The .scool.
         rna: h5ad with raw RNA counts; its cells need not be those of the .scool.
         genes: GTF or BED with the genes' positions on the same assembly.
-        strata: Number of strata, i.e. contacts of bins less than `strata` apart are kept.
+        strata: Number of strata, i.e. contacts between bins less than `strata` bins apart are kept.
         out: Directory to write.
         labels: TSV with a line for each of the .scool's cells, of the columns that `read_labels` names.
         resolution: Bin width that the .scool is expected to have; only checked.

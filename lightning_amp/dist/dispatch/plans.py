@@ -30,7 +30,7 @@ class CallPlan:
     """How one call is computed on shards.
 
     Attributes:
-        name: Name of the operator, for which collectives are counted.
+        name: Name of the operator, under which its collectives are counted.
         arguments: Splits to which its tensors are redistributed, in the order of the arguments.
         result: Splits of its results.
         shapes: Shapes of the results' local shards.
@@ -87,7 +87,7 @@ def plan_of_call(
 
 
 PLANS: dict[Any, tuple[CallPlan, bool]] = {}
-"""Cached plans by call, and whether a plan sends nothing."""
+"""Plan of each key (`key_of`), and whether it needs no communication, so that the fast path can be taken."""
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
@@ -172,12 +172,12 @@ def _finished(part: Tensor, plan: CallPlan, i: int, parts: list[Tensor], tensors
     # a wrong rule must raise an error, not train
     assert part.shape == plan.shapes[i], f"a part of shape {tuple(part.shape)} for {plan.shapes[i]}"
     strides, view = (None, plan.view) if plan.layout is None else (plan.layout.strides[i], plan.layout.view)
-    # First of all: until then the shard is a partial sum in new memory.
+    # Before the checks for views: until it is reduced, the shard is a partial sum in new memory.
     for axis in plan.sums:
         part = all_reduce(part, axis)
     splits = plan.result
     if (plan.call is not None or plan.view) and not view and is_view(part, parts[0]):
-        # torch copies, although this rank has a view, such as of all indices of a dim
+        # on global tensors torch returns a copy; here it is a view, such as if all indices of the shard are selected
         part = part.clone()
     if plan.settled is not None:
         part, splits = resplit(part, splits, plan.settled), plan.settled

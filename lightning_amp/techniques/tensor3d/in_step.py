@@ -9,7 +9,7 @@ a first step; otherwise all of them raise an error.
 
 In addition to the parameters of the current layer, a rank holds: prefetched parameters of at most the bytes of the
 largest one; pending gradients of at most `IN_FLIGHT` times these bytes, twice as much on gloo; the factors of at most
-`LATEST` deferred weight gradients; and the cache.
+`LATEST` deferred weight gradients; and a cache of `cache_bytes`.
 """
 
 from collections import Counter, deque
@@ -30,7 +30,7 @@ IN_FLIGHT = 2
 LATEST = 3
 """Most weight gradients that are deferred at a time, such as those of queries, keys and values."""
 CHANGES = 2
-"""Steps that may leave the order; after these, each collective is compared."""
+"""Number of steps that may leave the order; after that many, every step compares each collective."""
 GATHERS, ADDS_UP = "gathers", "adds up the gradient of"
 STRAY = (
     "loss.backward() or torch.autograd.grad started a backward pass; tensor3d requires that the Trainer starts it,"

@@ -4,7 +4,7 @@ On a CPU, several matrix products at a time are faster than one product with sev
 nothing from more threads. Results are consumed in the order of the items, so that their sum is the same in every run.
 It equals the sum of a sequential run with the same number of threads per item.
 
-At most `workers` items and one more result are held at a time.
+At most `workers` + 1 items are held at a time, each of them waiting, running or finished.
 
 Autocast is passed on to the workers. The work stays on one thread if a torch mode sees every operator (a simulation, a
 counter of bytes or of operations), if dropout is active, or if items share submodules: items would draw each other's
@@ -47,8 +47,8 @@ def run_in_order(
 ) -> None:
     """Call `take(work(item))` for every item; `take` runs in this thread, in the order of the items.
 
-    With several workers (`workers_for`), `work` runs in other threads. An item is read when a worker is about to be
-    free.
+    With several workers (`workers_for`), `work` runs in other threads. Items are read lazily, at
+    most one ahead of the workers.
     """
     if workers == 1:
         for item in items:
