@@ -1,4 +1,4 @@
-"""Define flags shared by `profile`, `plan` and `simulate`; refuse wrong combinations; read the profile and the rates."""
+"""Define flags shared by `profile`, `plan` and `simulate`; refuse wrong combinations; read the profile and rates."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
