@@ -79,9 +79,10 @@ class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
 
 
 # absolute folders, because a user's own folder may be called lightning
-FOLDERS = (*torch.__path__, *lightning.__path__, str(Path(__file__).parents[1]))
+OURS = str(Path(__file__).parents[1])
+FOLDERS = (*torch.__path__, *lightning.__path__, OURS)
 # torch's and lightning's without a separator: torchmetrics and lightning_utilities are library code too
-LIBRARIES = (*torch.__path__, *lightning.__path__, f"{FOLDERS[-1]}{os.sep}")
+LIBRARIES = (*torch.__path__, *lightning.__path__, f"{OURS}{os.sep}")
 """Prefixes of library code, which is skipped when an error is traced to the user's code."""
 READS = ("DataDependent", "_local_scalar_dense", ".item()", ".numpy()", "data-dependent")
 SHAPES = ("DynamicOutputShape",)

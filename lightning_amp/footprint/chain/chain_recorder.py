@@ -154,7 +154,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self._within = False
         self._uses_before = 0
         self._given: list[Life] = []
-        self._generators: list[torch.Generator] = []
+        self._generators: set[torch.Generator] = set()
         self._saved = saved_tensors_hooks(self._keep, self._give)
 
     def __deepcopy__(self, _: dict[int, Any]) -> "ChainRecorder":
@@ -221,7 +221,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self._aside = True
         first = FirstPass(block, (args, kwargs), {})
         self._aside = False
-        self._open, self._generators = len(self.calls), []
+        self._open, self._generators = len(self.calls), set()
         self.calls.append(call)
         try:
             result = forward(*args, **kwargs)
@@ -300,7 +300,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self.orders += [self._now.order] * (len(self.work) - len(self.orders))
         self.took += [0.0] * (len(self.work) - len(self.took))
         if isinstance(generator := kwargs.get("generator"), torch.Generator):
-            self._generators.append(generator)
+            self._generators.add(generator)
         moved = sum(t.nbytes for t in (*(t for t, _ in read), *made) if t.layout is torch.strided)
         self.took[-1] = times_now() * self._rates.seconds(func, args, kwargs, result, moved)
         if self._open is not None and self.work[-1][0] == FORWARD:
