@@ -1,0 +1,1 @@
+"""Modules with which something once went wrong, each with every technique that met it."""
