@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_amp.data.batch import Batch, CellBatch, datamodule_of, hash_integers
 from lightning_amp.errors import ModelError
-from lightning_amp.models.decoders.likelihoods import PlainDecoder
+from lightning_amp.models.decoders.likelihoods import Output, PlainDecoder
 from lightning_amp.models.decoders.stratified import KeyKind, StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import Variant
 from lightning_amp.models.graph_encoder import GraphEncoder
@@ -244,13 +244,12 @@ class GLUE(pl.LightningModule):
         }
 
     @torch.no_grad()
-    def impute(self, modality: str, batch: CellBatch) -> Counts:
-        """Return the expected data of some cells of one modality, at the means of all latents; call in eval mode."""
+    def impute(self, modality: str, batch: CellBatch, *, output: Output = "expected") -> Counts:
+        """Return the expected data of some cells, or another `Output`, at the means of latents; call in eval mode."""
         (u, _), (v, _) = self.encode(modality, batch), self.vertices()
         decoder = cast(StratifiedDecoder | PlainDecoder, self.decoders[modality])
-        # `rows` returns the rows of all features, even if vertices are sharded
-        rows = self.graph_encoder.rows[modality](v)
-        return decoder.mean(u, rows, batch=batch["batch"], library=library_of(batch))
+        rows = self.graph_encoder.rows[modality](v)  # of all features, even if vertices are sharded
+        return decoder.predicted(u, rows, batch=batch["batch"], library=library_of(batch), output=output)
 
     def stream(self, modality: str) -> int:
         """Return the first random stream of a modality, which has STREAMS_PER_MODALITY of them."""

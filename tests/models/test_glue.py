@@ -245,9 +245,11 @@ def test_encoder_is_its_equation():
 
 def test_imputed_contacts_are_expected_contacts():
     model = GLUE(**SMALL).build(inputs()).eval()
-    imputed = model.impute("hic", batch()["hic"])
+    imputed, mean, dropout = (model.impute("hic", batch()["hic"], output=o) for o in ("expected", "mean", "dropout"))
     assert imputed.shape == (8, N_HIC)
-    torch.testing.assert_close(imputed.sum(1, keepdim=True), batch()["hic"]["library"])
+    torch.testing.assert_close(mean.sum(1, keepdim=True), batch()["hic"]["library"])
+    torch.testing.assert_close(imputed, model.impute("hic", batch()["hic"]))
+    torch.testing.assert_close(imputed, (1 - dropout) * mean)
     assert model.impute("rna", batch()["rna"]).shape == (8, N_GENES)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributions import Bernoulli, LogNormal, NegativeBinomial, Normal
 
+from lightning_amp.errors import ModelError
 from lightning_amp.models.decoders import likelihoods
 from lightning_amp.models.keyed_noise import KeyedDropout, keyed_normal, keyed_uniform
 
@@ -28,6 +29,38 @@ def test_zinb_sums_to_one_and_mixes():
     expected = (1 - ZI.sigmoid()) * likelihoods.nb(counts, LOG_MU, LOG_THETA).exp()
     expected[:, 0] += ZI.sigmoid()[:, 0]
     torch.testing.assert_close(p, expected, rtol=1e-10, atol=1e-300)
+
+
+def test_expected_is_the_mean_of_the_likelihood():
+    counts = torch.arange(0, 20_000, dtype=torch.float64)
+    p = likelihoods.zinb(counts, LOG_MU, LOG_THETA, ZI).exp()
+    outputs = {name: likelihoods.predicted(name, LOG_MU.exp(), ZI) for name in ("expected", "mean", "dropout")}
+    torch.testing.assert_close(outputs["expected"], (p * counts).sum(1, keepdim=True), rtol=1e-8, atol=0)
+    torch.testing.assert_close(outputs["expected"], (1 - outputs["dropout"]) * outputs["mean"], rtol=1e-12, atol=0)
+    without = {name: likelihoods.predicted(name, LOG_MU.exp(), None) for name in outputs}
+    assert torch.equal(without["expected"], without["mean"])
+    assert not without["dropout"].any()
+    with pytest.raises(
+        ModelError, match=r"output='median' is not supported; allowed are 'expected', 'mean', 'dropout'"
+    ):
+        likelihoods.predicted("median", LOG_MU.exp(), ZI)
+
+
+@pytest.mark.parametrize("modality", ["rna", "atac", "methyl"])
+def test_a_decoder_predicts_what_its_likelihood_expects(modality):
+    torch.manual_seed(0)
+    decoder = likelihoods.PlainDecoder(modality, 3, 2).double()
+    for table in decoder.parameters():
+        torch.nn.init.normal_(table, std=0.5)
+    cells = {"batch": torch.tensor([0, 1]), "library": torch.tensor([[9.0], [4.0]], dtype=torch.float64)}
+    u, v = torch.randn(2, 5, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
+    # numbers of x times their probability: all counts, or a fine grid of values (their density at 0 is a mass of x = 0)
+    x = torch.arange(0, 3000, dtype=torch.float64) if decoder.counts else torch.logspace(-9, 9, 20_001).double()
+    tables = [getattr(decoder, name)[cells["batch"]][..., None] for name in decoder.tables]
+    location = decoder._location(u, v, **cells)[..., None]
+    p = decoder.likelihood(x, location, *tables).exp() * x
+    found = p.sum(-1) if decoder.counts else torch.trapezoid(p, x)
+    torch.testing.assert_close(decoder.predicted(u, v, **cells), found, rtol=1e-4, atol=0)
 
 
 def test_normal():

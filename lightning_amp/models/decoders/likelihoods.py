@@ -9,18 +9,26 @@ log-normal one has no density at zero, so zero has probability pi.
     values (ZILN)                     location linear, deviation exp(log_scale)
     loss = - mean over all cells and features of log p(x)
 
+What a decoder predicts of a value (`Output`), with pi = sigmoid(zi_logits), or 0 without zero inflation:
+
+    mean       exp(log_mu) of counts, exp(loc + exp(2 log_scale) / 2) of ZILN
+    dropout    pi
+    expected   (1 - pi) mean, the mean of the likelihood: what the data are on average
+
 scale, bias and the tables of a likelihood have one row per experimental batch.
 Known limit: in float32 nb of x > 0 loses digits for inverse dispersions above 1e4 (a difference of two lgamma).
 """
 
 import math
 from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lightning_amp.errors import ModelError
 from lightning_amp.shapes import Counts, Experiment, Library, PerCell, Scalar
 
 FIRST_LOG_THETA, FIRST_ZI_LOGIT = 1.5, -2.0
@@ -30,6 +38,10 @@ modalities align late and often wrongly."""
 
 Numbers = Float[Tensor, "*#shape"]
 """Tensors that broadcast with each other."""
+
+Output = Literal["expected", "mean", "dropout"]
+"""What a decoder predicts of every value: the mean of its likelihood, the same without zero inflation, or the
+probability of an additional zero."""
 
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -74,6 +86,22 @@ def bernoulli(x: Numbers, logits: Numbers) -> Float[Tensor, "..."]:
     return x * F.logsigmoid(logits) + (1 - x) * F.logsigmoid(-logits)
 
 
+def predicted(output: Output, mean: Numbers, zi_logits: Numbers | None) -> Float[Tensor, "..."]:
+    """Return what is asked of values with a mean without zero inflation; without logits there is none.
+
+    Raises:
+        ModelError: The output is not one of `Output`.
+    """
+    if output not in get_args(Output):
+        raise ModelError(f"output={output!r} is not supported; allowed are {', '.join(map(repr, get_args(Output)))}")
+    if output == "mean":
+        return mean
+    if output == "dropout":
+        return torch.zeros_like(mean) if zi_logits is None else zi_logits.sigmoid().expand_as(mean)
+    # sigmoid(-z), for 1 - sigmoid(z) is rounded where nearly all zeros are additional
+    return mean if zi_logits is None else mean * (-zi_logits).sigmoid()
+
+
 def table_rows(table: Float[Tensor, "experiment feature"], batch: Experiment) -> Float[Tensor, "#cell feature"]:
     """Return each cell's row of a table with one row per experimental batch.
 
@@ -110,10 +138,21 @@ class PlainDecoder(nn.Module):
         tables = (self._rows(name, batch) for name in self.tables)
         return -self.likelihood(x, self._location(u, v, batch, library), *tables).mean()
 
-    def mean(self, u: PerCell, v: Float[Tensor, "feature dim"], *, batch: Experiment, library: Library) -> Counts:
-        """Return expected counts without zero inflation, or the location of values (for ZILN, of their logarithm)."""
+    def predicted(
+        self,
+        u: PerCell,
+        v: Float[Tensor, "feature dim"],
+        *,
+        batch: Experiment,
+        library: Library,
+        output: Output = "expected",
+    ) -> Counts:
+        """Return the expected value of every feature, or another `Output`."""
         location = self._location(u, v, batch, library)
-        return location.exp() if self.counts else location
+        # the mean of a log-normal distribution grows with its deviation
+        log_mean = location if self.counts else location + (2 * self._rows("log_scale", batch)).exp() / 2
+        zi_logits = self._rows("zi_logits", batch) if "zi_logits" in self.tables else None
+        return predicted(output, log_mean.exp(), zi_logits)
 
     def _location(self, u: Tensor, v: Tensor, batch: Tensor, library: Tensor) -> Tensor:
         linear = F.softplus(self._rows("scale", batch)) * (u @ v.T) + self._rows("bias", batch)

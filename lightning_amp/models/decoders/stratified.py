@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import ModelError
+from lightning_amp.models.decoders.likelihoods import Output
 from lightning_amp.models.decoders.stratum import Decode as Decode
 from lightning_amp.models.decoders.stratum import EveryStratum, KeyModule
 from lightning_amp.models.decoders.stratum import Stratum as Stratum
@@ -134,17 +135,19 @@ class StratifiedDecoder(nn.Module):
         total = self.region.leave(total)
         return total / x.numel()
 
-    def mean(self, u: PerCell, v: PerAnchor, *, batch: Experiment, library: Library) -> Counts:
-        """Return the expected contacts of every feature, in the order of the data matrix."""
+    def predicted(
+        self, u: PerCell, v: PerAnchor, *, batch: Experiment, library: Library, output: Output = "expected"
+    ) -> Counts:
+        """Return the expected contacts of every feature, or another `Output`, in the order of the data matrix."""
         u, v, log_weights = self.region.enter(u, v, self.log_weights(u))
         # one stratum after the other: a chained stratum reads v of the previous one
-        means = []
+        found = []
         for i, module in enumerate(self.strata):
-            mean, v = cast(Stratum, module).mean(
-                v, u, batch=batch, library=library, log_weight=log_weights[:, i : i + 1]
+            own, v = cast(Stratum, module).predicted(
+                v, u, output=output, batch=batch, library=library, log_weight=log_weights[:, i : i + 1]
             )
-            means.append(mean)
-        return torch.cat(means, dim=1)
+            found.append(own)
+        return torch.cat(found, dim=1)
 
     def log_weights(self, u: PerCell) -> LogWeights:
         """Return the log of each stratum's share of a cell's contacts; without a head, one row for all cells."""

@@ -15,7 +15,15 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.models.decoders.likelihoods import FIRST_LOG_THETA, FIRST_ZI_LOGIT, bernoulli, table_rows, zinb
+from lightning_amp.models.decoders.likelihoods import (
+    FIRST_LOG_THETA,
+    FIRST_ZI_LOGIT,
+    Output,
+    bernoulli,
+    predicted,
+    table_rows,
+    zinb,
+)
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey
 from lightning_amp.shapes import (
     Counts,
@@ -198,12 +206,28 @@ class Stratum(nn.Module):
         """Return only v for the next stratum."""
         return self.key.spine(v) if self.chained and isinstance(self.key, AttentionKey) else v
 
-    def mean(
-        self, v: PerAnchor, u: PerCell, **cells: Tensor
+    def predicted(
+        self,
+        v: PerAnchor,
+        u: PerCell,
+        *,
+        output: Output,
+        batch: Experiment,
+        library: Library,
+        log_weight: Float[Tensor, "#cell 1"],
     ) -> tuple[Float[Tensor, "cell stratum_feature"], PerAnchor]:
-        """Return expected contacts without zero inflation (probabilities if binarized), and v for the next stratum."""
-        location, v_next = self.location(v, u, **cells)
-        return (location.sigmoid() if self.binarized else location.exp()), v_next
+        """Return the output of all features (expected ones of binarized data are probabilities), and v for the next.
+
+        mean = mu    dropout = sigmoid(zi_logits)    expected = (1 - dropout) mean
+        """
+        key, v_next = self._keys(v)
+        logits = self._logits(key, u, batch)
+        if self.binarized:
+            own = predicted(output, logits.sigmoid(), None)
+        else:
+            mean = self._log_mean(logits, library, log_weight).exp()
+            own = predicted(output, mean, self._table(self.zi_logits, batch))
+        return self.features.whole(own), v_next
 
     def location(
         self, v: PerAnchor, u: PerCell, *, batch: Experiment, library: Library, log_weight: Float[Tensor, "#cell 1"]
