@@ -9,14 +9,17 @@ import argparse
 import difflib
 import importlib
 import inspect
+import pickle
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import yaml  # type: ignore[import-untyped]
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -26,6 +29,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.strategy.registration import START_METHODS
+from lightning_amp.models.glue import GLUE
 
 CONFIG_USED = "config_used.yaml"
 """File name of a run's configuration, saved with its logs."""
@@ -104,10 +108,27 @@ class CommandLine(LightningCLI):
         except ValueError as error:
             raise PlanError(str(error)) from error
 
+    def _parse_ckpt_path(self) -> None:
+        """Read the model's arguments from the checkpoint, as Lightning does, if a command line wrote it.
+
+        A checkpoint of a Trainer in Python names no class, for which Lightning ends; the configuration's model stays.
+        """
+        configured = self.config
+        try:
+            super()._parse_ckpt_path()
+        except argparse.ArgumentError:
+            self.config = configured
+
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         arguments = super()._prepare_subcommand_kwargs(subcommand)
         if isinstance(asked := arguments.get("ckpt_path"), str | Path):
-            arguments["ckpt_path"] = find_checkpoint(str(asked), self.trainer, self._same_configuration)
+            path = find_checkpoint(str(asked), self.trainer, self._same_configuration)
+            arguments["ckpt_path"] = path
+            if subcommand != "fit" and isinstance(self.model, GLUE) and Path(path).is_file():
+                # built for the checkpoint's features, so that those of the data are compared with them by name. What
+                # cannot be read here, Lightning reads and compares with a model that is built for the data
+                with suppress(pickle.UnpicklingError):
+                    self.model.on_load_checkpoint(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
         return arguments
 
     def _same_configuration(self, logs: Path) -> bool:

@@ -22,7 +22,7 @@ from lightning_amp.models.decoders.likelihoods import Output, PlainDecoder
 from lightning_amp.models.decoders.stratified import KeyKind, StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import Variant
 from lightning_amp.models.graph_encoder import GraphEncoder
-from lightning_amp.models.inputs import HIC, TOTALS, ModelInputs, inputs_from
+from lightning_amp.models.inputs import CHECKPOINT_KEY, HIC, TOTALS, ModelInputs, inputs_from
 from lightning_amp.models.latents import (
     Discriminator,
     Encoder,
@@ -33,11 +33,11 @@ from lightning_amp.models.latents import (
     normal_kl,
     sample,
 )
+from lightning_amp.models.match_features import match_features
 from lightning_amp.shapes import Counts, PerCell, PerVertex, Scalar
 
 STREAMS_PER_MODALITY = 64  # of random numbers: dropout layers from the first on, latent and burn-in noise at the end
 LATENT_STREAM, BURN_IN_STREAM = STREAMS_PER_MODALITY - 1, STREAMS_PER_MODALITY - 2
-CHECKPOINT_KEY = "model_inputs"
 Stage = Literal["finetune", "pretrain"]
 VALIDATION_SEED = 0  # of the edges that are drawn for `val_loss`: the same ones after every epoch
 BURN_IN_NOISE = 1.5  # deviation of the first epoch's noise on the discriminator's inputs; the latent's prior has 1
@@ -177,6 +177,11 @@ class GLUE(pl.LightningModule):
         self.inputs = inputs
         return self
 
+    def setup(self, stage: str) -> None:
+        """Put the trainer's data in the order of the features that the networks were built for, by name."""
+        if self.inputs is not None:
+            match_features(datamodule_of(self._trainer), self.inputs, predicts=stage == "predict")
+
     def configure_model(self) -> None:
         """Build the networks from the trainer's data module, unless they exist."""
         # `self.trainer` raises without a Trainer, and Lightning has no public check
@@ -197,12 +202,7 @@ class GLUE(pl.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Build the networks from the checkpoint's inputs, or check that the existing inputs are equal."""
-        if CHECKPOINT_KEY not in checkpoint:
-            raise ModelError(
-                f"the checkpoint has no {CHECKPOINT_KEY!r}, only {sorted(checkpoint)!r}; load one that "
-                f"{type(self).__name__} wrote"
-            )
-        inputs = ModelInputs.from_plain(checkpoint[CHECKPOINT_KEY])
+        inputs = ModelInputs.from_checkpoint(checkpoint, type(self).__name__)
         if self.inputs is None:
             self.build(inputs)
         elif (name := self.inputs.difference(inputs)) is not None:

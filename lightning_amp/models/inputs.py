@@ -14,9 +14,11 @@ from lightning_amp._torch import tree_map
 from lightning_amp.errors import ModelError
 
 if TYPE_CHECKING:
+    from lightning_amp.data.files.strata_layout import FeatureLayout
     from lightning_amp.data.loading.datamodule import SingleCellDataModule
 
 HIC = "hic"
+CHECKPOINT_KEY = "model_inputs"
 TOTALS: dict[str, float | None] = {HIC: 5e4, "rna": 1e4, "atac": 1e4, "methyl": None}
 """Counts per cell to which the encoder scales, for each supported modality; None: not counts."""
 
@@ -28,6 +30,9 @@ class ModalityInputs:
     n_features: int
     n_batches: int
     vertices: NDArray[np.int64]  # row in the graph of each feature (Hi-C: of each anchor), int64
+    # names of the features (Hi-C: of the anchors) and of the experimental batches; None if they are not known
+    features: list[str] | None = None
+    batches: list[str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -80,6 +85,15 @@ class ModelInputs:
         return plain
 
     @classmethod
+    def from_checkpoint(cls, checkpoint: dict[str, Any], model: str) -> "ModelInputs":
+        """Return the inputs in a checkpoint; `model` is the name of the model, for messages."""
+        if CHECKPOINT_KEY not in checkpoint:
+            raise ModelError(
+                f"the checkpoint has no {CHECKPOINT_KEY!r}, only {sorted(checkpoint)!r}; load one that {model} wrote"
+            )
+        return cls.from_plain(checkpoint[CHECKPOINT_KEY])
+
+    @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "ModelInputs":
         """Invert `to_plain`."""
         state = tree_map(lambda x: x.cpu().numpy() if isinstance(x, torch.Tensor) else x, plain)
@@ -90,8 +104,22 @@ class ModelInputs:
         )
 
     def difference(self, other: "ModelInputs") -> str | None:
-        """Return the dotted name of the first field that differs, None if all are equal."""
-        return _difference(asdict(self), asdict(other))
+        """Return the dotted name of the first field that differs, None if all are equal; unknown names are equal."""
+        a, b = asdict(self), asdict(other)
+        for one, two in ((a["modalities"][name], b["modalities"].get(name, {})) for name in a["modalities"]):
+            for field in ("features", "batches"):
+                if one[field] is None or two.get(field) is None:
+                    one[field] = two[field] = None
+        return difference(a, b)
+
+
+def strata_from(layout: "FeatureLayout") -> StrataInputs:
+    """Return the strata of a layout of Hi-C features."""
+    return StrataInputs(
+        n_anchors=layout.n_anchors,
+        nodes=[np.array(stratum.anchors, dtype=np.int64) for stratum in layout.strata],
+        distances=[int(stratum.k) for stratum in layout.strata],
+    )
 
 
 def inputs_from(datamodule: "SingleCellDataModule") -> ModelInputs:
@@ -106,21 +134,17 @@ def inputs_from(datamodule: "SingleCellDataModule") -> ModelInputs:
             "build(inputs) before the trainer starts"
         )
     layout, graph = datamodule.layout, datamodule.graph
-    strata = (
-        None
-        if layout is None
-        else StrataInputs(
-            n_anchors=layout.n_anchors,
-            nodes=[np.array(stratum.anchors, dtype=np.int64) for stratum in layout.strata],
-            distances=[int(stratum.k) for stratum in layout.strata],
-        )
-    )
+    strata = None if layout is None else strata_from(layout)
     modalities = {}
     for name, table in datamodule.tables.items():
         alone = strata.n_anchors if name == HIC and strata is not None else table.n_features
         vertices = np.arange(alone) if graph is None else np.array(datamodule.vertices(name))
         modalities[name] = ModalityInputs(
-            n_features=table.n_features, n_batches=table.n_batches, vertices=vertices.astype(np.int64)
+            n_features=table.n_features,
+            n_batches=table.n_batches,
+            vertices=vertices.astype(np.int64),
+            features=layout.anchor_names.tolist() if name == HIC and layout is not None else table.feature_names(),
+            batches=table.batch_names.tolist(),
         )
     if graph is None:
         # a data module without a graph has one modality
@@ -138,12 +162,13 @@ def inputs_from(datamodule: "SingleCellDataModule") -> ModelInputs:
     return ModelInputs(modalities=modalities, strata=strata, graph=found)
 
 
-def _difference(a: Any, b: Any) -> str | None:
+def difference(a: Any, b: Any) -> str | None:
+    """Return the dotted name of the first entry in which nested dicts, lists and arrays differ, None if all agree."""
     if isinstance(a, dict | list) and type(a) is type(b):
         items = a.items() if isinstance(a, dict) else enumerate(a)
         names = list(a) if isinstance(a, dict) else range(len(a))
         if list(names) != (list(b) if isinstance(b, dict) else list(range(len(b)))):
             return "its entries"
-        found = ((name, _difference(item, b[name])) for name, item in items)
+        found = ((name, difference(item, b[name])) for name, item in items)
         return next((f"{name}.{inner}".removesuffix(".") for name, inner in found if inner is not None), None)
     return None if np.array_equal(a, b) else ""

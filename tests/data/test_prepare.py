@@ -14,6 +14,7 @@ import scipy.sparse as sp
 
 from lightning_amp.cli.main import main
 from lightning_amp.data.files.graphml import count_graph, read_graph
+from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.gene_positions import overlap_bins, promoters, read_genes
 from lightning_amp.data.prepare.hic_modality import Pseudobulk
 from lightning_amp.data.prepare.prepare import prepare
@@ -338,3 +339,43 @@ def test_genes_of_another_species_than_the_contacts_are_refused_with_a_remedy() 
     ):
         with pytest.raises(DataError, match=f"genes.gtf: its genes, .*{why}.*Give the annotation of"):
             check(contacts, genes)
+
+
+def test_new_cells_get_the_features_of_an_earlier_directory(
+    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = prepare(**files.arguments(), labels=files.labels, n_genes=5)
+    genes = anndata.read_h5ad(old.rna).var
+    # one gene of the model is missing, the others have another order
+    table = anndata.read_h5ad(files.rna)
+    table = table[:, [name for name in reversed(list(table.var_names)) if name != genes.index[1]]].copy()
+    table.write_h5ad(tmp_path / "new.h5ad")
+    words = ["--hic", str(files.hic), "--rna", str(tmp_path / "new.h5ad"), "--out", str(tmp_path / "new")]
+    main(["prepare", *words, "--like", str(files.out)])
+    printed = capsys.readouterr().out
+    assert "1 of the genes of --like are not in --rna" in printed
+    new = SingleCellDataModule(tmp_path / "new")
+    new.setup()
+    assert new.tables["rna"].feature_names() == list(genes.index)
+    pd.testing.assert_frame_equal(new.tables["rna"].read_var(), genes)
+    counts = pd.DataFrame(anndata.read_h5ad(new.directory.rna).to_df(), columns=genes.index)
+    expected = anndata.read_h5ad(files.rna).to_df()[genes.index].loc[counts.index]
+    expected[genes.index[1]] = 0
+    pd.testing.assert_frame_equal(counts, expected, check_dtype=False)
+    np.testing.assert_array_equal(
+        anndata.read_h5ad(new.directory.hic).X.toarray(), anndata.read_h5ad(old.hic).X.toarray()
+    )
+    for options, text in (
+        ({"like": files.out, "strata": 3}, "strata=3 and like=.* exclude each other"),
+        ({}, "strata is missing"),
+        ({"strata": 3}, "genes is missing"),
+    ):
+        with pytest.raises(DataError, match=text):
+            prepare(hic=files.hic, rna=files.rna, out=tmp_path / "other", **options)
+    other = tmp_path / "other.scool"
+    write_scool(other, {"a": make_pixels(0, n_bins=18)}, make_bins({"chr1": 10, "chr2": 8}))
+    with pytest.raises(DataError, match="found 18 bins"):
+        prepare(hic=other, rna=files.rna, out=tmp_path / "other", like=files.out)
+    write_rna(tmp_path / "foreign.h5ad", rna_counts(), genes=[f"X{i}" for i in range(12)])
+    with pytest.raises(DataError, match="of the 5 genes of"):
+        prepare(hic=files.hic, rna=tmp_path / "foreign.h5ad", out=tmp_path / "other", like=files.out)

@@ -11,6 +11,7 @@ GENES = {
     "on_chromosomes_left_out": "on chromosomes left out",
     "outside_bins": "with a promoter in no bin",
     "less_variable": "less variable",
+    "not_in_earlier": "not among the features of --like",
 }
 
 
@@ -18,9 +19,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     parser.add_argument("--hic", required=True, help="single-cell Hi-C, .scool")
     parser.add_argument("--rna", required=True, help="RNA, .h5ad with raw counts in X or layers['counts']")
-    parser.add_argument("--genes", required=True, help="gene positions, GTF or BED, plain or .gz")
-    parser.add_argument("--strata", required=True, type=int, help="bin distances to keep: 0 to STRATA - 1")
+    parser.add_argument("--genes", help="gene positions, GTF or BED, plain or .gz")
+    parser.add_argument("--strata", type=int, help="bin distances to keep: 0 to STRATA - 1")
     parser.add_argument("--out", required=True, help="folder to write")
+    parser.add_argument(
+        "--like",
+        metavar="OLD",
+        help="take bins, strata and genes of an earlier folder, in place of --genes and --strata: for new cells of"
+        " a model that was trained on it",
+    )
     parser.add_argument("--labels", help="table of Hi-C cells (TSV): cell, celltype, batch, depth")
     parser.add_argument("--resolution", help="check: the bin size that the file must have, such as 500kb")
     parser.add_argument("--min-depth", type=int, default=0, help="drop cells with fewer contacts (default: 0)")
@@ -64,10 +71,12 @@ def _run(arguments: argparse.Namespace) -> None:
     rows = [
         _row("Hi-C cells", n_hic, {few: hic["n_shallow_cells"], "without contacts in the strata": n_far}),
         _row("RNA cells", n_rna, {"without counts in the genes kept": rna["n_dropped_cells"]}),
-        _row("genes", n_genes, {words: rna["genes"][name] for name, words in GENES.items()}),
+        _row("genes", n_genes, {words: rna["genes"].get(name, 0) for name, words in GENES.items()}),
         ["chromosomes", str(n_chroms + len(left)), str(n_chroms), named],
     ]
     text = table(["", "read", "kept", "left out"], rows)
+    if filled := int(rna["genes"].get("filled_with_zeros", 0)):
+        text += f"\n{filled:,} of the genes of --like are not in --rna; they have no counts in any cell"
     if celltypes == {"Unknown"}:
         # columns of other names are copied, but not used as the cell type
         names = f"{', '.join(CELLTYPES[:-1])} or {CELLTYPES[-1]}"

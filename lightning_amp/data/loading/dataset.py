@@ -58,6 +58,8 @@ class CellTable:
     def __init__(self, path: Path, modality: str, columns: slice | None = None) -> None:
         self.path = Path(path)
         self.modality, self.columns = modality, columns
+        # columns of the file that `take` has kept, in their order; None for all of them
+        self._taken: NDArray[np.int64] | None = None
         # imported late: cells in memory need no reader of files
         from anndata.io import read_elem
 
@@ -100,7 +102,8 @@ class CellTable:
 
     def read_var(self) -> pd.DataFrame:
         """Read the table of features; not kept."""
-        return self._table("var")
+        table = self._table("var")
+        return table if self._taken is None else table.iloc[self._taken]
 
     def _table(self, name: str) -> pd.DataFrame:
         from anndata.io import read_elem
@@ -112,7 +115,21 @@ class CellTable:
     def feature_names(self) -> list[str]:
         """Read the feature names in file order; not kept, since a Hi-C modality has a million of them."""
         with open_h5ad(self.path) as file:
-            return read_strings(names_of(file["var"]))
+            names = read_strings(names_of(file["var"]))
+        return names if self._taken is None else [names[column] for column in self._taken]
+
+    def take(self, columns: Sequence[int]) -> None:
+        """Keep some features, in the given order; the library size of a cell is then the sum of these."""
+        self._taken = np.asarray(columns) if self._taken is None else self._taken[columns]
+        self.counts = self.counts[:, columns].tocsr()
+        self.contacts = np.asarray(self.counts.sum(axis=1, dtype=np.float64)).ravel()
+        self.n_features = len(columns)
+
+    def code_batches(self, names: Sequence[str]) -> None:
+        """Number the experimental batches by their places in `names`; a batch that is not there becomes the first."""
+        codes = np.array([names.index(name) if name in names else 0 for name in self.batch_names.tolist()])
+        self.batch = codes.astype(np.int64)[self.batch]
+        self.batch_names, self.n_batches = np.array(names), len(names)
 
     @property
     def share(self) -> float:

@@ -10,6 +10,7 @@ from lightning_amp.data.files.graphml import write_graph
 from lightning_amp.data.files.new_hdf5 import UNKNOWN_ASSEMBLY
 from lightning_amp.data.files.read_h5ad import first_column, open_stream, store_by_columns
 from lightning_amp.data.prepare import read_scool
+from lightning_amp.data.prepare.earlier_features import read_earlier_features
 from lightning_amp.data.prepare.gene_positions import build_graph, read_genes
 from lightning_amp.data.prepare.hic_modality import FeatureGrid, build_grid, write_hic
 from lightning_amp.data.prepare.rna_modality import RnaCounts, choose_genes, read_rna, write_rna
@@ -62,9 +63,10 @@ def prepare(
     *,
     hic: str | Path,
     rna: str | Path,
-    genes: str | Path,
-    strata: int,
+    genes: str | Path | None = None,
+    strata: int | None = None,
     out: str | Path,
+    like: str | Path | None = None,
     labels: str | Path | None = None,
     resolution: int | str | None = None,
     min_depth: int = 0,
@@ -80,9 +82,11 @@ def prepare(
     Args:
         hic: The .scool.
         rna: h5ad with raw RNA counts; its cells need not be those of the .scool.
-        genes: GTF or BED with the genes' positions on the same assembly.
-        strata: Number of strata, i.e. contacts between bins less than `strata` bins apart are kept.
+        genes: GTF or BED with the genes' positions on the same assembly; not with `like`.
+        strata: Number of strata, i.e. contacts between bins less than `strata` bins apart are kept; not with `like`.
         out: Directory to write.
+        like: An earlier data directory, whose bins, strata and genes are taken, so that a model that was trained on it
+            can read the new cells; genes that the new file lacks have no counts.
         labels: TSV with a line for each of the .scool's cells, of the columns that `read_labels` names.
         resolution: Bin width that the .scool is expected to have; only checked.
         min_depth: Least number of contacts of a cell on the kept chromosomes.
@@ -98,6 +102,15 @@ def prepare(
     Raises:
         DataError: Any of the files cannot be used; nothing is then left behind.
     """
+    earlier = None if like is None else read_earlier_features(like)
+    if earlier is not None:
+        for name, value in (("genes", genes), ("strata", strata), ("chromosomes", chromosomes)):
+            if value is not None:
+                raise DataError(f"{name}={value!r} and like={str(like)!r} exclude each other; leave one out")
+        strata, cis_only, chromosomes = earlier.strata, earlier.cis_only, earlier.chromosomes
+    if strata is None or (genes is None and earlier is None):
+        name = "strata" if strata is None else "genes"
+        raise DataError(f"{name} is missing; give it, or like=, an earlier directory that has the features")
     for name, value, least in (("strata", strata, 1), ("min_depth", min_depth, 0), ("n_genes", n_genes, 1)):
         if value < least:
             raise DataError(f"{name}={value!r} is too small; at least {least} is allowed")
@@ -126,8 +139,13 @@ def prepare(
                     f" e.g. {table.index[:3].tolist()!r}; add them (the cell type may be empty) or correct the names"
                 )
             marks = table.loc[list(named)]
-        found = read_rna(rna), read_genes(genes)
-        counts, positions = choose_genes(*found, grid.bins, n_genes=n_genes, annotation=genes)
+        if earlier is not None:
+            earlier.check_bins(grid, scool.path)
+            counts, positions = earlier.take(read_rna(rna))
+        else:
+            assert genes is not None, "checked above"
+            found = read_rna(rna), read_genes(genes)
+            counts, positions = choose_genes(*found, grid.bins, n_genes=n_genes, annotation=genes)
         # lazily: a cell is read when it is written
         pixels = scool.iterate(named.values())
         write_modalities(
