@@ -22,9 +22,9 @@ bytes per second to the next rank of the ring:
     exchange        n / beta + alpha                             n = the bytes that each rank sends to its neighbours
     all-to-all      n / beta + alpha                             n = the bytes that each rank sends to all others
 
-These are Eq. 1 to 3 of Singh et al. 2024 (AxoNN), with the latency that their third assumption omits: strata send many
-small messages. Bandwidth depends on the placement (their Eq. 10). Groups of an axis nest inside those of the next. With
-I ranks in the axes nested inside this one, and P ranks per node:
+These are Eq. 1 to 3 of Singh et al. 2024 (AxoNN, arXiv 2305.13525), with the latency that their third assumption omits:
+strata send many small messages. Bandwidth depends on the placement (their Eq. 10). Groups of an axis nest inside those
+of the next. With I ranks in the axes nested inside this one, and P ranks per node:
 
     beta = beta_intra                                       if I G <= P: the group lies in a node
     beta = min(beta_intra, beta_inter / max(min(P, I), A))  otherwise
