@@ -145,7 +145,7 @@ def nodes() -> Iterator[str]:
 def budgets(size: str) -> Iterator[str]:
     """Figure 5: predicted time at shares of eager's bytes, by both criteria; of small models measured too."""
     policies = [CostModel(policy=policy, rates=RATES[size]) for policy in ("auto", "paper")]
-    header = ["model", "size", "budget", "the paper", "auto", "bytes", "policy paper", "bytes"]
+    header = ["model", "size", "budget", "the paper's bound", "auto", "bytes", "policy paper", "bytes"]
     if size == "small":
         header += ["auto, run", "policy paper, run", "difference"]
     rows = []

@@ -74,14 +74,16 @@ class GPT(Blocks):
 
 
 class VGG(Blocks):
-    """VGG-16's convolutions, and its first layers of a classifier; the class is the brightest of ten parts of an image.
+    """VGG-16's convolutions and a classifier; the class is the brightest of ten parts of an image.
 
     Args:
         side: Of the images, a multiple of 32.
         fine: Convolutions, rectifiers and poolings are blocks of their own, as in torchvision.
+        whole: All three layers of VGG-16's classifier, for 1,000 classes, are blocks, instead of one of 2,048 and a
+            head. With images of 224 x 224 it has the 138 million parameters of VGG-16, without its dropout.
     """
 
-    def __init__(self, *, side: int = 64, fine: bool = False) -> None:
+    def __init__(self, *, side: int = 64, fine: bool = False, whole: bool = False) -> None:
         super().__init__()
         wide = [64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512]
         pools = {1, 3, 6, 9, 12}
@@ -89,10 +91,12 @@ class VGG(Blocks):
             nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), *([nn.MaxPool2d(2)] if i in pools else []))
             for i, (a, b) in enumerate(pairwise([3, *wide]))
         ]
-        flat, hidden = wide[-1] * (side // 32) ** 2, 2048
+        flat, hidden = wide[-1] * (side // 32) ** 2, 4096 if whole else 2048
         layers += [nn.Sequential(nn.Flatten(), nn.Linear(flat, hidden), nn.ReLU())]
+        if whole:
+            layers += [nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU()), nn.Sequential(nn.Linear(hidden, 1000))]
         blocks = [part for layer in layers[:-1] for part in layer] if fine else layers
-        head = nn.Linear(hidden, 10)
+        head = nn.Identity() if whole else nn.Linear(hidden, 10)
         self.blocks, self.head = nn.ModuleList(blocks), nn.Sequential(layers[-1], head) if fine else head
         for weight in (p for p in self.parameters() if p.ndim > 1):
             # as torchvision's; torch's own would let a signal die on its way through so many layers

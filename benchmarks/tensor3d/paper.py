@@ -1,4 +1,4 @@
-"""Tables and figures of the AxoNN paper (Singh et al. 2024) that can be predicted without a GPU, next to its figures.
+"""Tables and figures of the AxoNN paper (arXiv 2305.13525) that can be predicted without a GPU, next to its figures.
 
     python -m benchmarks.tensor3d.paper [--only NAME ...] [--write]
 

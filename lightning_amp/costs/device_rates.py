@@ -22,9 +22,9 @@ bytes per second to the next rank of the ring:
     exchange        n / beta + alpha                             n = the bytes that each rank sends to its neighbours
     all-to-all      n / beta + alpha                             n = the bytes that each rank sends to all others
 
-These are Eq. 1 to 3 of Singh et al. 2024 (AxoNN), with the latency that their third assumption omits: strata send many
-small messages. Bandwidth depends on the placement (their Eq. 10). Groups of an axis nest inside those of the next. With
-I ranks in the axes nested inside this one, and P ranks per node:
+These are Eq. 1 to 3 of Singh et al. 2024 (AxoNN, arXiv 2305.13525), with the latency that their third assumption omits:
+strata send many small messages. Bandwidth depends on the placement (their Eq. 10). Groups of an axis nest inside those
+of the next. With I ranks in the axes nested inside this one, and P ranks per node:
 
     beta = beta_intra                                       if I G <= P: the group lies in a node
     beta = min(beta_intra, beta_inter / max(min(P, I), A))  otherwise
@@ -83,7 +83,7 @@ class Links:
                 f"{self!r} is invalid; bandwidths are above 0 bytes per second, the latency is 0 seconds or more"
             )
         if not all(type(n) is int and n >= 1 for n in (self.ranks_per_node, self.adapters)):
-            raise PlanError(f"{self!r}: ranks_per_node and adapters have to be whole numbers of 1 or more")
+            raise PlanError(f"{self!r}: ranks_per_node and adapters must be whole numbers of 1 or more: correct them")
         of_kinds = [pair for kinds in self.collectives.values() for pair in kinds.items()]
         if not {*self.collectives} <= {WITHIN, BETWEEN} or not all(
             kind in get_args(Kind) and isfinite(start) and start >= 0 and 0 < share < inf
@@ -203,7 +203,7 @@ class Rates:
         try:
             plain: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise PlanError(f"expected rates as JSON, {source} is not JSON: {error}") from error
+            raise PlanError(f"expected rates as JSON, {source} is not JSON: {error}; calibrate again") from error
         # not `plain` itself, if it is no mapping: the JSON text "1" would be equal to SCHEMA
         schema = plain.get("schema") if isinstance(plain, dict) else f"no mapping, but {plain!r}"
         if schema != SCHEMA:
@@ -213,7 +213,9 @@ class Rates:
             return cls(**{**plain, "links": Links(**plain["links"])})
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             names = sorted(f.name for f in fields(cls))
-            raise PlanError(f"{source} does not read as rates: {error}; their fields are {names}") from error
+            raise PlanError(
+                f"{source} does not read as rates: {error}; their fields are {names}; calibrate again"
+            ) from error
 
     @classmethod
     def read(cls, path: str | Path) -> "Rates":

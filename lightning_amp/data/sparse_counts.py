@@ -261,7 +261,9 @@ class SparseCounts:
     def _ends(self, run: slice, dim: int) -> tuple[int, int]:
         start, stop, step = run.indices(self.shape[dim])
         if step != 1:
-            raise DataError(f"sparse counts do not support {run!r}; allowed are steps of 1")
+            raise DataError(
+                f"sparse counts do not support {run!r}; allowed are steps of 1: for others take x.to_dense()"
+            )
         return start, max(start, stop)
 
     def _columns(self, start: int, stop: int) -> "SparseCounts":

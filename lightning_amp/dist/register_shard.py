@@ -55,11 +55,13 @@ def register_shard(target: Any) -> Callable[[Handler], Handler]:
         table, key = FUNCTIONS, target
     else:
         raise ShardError(
-            f"register_shard({target!r}); allowed are an operator of torch.ops, a subclass of"
+            f"register_shard({target!r}) is not supported; allowed are an operator of torch.ops, a subclass of"
             " torch.autograd.Function, and a function of torch"
         )
     if key in table:
-        raise ShardError(f"register_shard({target!r}), which has a handler; a second one would hide it")
+        raise ShardError(
+            f"register_shard({target!r}): it has a handler, which a second one would hide; register it once"
+        )
 
     def add(handler: Handler) -> Handler:
         table[key] = handler
@@ -112,6 +114,6 @@ def check_shard(
             what = "result" if i < len(found[0]) - len(leaves) else "gradient"
             raise ShardError(
                 f"{getattr(function, '__name__', function)!r} on parts differs from one process: {what} {i} by"
-                f" {worst:.1e} of its largest value; allowed is 1e-10"
+                f" {worst:.1e} of its largest value; allowed is 1e-10: correct its handler"
             )
     dist.barrier(group=axis.group)

@@ -140,7 +140,10 @@ class ShardedTensor(Tensor):
             ShardError: The tensor is sharded over several axes, or `sizes` do not fit the dim.
         """
         if len(self.splits) != 1:
-            raise ShardError(f"redistribute of a tensor with {self.splits}; allowed is one mesh axis")
+            raise ShardError(
+                f"redistribute of a tensor with {self.splits} is not supported; allowed is one mesh axis: take"
+                " full_tensor() first"
+            )
         axis, dim = next(iter(self.splits)).axis, range(len(shape_of(self)))[dim]
         n = shape_of(self)[dim]
         owners = Owners.even(n, axis.size) if sizes is None else Owners.contiguous(sizes)
@@ -220,7 +223,9 @@ class ShardedTensor(Tensor):
         if isinstance(func, types.FunctionType):
             # a Python function: the operators that it calls arrive here one by one
             if skip_one_torch_function is None:
-                raise ShardError(f"sharded tensors require torch 2.13 or newer, found {torch.__version__}")
+                raise ShardError(
+                    f"sharded tensors require torch 2.13 or newer, found {torch.__version__}; install a newer torch"
+                )
             return skip_one_torch_function(func, types_, args, kwargs or {})
         return COMPUTE["function"](func, args, kwargs or {})
 

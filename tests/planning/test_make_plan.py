@@ -1,6 +1,7 @@
 """Claim: the policy follows AMP's mapping, refuses what cannot run, and a plan survives JSON unchanged."""
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -59,6 +60,16 @@ def test_cells_are_balanced_where_contacts_vary_and_not_on_one_rank() -> None:
     assert plan(profile(), devices=2, batch_size=32).balance_cells
     assert not plan(profile(), devices=2, batch_size=100_000).balance_cells
     assert not plan(profile(), devices=1, batch_size=32).balance_cells
+
+
+def test_the_peak_is_written_as_the_sum_of_its_parts() -> None:
+    for strategies in (None, "S1,S3", "S4,fused,sparse,stream", "S5"):
+        made = plan(profile(), devices=2, device_memory="24GiB", batch_size=16, strategies=strategies)
+        text = " ".join(plan_report(made).split())
+        found = re.search(r"= (\S+ \S+) base \+ (\d+) strata x (\S+ \S+) \+ (\S+ \S+) of temporaries", text)
+        assert found, text
+        base, each, rest = (parse_bytes(found[i]) for i in (1, 3, 4))
+        assert base + int(found[2]) * each + rest == pytest.approx(made.predicted_peak_bytes, rel=0.02)
 
 
 def test_reports_fit_80_columns() -> None:

@@ -7,15 +7,17 @@ Nothing is simulated: bytes and seconds are predicted.
 import re
 
 import pytest
+import torch
 
 import benchmarks.tensor3d.scale as scale
 from benchmarks.chunks import autochunk
 from benchmarks.domain import paper as shardtensor
-from benchmarks.page import read_part, write_part
+from benchmarks.page import ROOT, read_part, write_part
 from benchmarks.paper.__main__ import PAGE, PART, SECTIONS
 from benchmarks.paper.growth import gathered
 from benchmarks.paper.runs import COARSE, FINE, LIGHT_COARSE
 from benchmarks.paper.seconds import HEAVY, LIGHT, NO_LAUNCHES, STEPS, free, paper_seconds, planned
+from benchmarks.pipeline import networks
 from benchmarks.tensor3d import paper as axonn
 
 
@@ -73,6 +75,24 @@ def test_the_page_on_autochunk_has_every_table_and_few_words() -> None:
     assert "\n".join(autochunk.nodes()).strip() in "\n".join(written)
     by_hand = autochunk.PAGE.read_text().partition("<!--")[0].splitlines()
     assert sum(len(line.split()) for line in by_hand if not line.startswith("|")) <= 400
+
+
+def test_the_networks_of_csimd_are_the_papers() -> None:
+    [(vgg, images)] = networks.vgg()
+    # torchvision's VGG-16 has as many
+    assert sum(p.numel() for p in vgg.parameters()) == 138_357_544
+    assert (len(vgg.blocks), images.shape) == (16, torch.Size([64, 3, 224, 224]))
+    rows = [line.split(" | ")[:2] for line in read_part(networks.PAGE, networks.PART) if line.startswith("| ")]
+    every = [[f"| {name}", f"{n} Gb/s"] for name, one in networks.NETWORKS.items() for n in one.gigabits]
+    assert rows[1:] == every
+    assert [n for name, n in every if name == "| VGG-16"] == ["1 Gb/s", "10 Gb/s", "100 Gb/s"]
+
+
+def test_the_source_of_axonn_is_named_where_it_is_cited() -> None:
+    for name in ("README.md", "docs/status.md", "docs/techniques/tensor3d.md", "docs/paper/axonn.md"):
+        text = (ROOT / name).read_text()
+        assert "2305.13525" in text
+        assert not re.search(r"Singh[^|.]*SC (20)?24", text)
 
 
 def test_no_division_of_the_same_work_doubles_the_speed() -> None:

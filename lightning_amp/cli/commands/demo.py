@@ -44,7 +44,8 @@ data:
 
 BEFORE_FIT = (
     "The plan is made again, now of the module itself, which has fewer hidden layers than the usual one, and for",
-    "the memory that this machine has: sizes differ a little from those above.",
+    "the memory that this machine has: sizes differ a little from those above. Times are predicted for an idle core",
+    "of its own for each process; where cores are shared or busy, the measured step is several times as long.",
 )
 
 

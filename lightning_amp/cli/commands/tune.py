@@ -61,7 +61,9 @@ def _run(arguments: argparse.Namespace) -> None:
             best, least = made, measured
     print(table(("tensor_grid", "predicted, a batch", "measured"), rows))
     if best is None:
-        raise PlanError("no grid could be trained on; the reasons are above")
+        raise PlanError(
+            "no grid could be trained on; the reasons are above: use more devices, a smaller batch, or more --grids"
+        )
     with written_aside(Path(arguments.out)) as aside:
         aside.write_text(best.to_json() + "\n")
     print(f"\nwrote {arguments.out}: use it with AMPStrategy(plan={arguments.out!r})")

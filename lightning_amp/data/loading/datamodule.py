@@ -219,7 +219,9 @@ class SingleCellDataModule(pl.LightningDataModule):
             DataError: the modality is not loaded, there is no graph, or it lacks features
         """
         if modality not in self.tables:
-            raise DataError(f"modality {modality!r} is not loaded; loaded are {sorted(self.tables)!r}")
+            raise DataError(
+                f"modality {modality!r} is not loaded; loaded are {sorted(self.tables)!r}: name one of these"
+            )
         if self.graph is None:
             raise DataError(_no_graph(self.data_dir, list(self.tables)))
         row_of = {name: row for row, name in enumerate(self.graph.vertices.tolist())}

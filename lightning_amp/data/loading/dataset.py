@@ -188,7 +188,7 @@ class OwnColumns(Dataset[Tensor]):
         self.path, self.source = Path(path), source
         with open_h5ad(self.path) as file:
             if source not in file:
-                raise DataError(f"{self.path}: there is no {source!r}, found {sorted(file)!r}")
+                raise DataError(f"{self.path}: there is no {source!r}, found {sorted(file)!r}; name one of these")
             self.n_cells, self.n_features = shape_of(file[source])
             dense = isinstance(file[source], h5py.Dataset)
         self.columns = _run(columns, self.n_features, f"{self.path}, {source}, columns")

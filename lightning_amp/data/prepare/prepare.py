@@ -48,7 +48,7 @@ def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
     if depth.isna().any() or (depth < 0).any():
         line = int((depth.isna() | (depth < 0)).to_numpy().argmax())
         raise DataError(
-            f"{path}: depth {table['depth'].iloc[line]!r} of cell {cells[line]!r} is no non-negative number; correct it"
+            f"{path}: depth {table['depth'].iloc[line]!r} of cell {cells[line]!r} is no number of 0 or more; correct it"
         )
     known = {
         "celltype": celltype.to_numpy(),

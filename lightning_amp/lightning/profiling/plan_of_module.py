@@ -76,7 +76,9 @@ class ModulePlan:
         """
         budget, start = self._budget("largest_batch"), self.profile.batch_size
         if start is None:
-            raise PlanError("largest_batch requires a batch whose tensors have a common length, found none")
+            raise PlanError(
+                "largest_batch requires a batch whose tensors have a common length, found none: give one that has"
+            )
         with self.counting():
             most = largest_batches(self.seen_at, self.seen_at(start), budget=budget, **self._asked)
         return max(most.plain, most.lean)

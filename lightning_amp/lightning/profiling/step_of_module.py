@@ -192,7 +192,7 @@ class StepOfModule:
             except Exception as error:
                 raise ModelError(
                     f"cannot profile {type(self.module).__name__!r}, an unexpected error occurred:"
-                    f" {type(error).__name__}: {error}"
+                    f" {type(error).__name__}: {error}; please report it with its traceback"
                 ) from error
 
     def operator_rates(self) -> OperatorRates:

@@ -136,7 +136,7 @@ class AMPStrategy(MeshStrategy):
             bucket_mb: Largest flat gradient buffer in MiB.
             check_finite: Check every loss and gradient, and report the module whose output was first not finite.
             lost_after, stuck_after: Seconds without a message, or progress, after which a rank counts as failed.
-            micro_batches, schedule: For a pipeline: the number of micro-batches of a batch, and their order.
+            micro_batches, schedule: For a pipeline: the number of micro-batches (None: the fastest), and their order.
             fsdp_ranks: For `strategies="fsdp"`: ranks of a sharding group, such as those of a node; None uses all.
             fsdp_offload: For `strategies="fsdp"`: whether parameter shards are kept in host memory.
             device_speeds: "measure" assigns stages and strata to ranks by measured speed; None assumes equal speeds.

@@ -210,7 +210,9 @@ def _drafted(seen: ProfiledStep, rules: tuple[Rule, ...], *, ranks: int, count: 
         if not (counts and PREDICTIONS[name].counted):
             more = PREDICTIONS[name].add(seen, made, None)
             if isinstance(more, str):
-                raise PlanError(f"the given plan has {name}, which is not possible for this module: {more}")
+                raise PlanError(
+                    f"the given plan has {name}, which is not possible for this module: {more}; make the plan again"
+                )
             made = more
     return made
 

@@ -243,7 +243,9 @@ class Plan:
         try:
             plain = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise PlanError(f"{source} is not JSON: {error}") from error
+            raise PlanError(
+                f"{source} is not JSON: {error}; write it with `lightning-amp plan ... --format json`"
+            ) from error
         if not isinstance(plain, dict) or plain.get("schema") != SCHEMA:
             found = plain.get("schema") if isinstance(plain, dict) else plain
             raise PlanError(
@@ -255,7 +257,10 @@ class Plan:
             return cls(**_typed(plain))
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             names = sorted(f.name for f in fields(cls))
-            raise PlanError(f"{source} does not read as a plan: {error}; its fields are {names}") from error
+            raise PlanError(
+                f"{source} does not read as a plan: {error}; its fields are {names}. Write it again with"
+                " `lightning-amp plan ... --format json`"
+            ) from error
 
     @classmethod
     def read(cls, path: str | Path) -> "Plan":
@@ -267,7 +272,7 @@ class Plan:
         try:
             text = Path(path).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"plan={str(path)!r} cannot be read: {error}") from error
+            raise PlanError(f"plan={str(path)!r} cannot be read: {error}; give the path of a plan's JSON") from error
         return cls.from_json(text, source=str(path))
 
 

@@ -100,7 +100,7 @@ def recommend_devices(
     if not shape_of(cells).decoder:
         raise PlanError(
             "cannot recommend devices: the data have no modality with strata (Hi-C), whose decoder it is"
-            " about; name a directory with one, or use as many devices as there are cells for"
+            " about; name a directory with one, or ask lightning_amp.plan(module, batch).fewest_devices()"
         )
     numbers = [2**i for i in range(MOST_DEVICES.bit_length())]
     scales: list[Scale] = []

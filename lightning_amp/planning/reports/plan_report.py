@@ -203,8 +203,10 @@ def _prediction(plan: Plan) -> list[str]:
     elif plan.evaluates:
         rows = [(f"peak of {plan.evaluates}", peak), ("parameters and batch", base)]
     elif plan.strata_bytes:
-        each = f"{len(plan.strata_bytes)} x {format_bytes(plan.predicted_stratum_bytes)}"
-        rows.append(("base + strata x each", f"{base} + {each}"))
+        n, each = len(plan.strata_bytes), plan.predicted_stratum_bytes
+        rest = max(0, plan.predicted_peak_bytes - plan.predicted_base_bytes - n * each)
+        parts = f"{base} base + {n} strata x {format_bytes(each)}"
+        rows.append(("", f"= {parts} + {format_bytes(rest)} of temporaries"))
     rows.append(("mesh", f"{mesh.data} data x {mesh.model} model, {batch_text(plan)} per rank and step"))
     if plan.predicted_step_seconds is not None:
         rows.append(("predicted step", step_text(plan)))

@@ -27,8 +27,8 @@ Collectives of one stratum with attention, and the elements that a rank contribu
 The form "paper" has no postnorm. With `gather`, key norms and scores need no collective, and attention has one
 all-gather (2 N d) and one reduce-scatter (2 R N d). With S2, decode has a reduce-scatter and an all-gather. Stratum 0
 and strata with a convolution have only those of decode. The region adds one all-gather of (B + N) d in the backward
-pass. The paper's Table 5 counts 9 all-reduces forward instead of these 8 collectives; an all-reduce of a Linear's
-products transfers twice as much as the reduce-scatter.
+pass. By the paper's Table 5 these parts have 9 all-reduces forward (our sum; its text says up to 10) instead of these 8
+collectives; an all-reduce of a Linear's products transfers twice as much as the reduce-scatter.
 
 Reduced to 1/R: all [N, D] and [N, 2 D] tensors that are kept for the backward pass. Not reduced: the probabilities [P,
 3 w] of eager attention, and all tensors of features. Parameters stay replicated; gradients of the keys' parameters are

@@ -51,7 +51,9 @@ def install(module: LightningModule, spec: SequenceParallel, mesh: DeviceMesh | 
         InstallError: A step is set on the instance, a parameter has hooks, or torch is too old.
     """
     if skip_one_torch_function is None:
-        raise InstallError(f"sequence requires torch 2.13 or newer, found {torch.__version__}; leave it out")
+        raise InstallError(
+            f"sequence requires torch 2.13 or newer, found {torch.__version__}; install it, or leave sequence out"
+        )
     for name, parameter in module.named_parameters():
         if hooks_of(parameter, name):
             raise InstallError(

@@ -1,1 +1,1 @@
-"""3D tensor parallelism: layers are split over a grid of ranks, as in AxoNN (Singh et al., 4D parallelism, 2023)."""
+"""3D tensor parallelism: layers are split over a grid of ranks, as in AxoNN (Singh et al. 2024, arXiv 2305.13525)."""

@@ -155,7 +155,9 @@ def split_parameters(
 def refuse(module: LightningModule) -> None:
     """Raise an InstallError for a module that would not train as it does on one device."""
     if skip_one_torch_function is None:
-        raise InstallError(f"tensor3d requires torch 2.13 or newer, found {torch.__version__}; leave it out")
+        raise InstallError(
+            f"tensor3d requires torch 2.13 or newer, found {torch.__version__}; install it, or leave tensor3d out"
+        )
     refuse_aliases(module)
     for name, child in module.named_modules():
         if isinstance(child, nn.SyncBatchNorm):
