@@ -2,7 +2,9 @@
 
 
 class AmpError(Exception):
-    """Base class of errors caused by a user's mistake; the command line exits with status 2."""
+    """Base class of errors caused by a user's mistake; the command line exits with its `status`."""
+
+    status = 2
 
 
 class DataError(AmpError):
@@ -11,6 +13,12 @@ class DataError(AmpError):
 
 class PlanError(AmpError):
     """No valid plan exists for the request, or a plan has an invalid or unsupported setting."""
+
+
+class DoesNotFitError(PlanError):
+    """No plan fits the device memory, or whether one does is not known."""
+
+    status = 3
 
 
 class InstallError(AmpError):

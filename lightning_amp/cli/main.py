@@ -25,7 +25,7 @@ COMMANDS = (demo, prepare, profile, plan, simulate, calibrate, tune, convert, ve
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status.
 
-    0: success; 2: an error that the user can correct; 3: `plan` found nothing that fits the memory; 130: Ctrl-C.
+    0: success; 2: an error that the user can correct; 3: nothing fits the memory; 130: Ctrl-C; 143: SIGTERM in a fit.
     """
     words, status = list(sys.argv[1:] if argv is None else argv), 0
     # torch warns at import if another package has installed pynvml
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"lightning-amp: error: {mistake}", file=sys.stderr)
-        return 2
+        return mistake.status if isinstance(mistake, AmpError) else AmpError.status
     return status
 
 

@@ -17,7 +17,7 @@ from lightning_amp.cli.commands.demo import run_demo
 from lightning_amp.cli.main import TRAINING, main
 from lightning_amp.cli.verbs import VERBS
 from lightning_amp.data.prepare.synthetic import synthesize
-from lightning_amp.errors import DataError
+from lightning_amp.errors import DataError, DoesNotFitError
 
 SHAPE = "anchors=120,dim=8,strata=3,batch=2,window=16"
 
@@ -292,3 +292,14 @@ def test_classes_are_found_in_the_current_folder(
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     config = printed(GOOD.replace("lightning_amp.GLUE", "own_model.Own"), ["fit"], tmp_path, capsys)
     assert config["model"]["class_path"] == "own_model.Own"
+
+
+def test_fit_ends_with_3_where_nothing_fits_as_plan_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(words: list[str]) -> None:
+        raise DoesNotFitError("out of memory is predicted")
+
+    monkeypatch.setattr("lightning_amp.cli.commands.train.train", refuse)
+    assert main(["fit", "--config", "config.yaml"]) == 3
+    assert capsys.readouterr().err == "lightning-amp: error: out of memory is predicted\n"

@@ -23,7 +23,7 @@ from lightning_amp.cli.request import (
     refuse,
     request_of,
 )
-from lightning_amp.errors import PlanError
+from lightning_amp.errors import DoesNotFitError, PlanError
 
 RECOMMEND = {"--recommend-devices": "recommend_devices"}
 DECIDED = {
@@ -34,7 +34,7 @@ DECIDED = {
     "--shape": "shape",
 }
 """Options that `--recommend-devices` sets itself, or does not support."""
-NOTHING_FITS = 3
+NOTHING_FITS = DoesNotFitError.status
 """Exit status if no plan fits the device memory, or if that is unknown."""
 NO_CODE = "# no block of this plan runs in chunks; --strategies chunk, or a smaller --device-memory, would ask for them"
 

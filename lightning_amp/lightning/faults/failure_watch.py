@@ -207,6 +207,11 @@ class FailureWatch:
         atexit.register(gc.freeze)
         if isinstance(exception, KeyboardInterrupt) and isinstance(launcher, launchers.InterruptibleLauncher):
             launcher.last_words = launchers.how_to_resume(self._trainer) if rank == 0 else ""
+        if isinstance(exception, SIGTERMException) and not _requeues_on_sigterm(self._strategy.cluster_environment):
+            # Lightning ends with status 0, as if the fit were complete: a dependent job would start
+            exception.code = launchers.STATUS_OF_SIGTERM
+            if rank == 0 and (words := launchers.how_to_resume(self._trainer)):
+                say(words)
         if self._detector is None:
             # ranks are not connected yet; the others would wait for this one
             for process in self._adopt():

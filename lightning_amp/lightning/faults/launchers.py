@@ -76,7 +76,9 @@ def how_to_resume(trainer: Trainer | None) -> str:
 
 
 OF_ALL_RANKS = (errors.PlanError, errors.InstallError)
-RAISED = re.compile(r"\nlightning_amp\.errors\.(PlanError|InstallError): ((?:(?!\nTraceback \().)*)\Z", re.DOTALL)
+RAISED = re.compile(
+    r"\nlightning_amp\.errors\.(PlanError|DoesNotFitError|InstallError): ((?:(?!\nTraceback \().)*)\Z", re.DOTALL
+)
 
 
 def print_mistakes_once() -> None:

@@ -20,7 +20,7 @@ from torch.optim import LBFGS
 from lightning_amp._torch import is_compiled
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.costs.rule import Rule
-from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.errors import AmpError, DoesNotFitError, PlanError
 from lightning_amp.installing.install import Installed, matched_names
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 from lightning_amp.lightning.strategy.request import Request
@@ -46,7 +46,7 @@ def announce(plan: Plan, request: Request, *, held: bool, report: str = "") -> N
         report: File with the complete report; "" if none is written.
 
     Raises:
-        PlanError: The plan does not fit, or this is not known and the given budget is not held; on all ranks.
+        DoesNotFitError: The plan does not fit, or this is not known and the given budget is not held; on all ranks.
     """
     shown = plan_report(plan) if request.verbose else plan_summary(plan, report=report)
     rank_zero_info(f"\n{shown}\n")
@@ -55,7 +55,7 @@ def announce(plan: Plan, request: Request, *, held: bool, report: str = "") -> N
     if refused and plan.fits is None and plan.uncounted and request.device_memory is not None and not held:
         said = f"a budget of {budget} was named, and whether a step fits is not known: {plan.uncounted}"
     if said and refused:
-        raise PlanError(
+        raise DoesNotFitError(
             f"{said}. Nothing was {'run' if plan.evaluates else 'trained'}: AMPStrategy(unfit='train'), in YAML `unfit:"
             f" train`, {'runs' if plan.evaluates else 'trains'} anyway"
         )

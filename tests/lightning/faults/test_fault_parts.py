@@ -241,6 +241,23 @@ def test_a_step_that_has_begun_is_taken_to_its_end(
 
 
 @pytest.mark.parametrize(
+    ("environment", "code"), [(None, 143), (SLURMEnvironment(requeue_signal=signal.SIGTERM), None)]
+)
+def test_one_rank_ends_with_143_after_sigterm_and_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, environment: Any, code: int | None
+) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    strategy, spoken = AMPStrategy(cluster_environment=environment), []
+    trainer = trainer_of(strategy)
+    trainer.state.fn = "fit"
+    monkeypatch.setattr("lightning_amp.lightning.faults.failure_watch.say", spoken.append)
+    error = SIGTERMException()
+    strategy.on_exception(error)
+    assert error.code == code
+    assert [text for text in spoken if "interrupted; no checkpoint has been written" in text] == spoken[: bool(code)]
+
+
+@pytest.mark.parametrize(
     ("ranks", "environment", "ours"),
     [
         (1, None, False),
