@@ -16,6 +16,7 @@ It is patched while a mode is active, so that its calls are counted.
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any, Self, cast
 
 import torch
@@ -43,6 +44,17 @@ class _Ref(weakref.ref[torch.UntypedStorage]):
 
     __slots__ = ("key",)
     key: int
+
+
+@cache
+def places_written(func: Any) -> list[tuple[int, str]]:
+    """Return the arguments that an operator writes to. Schemas of batch norm do not declare the running statistics."""
+    return [
+        (i, argument.name)
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.name in ("running_mean", "running_var")
+        or (argument.alias_info is not None and argument.alias_info.is_write)
+    ]
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lightning_amp._torch import autograd_node, autograd_order
 from lightning_amp.data.batch import parts_in, tensors_in
-from lightning_amp.footprint.live_bytes import LiveBytes, Read, storages_of, tensors_of
+from lightning_amp.footprint.live_bytes import LiveBytes, Read, places_written, storages_of, tensors_of
 from lightning_amp.footprint.module_profile import (
     ACTIVATIONS,
     BACKWARD,
@@ -34,6 +34,8 @@ from lightning_amp.footprint.module_profile import (
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
 """Operators that a head may end with."""
+BATCH = "batch"
+"""Name of the tensors of the batch."""
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 """Name of the autograd node that accumulates a parameter's gradient; it has no position in the forward pass."""
 COPIES = ("_to_copy",)
@@ -54,6 +56,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         lengths: Lengths of the first dimensions of the tensors in the last batch.
         returned: Storages of the last result of `training_step`.
         went_back: Modules that a backward pass started by `training_step` itself has passed through.
+        written: Parameters that are changed before the optimizer's step, and "batch" if the batch is.
         first_bytes, left_bytes: As in ModuleProfile; bytes of the step before.
 
     Args:
@@ -71,6 +74,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.lengths: frozenset[int] = frozenset()
         self.returned: list[Life] = []
         self.went_back: set[str] = set()
+        self.written: set[str] = set()
         self.first_bytes = self.left_bytes = 0
         self._module = module
         self.trained: dict[str, nn.Parameter] = {}
@@ -97,7 +101,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
                 name = self._parameters.get(id(parameter), "")
                 named = state.items() if isinstance(state, dict) else [("", state)]
                 self._hold([(f"{name}.{key}", v) for key, value in named for v in tensors_of(value)], STATE)
-        self._hold([("batch", tensor) for tensor in tensors_in(batch)], ACTIVATIONS)
+        self._hold([(BATCH, tensor) for tensor in tensors_in(batch)], ACTIVATIONS)
         self._hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -128,6 +132,11 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         """Note that gradients are complete, and that the optimizer runs until its step ends."""
         self.hold_gradients()
         self.optimising = True
+        for name, parameter in self.trained.items():
+            # `parameter.data = ...` calls no operator
+            life = None if hasattr(parameter, "__tensor_flatten__") else self._life_of(parameter)
+            if life is not None and life.kind != PARAMETERS:
+                self.written.add(name)
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         # a closure runs forward and backward first; args[0] is the optimizer, args[1] the closure
@@ -179,7 +188,13 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
                     life.name, life.kind = f"{self._parameters.get(id(node.variable), '')}.grad", GRADIENTS
 
     def ends(self, func: Any, args: Any, kwargs: Any, read: Read, result: Any) -> None:
-        """Record a product with a parameter as the head, and a copy of a parameter as a weight."""
+        """Record a product with a parameter as the head, a copy of a parameter as a weight, and what is written to."""
+        if func._schema.is_mutable and self.work[self._now.birth][0] != OPTIMISER:
+            for i, name in places_written(func):
+                for tensor in tensors_of((args[i] if i < len(args) else kwargs.get(name),)):
+                    life = self._life_of(tensor)
+                    if life is not None and (life.kind == PARAMETERS or life.name == BATCH):
+                        self.written.add(life.name)
         if func._opname not in _NOTED or self.work[self._now.birth][0] != FORWARD:
             return
         given = (self._of_key.get(id(storage)) for _, storage in read)

@@ -46,6 +46,7 @@ class CountedStep:
         went_back: Modules that a backward pass started by `training_step` itself has passed through.
         swapped: Blocks that it called with replaced parameters.
         read_outside: Blocks whose parameters it read outside of their calls.
+        written: Parameters that it changed before the optimizer's step, and "batch" if it changed the batch.
     """
 
     profile: ModuleProfile
@@ -58,6 +59,7 @@ class CountedStep:
     went_back: frozenset[str]
     swapped: frozenset[str]
     read_outside: frozenset[str]
+    written: frozenset[str]
 
 
 def count_step(
@@ -104,4 +106,5 @@ def count_step(
         went_back=frozenset(step.went_back),
         swapped=frozenset(step.swapped),
         read_outside=step.read_outside,
+        written=frozenset(step.written),
     )

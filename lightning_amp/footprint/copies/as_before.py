@@ -12,7 +12,7 @@ import copy
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -38,25 +38,14 @@ def is_of_user(owner: Any) -> bool:
 @contextmanager
 def as_before(*owners: Any) -> Iterator[None]:
     """Restore on exit the state of the classes, functions and files of modules, other objects or functions."""
-    parts = [part for one in owners for part in (one.modules() if isinstance(one, nn.Module) else (one,))]
-    parts += [part.__func__ for part in parts if isinstance(part, MethodType)]
-    found = {
-        kind
-        for part in parts
-        for kind in ([part] if isinstance(part, FunctionType) else type(part).__mro__)
-        if is_of_user(kind)
-    }
-    files = {kind.__module__ for kind in found}
-    before = _Before(files)
+    parts = _parts_of(owners)
+    before = Before()
     # a step reaches tensors of a module that it finds by a global name, or that its copy shares
     own = [tensors for part in parts if isinstance(part, nn.Module) for tensors in (part._parameters, part._buffers)]
     gradients = [(p, p.grad) for tensors in own for p in tensors.values() if p is not None and p.is_leaf]
     for tensors in own:
         before.keep(tensors, 0)
-    for name in sorted(files & sys.modules.keys()):
-        before.keep_names(sys.modules[name], DEPTH)
-    for owner in found:
-        before.keep(owner, DEPTH)
+    before.keep_code(owners)
     # a step would accumulate into them in place
     for parameter, _ in gradients:
         parameter.grad = None
@@ -69,6 +58,11 @@ def as_before(*owners: Any) -> Iterator[None]:
             parameter.grad = gradient
 
 
+def _parts_of(owners: Iterable[Any]) -> list[Any]:
+    parts = [part for one in owners for part in (one.modules() if isinstance(one, nn.Module) else (one,))]
+    return parts + [part.__func__ for part in parts if isinstance(part, MethodType)]
+
+
 def contents(cell: CellType) -> list[Any]:
     """Return the content of a closure cell as a list; empty if the cell is empty."""
     try:
@@ -77,17 +71,27 @@ def contents(cell: CellType) -> list[Any]:
         return []
 
 
-class _Before:
-    """Snapshot of objects, with functions that restore it.
+class Before:
+    """Snapshot of objects, with functions that restore it."""
 
-    Args:
-        files: Names of the modules whose functions and classes are included.
-    """
-
-    def __init__(self, files: Set[str]) -> None:
-        self._files = files
+    def __init__(self) -> None:
+        self._files: set[str] = set()
         self._seen: set[int] = set()
         self.undo: list[Callable[[], Any]] = []
+
+    def keep_code(self, owners: Iterable[Any]) -> None:
+        """Add the classes of modules and other objects, functions, and the files that define them."""
+        found = {
+            kind
+            for part in _parts_of(owners)
+            for kind in ([part] if isinstance(part, FunctionType) else type(part).__mro__)
+            if is_of_user(kind)
+        }
+        self._files |= {kind.__module__ for kind in found}
+        for name in sorted(self._files & sys.modules.keys()):
+            self.keep_names(sys.modules[name], DEPTH)
+        for owner in found:
+            self.keep(owner, DEPTH)
 
     def keep(self, value: Any, depth: int) -> None:
         """Add a value, and objects in it to a depth of `depth`."""

@@ -14,14 +14,13 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from lightning_amp._torch import FakeTensor, OpOverload, tree_map
-from lightning_amp.footprint.live_bytes import tensors_of
+from lightning_amp.footprint.live_bytes import places_written, tensors_of
 from lightning_amp.holding import replacing
 
 _EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default}
@@ -83,17 +82,6 @@ def recipe_of(tensor: Tensor) -> Recipe | None:
     return None if found is None or tensor.is_conj() or tensor.is_neg() else found
 
 
-@cache
-def _places_written(func: Any) -> list[tuple[int, str]]:
-    """Return the arguments that an operator writes to. Schemas of batch norm do not declare the running statistics."""
-    return [
-        (i, argument.name)
-        for i, argument in enumerate(func._schema.arguments)
-        if argument.name in ("running_mean", "running_var")
-        or (argument.alias_info is not None and argument.alias_info.is_write)
-    ]
-
-
 def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
     """Record how the result of an operator is made, and the arguments that it writes to.
 
@@ -105,7 +93,7 @@ def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
     given = (*args, *kwargs.values())
     known = all(recipe_of(tensor) is not None for tensor in tensors_of(given))
     known = known and func not in _EMPTY and torch.Tag.nondeterministic_seeded not in func.tags
-    places = _places_written(func)
+    places = places_written(func)
     for i, name in places:
         value = args[i] if i < len(args) else kwargs.get(name)
         for tensor in tensors_of((value,)):

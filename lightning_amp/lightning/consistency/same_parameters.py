@@ -16,7 +16,7 @@ tensors and another all-gather. Known limit: changes are not detected if the sum
 """
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Container, Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_amp.errors import PlanError
@@ -34,8 +35,8 @@ from lightning_amp.techniques.data.batch_norm import is_local, is_shared
 TOLERANCE = 1e-5
 """Largest unreported difference, relative to the largest entry; in half precision, `ROUNDINGS` times eps."""
 ROUNDINGS = 4
-SHOWN = 5
-"""Largest number of tensors named in a message."""
+SHOWN, NEW_SHOWN = 5, 3
+"""Largest numbers of tensors named in a message: that differ, and that are new."""
 AT_ONCE = 2**22
 """Entries of a tensor that are compared at a time, in double precision."""
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -137,6 +138,25 @@ def refuse_own_statistics(module: nn.Module, mesh: DeviceMesh, *, apart: bool = 
         )
 
 
+def refuse_new_parameters(known: Container[int], module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Check that optimizers train only parameters whose ids are `known`: of others no gradient is averaged over ranks.
+
+    Raises:
+        PlanError: An optimizer has another parameter, added during training or kept outside the module.
+    """
+    trained = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    if not (new := [parameter for parameter in trained if id(parameter) not in known]):
+        return
+    names = {id(parameter): repr(name) for name, parameter in module.named_parameters()}
+    shown = [names.get(id(p), f"one of shape {tuple(p.shape)!r} outside the module") for p in new[:NEW_SHOWN]]
+    more = f" and {len(new) - NEW_SHOWN} more" if len(new) > NEW_SHOWN else ""
+    raise PlanError(
+        f"an optimizer trains {', '.join(shown)}{more}, which the module did not have when its plan was installed:"
+        " ranks would not average its gradients, and would train different models. On several ranks, register every"
+        " parameter in __init__ or configure_model, and freeze it until it is needed; or train on one device"
+    )
+
+
 def _of_stages(held: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], set[int]]:
     """Return tensors, with zeros where they are on "meta", and the ids of those to compare over the data axis only."""
     absent = torch.tensor([tensor.is_meta for tensor in held.values()], dtype=torch.uint8)
@@ -178,7 +198,7 @@ def differing(held: Mapping[str, Tensor], mesh: DeviceMesh, parts: Set[int] = fr
     if not named:
         return []
     inner, device = mesh.size() // mesh.size(0), mesh.device_type
-    everyones = _gathered(torch.stack([_print_of(p) for _, p in named]).to(device), mesh)
+    everyones = _gathered(torch.stack([print_of(p) for _, p in named]).to(device), mesh)
 
     def first_with(i: int, rank: int) -> int:
         """Return the rank to compare with; ranks along the first axis of the row-major mesh have the same remainder."""
@@ -219,7 +239,7 @@ def _gathered(row: Tensor, mesh: DeviceMesh) -> list[list[Any]]:
     return [other.tolist() for other in everyones]
 
 
-def _print_of(held: Tensor) -> Tensor:
+def print_of(held: Tensor) -> Tensor:
     """Sum the entries' bits as integers: exact in any order, and without a copy."""
     real = torch.view_as_real(held.detach()) if held.is_complex() else held.detach()
     words = real.contiguous().reshape(-1).view(WORDS[real.element_size()])

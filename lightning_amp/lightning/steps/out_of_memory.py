@@ -6,10 +6,9 @@ Training steps are not traced, because that takes time. The place comes from the
     autograd                          the last parameter, in order of creation, without a gradient
     optimiser                         its class
 
-Before a batch runs again, the state that its passes have changed is restored: random streams, buffers, states of
-metrics, logged values, and counters of the loop. Gradients are deleted; automatic optimisation has zeroed them anyway.
-Parameters and optimiser states have not changed before the optimiser's step. An error during that step is raised
-unchanged, because they may have changed.
+The state that the passes of a batch have changed is restored before it runs again (state_of_batch.py). Gradients are
+deleted. If a parameter or the batch has changed and cannot be restored, the
+error is raised, with its name. So is an error during the optimiser's step, because parameters may have changed.
 
     rank that runs out of memory    joins the others' collective at the end of their backward pass, to report it
     other ranks                     receive the report there, before gradients are averaged, and run the batch again
@@ -24,7 +23,7 @@ more blocks. If a rank runs out of memory while gradients are averaged, the run 
 a GPU.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack, nullcontext
 from traceback import walk_tb
 from typing import Any
@@ -36,7 +35,6 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from lightning_amp.footprint.bounded_step import StepOverBudget, users_line
 from lightning_amp.footprint.live_bytes import LiveBytes
@@ -44,16 +42,18 @@ from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.faults.activity import is_out_of_memory
 from lightning_amp.lightning.steps.counted_batches import CountedBatches, called_in, run_batches_by
+from lightning_amp.lightning.steps.state_of_batch import StateOfBatch
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import batch_text
 from lightning_amp.quantities import format_bytes
-from lightning_amp.random_streams import random_streams, set_random_streams
 from lightning_amp.techniques.data.gradient_sync import GradientSync
 
 TOLD = "_amp_told"
 """Attribute of an error whose message has the place already: it may be caught, and raised again."""
 LEANER = 0.75
 """Largest peak of the next plan, as a share of the previous plan's predicted peak."""
+SHOWN = 3
+"""Largest number of tensors named in a message."""
 TIMES = 3
 """Largest number of further plans in a fit."""
 
@@ -164,13 +164,20 @@ class Rescue(pl.Callback):
 
     Args:
         leaner: Function that installs a leaner plan, the same on all ranks, and describes it; "" if there is none.
+        written: Parameters that a step changes before its update, and "batch" if it changes the batch.
         budget: Bytes beyond which a counted batch raises; None does not count batches.
     """
 
     def __init__(
-        self, module: pl.LightningModule, *, leaner: Callable[[], str], budget: int | None, device: torch.device
+        self,
+        module: pl.LightningModule,
+        *,
+        leaner: Callable[[], str],
+        budget: int | None,
+        device: torch.device,
+        written: Collection[str] = (),
     ) -> None:
-        self._module, self._leaner, self._device = module, leaner, device
+        self._module, self._leaner, self._device, self._written = module, leaner, device, written
         self._left, self._updating, self._told = TIMES, False, False
         self._counted = None if budget is None else CountedBatches(module, budget)
 
@@ -194,16 +201,16 @@ class Rescue(pl.Callback):
         """Run one batch by `plain(*args)`, as often as leaner plans are installed."""
         while True:
             self._updating = self._told = False
-            undo = _undoing(self._module, loop)
+            state = StateOfBatch(self._module, loop, args, self._written)
             try:
                 with nullcontext() if self._counted is None else self._counted.counting(args):
                     return plain(*args)
             except Exception as error:
-                self._get_over(error)
-            # outside the handler, which keeps the tensors of the failed pass alive
-            undo()
+                self._get_over(error, state)
+            # planning may have drawn
+            state.restore_draws()
 
-    def _get_over(self, error: Exception) -> None:
+    def _get_over(self, error: Exception, state: StateOfBatch) -> None:
         """Install a leaner plan, or raise the error."""
         if not is_out_of_memory(error) or self._updating:
             raise error
@@ -221,6 +228,18 @@ class Rescue(pl.Callback):
         # frees the tensors of the failed pass
         error.__traceback__ = error.__context__ = None
         _free(self._module)
+        changed = state.changed()
+        # decided over all ranks: if one of them raised alone, the others would wait for it
+        if largest(float(bool(changed)), self._device):
+            shown = ", ".join(map(repr, changed[:SHOWN])) or "something on another rank"
+            more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+            error.args = (
+                f"{text}. rescue=True cannot run this batch again: before the update it has changed {shown}{more},"
+                " which was not copied; change it in on_train_batch_start or on_train_batch_end, or leave rescue out",
+            )
+            raise error
+        # before another plan is installed, which changes attributes too
+        state.restore()
         done = self._leaner()
         if not done:
             raise error
@@ -236,41 +255,6 @@ def rescue_batches(trainer: pl.Trainer, rescue: Rescue) -> Callable[[], None]:
         undo.callback(called_in(trainer, rescue))
         undo.callback(run_batches_by(trainer, rescue.run))
         return undo.pop_all().close
-
-
-def _undoing(module: pl.LightningModule, loop: Any) -> Callable[[], None]:
-    """Store the state that a batch may change before its optimiser's step; return an undo."""
-    random, progress = random_streams(), loop.optim_progress.state_dict()
-    results = module.trainer.fit_loop.epoch_loop._results
-    logged = set(results)
-    metrics = [*(child for child in module.modules() if isinstance(child, Metric)), *results.values()]
-    # a step may change a buffer in place, or replace it
-    values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    kept: list[tuple[dict[str, Any], dict[str, Any]]]
-    scripted = torch.jit.ScriptModule
-    kept = [(part._buffers, dict(part._buffers)) for part in module.modules() if not isinstance(part, scripted)]
-    for metric in metrics:
-        # the states that an update changes, also of values logged by Lightning, which are metrics too
-        held = {name: getattr(metric, name) for name in metric._defaults}
-        # lists are copied without their tensors, which are not changed and may have a graph
-        states = {k: list(x) if isinstance(x, list) else x.detach().clone() for k, x in held.items()}
-        # these are replaced in an update, not changed, and may have a graph that cannot be copied
-        others = {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
-        kept.append((vars(metric), states | others))
-
-    def undo() -> None:
-        _free(module)
-        with torch.no_grad():
-            for buffer, before in values:
-                buffer.copy_(before)
-        for names, held in kept:
-            names.update(held)
-        for name in set(results) - logged:
-            del results[name]
-        loop.optim_progress.load_state_dict(progress)
-        set_random_streams(random)
-
-    return undo
 
 
 def _free(module: pl.LightningModule) -> None:

@@ -38,7 +38,7 @@ from lightning_amp.footprint.recompute_state import types_of_the_step
 from lightning_amp.holding import replacing
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.shards import Shards
-from lightning_amp.lightning.consistency.same_parameters import refuse_own_statistics
+from lightning_amp.lightning.consistency.same_parameters import refuse_new_parameters, refuse_own_statistics
 from lightning_amp.lightning.steps.cells import CellWeight
 from lightning_amp.techniques.contract.sharded_parameter import local
 from lightning_amp.techniques.data.gradient_sync import GradientSync
@@ -191,6 +191,8 @@ class TrainingStep:
         scaled = getattr(precision, "scaler", None) is not None
         self._finite = FiniteCheck(model, rank=mesh.get_rank(), gradients=not scaled) if check_finite else None
         self._gradients.watch()
+        # parameters whose gradients become those of all ranks, by id; with references, so that no id is used again
+        self._known = {id(parameter): parameter for parameter in model.parameters()} if mesh.size() > 1 else None
         self._steps = 0
         self._refuse: Callable[[], None] | None = None
         if not own_statistics:
@@ -209,8 +211,11 @@ class TrainingStep:
 
         Raises:
             DataError: Batch normalisation cannot train on a batch of one cell.
-            PlanError: A rank changed buffers from its own cells in the first step.
+            PlanError: A rank changed buffers from its own cells in the first step, or an optimizer trains parameters
+                that were not there when the plan was installed.
         """
+        if self._known is not None:
+            refuse_new_parameters(self._known, self._module, self._module.trainer.optimizers)
         self._steps += 1
         if self._steps == 2 and self._refuse is not None:
             # after the first step: during it, one rank alone may have run out of memory

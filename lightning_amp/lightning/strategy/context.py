@@ -183,6 +183,12 @@ class PlanningContext:
             return None, str(error)
 
     @property
+    def written(self) -> frozenset[str]:
+        """Parameters that the profiled step changes before its update, and "batch" if it changes the batch."""
+        profiled = self.strategy.global_rank == 0 and self.step is not None and self.seen[0] is not None
+        return self.step.step().written if profiled and self.step is not None else frozenset()
+
+    @property
     def not_profiled(self) -> str:
         """Why the peak is not known; "" if the step was profiled or the module has a decoder."""
         return self.seen[1] and f"the step was not profiled, and its peak is not known: {self.seen[1]}"

@@ -135,6 +135,8 @@ class InstalledPlan:
             leaner=self._leaner,
             budget=self._facts.budget if self._counts else None,
             device=self._strategy.root_device,
+            # of rank 0, which alone has profiled the step
+            written=self._strategy.broadcast(self._facts.written),
         )
         step.before_averaging = rescue.gradients_are_there
         return rescue_batches(self._trainer, rescue)
