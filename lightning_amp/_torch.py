@@ -31,6 +31,9 @@ from torch._C._nn import unflatten_dense_tensors as unflatten_like
 # one operator with its schema, as the nodes of a captured graph have it
 from torch._ops import OpOverload as OpOverload
 
+# the memory format of a tensor's strides: that in which many kernels write their results
+from torch._prims_common import suggest_memory_format as suggest_memory_format
+
 # tensors with a shape and no values; a module that gets one is being simulated
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 

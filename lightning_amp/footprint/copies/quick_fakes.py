@@ -24,11 +24,19 @@ from lightning_amp._torch import (
     OpOverload,
     as_meta,
     fake_like,
+    suggest_memory_format,
     tree_leaves,
 )
 from lightning_amp.footprint.copies.known_values import computed, note
 from lightning_amp.footprint.target_device import launches_operators
 
+IN_MEMORY_FORMAT = {
+    torch.ops.aten.native_batch_norm.default: 0,
+    torch.ops.aten.native_batch_norm_backward.default: 1,
+    torch.ops.aten.roll.default: 0,
+}
+"""Operators whose CPU kernels write their first result contiguously or channels last, with the index of the argument
+that decides; torch's rules for fake tensors keep other strides, such as those of a transposed argument."""
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 """Tags of operators whose result depends on values, or that change the layout of an argument."""
 
@@ -123,7 +131,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if not self._may_look_up(func) or not self._describe(
             (*args, *kwargs, *kwargs.values()), key, offsets=self._by_offset[func]
         ):
-            return super().dispatch(func, types, args, kwargs)
+            return self._computed(func, types, args, kwargs)
         known: Any
         try:
             # the key itself is the default, because None is an entry
@@ -132,7 +140,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             # an argument is not hashable
             known = None
         if known is key:
-            result = super().dispatch(func, types, args, kwargs)
+            result = self._computed(func, types, args, kwargs)
             _known[tuple(key)] = self._found(result, args, kwargs)
             return result
         if isinstance(known, _Made):
@@ -141,7 +149,20 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             return None
         if isinstance(known, list | tuple):
             return type(known)([self._make(made, args) for made in known])
-        return super().dispatch(func, types, args, kwargs) if known is None else args[known]
+        return self._computed(func, types, args, kwargs) if known is None else args[known]
+
+    def _computed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Return torch's result, with the strides of the CPU kernel."""
+        result: Any = super().dispatch(func, types, args, kwargs)
+        if func not in IN_MEMORY_FORMAT or launches_operators(args[0]):
+            return result
+        first, *others = result if isinstance(result, tuple) else (result,)
+        layout = suggest_memory_format(args[IN_MEMORY_FORMAT[func]])
+        if first is None or first.is_contiguous(memory_format=layout):
+            return result
+        like = torch.ops.aten.empty_like.default
+        made = super().dispatch(like, types, (first,), {"memory_format": layout})
+        return (made, *others) if isinstance(result, tuple) else made
 
     def _may_look_up(self, func: Any) -> bool:
         if func not in self._looked_up:

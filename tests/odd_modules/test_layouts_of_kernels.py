@@ -1,0 +1,75 @@
+"""Claim: a step with batch norm over a transposed input is counted with the strides that the CPU kernels give."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import permutations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_amp.footprint.copies.quick_fakes import QuickFakes
+from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.profile_module import profile_module
+from tests.optimised import Optimised
+
+ATEN = torch.ops.aten
+
+
+def layouts(*sizes: int) -> Iterator[Tensor]:
+    """Yield tensors of these sizes in every order of their strides."""
+    for order in permutations(range(len(sizes))):
+        yield torch.randn([sizes[i] for i in order]).permute([order.index(i) for i in range(len(sizes))])
+
+
+@pytest.mark.parametrize("sizes", [(4, 6, 5), (4, 6, 5, 3)])
+def test_results_have_the_strides_of_the_kernels(sizes: tuple[int, ...]) -> None:
+    ones, zeros = torch.ones(6), torch.zeros(6)
+
+    def made(x: Tensor, grad: Tensor, fake: QuickFakes | None) -> list[tuple[int, ...]]:
+        own = [t if fake is None else fake.from_tensor(t) for t in (x, grad, ones, zeros)]
+        x, grad, one, zero = own
+        with fake or nullcontext():
+            normed = ATEN.native_batch_norm.default(x, one, zero, zero.clone(), one.clone(), True, 0.1, 1e-5)
+            back = ATEN.native_batch_norm_backward.default(
+                grad, x, one, zero, one, zero, one, True, 1e-5, [True, True, True]
+            )
+            return [t.stride() for t in (*normed, *back, ATEN.roll.default(x, [1], [1]))]
+
+    for x in layouts(*sizes):
+        for grad in (torch.randn(sizes), torch.empty_like(x)):
+            assert made(x, grad, QuickFakes(valid=True)) == made(x, grad, None)
+
+
+class Series(Optimised, by=torch.optim.Adam):
+    """Blocks that norm over transposed features, as PatchTST does, and then read them contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm1d(32) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.gates = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for norm, layer, gate in zip(self.norms, self.layers, self.gates, strict=True):
+            normed = norm(x.transpose(1, 2)).transpose(1, 2)
+            x = x + layer(normed) * gate(normed).sigmoid()
+        return x.square().mean()
+
+
+def test_a_step_of_transposed_norms_takes_what_is_counted() -> None:
+    batch, module = torch.randn(16, 20, 32), Series()
+    counted = profile_module(module, batch)
+    assert counted.reason == ""
+    optimizer = torch.optim.Adam(module.parameters())
+    for _ in range(2):
+        meter = LiveBytes()
+        meter.watch([*module.parameters(), *module.buffers(), *[p.grad for p in module.parameters()]])
+        meter.watch([batch, *(list(state.values()) for state in optimizer.state.values())])
+        with meter:
+            loss = module.training_step(batch, 0)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    assert meter.peak == pytest.approx(counted.peak_bytes, rel=0.002)
