@@ -15,6 +15,8 @@ Handler = Callable[..., Any]
 AnyHandler = TypeVar("AnyHandler", bound=Handler)
 
 LOST = "it writes into a copy, which is a view of a tensor in torch; other ranks would not see the write"
+LIBRARIES = ("torch", "lightning", "pytorch_lightning")
+"""Packages whose lines no message names."""
 BY_RULE = object()
 """Value that a handler returns to have the operator computed by the rules of lightning_amp.graph."""
 OPERATORS: dict[str, Handler] = {}
@@ -84,11 +86,12 @@ def describe(x: Tensor) -> str:
 
 
 def _caller() -> str:
-    """Find the innermost module on the stack that is running a method, for a message."""
+    """Find the innermost method of a module on the stack whose code is the user's, for a message."""
     frame = sys._getframe(1)
     while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, nn.Module) and not type(caller).__module__.startswith("torch.nn.modules"):
+        caller, package = frame.f_locals.get("self"), frame.f_globals.get("__name__", "").partition(".")[0]
+        # a line of `Module.__call__` or `LightningModule.log` says nothing about the module
+        if isinstance(caller, nn.Module) and package not in LIBRARIES:
             return f" in {type(caller).__name__!r}, {frame.f_code.co_filename}:{frame.f_lineno},"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

@@ -197,6 +197,9 @@ def _chosen(
     split = [(k, s) for k, t in enumerate(tensors) if (s := splits_of(t).on(axis)) is not None]
     mutable = func._schema.is_mutable
     if mutable and split[0][0] != 0:
+        if axis.unknown == "gather":
+            # the tensor that is written to keeps its memory, which views of it share
+            return None
         why = "it writes sharded values into a tensor that is not split in this way"
         raise shard_error(func, tensors, why, remedy="use the operator that returns a new tensor")
     # the largest tensor is not moved, or the first one if it is written to

@@ -147,7 +147,7 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> N
     if type(target) is ShardedTensor:
         if target.copied:
             raise shard_error(func, tensors, LOST, remedy="write into the tensor itself, or build it with cat or where")
-    elif any(type(t) is ShardedTensor and t.splits for t in tensors):
+    elif any(s.axis.unknown == "error" for t in tensors for s in splits_of(t)):
         why = "it writes sharded values into a tensor that every rank has whole"
         raise shard_error(func, tensors, why, remedy="use the operator that returns a new tensor")
 

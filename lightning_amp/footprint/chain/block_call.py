@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import FakeTensorMode, tree_leaves, tree_map
+from lightning_amp._torch import FakeTensorMode, disable_torch_function, tree_leaves, tree_map
 
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 """Device types, whether autocast is enabled for each, and its dtype."""
@@ -43,7 +43,9 @@ def likeness(values: Any) -> Any:
         shape = tuple(value.shape), tuple(value.stride()), value.dtype, value.device
         return Like(*shape, value.requires_grad, first.setdefault(id(value), len(first)))
 
-    return tree_map(like, values)
+    # a subclass must not see that its strides are read: a product that `logits` has put off would be computed
+    with disable_torch_function():
+        return tree_map(like, values)
 
 
 def autocast_now(kinds: Iterable[str] = ("cpu", "cuda")) -> Autocast:

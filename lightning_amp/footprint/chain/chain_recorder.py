@@ -21,6 +21,7 @@ from lightning_amp._torch import (
     FakeTensor,
     autograd_node,
     autograd_order,
+    disable_torch_function,
     in_transform,
     parts_of,
     tree_leaves,
@@ -232,8 +233,12 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             call.fixed = call.fixed or first.settle()
         call.result, self._uses_before = likeness(result), len(self.uses)
         results = list(tensors_of(tree_leaves(result)))
-        # for a wrapper subclass, the bytes of its shards
-        call.outputs, call.output_bytes = self._lives_of(results), sum(p.nbytes for t in results for p in parts_of(t))
+        with disable_torch_function():
+            # for a wrapper subclass, the bytes of its shards
+            call.outputs, call.output_bytes = (
+                self._lives_of(results),
+                sum(p.nbytes for t in results for p in parts_of(t)),
+            )
         return result
 
     def _call_of_owner(self, fqn: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -275,7 +280,9 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         return result
 
     def _lives_of(self, tensors: Iterable[Tensor]) -> list[Life]:
-        return self._lives_in(storage for _, storage in storages_of(tensors))
+        # a subclass must not see that its storage is read: a product that `logits` has put off would be computed
+        with disable_torch_function():
+            return self._lives_in(storage for _, storage in storages_of(tensors))
 
     def _lives_in(self, storages: Iterable[torch.UntypedStorage]) -> list[Life]:
         found = (self._of_key.get(id(storage)) for storage in storages)

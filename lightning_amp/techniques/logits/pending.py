@@ -1,7 +1,7 @@
 """Defer products of linear layers with more outputs than inputs, until the step reads them.
 
-`F.linear` returns a `Pending` tensor without values. It records views that keep the last dim, casts and products with a
-number. Cross-entropy of it runs in chunks of rows (loss.py). Any other function first computes the product, once, and
+`F.linear` returns a `Pending` tensor without values. It records views that keep the last dim, casts, products with a
+number and sums with a constant of each class. Cross-entropy of it runs in chunks of rows (loss.py). Any other function first computes the product, once, and
 then uses it, so values and gradients of the step do not change. Views and copies are computed at the same time: a later
 write to one of them changes the views, but not the copies.
 
@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_amp._torch import disable_torch_function, in_transform, top_saving_hooks, tree_leaves, tree_map
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage
-from lightning_amp.techniques.logits.loss import Rows, cross_entropy, largest
+from lightning_amp.techniques.logits.loss import WRITTEN, Rows, cross_entropy, largest
 
 LEAST_CHUNKS = 8
 """Least ratio of outputs to inputs at which deferring saves much: hidden layers have about 4, vocabulary heads more."""
@@ -283,6 +283,23 @@ def _after(func: Any, x: Pending, *args: Any) -> Any:
     if not dtype.is_floating_point:
         return NotImplemented
     return Pending.of(replace(x.rows, after=(*x.rows.after, call)), x.shape, dtype, (x, call))
+
+
+@_handles("add", "__add__", gets_function=True)
+def _with_bias(func: Any, x: Pending, other: Any) -> Any:
+    """Add one constant to each class in each chunk, as models with a buffer of biases do."""
+    if not isinstance(other, Tensor) or not has_storage(other) or other.requires_grad or other.dtype != x.dtype:
+        return NotImplemented
+    if x.rows.moved or other.dim() > x.dim() or other.shape[-1:] != x.shape[-1:] or other.numel() != x.shape[-1]:
+        return NotImplemented
+    version = other._version
+
+    def call(t: Tensor) -> Tensor:
+        if other._version != version:
+            raise ModelError(WRITTEN)
+        return cast(Tensor, func(t, other.view(-1)))
+
+    return Pending.of(replace(x.rows, after=(*x.rows.after, call)), x.shape, x.dtype, (x, call))
 
 
 @_handles("detach")

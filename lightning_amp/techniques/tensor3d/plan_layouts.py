@@ -81,7 +81,13 @@ class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = tensors_of((args, kwargs))
         if any(t in self.views or self.known.get(t) for t in given):
             rule = RULES.get(name_of(func), RULES[""])
-            self._keep(found, rule(self, func, args, kwargs, found))
+            before = self.grids(args[0]).keys() if func._schema.is_mutable else self.axes
+            grids = rule(self, func, args, kwargs, found)
+            if func._schema.is_mutable and isinstance(grids, dict) and not grids.keys() <= before:
+                # a tensor that is written to keeps its memory: values that are split otherwise are gathered
+                self.gathered.append(name_of(func))
+                grids = {axis: grid for axis, grid in grids.items() if axis in before}
+            self._keep(found, grids)
         return found
 
     def _keep(self, found: Any, grids: Any) -> None:

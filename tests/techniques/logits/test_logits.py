@@ -70,6 +70,7 @@ IN_CHUNKS: dict[str, Step] = {
     "transposed": lambda h, x, y: F.cross_entropy(h(x).transpose(1, 2), y),
     "scaled": lambda h, x, y: entropy(h(x) / 0.7, y),
     "capped": lambda h, x, y: entropy(30 * torch.tanh(h(x) * (1 / 30)), y),
+    "bias of words": lambda h, x, y: entropy(h(x) + weights[None], y),
     "float": lambda h, x, y: entropy(h(x).float().double(), y),
     "ignored": lambda h, x, y: entropy(h(x), torch.where(y > some, y, -100)),
     "smoothed": lambda h, x, y: entropy(h(x), torch.where(y > some, y, -100), label_smoothing=0.1),
@@ -99,7 +100,8 @@ WHOLE: dict[str, Step] = {
     "sample by sample": lambda h, x, y: sum(F.cross_entropy(r, t) for r, t in zip(h(x), y, strict=True)),
     "joined": lambda h, x, y: entropy(torch.cat([h(x), h(x) * 2]), torch.cat([y, y])),
     "some words": lambda h, x, y: entropy(h(x)[..., :some], y % some),
-    "bias of words": lambda h, x, y: entropy(h(x) + weights, y),
+    "trained bias of words": lambda h, x, y: entropy(h(x) + h.bias, y),
+    "bias of places": lambda h, x, y: entropy(h(x) + x[..., :1], y),
     "numbers": lambda h, x, y: h(x).to(torch.int64).sum() * 0 + h(x).square().mean(),
     # copies have the values of before, and views those of after
     "changed after a copy": copied(lambda z: z / 0.7),
@@ -232,6 +234,13 @@ def test_a_write_before_the_product_is_refused() -> None:
     for step in (written_inputs, written_weight):
         with pytest.raises(ModelError, match="had been changed in place"):
             in_chunks(step)(None)
+
+    # a constant that was added, written between forward and backward pass
+    bias = torch.zeros(WORDS)
+    loss = in_chunks(lambda module: entropy(nn.Linear(6, WORDS)(embed(x)) + bias, x))(None)
+    bias.add_(1)
+    with pytest.raises(ModelError, match="had been changed in place"):
+        loss.backward()
 
     # no version counts what is written by `data`: the product comes before it, as without `logits`
     def written_data(module: Any) -> Tensor:
