@@ -6,7 +6,8 @@ chunks. Each plan is a form. The difference between a form and the original bloc
 
     saved_bytes   of the block + saved of the table in chunks - saved of the table
     at work       peak of the block + peak of the table in chunks - peak of the table
-    seconds       three forward passes of the block, times the relative slowdown of the table in chunks
+    seconds       three forward passes of the block, times the relative slowdown of the table in chunks, both at the
+                  rates of the device that the plan is for
 
 A block that can be recomputed has each form a second time, with recomputation: it then keeps its inputs only.
 
@@ -22,7 +23,7 @@ from lightning_amp.costs.choose_forms import FormChoice, choose, leanest
 from lightning_amp.footprint.chain.chain import CHUNKED, KEPT, RECOMPUTED, Chain, ChainMoment, ChunkForm, group_reasons
 from lightning_amp.graph.peak import BlockBytes, block_bytes
 from lightning_amp.graph.table import Table
-from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks, rung
+from lightning_amp.techniques.chunk.regions.choose_chunks import CPU_SECONDS, CostModel, OverBudget, choose_chunks, rung
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.regions.region import ChunkPlan
 
@@ -52,10 +53,16 @@ class _Level:
 
 
 class ChunkForms:
-    """Chunked forms of the blocks of a step; `tables` returns the tables of the chain's blocks."""
+    """Chunked forms of the blocks of a step.
 
-    def __init__(self, chain: Chain, tables: Tables) -> None:
-        self._plain, self.tables = chain, tables
+    Args:
+        chain: The step without chunks.
+        tables: Returns the tables of its blocks.
+        costs: Quantity to minimize, with the rates of the device that the plan is for.
+    """
+
+    def __init__(self, chain: Chain, tables: Tables, costs: CostModel = CPU_SECONDS) -> None:
+        self._plain, self.tables, self.costs = chain, tables, costs
         self._leanest: dict[tuple[bool, bool], FormChoice] = {}
 
     @property
@@ -165,15 +172,15 @@ class ChunkForms:
         known: dict[int, tuple[list[_Level], BlockBytes]] = {}
         for table in tables:
             if isinstance(table, Table) and id(table) not in known:
-                known[id(table)] = list(_levels(table)), block_bytes(table.rows, table.outputs)
+                known[id(table)] = list(_levels(table, self.costs)), block_bytes(table.rows, table.outputs)
         return tables, known
 
 
-def _levels(table: Table) -> Iterator[_Level]:
+def _levels(table: Table, costs: CostModel) -> Iterator[_Level]:
     """Yield the distinct plans of a table, by ascending bytes."""
     whole = block_bytes(table.rows, table.outputs).peak_bytes
     try:
-        choose_chunks(table, 1, train=True)
+        choose_chunks(table, 1, train=True, costs=costs)
         return
     except OverBudget as error:
         least = round(SPARE * error.least_bytes)
@@ -181,7 +188,7 @@ def _levels(table: Table) -> Iterator[_Level]:
     for k in range(LEVELS if least <= WORTH * whole else 0):
         # rounded, so that the installed block is planned for the same budget, and the cached plan is used
         budget = rung(round(least * (whole / least) ** (k / LEVELS)))
-        plan = choose_chunks(table, budget, train=True)
+        plan = choose_chunks(table, budget, train=True, costs=costs)
         if plan.regions not in known and plan.peak_bytes <= WORTH * whole:
             known.append(plan.regions)
             yield _Level(budget_bytes=budget, plan=plan, n_bytes=chunk_bytes(table, plan.regions, train=True))

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from math import floor, log
 
-from lightning_amp.costs.device_rates import CPU_CORE, Rates
+from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.errors import PlanError
 from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.regions.candidates import Cost, RegionCandidate
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
-from lightning_amp.techniques.chunk.regions.costs import WEIGHTS, Seconds, Weights, paper_cost
+from lightning_amp.techniques.chunk.regions.costs import WEIGHTS, HasSpeed, Seconds, Speed, Weights, paper_cost
 from lightning_amp.techniques.chunk.regions.find_regions import RegionSearch
 from lightning_amp.techniques.chunk.regions.region import ChunkPlan, Region
 from lightning_amp.techniques.chunk.regions.region_search import Label, Line
@@ -49,18 +49,20 @@ class CostModel:
 
     Attributes:
         policy: "auto" or "paper".
-        rates: Rates of the device.
+        rates: Rates of the device that the plan is for; those that matter for chunks are kept.
         weights: Weights of the paper's terms, used with "paper".
     """
 
     policy: str = "auto"
-    rates: Rates = CPU_CORE
+    rates: HasSpeed = CPU_CORE
     weights: Weights = WEIGHTS
 
     def __post_init__(self) -> None:
         """Raise PlanError if the policy is unknown."""
         if self.policy not in POLICIES:
             raise PlanError(f"policy={self.policy!r} is not supported; allowed are {POLICIES!r}")
+        # so that equal costs are equal keys of the cached searches
+        object.__setattr__(self, "rates", Speed.of(self.rates))
 
 
 class OverBudget(PlanError):
