@@ -139,7 +139,11 @@ def _notes(step: ProfiledStep) -> Iterator[str]:
     forms = forms_of(step)
     # not computed for a step that fits without chunks
     if forms is not None and forms.known and forms.thinned:
-        yield f"{forms.thinned[0]!r} has more regions that could run in chunks than are compared"
+        more = f" and {len(forms.thinned) - 1} more" if len(forms.thinned) > 1 else ""
+        yield (
+            f"the search for chunks was cut short at its share of work: {forms.thinned[0]!r}{more} has more regions than"
+            " are compared, and another choice of them may be better"
+        )
 
 
 ROW = Technique(
