@@ -64,7 +64,7 @@ STAGED = next(name for name, row in STRATEGIES.items() if row.search)
 EVALUATED, evaluated_within = next(
     (name, row.evaluation) for name, row in STRATEGIES.items() if row.evaluation is not None
 )
-"""The technique that keeps steps without gradients within a budget, and the function from bytes to its spec."""
+"""The technique that keeps steps without gradients within a budget; the function from bytes and rates to its spec."""
 
 
 @cache

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.model_shape import DecoderShape, ModelShape
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.costs.rule import Spec
@@ -99,8 +100,8 @@ class Technique:
         remark: (requested spec, whether the device is not the host's CPU) -> what users should know, or "".
         split_parameters: For a technique that shards parameters over the data axis, without `steps`:
             "module:function" that does so, (model, rules, mesh, groups_of) -> units.
-        evaluation: Bytes -> the spec with which a module stays within these also in steps without gradients; None for
-            techniques of training steps only.
+        evaluation: (bytes, rates of the device) -> the spec with which a module stays within these bytes also in steps
+            without gradients; None for techniques of training steps only.
         code: "module:function": (step to plan, rules) -> Python source of what the modules of its rules run.
         registered: Whether it was added by `register_technique`.
         steps: Module whose `install(module, spec, mesh)` returns replacements of a LightningModule's steps, by name; ""
@@ -138,7 +139,7 @@ class Technique:
     contradictions: Callable[[Sequence[Any], int], Iterator[str]] | None = None
     remark: Callable[[Any, bool], str] | None = None
     split_parameters: str = ""
-    evaluation: Callable[[int], Spec] | None = None
+    evaluation: Callable[[int, Rates], Spec] | None = None
     code: str = ""
     registered: bool = False
     steps: str = ""

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
+from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.copies.fake_copy import copy_of, fake_batch, length_of, without_values
@@ -62,8 +63,11 @@ class EvaluationOfModule:
         first, *others = [loaders] if together else each(loaders) or [None]
         return cls(trainer, step, partial(example_batch, first, why), several=bool(others))
 
-    def within(self, budget: int, made: Plan, notes: Sequence[str]) -> tuple[Plan, tuple[Rule, ...]]:
+    def within(self, budget: int, made: Plan, rates: Rates, notes: Sequence[str]) -> tuple[Plan, tuple[Rule, ...]]:
         """Return the plan with the bytes of this step and `notes`, and rules that run it in chunks within the budget.
+
+        Chunks are chosen by the rates of the device.
+
 
         If the budget cannot be met, the rules use the least memory possible.
 
@@ -76,7 +80,7 @@ class EvaluationOfModule:
         rules = tuple(
             Rule(
                 fqn=fqn,
-                spec=evaluated_within(max(1, budget - before)),
+                spec=evaluated_within(max(1, budget - before), rates),
                 strategy=EVALUATED,
                 why=f"{format_bytes(most)} are alive within it in {self._step}, of {format_bytes(budget)}",
                 saves_bytes=most - budget,

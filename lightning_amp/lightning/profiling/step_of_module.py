@@ -80,6 +80,7 @@ class StepOfModule:
         self._steps_with: dict[tuple[str, Spec], CountedStep | str] = {}
         self._rates = CPU_CORE
         self.shared_statistics = False
+        self.requested: Mapping[str, Spec] = NOTHING
 
     @classmethod
     def of(
@@ -122,7 +123,7 @@ class StepOfModule:
             PlanError: The step requires real values, and exceeds its limit.
         """
         self.take(rates)
-        self.shared_statistics = shared_statistics
+        self.shared_statistics, self.requested = shared_statistics, requested
         steps, step = self._steps, None
         if steps is not None:
             step = steps.choose(self._batch, lambda: self.step_with(()), rates.links)

@@ -206,7 +206,7 @@ def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) 
     rules = facts.in_chunks
     if facts.evaluation is not None and (named is None or EVALUATED in named):
         try:
-            made, rules = facts.evaluation.within(facts.budget, made, facts.rates[1])
+            made, rules = facts.evaluation.within(facts.budget, made, *facts.rates)
         except AmpError as error:
             if named is not None:
                 raise PlanError(f"{EVALUATED} is not supported: its bytes are not known: {error}") from error

@@ -102,6 +102,7 @@ class AMPStrategy(MeshStrategy):
         schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None,
         fsdp_ranks: int | None = None,
         fsdp_offload: bool = False,
+        chunk_policy: Literal["auto", "paper"] = "auto",
         device_speeds: Literal["measure"] | None = None,
         sequence_dim: Mapping[str, int | Sequence[int]] | str = "auto",
         sequence_sizes: str | Sequence[int] = "even",
@@ -139,6 +140,7 @@ class AMPStrategy(MeshStrategy):
             micro_batches, schedule: For a pipeline: the number of micro-batches (None: the fastest), and their order.
             fsdp_ranks: For `strategies="fsdp"`: ranks of a sharding group, such as those of a node; None uses all.
             fsdp_offload: For `strategies="fsdp"`: whether parameter shards are kept in host memory.
+            chunk_policy: For `strategies="chunk"`: choose regions by "auto", predicted time, or "paper", AutoChunk's cost.
             device_speeds: "measure" assigns stages and strata to ranks by measured speed; None assumes equal speeds.
             tensor_grid: For `strategies="tensor3d"`: ranks (x, y, z); x and y split features, z rows of the batch.
             tensor_overlap: For `strategies="tensor3d"`: collectives that overlap with compute.

@@ -180,9 +180,10 @@ def finished(base: Plan, seen: ProfiledStep, compared: Compared, rules: tuple[Ru
         base = on_model_axis(base, model)
     strategies = in_order({*base.strategies, *best.strategies})
     whole = tuple(sorted((*base.rules, *rules), key=lambda rule: order.index(rule.strategy)))
-    for name in best.strategies:
-        prediction = PREDICTIONS.get(name)
-        if prediction is not None and prediction.notes is not None:
+    fits = base.budget_bytes is None or best.peak_bytes <= base.budget_bytes
+    for name, prediction in PREDICTIONS.items():
+        # of a plan that does not fit, also what was left out of the search for a technique that it does not have
+        if prediction.notes is not None and (name in best.strategies or not fits):
             notes += map(Explanation, prediction.notes(seen))
     notes += missing_bytes(seen, best, base.budget_bytes)
     notes += [] if compared.candidates else list(compared.dropped.values())

@@ -6,7 +6,8 @@ chunks. Each plan is a form. The difference between a form and the original bloc
 
     saved_bytes   of the block + saved of the table in chunks - saved of the table
     at work       peak of the block + peak of the table in chunks - peak of the table
-    seconds       three forward passes of the block, times the relative slowdown of the table in chunks
+    seconds       three forward passes of the block, times the relative slowdown of the table in chunks, both at the
+                  rates of the device that the plan is for
 
 A block that can be recomputed has each form a second time, with recomputation: it then keeps its inputs only.
 
@@ -22,12 +23,16 @@ from lightning_amp.costs.choose_forms import FormChoice, choose, leanest
 from lightning_amp.footprint.chain.chain import CHUNKED, KEPT, RECOMPUTED, Chain, ChainMoment, ChunkForm, group_reasons
 from lightning_amp.graph.peak import BlockBytes, block_bytes
 from lightning_amp.graph.table import Table
-from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks, rung
+from lightning_amp.techniques.chunk.regions.choose_chunks import CPU_SECONDS, CostModel, OverBudget, choose_chunks, rung
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.regions.region import ChunkPlan
 
 LEVELS = 5
 """Number of budgets that a block is planned for."""
+ORDER = (0, 4, 2, 3, 1)
+"""Order in which these budgets are planned, from 0 for the least bytes: the search may end before the last of them."""
+WORK = 200_000
+"""Steps of the search for regions, of all blocks of a step together: a few seconds. It is divided by their rows."""
 SPARE = 1.03
 """Factor on the least bytes of a table: a rule's budget is checked by a count, which may exceed the table's."""
 NEVER = 2**60
@@ -52,11 +57,18 @@ class _Level:
 
 
 class ChunkForms:
-    """Chunked forms of the blocks of a step; `tables` returns the tables of the chain's blocks."""
+    """Chunked forms of the blocks of a step.
 
-    def __init__(self, chain: Chain, tables: Tables) -> None:
-        self._plain, self.tables = chain, tables
+    Args:
+        chain: The step without chunks.
+        tables: Returns the tables of its blocks.
+        costs: Quantity to minimize, with the rates of the device that the plan is for.
+    """
+
+    def __init__(self, chain: Chain, tables: Tables, costs: CostModel = CPU_SECONDS) -> None:
+        self._plain, self.tables, self.costs = chain, tables, costs
         self._leanest: dict[tuple[bool, bool], FormChoice] = {}
+        self._cut = set[int]()
 
     @property
     def known(self) -> bool:
@@ -147,7 +159,7 @@ class ChunkForms:
     def thinned(self) -> tuple[str, ...]:
         """Blocks with too many regions to compare, whose forms use only some of them."""
         found = self._found[1]
-        many = {key for key, (levels, _) in found.items() if any(level.plan.thinned for level in levels)}
+        many = {key for key, (levels, _) in found.items() if any(level.plan.thinned for level in levels)} | self._cut
         calls = zip(self._plain.blocks, self._found[0], strict=True)
         return tuple(dict.fromkeys(block.fqn for block, table in calls if id(table) in many))
 
@@ -163,28 +175,48 @@ class ChunkForms:
                 by_name[block.fqn] = "it is called in several ways in one step"
         tables = [by_name[block.fqn] for block in self._plain.blocks]
         known: dict[int, tuple[list[_Level], BlockBytes]] = {}
-        for table in tables:
-            if isinstance(table, Table) and id(table) not in known:
-                known[id(table)] = list(_levels(table)), block_bytes(table.rows, table.outputs)
+        distinct = {id(table): table for table in tables if isinstance(table, Table)}
+        n_rows = sum(len(table.rows) for table in distinct.values())
+        for key, table in distinct.items():
+            levels = _Levels(table, self.costs, WORK * len(table.rows) // n_rows)
+            plans = sorted(levels.found(), key=lambda level: level.budget_bytes)
+            known[key] = plans, block_bytes(table.rows, table.outputs)
+            self._cut |= {key} if levels.cut else set()
         return tables, known
 
 
-def _levels(table: Table) -> Iterator[_Level]:
-    """Yield the distinct plans of a table, by ascending bytes."""
-    whole = block_bytes(table.rows, table.outputs).peak_bytes
-    try:
-        choose_chunks(table, 1, train=True)
-        return
-    except OverBudget as error:
-        least = round(SPARE * error.least_bytes)
-    known = list[object]()
-    for k in range(LEVELS if least <= WORTH * whole else 0):
-        # rounded, so that the installed block is planned for the same budget, and the cached plan is used
-        budget = rung(round(least * (whole / least) ** (k / LEVELS)))
-        plan = choose_chunks(table, budget, train=True)
-        if plan.regions not in known and plan.peak_bytes <= WORTH * whole:
-            known.append(plan.regions)
-            yield _Level(budget_bytes=budget, plan=plan, n_bytes=chunk_bytes(table, plan.regions, train=True))
+class _Levels:
+    """Plans of a table for several budgets, within a number of steps of the search.
+
+    Attributes:
+        cut: Whether the steps ended the search before it had a plan for every budget.
+    """
+
+    def __init__(self, table: Table, costs: CostModel, steps: int) -> None:
+        self._table, self._costs, self._steps, self.cut = table, costs, steps, False
+
+    def found(self) -> Iterator[_Level]:
+        """Yield the distinct plans, by `ORDER`; where steps are few, the last budgets have none."""
+        table, costs = self._table, self._costs
+        whole = block_bytes(table.rows, table.outputs).peak_bytes
+        try:
+            choose_chunks(table, 1, train=True, costs=costs)
+            return
+        except OverBudget as error:
+            least, used = round(SPARE * error.least_bytes), error.least.steps if error.least else 0
+        known = list[object]()
+        for k in ORDER if least <= WORTH * whole else ():
+            if used > self._steps and known:
+                self.cut = True
+                return
+            # rounded, so that the installed block is planned for the same budget, and the cached plan is used
+            budget = rung(round(least * (whole / least) ** (k / LEVELS)))
+            plan = choose_chunks(table, budget, train=True, costs=costs)
+            used += plan.steps
+            # a smaller budget that gives the same plan is not needed, nor is a larger one
+            if plan.regions not in known and plan.peak_bytes <= WORTH * whole:
+                known.append(plan.regions)
+                yield _Level(budget_bytes=budget, plan=plan, n_bytes=chunk_bytes(table, plan.regions, train=True))
 
 
 def _moments(

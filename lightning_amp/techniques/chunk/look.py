@@ -15,6 +15,7 @@ from lightning_amp.graph.after_blocks import AfterBlocks
 from lightning_amp.graph.capture import Capture, Captures
 from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.forms import ChunkForms
+from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.chunk.run.lower import table_of
 from lightning_amp.techniques.chunk.run.module_chunks import plain
@@ -78,7 +79,13 @@ def look(step: StepToPlan, rows: int | None = None) -> ChunkForms:
         found = block_tables(step.module, counted.calls, shared=shared)
         return [INSIDE if b.fixed == INSIDE else table for b, table in zip(counted.chain.blocks, found, strict=True)]
 
-    return ChunkForms(counted.chain, tables)
+    return ChunkForms(counted.chain, tables, costs_of(step))
+
+
+def costs_of(step: StepToPlan) -> CostModel:
+    """Return the costs by which regions of this step are chosen: at the device's rates, as the user requested."""
+    asked = step.requested.get("chunk")
+    return CostModel(policy=asked.policy if isinstance(asked, ChunkBlock) else "auto", rates=step.operator_rates())
 
 
 def refusal(module: LightningModule, step: CountedStep, *, values: bool) -> str:
@@ -88,13 +95,14 @@ def refusal(module: LightningModule, step: CountedStep, *, values: bool) -> str:
 
 def code(step: StepToPlan, rules: Sequence[Rule]) -> str:
     """Return the Python code of the blocks that rules name; blocks with the same code share one listing."""
-    budgets = {rule.fqn: rule.spec.budget_bytes for rule in rules if isinstance(rule.spec, ChunkBlock)}
-    wanted = [call for call in step.step().calls if call.fqn in budgets]
-    found: dict[tuple[Any, int], tuple[str, dict[str, None]]] = {}
+    specs = {rule.fqn: rule.spec for rule in rules if isinstance(rule.spec, ChunkBlock)}
+    wanted = [call for call in step.step().calls if call.fqn in specs]
+    found: dict[tuple[Any, ChunkBlock], tuple[str, dict[str, None]]] = {}
     for call, capture in zip(wanted, _captured(step.module, wanted), strict=True):
         assert not isinstance(capture, str), "a rule of chunk is for a block that can be captured"
-        key = capture.key, budgets[call.fqn]
+        key = capture.key, (spec := specs[call.fqn])
         if key not in found:
-            found[key] = plan_graph(capture, key[1], train=True).chunks.code[""], {}
+            costs = spec.costs(step.operator_rates())
+            found[key] = plan_graph(capture, spec.budget_bytes, train=True, costs=costs).chunks.code[""], {}
         found[key][1][call.fqn] = None
     return "\n\n\n".join(f"# {', '.join(names)}\n{text}" for text, names in found.values())

@@ -8,7 +8,7 @@ Legend: cell, anchor (N), dim (D), row (anchors of a run of buckets), feature (F
 own_feature and own_vertex (features and vertices that a rank holds).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
 
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_amp._torch import AnyBatchNorm
-from lightning_amp.costs.rule import Rule
+from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor
 
@@ -229,9 +229,11 @@ class StepToPlan(Protocol):
         module: The module of the step.
         shared_statistics: Whether ranks exchange batch statistics.
         no_stages: Why the blocks of the module cannot be pipeline stages; "" if they can.
+        requested: Specs that the user has requested, by technique.
     """
 
     module: LightningModule
+    requested: Mapping[str, Spec]
     shared_statistics: bool
     no_stages: str
 

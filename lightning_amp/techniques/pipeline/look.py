@@ -9,6 +9,7 @@ from lightning_amp.errors import AmpError
 from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.techniques.chunk.forms import ChunkForms
+from lightning_amp.techniques.chunk.look import costs_of
 from lightning_amp.techniques.chunk.look import look as look_for_chunks
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.contract.protocol import StepToPlan
@@ -21,7 +22,7 @@ def look(step: StepToPlan) -> StageFacts:
     return StageFacts(
         passes=None if step.no_stages else counts.passes,
         reason=step.no_stages,
-        chunks=StageChunks(forms=counts.forms, passes=counts.passes_in_chunks),
+        chunks=StageChunks(forms=counts.forms, passes=counts.passes_in_chunks, costs=costs_of(step)),
     )
 
 

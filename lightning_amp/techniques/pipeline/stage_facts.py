@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.techniques.chunk.forms import ChunkForms
+from lightning_amp.techniques.chunk.regions.choose_chunks import CPU_SECONDS, CostModel
 from lightning_amp.techniques.chunk.row import ChunkBlock
 
 NAME = "pipeline"
@@ -20,10 +21,12 @@ class StageChunks:
     Attributes:
         forms: Rows of a micro-batch -> how its blocks can run in chunks.
         passes: Rows, and specs of blocks by name or pattern -> the passes of a step, or why it cannot run so.
+        costs: Quantity by which the regions of blocks are chosen.
     """
 
     forms: Callable[[int], ChunkForms]
     passes: Callable[[int, Mapping[str, ChunkBlock]], Passes | str]
+    costs: CostModel = CPU_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -189,7 +189,7 @@ class Levels:
     def at(self, level: int, names: Collection[str] | None = None) -> dict[str, ChunkBlock]:
         """Specs of all blocks, or of some, with one of their budgets; level 0 is the least."""
         return {
-            name: ChunkBlock(budget_bytes=budgets[min(level, len(budgets) - 1)])
+            name: ChunkBlock.at(self._chunks.costs, budgets[min(level, len(budgets) - 1)])
             for name, budgets in self._budgets.items()
             if names is None or name in names
         }
@@ -197,7 +197,7 @@ class Levels:
     @property
     def every(self) -> dict[str, ChunkBlock]:
         """Specs of all blocks, each with the least bytes that do not make it far slower."""
-        return {name: ChunkBlock(budget_bytes=n_bytes) for name, n_bytes in self._quick.items()}
+        return {name: ChunkBlock.at(self._chunks.costs, n_bytes) for name, n_bytes in self._quick.items()}
 
     def passes(self, level: int) -> Passes | str:
         """Passes of the micro-batch with all blocks at a level, or why one of them does not support it."""

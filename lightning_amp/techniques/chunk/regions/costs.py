@@ -22,19 +22,51 @@ tunes its four weights but does not publish them; ours are tuned in the same way
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from lightning_amp.costs.device_rates import Rates
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.techniques.chunk.regions.chunk_bytes import result_bytes
 from lightning_amp.techniques.chunk.regions.region import Region, pieces
 
 
+class HasSpeed(Protocol):
+    """Anything with the three rates of `Speed`."""
+
+    @property
+    def matmul_flops(self) -> float:
+        """Operations of matrix products per second."""
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes read and written per second."""
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Seconds to start an operator."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """The rates of a device on which the choice of regions depends; equal rates have equal plans."""
+
+    matmul_flops: float
+    memory_bytes: float
+    overhead_seconds: float
+
+    @classmethod
+    def of(cls, rates: HasSpeed) -> "Speed":
+        """Take the three rates out of all rates of a device."""
+        return cls(
+            matmul_flops=rates.matmul_flops, memory_bytes=rates.memory_bytes, overhead_seconds=rates.overhead_seconds
+        )
+
+
 class Seconds:
     """Predicted times for one table on one device."""
 
-    def __init__(self, table: Table, rates: Rates, *, train: bool) -> None:
+    def __init__(self, table: Table, rates: HasSpeed, *, train: bool) -> None:
         self._table, self._rates, self._train = table, rates, train
         self._result = [result_bytes(row) for row in table.rows]
         self.rows = [self._row(i) for i in range(len(table.rows))]

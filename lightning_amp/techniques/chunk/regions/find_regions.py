@@ -58,7 +58,7 @@ class RegionSearch:
     def __init__(self, table: Table, *, held: Sequence[int] | None = None) -> None:
         self._block, self._held = _Rows(table), held
         self._nearest: list[int] = []
-        self._found: dict[tuple[int, int, int], Region | None] = {}
+        self._walks: dict[tuple[int, int], _Walk] = {}
         self.thinned = False
 
     def around(self, wanted: Collection[int], *, most_rows: float = inf) -> list[Region]:
@@ -86,9 +86,9 @@ class RegionSearch:
         for last in self._lasts(stretches):
             row = self._block.rows[last]
             for dim in (*range(len(row.shape)), *(~g for g in range(len(row.sums)))):
-                flow = _Flow(self._block, last)
-                if flow.begin(dim):
-                    yield from self._best(self._walk(flow, dim), stretches)
+                if (last, dim) not in self._walks:
+                    self._walks[last, dim] = _Walk(self._block, last, dim)
+                yield from self._best(self._walk(self._walks[last, dim]), stretches)
 
     def _lasts(self, stretches: int) -> list[int]:
         """Return rows at which a region may end: in each stretch, the one after which the fewest bytes are alive."""
@@ -119,20 +119,16 @@ class RegionSearch:
     def _stretch(self, i: int, stretches: int) -> int:
         return i * stretches // len(self._block.rows)
 
-    def _walk(self, flow: "_Flow", dim: int) -> Iterator[Region]:
+    def _walk(self, walk: "_Walk") -> Iterator[Region]:
         """Yield the regions of one last row and dim."""
-        least, above = inf, flow.last + 1
-        nearest = self._nearest[flow.last]
-        for first in flow.upwards(self._block.fixed_up_to[flow.last]):
+        least, above = inf, walk.last + 1
+        nearest = self._nearest[walk.last]
+        for place, first in enumerate(walk.firsts()):
             if first > nearest or self._superfluous(first):
                 continue
             if self._held and self._nearest[above - 1] < first and self._held[first] >= least:
                 continue
-            # None is cached too: searches for other rows around the peak reach the same places again
-            key = flow.last, dim, first
-            if key not in self._found:
-                self._found[key] = flow.region(first)
-            region = self._found[key]
+            region = walk.region(place)
             if region is not None:
                 least, above = self._held[first] if self._held else inf, first
                 yield region
@@ -173,6 +169,56 @@ class _Rows:
             if row.writes or not written[i].isdisjoint(table.rows[k].storage for k in (i, *row.inputs))
         ]
         self.fixed_up_to = _nearest(fixed, len(table.rows))
+
+
+class _Walk:
+    """The walk of one last row and dim, which continues where it ended: searches around other rows repeat it.
+
+    Args:
+        block: The rows.
+        last: Row at which it begins.
+        dim: Dim of that row, or one of its sums.
+    """
+
+    def __init__(self, block: _Rows, last: int, dim: int) -> None:
+        self._block, self.last, self._dim = block, last, dim
+        self._firsts: list[int] = []
+        self._regions: dict[int, Region | None] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._flow = flow = _Flow(self._block, self.last)
+        end = self._block.fixed_up_to[self.last]
+        self._further = flow.upwards(end) if flow.begin(self._dim) else iter(())
+        self._passed = 0
+
+    def firsts(self) -> Iterator[int]:
+        """Yield the rows with which a region may begin, from the last row upwards."""
+        place = 0
+        while place < len(self._firsts) or self._go(place):
+            yield self._firsts[place]
+            place += 1
+
+    def _go(self, place: int) -> bool:
+        """Walk on to the row at a place; return False at the end."""
+        while self._passed <= place:
+            first = next(self._further, None)
+            if first is None:
+                return False
+            if self._passed == len(self._firsts):
+                self._firsts.append(first)
+            self._passed += 1
+        return True
+
+    def region(self, place: int) -> Region | None:
+        """Return the region that begins at a place of `firsts`; None if it is not legal. The same object each time."""
+        if place not in self._regions:
+            if self._passed > place + 1:
+                # the walk has been further, and its state is that of a later row
+                self._begin()
+            self._go(place)
+            self._regions[place] = self._flow.region(self._firsts[place])
+        return self._regions[place]
 
 
 class _Flow:

@@ -97,6 +97,7 @@ class ChunkPlan:
         whole_bytes: Peak without regions.
         whole_seconds: Predicted time without regions.
         thinned: Whether the block has too many regions to compare all of them.
+        steps: Steps of the search for this plan: a measure of work that is the same on every machine.
     """
 
     regions: tuple[Region, ...] = field(default=())
@@ -105,6 +106,7 @@ class ChunkPlan:
     whole_bytes: int
     whole_seconds: float
     thinned: bool = False
+    steps: int = 0
 
 
 def piece_length(units: int, n_chunks: int) -> int:

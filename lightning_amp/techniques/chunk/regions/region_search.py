@@ -28,6 +28,8 @@ BEAM = 64
 """Labels kept at one place; with 16, a larger budget gave a slower plan in 8 of 96 pairs."""
 FIRST_BEAM = 8
 """Beam of a first, quick search, whose result bounds the second one."""
+MOST_STEPS = 40_000
+"""Steps of one search in training, of a label by a row or a region; with more rows and regions the beam is narrower."""
 
 
 @dataclass(eq=False, slots=True)
@@ -114,6 +116,8 @@ class Line:
             hidden += row.hidden_bytes
             if row.needs_grad:
                 self.beside_saved[i] = self.plain.backward[i] - self.bytes(saved | results) - hidden
+        self.steps, self.narrowed = 0, False
+        """Number of steps of all searches so far, and whether one of them had a narrower beam than `BEAM`."""
         # of every place, the one object for each state
         self._states: list[dict[object, _State]] = [{} for _ in range(n + 1)]
 
@@ -130,7 +134,10 @@ class Line:
             starting.setdefault(candidate.region.first, []).append(candidate)
         # the quick search gives an upper bound, which prunes labels of the second one
         found = self._search(starting, budget, FIRST_BEAM, inf)
-        best = self._search(starting, budget, BEAM, inf if found is None else _measure(found, budget))
+        beam = BEAM
+        if self.train and MOST_STEPS // (len(self.rows) + len(candidates)) < beam:
+            beam, self.narrowed = max(FIRST_BEAM, MOST_STEPS // (len(self.rows) + len(candidates))), True
+        best = self._search(starting, budget, beam, inf if found is None else _measure(found, budget))
         return found if best is None else best
 
     def _search(
@@ -140,6 +147,7 @@ class Line:
         at[0] = [Label(state=self.state(0, (), frozenset()))]
         for place in range(len(self.rows)):
             for label in _best(at[place], budget, beam):
+                self.steps += 1 + len(starting.get(place, ()))
                 for end, found in self._steps(place, label, starting.get(place, ()), budget, most):
                     if _measure(found, budget) <= most:
                         at[end].append(found)
@@ -171,19 +179,21 @@ class Line:
             cut = candidate.cut(budget, gone + step.forward_bytes, gone + step.backward_bytes)
             if cut is not None:
                 region, cost = candidate.with_pieces(cut[0])
-                found = self._behind(label, step)
                 yield (
                     candidate.region.last + 1,
-                    found._replace(
-                        cost=label.cost + cost,
-                        peak_bytes=max(found.peak_bytes, cut[1]),
-                        regions=(*label.regions, region),
+                    Label(
+                        label.cost + cost,
+                        gone + step.gone_bytes,
+                        gone + step.saved_bytes,
+                        max(label.peak_bytes, gone + step.peak_bytes, cut[1]),
+                        (*label.regions, region),
+                        step.after,
                     ),
                 )
 
     @staticmethod
     def _behind(label: Label, step: _SearchStep) -> Label:
-        """Return the label after a step, without the cost of a region."""
+        """Return the label after a row that is computed whole."""
         return Label(
             label.cost,
             label.gone_bytes + step.gone_bytes,

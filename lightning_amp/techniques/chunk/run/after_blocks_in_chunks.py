@@ -17,6 +17,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.footprint.chain.block_call import autocast_now, likeness
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.graph.after_blocks import AfterBlocks
+from lightning_amp.techniques.chunk.regions.costs import HasSpeed
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 
 
@@ -30,10 +31,11 @@ class AfterBlocksInChunks(InChunks):
     Args:
         budget_bytes: Budget of the code after the last block; in training, of its forward and backward pass.
         n_calls: Number of block calls in one forward pass.
+        policy, rates: As for `InChunks`.
     """
 
-    def __init__(self, budget_bytes: int, n_calls: int) -> None:
-        super().__init__(budget_bytes, train=True)
+    def __init__(self, budget_bytes: int, n_calls: int, *, policy: str = "auto", rates: HasSpeed | None = None) -> None:
+        super().__init__(budget_bytes, train=True, policy=policy, rates=rates)
         # not all of the module is captured: its blocks are not, and the capture checks the modules outside of them
         self.captures_whole = False
         self._n_calls = n_calls

@@ -103,7 +103,7 @@ def chunk_block(module: nn.Module, spec: ChunkBlock, mesh: object) -> Change:
         mesh: Not used: chunks are independent of ranks.
 
     Raises:
-        InstallError: The budget is not positive.
+        InstallError: The budget is not positive, or the policy or a rate is not allowed.
     """
     n_bytes = spec.budget_bytes
     if n_bytes < 1:
@@ -111,7 +111,12 @@ def chunk_block(module: nn.Module, spec: ChunkBlock, mesh: object) -> Change:
             f"chunk of {type(module).__name__!r} got budget_bytes={n_bytes!r}; allowed is a number of bytes"
             " larger than zero"
         )
-    forward = AfterBlocksInChunks(n_bytes, spec.after) if spec.after else InChunks(n_bytes, train=True)
+    problem = spec.problem()
+    if problem:
+        raise InstallError(f"chunk of {type(module).__name__!r} got {problem}")
+    if spec.after:
+        return Change({}, forwards={"": AfterBlocksInChunks(n_bytes, spec.after, policy=spec.policy, rates=spec.speed)})
+    forward = InChunks(n_bytes, train=True, policy=spec.policy, rates=spec.speed)
     return Change({}, forwards={"": forward})
 
 

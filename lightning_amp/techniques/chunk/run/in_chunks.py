@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from lightning_amp._torch import unseen
-from lightning_amp.costs.device_rates import Rates
 from lightning_amp.errors import InstallError, ModelError, PlanError
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.graph.capture import Capture, capture
 from lightning_amp.graph.guards import signature, state_of
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, OverBudget
+from lightning_amp.techniques.chunk.regions.costs import HasSpeed
 from lightning_amp.techniques.chunk.run.by_blocks import plan_blocks
 from lightning_amp.techniques.chunk.run.module_chunks import Planned, no_part_of_the_step, plain
 from lightning_amp.techniques.chunk.run.planned import plan_graph
@@ -36,7 +36,7 @@ class InChunks:
     """Replacement of a forward, called as `forward(module, *args, **kwargs)`. Copies keep the plans, pickles do not.
 
     Attributes:
-        known: Plans by budget and signature.
+        known: Plans by budget, costs and signature.
         fqn: Name of the block, for messages.
         train: As the argument.
         captures_whole: Whether the complete block is captured, with the modules in it.
@@ -50,7 +50,7 @@ class InChunks:
     """
 
     def __init__(
-        self, budget_bytes: int, *, train: bool = False, policy: str = "auto", rates: Rates | None = None
+        self, budget_bytes: int, *, train: bool = False, policy: str = "auto", rates: HasSpeed | None = None
     ) -> None:
         self._budget_bytes, self.train, self._policy, self._rates = budget_bytes, train, policy, rates
         self.captures_whole = train
@@ -86,7 +86,7 @@ class InChunks:
         call = signature(own, args, kwargs)
         # most calls repeat the last signature, and comparing keys is faster than hashing them
         if self._last is None or self._last[0] != call:
-            key = self._budget_bytes, self.train, call
+            key = self._budget_bytes, self.train, self._policy, self._rates, call
             if key not in self.known:
                 self.known[key] = self._plan(own, args, kwargs, call)
                 # bounds memory if every call has a new signature, as for a block that appends to a list
