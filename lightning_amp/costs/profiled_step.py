@@ -75,6 +75,8 @@ class ProfiledStep:
         requested: Technique -> spec that the user or a given plan requests; without one the policy decides.
         refused: Technique that this module does not support -> reason.
         beyond: Sets of techniques -> bytes by which counts with them installed exceeded the prediction.
+        counts: Sets of techniques -> least peak of a step that was counted with them.
+        least: Plan with the least counted peak; None if steps were not counted to find it.
         statistics_bytes: Bytes that batch norms allocate in addition if several ranks share statistics.
         notes: Notes on the count, one sentence each.
         sent_seconds: Time of a technique's collectives, without those that average gradients.
@@ -91,6 +93,8 @@ class ProfiledStep:
     requested: Mapping[str, Spec] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     beyond: Mapping[frozenset[str], tuple[int, ...]] = field(default_factory=dict)
+    counts: Mapping[frozenset[str], int] = field(default_factory=dict)
+    least: "Draft | None" = None
     statistics_bytes: int = 0
     notes: tuple[str, ...] = ()
     sent_seconds: float = 0.0

@@ -172,6 +172,8 @@ def advice(
         n = max(ranks, technique.fewest)
         whole, made = as_it_is(seen, n), draft(seen, (name,), ranks=n, budget=None)
         made = made.partition(": ")[2] or made if isinstance(made, str) else made
+        if n == ranks and (counted := seen.counts.get(frozenset({name}))) is not None and isinstance(made, Draft):
+            made = replace(made, peak_bytes=counted)
         judge(name, whole, made, partial(_why_not, seen, technique, whole))
     if ranks > 1 and stages is None and _stages_are_needless(seen, ranks=ranks, budget=budget, faster=compared):
         does_not[STAGED] = NEEDLESS.format(STAGED)

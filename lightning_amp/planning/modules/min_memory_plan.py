@@ -6,10 +6,11 @@ its blocks runs in chunks, because chunks would have to be recorded for every nu
 plan may have chunks and then require less memory.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.planning.modules.candidates import as_it_is, draft, merit, on_ranks, sets_of_techniques
 from lightning_amp.planning.plan.plan import Plan
@@ -19,6 +20,8 @@ from lightning_amp.techniques.table import STRATEGIES, is_of_block, stage_search
 
 LEAST = "the step requires at least "
 """Start of the message that says what is missing."""
+MOST_COUNTS = 6
+"""Most plans that are counted to find the one that requires the least memory."""
 MOST_RANKS = 1024
 """Largest number of ranks that is tried if a step does not fit."""
 
@@ -26,10 +29,13 @@ MOST_RANKS = 1024
 def missing(seen: ProfiledStep, best: Draft, *, budget: int) -> str:
     """Return the least bytes found, and what would fit, for a step that fits with no technique."""
     ranks = best.ranks * best.model
-    least = leanest(seen, ranks)
-    # the chosen plan was counted as it runs, and needs no more than the predicted one with the same techniques
-    if best.peak_bytes <= least.peak_bytes or best.strategies == least.strategies:
-        least = best
+    if seen.least is not None:
+        least = min((seen.least, *over_stages(seen, ranks)), key=_leaner)
+    else:
+        least = leanest(seen, ranks)
+        # the chosen plan was counted as it runs, and needs no more than the predicted one with the same techniques
+        least = best if best.strategies == least.strategies else least
+    least = best if best.peak_bytes <= least.peak_bytes else least
     said = f"{LEAST}{spelled(least)} on {on_ranks(ranks)}"
     fixed = seen.chain.all_fixed
     said += f" ({fixed})" if fixed else ""
@@ -60,6 +66,38 @@ def over_data(seen: ProfiledStep, ranks: int) -> Draft:
     """Return the leanest plan in which every rank has its own batch."""
     made = [draft(seen, names, ranks=ranks, budget=0) for names in sets_of_techniques()]
     return min((one for one in made if isinstance(one, Draft)), key=_leaner)
+
+
+def leanest_counted(
+    seen: ProfiledStep, ranks: int, known: Mapping[tuple[Rule, ...], int], count: Callable[[Draft], int]
+) -> tuple[Draft, ProfiledStep]:
+    """Return the plan over data with the least counted peak, and the step with the peaks of all counted sets.
+
+    Sets are counted by ascending prediction, until no other is predicted to need less than the least count, and at most
+    `MOST_COUNTS` of them, each with all of its techniques and with what saves most by the prediction.
+
+    Args:
+        seen: The step, without what counts found beyond predictions.
+        ranks: Ranks of the data axis.
+        known: Peaks that were counted already, by rules.
+        count: Counts a plan; raises an AmpError if its techniques refuse the module.
+    """
+    made = [(names, draft(seen, names, ranks=ranks, budget=n)) for names in sets_of_techniques() for n in (0, None)]
+    drafts = [(names, one) for names, one in made if isinstance(one, Draft)]
+    best, counts, left = as_it_is(seen, ranks), dict(seen.counts), MOST_COUNTS
+    for names, one in sorted(drafts, key=lambda pair: _leaner(pair[1])):
+        if one.peak_bytes >= best.peak_bytes or not left:
+            break
+        peak = known.get(one.targets)
+        if peak is None:
+            left -= 1
+            try:
+                peak = count(one)
+            except AmpError:
+                continue
+        counts[frozenset(names)] = min(peak, counts.get(frozenset(names), peak))
+        best = min(best, replace(one, peak_bytes=peak), key=_leaner)
+    return best, replace(seen, counts=counts, least=best)
 
 
 def over_stages(seen: ProfiledStep, ranks: int) -> list[Draft]:

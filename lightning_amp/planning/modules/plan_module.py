@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_amp.costs.model_shape import ModelShape, profile_of_module
-from lightning_amp.costs.profiled_step import Draft, ProfiledStep
+from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
@@ -24,14 +24,15 @@ from lightning_amp.planning.modules.finish_plan import (
     on_model_axis,
     rules_of,
 )
+from lightning_amp.planning.modules.min_memory_plan import leanest_counted
 from lightning_amp.planning.modules.plan_stages import predicted_again, stages_requested, with_stages
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Candidate, Plan
 from lightning_amp.planning.policies.build_rules import with_memory, with_requested
 from lightning_amp.planning.policies.make_plan import check_divides
 from lightning_amp.planning.policies.make_plan import plan as make_plan
-from lightning_amp.quantities import memory_of_ranks
+from lightning_amp.quantities import format_bytes, memory_of_ranks
 from lightning_amp.techniques.stage_search import OPEN, StageOptions
-from lightning_amp.techniques.table import PREDICTIONS, parse_strategies, stage_search
+from lightning_amp.techniques.table import PREDICTIONS, in_order, parse_strategies, stage_search
 
 SLIGHTLY = 1.01
 """A count up to this factor above the predicted peak confirms the prediction."""
@@ -155,7 +156,59 @@ def plan_module(
         # either, the room shrinks by what the count exceeds the limit
         seen = seen.exceeding(chosen, peak - limit if over and named is not None else max(peak - best.peak_bytes, 1))
     # for requested techniques the message says by how much they exceed the limit, not the prediction
-    return finished(base, seen if named is None else replace(seen, beyond={}), compared, rules)
+    seen = seen if named is None else replace(seen, beyond={})
+    if count is not None and budget is not None and not compared.best.stages and compared.best.peak_bytes > budget:
+        seen, compared, rules = _at_least(
+            seen, compared, rules, tried, budget=budget, count=count, chooses=named is None
+        )
+    return finished(base, seen, compared, rules)
+
+
+def _at_least(
+    seen: ProfiledStep,
+    compared: Compared,
+    rules: tuple[Rule, ...],
+    tried: Sequence[tuple[int, Compared, tuple[Rule, ...]]],
+    *,
+    budget: int,
+    count: Count,
+    chooses: bool,
+) -> tuple[ProfiledStep, Compared, tuple[Rule, ...]]:
+    """Count which plan requires the least memory, and take it if the policy `chooses`, as nothing fits."""
+    best, known = compared.best, dict[tuple[Rule, ...], int]()
+    for peak, one, _ in tried:
+        known[one.best.targets] = min(peak, known.get(one.best.targets, peak))
+        names = frozenset(one.best.strategies)
+        seen = replace(seen, counts={**seen.counts, names: min(peak, seen.counts.get(names, peak))})
+
+    def counted(one: Draft) -> int:
+        return _drafted(seen, rules_of(one, named=False), ranks=one.ranks, count=count).peak_bytes
+
+    least, found = leanest_counted(replace(seen, beyond={}), best.ranks, known, counted)
+    least = min(least, best, key=lambda one: one.peak_bytes)
+    seen = replace(seen, counts=found.counts, least=least)
+    if not chooses or least is best:
+        return seen, compared, rules
+    return (
+        seen,
+        replace(compared, best=least, candidates=_with_least(compared, least, budget)),
+        rules_of(least, named=False),
+    )
+
+
+def _with_least(compared: Compared, least: Draft, budget: int) -> tuple[Candidate, ...]:
+    """Return the table of candidates in which the counted plan of the least memory is the chosen one."""
+    first = compared.candidates[0]
+    always = {*first.strategies} - {*compared.best.strategies}
+    chosen = replace(
+        first,
+        strategies=in_order({*always, *least.strategies}),
+        peak_bytes=least.peak_bytes,
+        step_seconds=least.seconds,
+        cell_seconds=first.cell_seconds * least.seconds / max(first.step_seconds, LEAST_SECONDS),
+    )
+    others = (replace(first, verdict=f"exceeds {format_bytes(budget)}"), *compared.candidates[1:])
+    return chosen, *(row for row in others if row.strategies != chosen.strategies or row.model != chosen.model)
 
 
 def _without_refused(

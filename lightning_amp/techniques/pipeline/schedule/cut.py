@@ -4,8 +4,8 @@
     rho_1 = max over stages of max( sum of backward over the stage / speed, sending the gradient back )     Eq. 8
     rho_2 = max over stages of max( sum of forward over the stage / speed, sending the output on )
 
-With p micro-batches a step takes one pass of all stages and (p - 1) (rho_1 + rho_2) more (Eq. 6), which is why the sum
-is what a cut can change. What is sent is counted into the maximum and not added to the stage, because a device sends
+With p micro-batches a step takes one pass of all stages and (p - 1) (rho_1 + rho_2) more (Eq. 6). Of the pass a cut can
+change only what is sent; where links are equal, that is left out of the choice (docs/paper/csimd.md has how much). What is sent is counted into the maximum and not added to the stage, because a device sends
 while it computes the next micro-batch. A cut before layer e (Eq. 7, where F_i^M = H^M of the stage's last layer and
 B_i^M = J^M of the next stage's first) is crossed by
 
@@ -124,7 +124,7 @@ def cut_pipeline(
 
     If links differ, the time of a whole step (Eq. 8) is minimized instead, and every stage has a layer.
 
-    The result is an optimum, exactly: floats count as the rational numbers that they are, and only the times that some
+    The result is an optimum of this, exactly: floats count as the rational numbers that they are, and only the times that some
     stages really take are compared, so neither rounding nor a tolerance decides.
 
     Args:
