@@ -42,6 +42,7 @@ class DecoderShape:
         threads: Threads of the CPU that it runs on; 1 on other devices, which run one stratum at a time.
         launched: Whether it runs on an accelerator, which launches operators.
         full: Whether attention is to all anchors (else to neighbouring buckets).
+        queries: Queries per chunk that the user requests for S3; None for the usual number.
         known_from: Source of the attention range.
     """
 
@@ -59,6 +60,7 @@ class DecoderShape:
     threads: int = 1
     launched: bool = False
     full: bool = False
+    queries: int | None = None
     known_from: str = field(default="", compare=False)
 
     def __bool__(self) -> bool:

@@ -144,7 +144,7 @@ class RankSizes:
         """Queries that attention computes at a time: under S3 those of a chunk, else all p."""
         if not self.axes.attention.startswith("chunked"):
             return self.padded
-        return min(self.padded, chunk_buckets(self.decoder.window) * self.decoder.window)
+        return min(self.padded, chunk_buckets(self.decoder.window, self.decoder.queries) * self.decoder.window)
 
     @property
     def chunks(self) -> int:

@@ -1,4 +1,4 @@
-"""What a step requires at least is counted, and is the same number whatever is asked for, in the message and the table."""
+"""What a step requires at least is counted, and the same whatever is asked for, in the message and in the table."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,6 +1,7 @@
 """Chunks are chosen with the rates of the device that a plan is for, and the shown code is the code that runs."""
 
 import warnings
+from functools import cache
 
 import lightning.pytorch as pl
 import pytest
@@ -36,11 +37,11 @@ class Triangle(nn.Module):
 
 
 class Pairs(pl.LightningModule):
-    """Three such blocks."""
+    """Two such blocks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Triangle() for _ in range(3))
+        self.blocks = nn.ModuleList(Triangle() for _ in range(2))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Mean square of the last block's result."""
@@ -53,6 +54,7 @@ class Pairs(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@cache
 def planned(rates: str, share: float = 0.6) -> ModulePlan:
     torch.manual_seed(0)
     module, batch = Pairs(), torch.randn(2, SIDE, SIDE, DIM)

@@ -135,7 +135,8 @@ class PlanningContext:
         slots = RMSPROP_SLOTS if reference else ADAM_SLOTS
         shape = with_unsupported(module, describe(module, batch_size=batch_size or 1, optimizer_slots=slots))
         shape = replace(shape if reference else model_shape.with_counts(shape), profiled=seen is not None)
-        shape = replace(shape, decoder=replace(shape.decoder, threads=torch.get_num_threads()))
+        threads, queries = torch.get_num_threads(), self.request.chunk_queries
+        shape = replace(shape, decoder=replace(shape.decoder, threads=threads, queries=queries))
         notes += unpredicted(module, shape)
         if data_dir is None:
             return model_shape.profile_of_module(shape), on_device(shape, self.rates[0]), notes

@@ -57,6 +57,7 @@ class Request:
     schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None
     fsdp_ranks: int | None = None
     fsdp_offload: bool = False
+    chunk_queries: int | None = None
     chunk_policy: Literal["auto", "paper"] = "auto"
     device_speeds: Literal["measure"] | None = None
     sequence_dim: Mapping[str, int | Sequence[int]] | str = "auto"

@@ -102,6 +102,7 @@ class AMPStrategy(MeshStrategy):
         schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None,
         fsdp_ranks: int | None = None,
         fsdp_offload: bool = False,
+        chunk_queries: int | None = None,
         chunk_policy: Literal["auto", "paper"] = "auto",
         device_speeds: Literal["measure"] | None = None,
         sequence_dim: Mapping[str, int | Sequence[int]] | str = "auto",
@@ -140,6 +141,7 @@ class AMPStrategy(MeshStrategy):
             micro_batches, schedule: For a pipeline: the number of micro-batches (None: the fastest), and their order.
             fsdp_ranks: For `strategies="fsdp"`: ranks of a sharding group, such as those of a node; None uses all.
             fsdp_offload: For `strategies="fsdp"`: whether parameter shards are kept in host memory.
+            chunk_queries: For `strategies="S3"`: queries of a chunk of local attention; None for 128, as in the paper.
             chunk_policy: For `strategies="chunk"`: choose regions by time, "auto", or by AutoChunk's cost, "paper".
             device_speeds: "measure" assigns stages and strata to ranks by measured speed; None assumes equal speeds.
             tensor_grid: For `strategies="tensor3d"`: ranks (x, y, z); x and y split features, z rows of the batch.

@@ -15,8 +15,9 @@ If a CPU runs streamed strata concurrently, each of the others counts with its o
 their peaks need not coincide.
 
 Known limits: bytes of one rank, the widest under S5 and the first under S2, which may be two ranks if sizes do not
-divide; S3 with the usual number of buckets in a chunk; the allocator's overhead is not counted; under nodes, vertices
-that are no anchors, and edges, are assumed to be split evenly, and ghosts are left out. Legend: planning/sizes.py.
+divide; S3 of a plan file with the usual number of queries in a chunk; the allocator's overhead is not counted; under
+nodes, vertices that are no anchors, and edges, are assumed to be split evenly, and ghosts are left out. Legend:
+planning/sizes.py.
 """
 
 from collections.abc import Iterable

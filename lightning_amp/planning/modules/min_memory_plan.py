@@ -74,7 +74,8 @@ def leanest_counted(
     """Return the plan over data with the least counted peak, and the step with the peaks of all counted sets.
 
     Sets are counted by ascending prediction, until no other is predicted to need less than the least count, and at most
-    `MOST_COUNTS` of them, each with all of its techniques and with what saves most by the prediction.
+    `MOST_COUNTS` of them, each with all of its techniques and with what saves most by the prediction. What a count
+    takes beyond the prediction is added to the predictions of all sets with the same techniques.
 
     Args:
         seen: The step, without what counts found beyond predictions.
@@ -83,11 +84,20 @@ def leanest_counted(
         count: Counts a plan; raises an AmpError if its techniques refuse the module.
     """
     made = [(names, draft(seen, names, ranks=ranks, budget=n)) for names in sets_of_techniques() for n in (0, None)]
-    drafts = [(names, one) for names, one in made if isinstance(one, Draft)]
+    drafts = [(frozenset(names), one) for names, one in made if isinstance(one, Draft)]
     best, counts, left = as_it_is(seen, ranks), dict(seen.counts), MOST_COUNTS
-    for names, one in sorted(drafts, key=lambda pair: _leaner(pair[1])):
-        if one.peak_bytes >= best.peak_bytes or not left:
+    excess: dict[frozenset[str], int] = {}
+
+    def expected(pair: tuple[frozenset[str], Draft]) -> tuple[int, tuple[float, int, int]]:
+        more = max((n for names, n in excess.items() if names <= pair[0]), default=0)
+        return pair[1].peak_bytes + more, merit(pair[1])
+
+    while drafts and left:
+        found = min(drafts, key=expected)
+        if expected(found)[0] >= best.peak_bytes:
             break
+        drafts.remove(found)
+        names, one = found
         peak = known.get(one.targets)
         if peak is None:
             left -= 1
@@ -95,7 +105,8 @@ def leanest_counted(
                 peak = count(one)
             except AmpError:
                 continue
-        counts[frozenset(names)] = min(peak, counts.get(frozenset(names), peak))
+        excess[names] = max(peak - one.peak_bytes, excess.get(names, 0))
+        counts[names] = min(peak, counts.get(names, peak))
         best = min(best, replace(one, peak_bytes=peak), key=_leaner)
     return best, replace(seen, counts=counts, least=best)
 

@@ -3,10 +3,12 @@
 The sizes define how much of a stratum exists at a time; the memory model uses the same numbers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.diagnosis import ATTENTION_DECODER, HEAVY_DECOMPOSITION, HIGH_INPUT_DIMENSIONALITY
+from lightning_amp.techniques.option_checks import whole_number
 from lightning_amp.techniques.technique import Installer, Target, Technique, on_decoder
 
 HIC = "lightning_amp.techniques.hic"
@@ -19,9 +21,9 @@ CHUNK_QUERIES = 128
 """Queries per chunk of local attention; the paper uses 128 at 500 kb and 32 at 100 kb (Section 4)."""
 
 
-def chunk_buckets(window: int) -> int:
-    """Return the buckets of `window` queries in one chunk: about `CHUNK_QUERIES` queries, at least one bucket."""
-    return max(1, CHUNK_QUERIES // window)
+def chunk_buckets(window: int, queries: int | None = None) -> int:
+    """Return the buckets of `window` queries in one chunk: as many as fit into `queries`, at least one bucket."""
+    return max(1, (queries or CHUNK_QUERIES) // window)
 
 
 BLOCK_SCORES = 2**20
@@ -73,7 +75,7 @@ def strata_side_by_side(threads: int, *, anchors: int, dim: int) -> int:
 class ChunkedAttention:
     """S3: local attention, a few buckets at a time."""
 
-    buckets: int  # buckets of `window` queries in one chunk
+    buckets: int = 0  # buckets of `window` queries in one chunk; 0, in no rule: as requested, or the usual number
     # keep every chunk's probabilities for the backward pass, as in the paper, instead of recomputing them
     retain: bool = False
 
@@ -95,12 +97,26 @@ class SdpaAttention:
     """Local attention in torch's fused kernels: no scores, few operators, and 3 to 5 tensors [N, D] kept."""
 
 
+def _asked(spec: ChunkedAttention, request: Any) -> tuple[ChunkedAttention, bool]:
+    """Check `chunk_queries` of a request, which the shape of the decoder has; return the spec without buckets."""
+    whole_number("chunk_queries", getattr(request, "chunk_queries", None), least=1)
+    return spec, False
+
+
+def _settle(spec: ChunkedAttention, shape: ModelShape, ranks: int) -> ChunkedAttention:
+    buckets = chunk_buckets(shape.decoder.window, shape.decoder.queries)
+    return spec if spec.buckets else replace(spec, buckets=buckets)
+
+
 S3 = Technique(
     title="chunked attention",
     shrinks="[N, 3 w] to [C, 3 w]",
     specs=(ChunkedAttention,),
     installers={ChunkedAttention: Installer(f"{HIC}.attention.install:chunked")},
-    targets=on_decoder(lambda d: ChunkedAttention(buckets=chunk_buckets(d.window)), "key.attention"),
+    targets=on_decoder(lambda d: ChunkedAttention(buckets=chunk_buckets(d.window, d.queries)), "key.attention"),
+    settle=_settle,
+    option_names=("chunk_queries",),
+    options=_asked,
     signal=ATTENTION_DECODER,
     choice=("attention", "chunked"),
     conflicts={

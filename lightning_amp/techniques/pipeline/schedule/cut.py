@@ -5,9 +5,10 @@
     rho_2 = max over stages of max( sum of forward over the stage / speed, sending the output on )
 
 With p micro-batches a step takes one pass of all stages and (p - 1) (rho_1 + rho_2) more (Eq. 6). Of the pass a cut can
-change only what is sent; where links are equal, that is left out of the choice (docs/paper/csimd.md has how much). What is sent is counted into the maximum and not added to the stage, because a device sends
-while it computes the next micro-batch. A cut before layer e (Eq. 7, where F_i^M = H^M of the stage's last layer and
-B_i^M = J^M of the next stage's first) is crossed by
+change only what is sent; where links are equal, that is left out of the choice (docs/paper/csimd.md has how much). What
+is sent is counted into the maximum and not added to the stage, because a device sends while it computes the next
+micro-batch. A cut before layer e (Eq. 7, where F_i^M = H^M of the stage's last layer and B_i^M = J^M of the next
+stage's first) is crossed by
 
     forward    what layer e - 1 returns, sent to layer e           send_forward[e - 1]
     backward   the gradient that layer e returns, sent to e - 1    send_backward[e]
@@ -124,8 +125,8 @@ def cut_pipeline(
 
     If links differ, the time of a whole step (Eq. 8) is minimized instead, and every stage has a layer.
 
-    The result is an optimum of this, exactly: floats count as the rational numbers that they are, and only the times that some
-    stages really take are compared, so neither rounding nor a tolerance decides.
+    The result is an optimum of this, exactly: floats count as the rational numbers that they are, and only the times
+    that some stages really take are compared, so neither rounding nor a tolerance decides.
 
     Args:
         forward: Time of every layer's forward pass of one micro-batch on a device of speed 1, in any unit; K of them.
