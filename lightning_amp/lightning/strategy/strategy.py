@@ -140,7 +140,7 @@ class AMPStrategy(MeshStrategy):
             micro_batches, schedule: For a pipeline: the number of micro-batches (None: the fastest), and their order.
             fsdp_ranks: For `strategies="fsdp"`: ranks of a sharding group, such as those of a node; None uses all.
             fsdp_offload: For `strategies="fsdp"`: whether parameter shards are kept in host memory.
-            chunk_policy: For `strategies="chunk"`: choose regions by "auto", predicted time, or "paper", AutoChunk's cost.
+            chunk_policy: For `strategies="chunk"`: regions by predicted time ("auto") or by AutoChunk's cost ("paper").
             device_speeds: "measure" assigns stages and strata to ranks by measured speed; None assumes equal speeds.
             tensor_grid: For `strategies="tensor3d"`: ranks (x, y, z); x and y split features, z rows of the batch.
             tensor_overlap: For `strategies="tensor3d"`: collectives that overlap with compute.

@@ -141,8 +141,8 @@ def _notes(step: ProfiledStep) -> Iterator[str]:
     if forms is not None and forms.known and forms.thinned:
         more = f" and {len(forms.thinned) - 1} more" if len(forms.thinned) > 1 else ""
         yield (
-            f"the search for chunks was cut short at its share of work: {forms.thinned[0]!r}{more} has more regions than"
-            " are compared, and another choice of them may be better"
+            f"the search for chunks was cut short at its share of work: {forms.thinned[0]!r}{more} has more regions"
+            " than are compared, and another choice of them may be better"
         )
 
 
