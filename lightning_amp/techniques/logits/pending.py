@@ -1,9 +1,9 @@
 """Defer products of linear layers with more outputs than inputs, until the step reads them.
 
 `F.linear` returns a `Pending` tensor without values. It records views that keep the last dim, casts, products with a
-number and sums with a constant of each class. Cross-entropy of it runs in chunks of rows (loss.py). Any other function first computes the product, once, and
-then uses it, so values and gradients of the step do not change. Views and copies are computed at the same time: a later
-write to one of them changes the views, but not the copies.
+number and sums with a constant of each class. Cross-entropy of it runs in chunks of rows (loss.py). Any other function
+first computes the product, once, and then uses it, so values and gradients of the step do not change. Views and copies
+are computed at the same time: a later write to one of them changes the views, but not the copies.
 
 The full product is also computed in these cases, because it would be read too late:
 
