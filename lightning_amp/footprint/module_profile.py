@@ -101,6 +101,8 @@ class ModuleProfile:
         first_bytes: Most bytes alive at once in the first step.
         left_bytes: Bytes that the first step made and kept, without gradients and optimizer state, such as logged
             values; they are not counted in the second step.
+        reads: Numbers that the step reads from the batch (`BatchReads`), by which a batch may take other bytes than
+            this one; None if there are none; not stored.
         counted: Input of `lightning_amp.plan`; None if the profile does not support planning; not stored.
     """
 
@@ -120,12 +122,13 @@ class ModuleProfile:
     first_bytes: int = 0
     left_bytes: int = 0
     schema: int = SCHEMA
+    reads: Any = field(default=None, repr=False, compare=False)
     counted: Any = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        plain = asdict(replace(self, counted=None))
-        del plain["counted"]
+        plain = asdict(replace(self, counted=None, reads=None))
+        del plain["counted"], plain["reads"]
         return plain
 
     def plot(

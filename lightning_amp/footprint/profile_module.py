@@ -66,6 +66,7 @@ def profile_of(found: StepRecorder, lives: Sequence[Life], reason: str, rows: in
         batch_size=rows,
         first_bytes=found.first_bytes,
         left_bytes=found.left_bytes,
+        reads=found.batch_reads,
     )
 
 
@@ -112,7 +113,9 @@ def counted_step(
                 with as_guest(module, around.datamodule):
                     twin = copy_of(module, fake)
                     data = copy_of_data(around.datamodule, module, twin, fake)
-                    return run_two_steps(twin, given, fake, makers[0], replace(around, datamodule=data)), reason
+                    found = run_two_steps(twin, given, fake, makers[0], replace(around, datamodule=data))
+                    found.batch_reads = fake.reads if fake is not None and fake.reads.names else None
+                    return found, reason
             except ModelError:
                 raise
             except Exception as error:

@@ -58,6 +58,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         went_back: Modules that a backward pass started by `training_step` itself has passed through.
         written: Parameters that are changed before the optimizer's step, and "batch" if the batch is.
         first_bytes, left_bytes: As in ModuleProfile; bytes of the step before.
+        batch_reads: As `reads` in ModuleProfile.
 
     Args:
         module: Module whose submodules own the storages.
@@ -76,6 +77,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.went_back: set[str] = set()
         self.written: set[str] = set()
         self.first_bytes = self.left_bytes = 0
+        self.batch_reads: Any = None
         self._module = module
         self.trained: dict[str, nn.Parameter] = {}
         self._running: list[tuple[str, bool]] = []

@@ -31,6 +31,7 @@ from lightning_amp._torch import FakeTensor, FakeTensorMode, has_no_values
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.as_before import LONG, apart, contents, is_of_user
+from lightning_amp.footprint.copies.batch_values import AskedFakeTensor
 from lightning_amp.footprint.copies.known_values import give_values, numbers_may_be_taken
 from lightning_amp.holding import replacing
 
@@ -259,7 +260,12 @@ def without_values() -> Iterator[None]:
         requires_grad, _ = options.pop("requires_grad", False), options.pop("pin_memory", None)
         return torch.stack([*data]).detach().to(**{"device": "cpu", **options}).requires_grad_(requires_grad)
 
-    with replacing(Tensor, __deepcopy__=copy_of_tensor), replacing(torch, tensor=tensor), numbers_may_be_taken():
+    with (
+        replacing(Tensor, __deepcopy__=copy_of_tensor),
+        replacing(torch, tensor=tensor),
+        replacing(torch._subclasses, FakeTensor=AskedFakeTensor),
+        numbers_may_be_taken(),
+    ):
         yield
 
 
@@ -303,7 +309,15 @@ def resized(batch: Any, batch_size: int | None) -> Any:
 
 def fake_batch(batch: Any, fake: FakeTensorMode, batch_size: int | None) -> Any:
     """Convert a batch to fake tensors, of another length if one is given."""
-    found = map_tensors(batch, lambda _, tensor: fake_tensor(tensor, fake))
+
+    def made(path: str, tensor: Tensor) -> Tensor:
+        found = fake_tensor(tensor, fake)
+        # masks and indices may decide what a step computes
+        if not (tensor.is_floating_point() or has_no_values(tensor)):
+            give_values(found, tensor, path)
+        return found
+
+    found = map_tensors(batch, made)
     with fake:
         return found if batch_size is None else resized(found, batch_size)
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import FakeTensor, OpOverload, tree_map
+from lightning_amp._torch import FakeTensor, OpOverload, tree_leaves, tree_map
 from lightning_amp.footprint.live_bytes import places_written, tensors_of
 from lightning_amp.holding import replacing
 
@@ -36,13 +36,15 @@ class Recipe:
     func: Any = None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] | None = None
-    like: "_View | None" = None
+    like: "View | None" = None
     before: "Recipe | None" = None
     was_read: bool = False  # whether `given` was read
+    of_batch: str = ""  # name of `given` in the batch
+    closed: bool = False  # whether `given` must not be read
 
 
 @dataclass(eq=False)
-class _View:
+class View:
     """Layout of a tensor in its memory; `recipe` is None for the memory that an operator writes into."""
 
     recipe: Recipe | None
@@ -60,9 +62,10 @@ class DataDependent(RuntimeError):
     """A step branches on a value that is unknown, or that may change in another step."""
 
 
-def give_values(fake: Tensor, tensor: Tensor) -> None:
-    """Give a fake tensor the values of a tensor."""
-    fake.untyped_storage().recipe = Recipe(given=tensor.detach())  # type: ignore[attr-defined]
+def give_values(fake: Tensor, tensor: Tensor, of_batch: str = "") -> None:
+    """Give a fake tensor the values of a tensor; those of a batch are read only as `batch_values.py` allows."""
+    recipe = Recipe(given=tensor.detach(), of_batch=of_batch, closed=bool(of_batch))
+    fake.untyped_storage().recipe = recipe  # type: ignore[attr-defined]
 
 
 def recipe_of(tensor: Tensor) -> Recipe | None:
@@ -128,18 +131,39 @@ def _write(tensor: Tensor, after: Recipe | None) -> None:
     tensor.untyped_storage().recipe = after  # type: ignore[attr-defined]
 
 
-def computed(func: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Compute an operator that returns a number, from known values; None if they are unknown."""
+def read_of(func: OpOverload, args: Any, kwargs: Any) -> Recipe | None:
+    """Return the recipe of an operator that returns a number; None if the values that it reads are unknown."""
     if any(recipe_of(tensor) is None for tensor in tensors_of((*args, *kwargs.values()))):
         return None
+    return Recipe(func=func, args=tree_map(_seen, args), kwargs=tree_map(_seen, kwargs))
+
+
+def number_of(read: Recipe) -> Any:
+    """Compute the number of `read_of`; None if it is unknown."""
     with torch.no_grad():
-        found = _call(Recipe(func=func, args=tree_map(_seen, args), kwargs=tree_map(_seen, kwargs)), None, {})
+        found = _called(read, None, {})
     return None if isinstance(found, Tensor) else found
 
 
-def _view(tensor: Tensor) -> _View:
+def leaves_of(recipe: Recipe) -> list[Recipe]:
+    """Return the recipes of the tensors with values that a recipe is made of."""
+    waiting, seen, found = [recipe], set[int](), list[Recipe]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if one.func is None:
+            found.append(one)
+            continue
+        views = (value for value in tree_leaves((one.args, one.kwargs)) if isinstance(value, View))
+        waiting += [part for part in (*(view.recipe for view in views), one.before) if part is not None]
+    return found
+
+
+def _view(tensor: Tensor) -> View:
     shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
-    return _View(recipe_of(tensor), shape, tensor.stride(), offset, tensor.dtype)
+    return View(recipe_of(tensor), shape, tensor.stride(), offset, tensor.dtype)
 
 
 def _seen(value: Any) -> Any:
@@ -148,7 +172,7 @@ def _seen(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
-def _memory(recipe: Recipe, known: dict[int, torch.UntypedStorage | None]) -> torch.UntypedStorage | None:
+def memory_of(recipe: Recipe, known: dict[int, torch.UntypedStorage | None]) -> torch.UntypedStorage | None:
     """Return the memory of a recipe, with values; None if they are unknown."""
     if id(recipe) not in known:
         known[id(recipe)] = _made(recipe, known)
@@ -156,8 +180,11 @@ def _memory(recipe: Recipe, known: dict[int, torch.UntypedStorage | None]) -> to
 
 
 def _made(recipe: Recipe, known: dict[int, torch.UntypedStorage | None]) -> torch.UntypedStorage | None:
-    if recipe.given is not None:
-        recipe.was_read = True
+    if recipe.func is None:
+        if recipe.given is None or recipe.closed:
+            return None
+        # a batch is another one in the next step anyway
+        recipe.was_read = not recipe.of_batch
         # the storage, because views have offsets in it
         found: torch.UntypedStorage = recipe.given.untyped_storage().cpu()  # type: ignore[no-untyped-call]
         return found
@@ -165,12 +192,12 @@ def _made(recipe: Recipe, known: dict[int, torch.UntypedStorage | None]) -> torc
         return None
     into = None
     if recipe.before is not None:
-        earlier = _memory(recipe.before, known)
+        earlier = memory_of(recipe.before, known)
         if earlier is None:
             return None
         # other recipes still need the earlier memory
         into = earlier.clone()  # type: ignore[no-untyped-call]
-    result = _call(recipe, into, known)
+    result = _called(recipe, into, known)
     # an in-place operator has no `like`: its result is the memory that it received
     if result is None or recipe.like is None:
         return None if result is None else into
@@ -182,15 +209,15 @@ def _made(recipe: Recipe, known: dict[int, torch.UntypedStorage | None]) -> torc
     return made if where == expected else None
 
 
-def _call(recipe: Recipe, into: torch.UntypedStorage | None, known: dict[int, torch.UntypedStorage | None]) -> Any:
+def _called(recipe: Recipe, into: torch.UntypedStorage | None, known: dict[int, torch.UntypedStorage | None]) -> Any:
     """Run a recipe's operator on values; return None if one of them is unknown."""
     unknown = False
 
     def real(value: Any) -> Any:
         nonlocal unknown
-        if not isinstance(value, _View):
+        if not isinstance(value, View):
             return value
-        memory = into if value.recipe is None else _memory(value.recipe, known)
+        memory = into if value.recipe is None else memory_of(value.recipe, known)
         unknown |= memory is None
         return value if memory is None else value.on(memory)
 
@@ -244,7 +271,9 @@ def numbers_may_be_taken() -> Iterator[None]:
     usual = FakeTensor.item
 
     def item(tensor: FakeTensor) -> Any:
-        if tensor.numel() != 1 or tensor.is_complex() or recipe_of(tensor) is not None:
+        recipe = recipe_of(tensor)
+        may_be_read = recipe is not None and not any(leaf.closed for leaf in leaves_of(recipe))
+        if tensor.numel() != 1 or tensor.is_complex() or may_be_read:
             return usual(tensor)
         return UnreadFloat() if tensor.is_floating_point() else UnreadInt()
 

@@ -27,7 +27,8 @@ from lightning_amp._torch import (
     suggest_memory_format,
     tree_leaves,
 )
-from lightning_amp.footprint.copies.known_values import computed, note
+from lightning_amp.footprint.copies.batch_values import BatchReads
+from lightning_amp.footprint.copies.known_values import note, number_of, read_of
 from lightning_amp.footprint.target_device import launches_operators
 
 IN_MEMORY_FORMAT = {
@@ -74,7 +75,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, *, valid: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.valid = valid
+        self.valid, self.reads = valid, BatchReads()
         self._looked_up: dict[Any, bool] = {}
         self._by_offset: dict[Any, bool] = {}
         self._alike: dict[torch.device, dict[str, Any]] = {}
@@ -87,8 +88,10 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if not self.valid:
             return self._dispatch(func, types, args, kwargs)
         if not self._may_look_up(func) and torch.Tag.data_dependent_output in getattr(func, "tags", ()):
-            value = computed(func, args, kwargs)
-            if value is not None:
+            read = read_of(func, args, kwargs)
+            value = None if read is None else number_of(read)
+            if read is not None and value is not None:
+                self.reads.note(read)
                 return value
         result = self._dispatch(func, types, args, kwargs)
         if isinstance(func, OpOverload):

@@ -216,6 +216,12 @@ class StepOfModule:
     def _notes(self, step: CountedStep) -> Iterator[str]:
         if step.profile.reason:
             yield Explanation(f"the step was measured with real values before it was planned: {step.profile.reason}")
+        if step.profile.reads is not None:
+            yield Explanation(
+                f"the values of {', '.join(map(repr, step.profile.reads.names))} in the batch may decide what the step"
+                " computes: this is the peak for the first batch, and another one can take more, such as one with"
+                " padding; on a CPU a budget that was named is held there"
+            )
         if step.decides and step.chain.blocks:
             yield (
                 "the step draws random numbers in Python: if they decide which blocks run, as in stochastic depth, this"

@@ -6,6 +6,7 @@ limited to batches whose bytes may differ from those before:
 
     the first batches of a plan    the last of them has the optimiser's state, and accumulated gradients
     as many batches once other parameters are trained, such as unfrozen ones, or an optimiser has others
+    a batch of which the step reads other values than of those before, by which it may branch
     a batch of more bytes than before, unless its peak would fit even if it grew with the cube of the tensor sizes
 """
 
@@ -18,16 +19,21 @@ import lightning.pytorch as pl
 
 from lightning_amp.data.batch import dense_parts, tensors_in
 from lightning_amp.footprint.bounded_step import BoundedStep, StepOverBudget
+from lightning_amp.footprint.copies.batch_values import BatchReads
+from lightning_amp.footprint.copies.fake_copy import map_tensors
 
 
 class CountedBatches:
     """Count the batches of a plan whose bytes are not known yet, while they run.
 
-    `budget`: largest number of bytes alive; `why`: reason that is added to the error.
+    `budget`: largest number of bytes alive; `why`: reason that is added to the error; `reads`: what the counted step
+    has read from its batch.
     """
 
-    def __init__(self, module: pl.LightningModule, budget: int, *, why: str = "") -> None:
-        self._module, self._budget, self._why = module, budget, why
+    def __init__(
+        self, module: pl.LightningModule, budget: int, *, why: str = "", reads: BatchReads | None = None
+    ) -> None:
+        self._module, self._budget, self._why, self._reads = module, budget, why, reads
         self._parameters = list(module.parameters())
         self._step: BoundedStep | None = None
         self._known: set[Any] = set()
@@ -48,12 +54,17 @@ class CountedBatches:
         flags = (parameter.requires_grad for parameter in self._parameters)
         trained = tuple(flags), tuple(len(group["params"]) for group in groups)
         n_bytes = sum(sizes)
+        read = self._read(batch)
         if self._known and trained not in self._known:
             self._begin()
             self._why = "it trains other parameters than those before, or an optimiser has others"
+        elif self._known and read not in self._known:
+            assert self._reads is not None, "it has read something"
+            self._left = max(self._left, 1)
+            self._why = f"the step reads other values of {', '.join(self._reads.names)} than of batches before"
         elif n_bytes > self._most_bytes and not self._left and self._may_exceed(sizes):
             self._left, self._why = 1, "no batch before it had as many bytes"
-        self._known.add(trained)
+        self._known |= {trained, read}
         self._most_bytes = max(self._most_bytes, n_bytes)
         if not self._left:
             yield
@@ -73,6 +84,19 @@ class CountedBatches:
             self._sizes = list(map(max, sizes, self._sizes)) if same else sizes
             self._peak_bytes = max(self._peak_bytes, self._step.peak)
             self._step = None
+
+    def _read(self, args: Any) -> Any:
+        """Return what the step reads from a batch, given the arguments of Lightning's loop."""
+        if self._reads is None:
+            return ()
+        named = dict[str, Any]()
+
+        def note(name: str, tensor: Any) -> Any:
+            return named.setdefault(name, tensor)
+
+        # the keywords of `training_step`, of which the batch is the first
+        map_tensors(next(iter(args[-1].values())), note)
+        return self._reads.of(named)
 
     def _may_exceed(self, sizes: Sequence[int]) -> bool:
         if len(sizes) != len(self._sizes):
@@ -99,9 +123,11 @@ class CountedBatches:
         self._sizes = []
 
 
-def refuse_beyond(budget: int, trainer: pl.Trainer, *, why: str = "") -> Callable[[], None]:
+def refuse_beyond(
+    budget: int, trainer: pl.Trainer, *, why: str = "", reads: BatchReads | None = None
+) -> Callable[[], None]:
     """Raise in batches of a fit that exceed the budget; `why` is added to the error. Returns an undo."""
-    counted = CountedBatches(trainer.lightning_module, budget, why=why)
+    counted = CountedBatches(trainer.lightning_module, budget, why=why, reads=reads)
 
     def counting(loop: Any, plain: Callable[..., Any], *args: Any) -> Any:
         with counted.counting(args):

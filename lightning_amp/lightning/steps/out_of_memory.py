@@ -47,6 +47,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import batch_text
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.data.gradient_sync import GradientSync
+from lightning_amp.techniques.table import PREDICTIONS
 
 TOLD = "_amp_told"
 """Attribute of an error whose message has the place already: it may be caught, and raised again."""
@@ -148,10 +149,20 @@ def _next(plan: Plan) -> str:
             f" model_parallel_size={found.model}: {format_bytes(found.peak_bytes)}; or take a smaller batch"
         )
     helps = {} if plan.diagnosis is None else plan.diagnosis.helps
-    other = next((name for name in helps if name not in plan.strategies), "")
-    if other:
-        asked = ",".join([*plan.strategies, other])
-        return f"The next plan to try is strategies={asked!r}: {helps[other]}; or take a smaller batch"
+    # each was drafted alone: some cannot be combined with the techniques of the plan, or need more ranks
+    others = [
+        name
+        for name in helps
+        if name not in plan.strategies and (name not in PREDICTIONS or PREDICTIONS[name].fewest <= plan.gradient_ranks)
+    ]
+    if others and set(plan.strategies) <= {"S1"}:
+        asked = ",".join([*plan.strategies, others[0]])
+        return f"The next plan to try is strategies={asked!r}: {helps[others[0]]}; or take a smaller batch"
+    if others:
+        return (
+            f"The next plan to try is the policy's, which may choose {' or '.join(others)}: leave `strategies` out; or"
+            " take a smaller batch"
+        )
     return "No plan for these ranks needs less: take a smaller batch, or more devices"
 
 

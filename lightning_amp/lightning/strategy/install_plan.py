@@ -128,7 +128,8 @@ class InstalledPlan:
         if not self._request.rescue:
             held = self._holds(self._plan) and self._request.if_unfit == "refuse"
             why = self._plan.uncounted
-            return refuse_beyond(self._facts.budget, self._trainer, why=why) if held else lambda: None
+            reads = getattr(self._strategy.predicted_step, "reads", None)
+            return refuse_beyond(self._facts.budget, self._trainer, why=why, reads=reads) if held else lambda: None
         refusals.check_rescue(self._plan, self._trainer, n_ranks=self._strategy.world_size)
         rescue = Rescue(
             self._trainer.lightning_module,

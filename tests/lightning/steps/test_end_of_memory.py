@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_amp._torch import autograd_node
 from lightning_amp.footprint.bounded_step import StepOverBudget
 from lightning_amp.lightning.steps.counted_batches import CountedBatches
-from lightning_amp.lightning.steps.out_of_memory import tell_where
+from lightning_amp.lightning.steps.out_of_memory import advice_on_memory, tell_where
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.techniques.data.gradient_sync import GradientSync
 from tests.lightning.steps.test_rescue import Ends
@@ -175,3 +175,22 @@ def test_batches_of_any_layout_are_counted() -> None:
     for batch in (torch.eye(4).to_sparse(), ragged, None, "names"):
         with CountedBatches(module, 10_000).counting({"x": batch}):
             module(torch.ones(2, 4))
+
+
+def test_the_next_plan_has_no_techniques_that_cannot_be_combined() -> None:
+    helps = {"fsdp": "fsdp would", "recompute": "recompute would"}
+    plan: Any = SimpleNamespace(
+        uncounted="",
+        predicted_peak_bytes=100,
+        budget_bytes=100,
+        candidates=(),
+        gradient_ranks=1,
+        batch_size=1,
+        strata_bytes=(),
+    )
+    plan.diagnosis, plan.evaluates = SimpleNamespace(helps=helps), ""
+    plan.strategies = ("S1", "replay")
+    text = advice_on_memory(plan, torch.device("cpu"))
+    assert "which may choose recompute: leave `strategies` out" in text
+    plan.strategies = ("S1",)
+    assert "strategies='S1,recompute'" in advice_on_memory(plan, torch.device("cpu"))

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from lightning_amp.costs.profiled_step import ProfiledStep
+from lightning_amp.planning.modules.candidates import as_it_is
 from lightning_amp.planning.modules.min_memory_plan import (
     answers,
     fewest_ranks,
@@ -11,6 +12,7 @@ from lightning_amp.planning.modules.min_memory_plan import (
     over_data,
     over_stages,
 )
+from lightning_amp.quantities import format_bytes
 from tests.planning.modules.facts import with_stages, with_units
 from tests.planning.modules.test_plan_of_a_module import profiled, seen
 from tests.planning.modules.test_stages import ROWS, passes, step
@@ -45,6 +47,14 @@ def test_a_pipeline_may_be_the_leanest() -> None:
     assert "3 ranks with pipeline and recompute would fit" in missing(heavy, leanest(heavy, 2), budget=budget)
     assert fewest_ranks(with_stages(heavy, passes=None), budget) is None
     assert fewest_ranks(step(), 10**6) == over_data(step(), 1)
+
+
+def test_a_step_requires_no_more_than_it_takes_as_it_is() -> None:
+    # a count may show more than the step takes, as where its user has switched checkpoints on
+    heavy = at(ROWS)
+    plain = as_it_is(heavy, 1)
+    counted = replace(leanest(heavy, 1), peak_bytes=plain.peak_bytes + 5000)
+    assert f"requires at least {format_bytes(plain.peak_bytes)} on 1 rank" in missing(heavy, counted, budget=1)
 
 
 def test_the_answers_name_a_pipeline_where_nothing_else_fits() -> None:
