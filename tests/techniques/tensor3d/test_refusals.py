@@ -218,7 +218,6 @@ ODD_REFUSED = {
 }
 """Part of the message; where features are not split, some of them are exact."""
 REFUSED_ON_TWO_AXES = {
-    "a queue of features": "it writes sharded values into a tensor that every rank has whole",
     "a reentrant checkpoint": "call checkpoint with use_reentrant=False",
 }
 
