@@ -36,7 +36,7 @@ class Grows(Optimised, by=torch.optim.SGD, lr=0.1):
 
     def loss(self, batch: Tensor) -> Tensor:
         for block in self.blocks:
-            batch = batch + block(batch)
+            batch = block(batch)
         for layer in (*self.hidden, *([self.more] if self.current_epoch else [])):
             batch = layer(batch)
         return batch.square().mean()

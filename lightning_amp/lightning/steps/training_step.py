@@ -40,6 +40,7 @@ from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.consistency.same_parameters import refuse_new_parameters, refuse_own_statistics
 from lightning_amp.lightning.steps.cells import CellWeight
+from lightning_amp.lightning.steps.uneven_means import warning_of_uneven_means
 from lightning_amp.techniques.contract.sharded_parameter import local
 from lightning_amp.techniques.data.gradient_sync import GradientSync
 
@@ -176,7 +177,7 @@ class TrainingStep:
         over_model: bool = False,
     ) -> None:
         self._module, self._precision, self._shards = module, precision, shards
-        self._weight = CellWeight(mesh["data"], device)
+        self._weight, self._data_ranks = CellWeight(mesh["data"], device), mesh["data"].size()
         self._gradients = GradientSync(
             # parameters of other pipeline stages are placeholders on this rank
             (parameter for parameter in shards.reduced if not (shards.apart and parameter.is_meta)),
@@ -224,8 +225,10 @@ class TrainingStep:
         self._gradients.watch()
         if self._finite is not None:
             self._finite.start()
+        watched = warning_of_uneven_means if self._steps == 1 and self._data_ranks > 1 else nullcontext
         try:
-            output = step()
+            with watched():
+                output = step()
         except ValueError as error:
             if ONE_VALUE not in str(error):
                 raise

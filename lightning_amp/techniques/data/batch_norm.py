@@ -14,6 +14,7 @@ variance, and makes the running variance nan.
 from collections.abc import Callable, Container
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from lightning_amp.techniques.ranks.received import once
 
 SHARE = "share_batch_statistics"
 """Name of the option of AMPStrategy, for error messages."""
+SHOWN = 3
+"""Largest number of layers named in a message."""
 
 
 def share_batch_statistics(module: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
@@ -54,10 +57,11 @@ def share_batch_statistics(module: nn.Module, mesh: DeviceMesh) -> Callable[[], 
         if (type(layer).forward, type(layer).__call__) != (AnyBatchNorm.forward, nn.Module.__call__)
     }
     if own:
+        shown = ", ".join(f"{name!r} ({kind})" for name, kind in islice(own.items(), SHOWN))
+        more = f" and {len(own) - SHOWN} more" if len(own) > SHOWN else ""
         raise InstallError(
-            f"batch statistics cannot be shared over ranks: {own!r} are BatchNorm layers with an overridden"
-            " forward or __call__, which would be lost. Keep statistics per rank with"
-            " share_batch_statistics=False"
+            f"batch statistics cannot be shared over ranks: {shown}{more}: BatchNorm layers with an overridden forward"
+            " or __call__, which would be lost. Keep statistics per rank with share_batch_statistics=False"
         )
     if mesh.size() > 1:
         for outer, block in module.named_modules():

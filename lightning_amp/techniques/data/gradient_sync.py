@@ -23,7 +23,7 @@ buckets go first, so that small gradients are copied meanwhile. A model has hund
 
 Legend: P parameters, D and M ranks of the data and the model axis.
 Known limits: a user's tensor hook on a partial parameter receives the rank's partial gradient; parameters added to the
-module later are ignored; all gradients must lie on one device.
+module later are not averaged, and a fit refuses to train them; all gradients must lie on one device.
 """
 
 import functools

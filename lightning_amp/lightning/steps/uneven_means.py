@@ -1,0 +1,70 @@
+"""Warn if a loss is a mean over labels whose number differs between ranks: cross-entropy with labels that are left out.
+
+Ranks average gradients by their numbers of samples, which is exact for means over samples. `cross_entropy` and
+`nll_loss` divide by the labels that count, or by their class weights.
+
+Known limits: only the first step is watched, and only calls through `torch.nn.functional`. Other losses that are no
+mean over samples, such as sums and in-batch contrastive losses, are not detected.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_amp.holding import replacing
+from lightning_amp.lightning._compat import rank_zero_warn
+
+WATCHED = ("cross_entropy", "nll_loss")
+
+
+@contextmanager
+def warning_of_uneven_means() -> Iterator[None]:
+    """Warn in this context, once, of a mean over labels whose number may differ between ranks."""
+    told = list[str]()
+    with ExitStack() as watched:
+        for name in WATCHED:
+            watched.enter_context(replacing(F, **{name: _watched(name, getattr(F, name), told)}))
+        yield
+
+
+def _watched(name: str, function: Callable[..., Tensor], told: list[str]) -> Callable[..., Tensor]:
+    bind = partial(signature(function).bind)
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Tensor:
+        loss = function(*args, **kwargs)
+        if loss.requires_grad and not told and not torch.compiler.is_compiling():
+            given = bind(*args, **kwargs)
+            given.apply_defaults()
+            if why := _why_uneven(**given.arguments):
+                told.append(name)
+                rank_zero_warn(
+                    f"{name} divides by {why}: their number differs between the ranks of the data axis, whose gradients"
+                    " are averaged by samples. They are not those of the union of the batches then, as under ddp."
+                    " Exact is the sum over the labels (reduction='sum') divided by"
+                    " self.trainer.strategy.reduce(count, reduce_op='mean') of the labels that count, if all ranks have"
+                    " equally many samples"
+                )
+        return loss
+
+    return called
+
+
+def _why_uneven(
+    input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, **_: Any
+) -> str:
+    """Return what a mean divides by; "" if it divides by a number that depends on the shapes only."""
+    if reduction != "mean" or target.is_floating_point():
+        return ""
+    if weight is not None:
+        return "the class weights of its labels"
+    left_out = int((target == ignore_index).sum())
+    return f"the labels that count, all but {left_out} of {target.numel()} (ignore_index={ignore_index})" * bool(
+        left_out
+    )
