@@ -56,6 +56,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         lengths: Lengths of the first dimensions of the tensors in the last batch.
         returned: Storages of the last result of `training_step`.
         went_back: Modules that a backward pass started by `training_step` itself has passed through.
+        differentiated: Those of them whose backward pass is recorded for a second derivative (`create_graph=True`).
         written: Parameters that are changed before the optimizer's step, and "batch" if the batch is.
         first_bytes, left_bytes: As in ModuleProfile; bytes of the step before.
         batch_reads: As `reads` in ModuleProfile.
@@ -75,6 +76,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.lengths: frozenset[int] = frozenset()
         self.returned: list[Life] = []
         self.went_back: set[str] = set()
+        self.differentiated: set[str] = set()
         self.written: set[str] = set()
         self.first_bytes = self.left_bytes = 0
         self.batch_reads: Any = None
@@ -179,6 +181,8 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         fqn, order = self._place(node)
         if self.in_step and node is not None:
             self.went_back.add(fqn)
+            if torch.is_grad_enabled():
+                self.differentiated.add(fqn)
         self.work.append((phase, fqn))
         name = f"backward of {node.name()}" if node is not None and not self._inside(node) else func._opname
         self._now = Life(name, fqn, birth=len(self.work) - 1, order=order)

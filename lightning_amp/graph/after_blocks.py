@@ -10,6 +10,7 @@ the graph.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning_amp._torch import FakeTensor, OpOverload, own_class, tree_leaves,
 from lightning_amp.footprint.chain.block_call import Like
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.footprint.forward_overrides import overrides_of, set_overrides
+from lightning_amp.graph.calls import FOLLOWING
 
 
 class AfterBlocks(nn.Module):
@@ -58,7 +60,7 @@ def _known_results(before: Sequence[tuple[str, Any]], result: Any) -> Callable[.
     fake = next((leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)), None)
     # code before the last block runs a second time: the random state is reset afterwards, as if it drew nothing
     cuda = {leaf.device for leaf in leaves if leaf.is_cuda}
-    drawn = [] if fake else [torch.get_rng_state(), *map(torch.cuda.get_rng_state, cuda)]
+    drawn = [] if fake or FOLLOWING.get() else [torch.get_rng_state(), *map(torch.cuda.get_rng_state, cuda)]
 
     def stand_in(fqn: str, *args: Any, **kwargs: Any) -> Any:
         known = next(calls, ("", None))
@@ -71,11 +73,11 @@ def _known_results(before: Sequence[tuple[str, Any]], result: Any) -> Callable[.
         name, like = known
         if name != fqn:
             raise RuntimeError(f"block {fqn!r} is called where {name or 'no other one'!r} was called before")
-        if fake is None:
+        if fake is None and not FOLLOWING.get():
             # its values are not used, or the capture would have failed; its shape must suit a call with fewer positions
             given = [leaf.detach() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             return tree_map(lambda leaf: given[0] if isinstance(leaf, Like) and given else leaf, like)
-        with unseen(), fake:
+        with unseen(), fake or nullcontext():
             # made without recording, so that a result computed from it counts as a constant, which a capture refuses
             return tree_map(lambda leaf: leaf.make() if isinstance(leaf, Like) else leaf, like)
 

@@ -14,19 +14,21 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_amp.graph.flow_rules  # noqa: F401  (it registers rules)
 from lightning_amp._torch import tree_leaves, tree_map
+from lightning_amp.footprint.chain.block_call import autocast_again, autocast_now
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.graph.capture import Capture, fresh
+from lightning_amp.graph.capture import Capture, alias, fresh
 from lightning_amp.graph.flow import OperatorCall, Ref, dims_of, sums_of
 from lightning_amp.graph.flow import register_flow as register_flow  # public: the built-in rules are registered here
 from lightning_amp.graph.table import INPUT, OPERATOR, PARAMETER, OperatorRow, Table
 
 
 def build_table(capture: Capture) -> Table:
-    """Return the table of a captured block."""
+    """Return the table of a captured block; call it with the gradient mode and autocast of the capture."""
     assert capture.graph is not None, f"the block was not captured: {capture.reason}"
     builder = _Builder(capture)
-    with QuickFakes():
+    # operators are measured one by one: each casts for itself
+    with QuickFakes(), autocast_again(autocast_now(), cache_enabled=False):
         for node in capture.graph.graph.nodes:
             builder.add(node)
     return builder.table()
@@ -174,14 +176,13 @@ def _key(node: Node, leaves: list[Tensor]) -> Any:
         for t in leaves
     )
     others = torch.fx.map_arg((node.args, node.kwargs), lambda _: "a tensor")
-    return node.target, torch.is_grad_enabled(), tensors, repr(others)
+    return node.target, torch.is_grad_enabled(), autocast_now(), tensors, repr(others)
 
 
 def _called(node: Node, args: Any, kwargs: Any) -> Any:
     """Return the operator's result; in-place operators with gradients run on aliases."""
     schema = getattr(node.target, "_schema", None)
     if schema is not None and schema.is_mutable and torch.is_grad_enabled():
-        alias: Any = _NoLeaf.apply
         args, kwargs = tree_map(lambda v: alias(v) if isinstance(v, Tensor) and v.requires_grad else v, (args, kwargs))
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
@@ -233,18 +234,6 @@ def _backward(result: Any, values: list[Any], leaves: list[Tensor], hidden: list
         new = grad is not None and id(grad.untyped_storage()) not in given
         sizes.append(grad.untyped_storage().nbytes() if grad is not None and new else 0)
     return {"grad_bytes": tuple(sizes), "backward_bytes": live.peak - held - sum(sizes)}
-
-
-class _NoLeaf(torch.autograd.Function):
-    """Alias of a leaf that may be changed in place, which autograd allows for neither a leaf nor its views."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
 
 
 def _updated(call: OperatorCall) -> tuple[int, ...]:

@@ -5,24 +5,27 @@ autograd, so the graph is differentiated like the block's own forward. Parameter
 graph: one graph serves all blocks with the same class and signature, and updates the buffers of each.
 
 A graph fixes the decisions of Python code. It is used only if everything is as in the capture: shapes, dtypes, other
-arguments, training mode, gradient mode, autocast, and attributes of the block. Otherwise the block is captured again.
-If a block cannot be captured, `Capture.reason` says why.
+arguments, training mode, gradient mode, autocast, and attributes of the block (guards.py); and only if the block's
+Python calls the same functions of torch with the same arguments, whatever it reads (calls.py). Otherwise the block is
+captured again. If a block cannot be captured, `Capture.reason` says why.
 
-Known limits: not detected are branches on a global variable or on the clock, global module hooks, a seed under
-`torch.random.fork_rng`, and whether an argument is a leaf or of a subclass of Tensor.
+Known limits: not detected are global module hooks, a seed under `torch.random.fork_rng`, and whether an argument is of
+a subclass of Tensor.
 """
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx import GraphModule, Node
-from torch.overrides import TorchFunctionMode
 
 from lightning_amp._torch import (
     FakeTensor,
@@ -34,14 +37,18 @@ from lightning_amp._torch import (
     tree_flatten,
     tree_leaves,
     tree_unflatten,
+    unseen,
 )
-from lightning_amp.footprint.copies.as_before import as_before
+from lightning_amp.footprint.copies.as_before import as_before, forgetting
 from lightning_amp.footprint.copies.fake_copy import copy_of
 from lightning_amp.footprint.forward_overrides import hooked
 from lightning_amp.footprint.recompute_state import random_state, same_random, set_random
 from lightning_amp.graph.after_blocks import AfterBlocks, leave_out_before
+from lightning_amp.graph.calls import Calls, CannotFollow, Recorder, follow
 from lightning_amp.graph.guards import OPAQUE, PLAIN, described, first_change, settings_of, signature, state_of
+from lightning_amp.graph.out_of_place import without_writes
 from lightning_amp.graph.rewrites import REWRITES
+from lightning_amp.holding import replacing
 
 
 class CannotCapture(Exception):
@@ -60,6 +67,8 @@ class Capture:
         graph: Operators; None if there is a reason.
         output: Tree structure of the block's result, for the graph's flat results.
         needs_grad: Whether each of the graph's arguments has a gradient.
+        calls: Functions that the forward called, by which later calls are compared (graph/calls.py).
+        remembers: Whether the forward keeps tensors outside of the block.
         changed: Parameters, buffers ("norm.running_mean") and inputs ("input 0") that the block changes in place.
     """
 
@@ -71,6 +80,8 @@ class Capture:
     output: Any = None
     changed: tuple[str, ...] = ()
     needs_grad: tuple[bool, ...] = ()
+    calls: Calls = ()
+    remembers: bool = False
 
     @property
     def nodes(self) -> list[Node]:
@@ -111,8 +122,15 @@ def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *,
             if hooks := hooked([child]):
                 raise CannotCapture(f"{place} has hooks ({hooks[0]}), which are Python")
         # warnings of libraries are ignored, also where the user turns warnings into errors
-        with failures_unlogged(), warnings.catch_warnings(action="ignore"), as_before(block):
-            return Capture(**common, **_trace(block, args, kwargs))
+        with failures_unlogged(), warnings.catch_warnings(action="ignore"):
+            with as_before(block):
+                found, again = _trace(block, args, kwargs)
+            with forgetting(block) as outside:
+                remembers = again()
+            if outside.differs and not remembers:
+                # its later captures would see, and make, one more change
+                raise CannotCapture("its forward changes a variable of a file, a class, or what one of them holds")
+            return Capture(**common, **found, remembers=remembers)
     except CannotCapture as reason:
         return Capture(**common, reason=str(reason))
     except Exception as error:
@@ -121,7 +139,10 @@ def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *,
         return Capture(**common, reason=f"its forward cannot run on fake tensors: {type(error).__name__}: {first}")
 
 
-def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _trace(
+    block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[dict[str, Any], Callable[[], bool]]:
+    """Return values of a Capture, and the function that runs the forward a second time."""
     state = state_of(block)
     values, spec = tree_flatten((tuple(args), dict(kwargs)))
     at = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
@@ -136,10 +157,11 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         call_args, call_kwargs = tree_unflatten(given, spec)
         # a tensor and its views share one counter of writes
         versions = [tensor._version for tensor in tensors]
-        with _NoPython() as python:
+        with _NoPython(tensors) as python, _watched(python):
             results, found["output"] = tree_flatten(functional_call(twin, own, call_args, call_kwargs))
         if python.reason:
             raise CannotCapture(python.reason)
+        found["calls"], found["unlike"] = python.ends(results), python.unlike
         # `self.mean = ...` replaces a buffer by a new tensor, and no operator of the graph would update the block
         replaced = [name for name, tensor in zip(own, tensors, strict=False) if own[name] is not tensor]
         if replaced := [*replaced, *(state.keys() ^ state_of(twin).keys())]:
@@ -160,7 +182,12 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         given_tensors = [*state.values(), *(values[i] for i in at)]
         if any(t.layout is not torch.strided for t in given_tensors):
             raise CannotCapture("it has, or is called with, a tensor that is not dense")
-        tensors = [made.setdefault(id(t), fresh(t).requires_grad_(t.requires_grad)) for t in given_tensors]
+        own_ids = set(map(id, state.values()))
+        for given in given_tensors:
+            leaf = fresh(given).requires_grad_(given.requires_grad)
+            # a block is called with results of other code, which it may write to, as it may not with leaves
+            made.setdefault(id(given), alias(leaf) if leaf.requires_grad and id(given) not in own_ids else leaf)
+        tensors = [made[id(t)] for t in given_tensors]
     # the forward runs with copies, so that other objects than tensors do not change
     twin, objects = copy_of(block, fake), _copied(values)
     held = {i: described(value, states=True) for i, value in objects.items()}
@@ -177,6 +204,14 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         for i, value in objects.items():
             if described(value, states=True) != held[i]:
                 raise CannotCapture(f"its forward changes what an argument of type {type(value).__name__!r} holds")
+        constants = [node for node in graph.graph.nodes if node.op == "get_attr"]
+        # `torch.tensor(...)` in a forward gives a new constant in every call, by an operator of this name
+        if not all("lift_fresh" in str(user.target) for node in constants for user in node.users):
+            raise CannotCapture("its forward uses a tensor that is neither an argument nor a parameter nor a buffer")
+        if found["custom"]:
+            raise CannotCapture(f"its forward has the autograd Function {found['custom']!r}, whose backward is its own")
+        if found["unlike"]:
+            raise CannotCapture(f"{found['unlike']}, by which no later call can be compared with this one")
     finally:
         set_random(drawn)
         torch.set_rng_state(seed)
@@ -184,6 +219,7 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         # unused result of a rewrite that was not applied
         if node.target in REWRITES and not node.users:
             graph.graph.erase_node(node)
+    without_writes(graph.graph)
     if isinstance(block, AfterBlocks):
         n_results = sum(isinstance(value, Tensor) for value in tree_leaves(args[2]))
         reason = leave_out_before(graph.graph, n_results)
@@ -192,18 +228,70 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         if reason:
             raise CannotCapture(reason)
     graph.recompile()
-    if found["custom"]:
-        raise CannotCapture(f"its forward has the autograd Function {found['custom']!r}, whose backward is its own")
-    constants = [node for node in graph.graph.nodes if node.op == "get_attr"]
-    # `torch.tensor(...)` in a forward gives a new constant in every call, by an operator of this name
-    if not all("lift_fresh" in str(user.target) for node in constants for user in node.users):
-        raise CannotCapture("its forward uses a tensor that is neither an argument nor a parameter nor a buffer")
+    given = [objects.get(i, value) for i, value in enumerate(values)]
     return {
         "graph": graph,
         "output": found["output"],
         "changed": found["changed"],
         "needs_grad": tuple(tensor.requires_grad for tensor in tensors),
-    }
+        "calls": found["calls"],
+    }, partial(_runs_again, twin, state, given, spec, found["calls"])
+
+
+def _runs_again(twin: nn.Module, state: Mapping[str, Tensor], values: Sequence[Any], spec: Any, calls: Calls) -> bool:
+    """Raise CannotCapture if a second run calls other functions, such as by the clock; return whether it keeps tensors.
+
+    Its tensors are not fake, so that a forward that does something else with fake ones is detected too.
+    """
+    empty = {id(tensor): _empty(tensor) for tensor in (*state.values(), *values) if isinstance(tensor, Tensor)}
+    own = {name: empty[id(tensor)] for name, tensor in state.items()}
+    args, kwargs = tree_unflatten([empty.get(id(value), value) for value in values], spec)
+    given = [*own.values(), *(empty[id(value)] for value in values if isinstance(value, Tensor))]
+    drawn = random_state()
+    try:
+        return follow(lambda: functional_call(twin, own, args, kwargs), given, [calls], real=False)[1]
+    except CannotFollow as error:
+        raise CannotCapture(f"its forward {error}: it reads a value that changes from call to call") from None
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise CannotCapture(f"its forward cannot run without computing: {type(error).__name__}: {first}") from error
+    finally:
+        set_random(drawn)
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    with unseen():
+        found = torch.empty(0)
+        return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+
+
+@contextmanager
+def _watched(python: "_NoPython") -> Iterator[None]:
+    """Refuse what belongs to each step: the number of the step or epoch, and logging; record reads of devices."""
+
+    def refuse(why: str) -> Callable[..., Any]:
+        def refusing(*_: Any, **__: Any) -> None:
+            python.reason = f"its forward {why}"
+            raise CannotCapture(python.reason)
+
+        return refusing
+
+    changing = "reads {!r} of the Trainer, which changes from step to step"
+    counters = {name: property(refuse(changing.format(name))) for name in ("global_step", "current_epoch")}
+    logs = {name: refuse(f"calls {name!r} of a LightningModule") for name in ("log", "log_dict")}
+    of_fake: Any = vars(FakeTensor)["device"]
+
+    def device(tensor: FakeTensor) -> torch.device:
+        found: torch.device = of_fake.fget(tensor)
+        python.notes_device(tensor, found)
+        return found
+
+    with (
+        replacing(LightningModule, **counters, **logs),
+        replacing(Trainer, **counters),
+        replacing(FakeTensor, device=property(device, of_fake.fset)),
+    ):
+        yield
 
 
 REQUIRES: Any = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
@@ -221,8 +309,8 @@ NUMBERS = (
 )
 
 
-class _NoPython(TorchFunctionMode):
-    """Raise CannotCapture for tensor hooks, changes of requires_grad, and numbers read from tensors with values."""
+class _NoPython(Recorder):
+    """Record functions; refuse tensor hooks, changes of requires_grad, and numbers read from tensors with values."""
 
     reason = ""
     """Kept, because the forward may catch the exception raised here."""
@@ -240,7 +328,7 @@ class _NoPython(TorchFunctionMode):
             self.reason = "its forward reads a number of a tensor that is no argument, parameter or buffer"
         if self.reason:
             raise CannotCapture(self.reason)
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _as_number(args: Any, kwargs: Any) -> bool:
@@ -272,13 +360,33 @@ def _custom_functions(results: Sequence[Any]) -> str:
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        if isinstance(node, PythonNode):
+        if isinstance(node, PythonNode) and not isinstance(node, Alias._backward_cls):
             return node.name().removesuffix("Backward")
         # searched in autograd's graph: in the list of operators, only the operators that a Function runs appear
         new = {parent for parent, _ in node.next_functions if parent is not None} - seen
         seen |= new
         waiting += new
     return ""
+
+
+def alias(leaf: Tensor) -> Tensor:
+    """Return an alias of a leaf that may be changed in place."""
+    found: Tensor = Alias.apply(leaf)  # type: ignore[no-untyped-call]
+    return found
+
+
+class Alias(torch.autograd.Function):
+    """Alias of a leaf that may be changed in place, which autograd allows for neither a leaf nor its views."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        """Return an alias."""
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return the gradient."""
+        return grad
 
 
 def fresh(tensor: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ are the same tensor; other arguments; training mode, attributes, classes and hoo
 contents of all these objects, such as a configuration, a module that is not a submodule, or the closure of a function;
 gradient mode, default dtype and autocast.
 
-Known limits: attributes of classes, objects nested deeper than `DEPTH`, and contents of other C objects are not in the
-key.
+Not in the key are attributes of classes, objects nested deeper than `DEPTH`, contents of other C objects, global
+variables and the clock: what a block computes with those is compared by the functions that it calls (calls.py).
 """
 
 from collections import deque

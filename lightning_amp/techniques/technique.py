@@ -7,13 +7,17 @@ and imported when they are called.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.model_shape import DecoderShape, ModelShape
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.costs.rule import Spec
+from lightning_amp.errors import AmpError
 
+T = TypeVar("T")
+UNEXPECTED = "an unexpected error occurred"
+"""How the reason begins if a search has failed, of which every plan has a note."""
 Target = tuple[str, Spec]
 """Name or pattern of modules to change, and what to install there."""
 Add = Callable[[ProfiledStep, Draft, int | None], Draft | str]
@@ -148,6 +152,20 @@ class Technique:
     apart: Mapping[str, str] = field(default_factory=dict)
     without_step: str = ""
     shape_after: Callable[[ModelShape, int], ModelShape] | None = None
+
+
+def result_or_reason(search: Callable[..., T], *args: Any, **named: Any) -> T | str:
+    """Return the result of a technique's search; an unexpected error is returned as the reason why it has none.
+
+    No search may end a plan, which other techniques may make. An AmpError is raised: it is a refusal.
+    """
+    try:
+        return search(*args, **named)
+    except AmpError:
+        raise
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        return f"{UNEXPECTED} while it was searched, {type(error).__name__}: {first}; please report it"
 
 
 def function_at(path: str) -> Callable[..., Any]:

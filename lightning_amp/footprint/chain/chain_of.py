@@ -44,6 +44,7 @@ class CountedStep:
         no_second_pass: Why none of its blocks can run a second time; "" if blocks can.
         decides: Whether it draws random numbers that may decide which blocks run.
         went_back: Modules that a backward pass started by `training_step` itself has passed through.
+        differentiated: Those of them whose backward pass is recorded for a second derivative.
         swapped: Blocks that it called with replaced parameters.
         read_outside: Blocks whose parameters it read outside of their calls.
         written: Parameters that it changed before the optimizer's step, and "batch" if it changed the batch.
@@ -57,6 +58,7 @@ class CountedStep:
     no_second_pass: str
     decides: bool
     went_back: frozenset[str]
+    differentiated: frozenset[str]
     swapped: frozenset[str]
     read_outside: frozenset[str]
     written: frozenset[str]
@@ -104,6 +106,7 @@ def count_step(
         no_second_pass="" if step.watches_saved else TRANSFORMED,
         decides=step.decides,
         went_back=frozenset(step.went_back),
+        differentiated=frozenset(step.differentiated),
         swapped=frozenset(step.swapped),
         read_outside=step.read_outside,
         written=frozenset(step.written),

@@ -36,7 +36,7 @@ def is_of_user(owner: Any) -> bool:
 
 
 @contextmanager
-def as_before(*owners: Any) -> Iterator[None]:
+def as_before(*owners: Any) -> Iterator["Before"]:
     """Restore on exit the state of the classes, functions and files of modules, other objects or functions."""
     parts = _parts_of(owners)
     before = Before()
@@ -50,10 +50,9 @@ def as_before(*owners: Any) -> Iterator[None]:
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        yield
+        yield before
     finally:
-        for undo in before.undo:
-            undo()
+        before.differs = True in [undo() is True for undo in before.undo]
         for parameter, gradient in gradients:
             parameter.grad = gradient
 
@@ -61,6 +60,15 @@ def as_before(*owners: Any) -> Iterator[None]:
 def _parts_of(owners: Iterable[Any]) -> list[Any]:
     parts = [part for one in owners for part in (one.modules() if isinstance(one, nn.Module) else (one,))]
     return parts + [part.__func__ for part in parts if isinstance(part, MethodType)]
+
+
+@contextmanager
+def forgetting(*owners: Any) -> Iterator["Before"]:
+    """Like `as_before`, and begin with empty caches of functions."""
+    with as_before(*owners) as before:
+        for cached in before.caches:
+            cached.cache_clear()
+        yield before
 
 
 def contents(cell: CellType) -> list[Any]:
@@ -72,12 +80,20 @@ def contents(cell: CellType) -> list[Any]:
 
 
 class Before:
-    """Snapshot of objects, with functions that restore it."""
+    """Snapshot of objects, with functions that restore it.
+
+    Attributes:
+        undo: Functions that restore one object each; they return True if its attributes or entries had changed.
+        caches: Functions that cache results.
+        differs: Whether an object had changed, known at the end of `as_before`.
+    """
 
     def __init__(self) -> None:
         self._files: set[str] = set()
         self._seen: set[int] = set()
         self.undo: list[Callable[[], Any]] = []
+        self.caches: list[Any] = []
+        self.differs = False
 
     def keep_code(self, owners: Iterable[Any]) -> None:
         """Add the classes of modules and other objects, functions, and the files that define them."""
@@ -111,6 +127,7 @@ class Before:
                 self.undo.append(partial(refill, value, copy.copy(value)))
                 self._keep_entries(value, depth)
         elif issubclass(kind, CACHED):
+            self.caches.append(value)
             self.undo.append(partial(_clear_if_filled, value, value.cache_info()))
         elif issubclass(kind, np.random.Generator):
             self.undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
@@ -154,8 +171,9 @@ def _names(owner: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(owner).items() if not name.startswith("__")}
 
 
-def _set_names(owner: Any, state: dict[str, Any]) -> None:
+def _set_names(owner: Any, state: dict[str, Any]) -> bool:
     now, is_class = _names(owner), isinstance(owner, type)
+    changed = now.keys() != state.keys()
     for name in now.keys() - state.keys():
         if is_class:
             delattr(owner, name)
@@ -163,19 +181,23 @@ def _set_names(owner: Any, state: dict[str, Any]) -> None:
             del vars(owner)[name]
     for name, value in state.items():
         if name not in now or now[name] is not value:
+            changed = True
             if is_class:
                 setattr(owner, name, value)
             else:
                 vars(owner)[name] = value
+    return changed
 
 
-def refill(value: Any, entries: Any) -> None:
-    """Restore a container's entries if they have changed."""
+def refill(value: Any, entries: Any) -> bool:
+    """Restore a container's entries if they have changed; return whether they had."""
     # by identity: comparing entries may compare tensors, which have no truth value. The copy keeps old entries alive,
     # so that no new entry can have the id of an old one
-    if _ids(value) != _ids(entries):
-        value.clear()
-        (value.extend if isinstance(value, list | deque) else value.update)(entries)
+    if _ids(value) == _ids(entries):
+        return False
+    value.clear()
+    (value.extend if isinstance(value, list | deque) else value.update)(entries)
+    return True
 
 
 def _ids(values: Any) -> list[int]:

@@ -27,7 +27,7 @@ from lightning_amp.planning.policies.auto import TIE
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.stage_search import OPEN, StageOptions
 from lightning_amp.techniques.table import PREDICTIONS, STAGED, in_order, stage_search
-from lightning_amp.techniques.technique import Prediction
+from lightning_amp.techniques.technique import Prediction, result_or_reason
 
 WORTH = 0.05
 """Share of the peak that a technique must save to count as helpful."""
@@ -94,7 +94,7 @@ def compare(
         # seconds
         if any(budget is None or one.peak_bytes <= budget for one in found):
             asked = replace(asked, chunks={})
-        made = stage_search().best(seen, ranks=ranks, budget=budget, asked=asked)
+        made = result_or_reason(stage_search().best, seen, ranks=ranks, budget=budget, asked=asked)
         if isinstance(made, str):
             dropped[STAGED,] = f"{STAGED} is not possible: {made}"
         else:
@@ -140,7 +140,7 @@ def _draft(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: in
             return f"{name} needs {PREDICTIONS[name].fewest} ranks of the data axis, and there is {ranks}"
         if name in seen.refused:
             return f"{name} is not possible: {seen.refused[name]}"
-        made = PREDICTIONS[name].add(seen, made, budget)
+        made = result_or_reason(PREDICTIONS[name].add, seen, made, budget)
         if isinstance(made, str):
             return f"{name} is not possible: {made}"
     return made
@@ -179,8 +179,8 @@ def advice(
         does_not[STAGED] = NEEDLESS.format(STAGED)
     elif ranks > 1:
         search, whole = stage_search(), as_it_is(seen, ranks)
-        made = stages or search.best(seen, ranks=ranks, budget=None, asked=OPEN)
-        judge(STAGED, whole, made, lambda made: f"{_instead(whole, made)}, for {search.limit}")
+        found = result_or_reason(search.best, seen, ranks=ranks, budget=None, asked=OPEN) if stages is None else stages
+        judge(STAGED, whole, found, lambda made: f"{_instead(whole, made)}, for {search.limit}")
     ordered = sorted(helps, key=lambda name: helps[name][0])
     return {name: helps[name][1] for name in ordered}, does_not
 

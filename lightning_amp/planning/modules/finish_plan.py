@@ -21,6 +21,7 @@ from lightning_amp.planning.policies.build_rules import BY_USER
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.data.row import DataParallel
 from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, in_order
+from lightning_amp.techniques.technique import UNEXPECTED
 
 SHARE = 1 / 3
 """Share of the peak from which a part raises its signal."""
@@ -186,7 +187,8 @@ def finished(base: Plan, seen: ProfiledStep, compared: Compared, rules: tuple[Ru
         if prediction.notes is not None and (name in best.strategies or not fits):
             notes += map(Explanation, prediction.notes(seen))
     notes += missing_bytes(seen, best, base.budget_bytes)
-    notes += [] if compared.candidates else list(compared.dropped.values())
+    failed = [why for names, why in compared.dropped.items() if len(names) == 1 and UNEXPECTED in why]
+    notes += failed if compared.candidates else list(compared.dropped.values())
     return replace(
         base,
         strategies=strategies,

@@ -26,6 +26,7 @@ from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.regions.choose_chunks import CPU_SECONDS, CostModel, OverBudget, choose_chunks, rung
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.regions.region import ChunkPlan
+from lightning_amp.techniques.technique import UNEXPECTED, result_or_reason
 
 LEVELS = 5
 """Number of budgets that a block is planned for."""
@@ -156,6 +157,13 @@ class ChunkForms:
         return self._leanest[key]
 
     @property
+    def failed(self) -> Iterator[str]:
+        """Notes on the blocks whose search has failed."""
+        found = zip(self._plain.blocks, self._found[0], strict=True)
+        known = dict.fromkeys((b.fqn, why) for b, why in found if isinstance(why, str) and UNEXPECTED in why)
+        yield from (f"{fqn!r} does not run in chunks: {why}" for fqn, why in known)
+
+    @property
     def thinned(self) -> tuple[str, ...]:
         """Blocks with too many regions to compare, whose forms use only some of them."""
         found = self._found[1]
@@ -175,14 +183,23 @@ class ChunkForms:
                 by_name[block.fqn] = "it is called in several ways in one step"
         tables = [by_name[block.fqn] for block in self._plain.blocks]
         known: dict[int, tuple[list[_Level], BlockBytes]] = {}
+        # kept alive: known by their ids
+        failed: dict[int, tuple[Table, str]] = {}
         distinct = {id(table): table for table in tables if isinstance(table, Table)}
         n_rows = sum(len(table.rows) for table in distinct.values())
         for key, table in distinct.items():
             levels = _Levels(table, self.costs, WORK * len(table.rows) // n_rows)
-            plans = sorted(levels.found(), key=lambda level: level.budget_bytes)
+            plans = result_or_reason(_sorted_plans, levels)
+            if isinstance(plans, str):
+                failed[key] = table, plans
+                continue
             known[key] = plans, block_bytes(table.rows, table.outputs)
             self._cut |= {key} if levels.cut else set()
-        return tables, known
+        return [failed[id(table)][1] if id(table) in failed else table for table in tables], known
+
+
+def _sorted_plans(levels: "_Levels") -> list[_Level]:
+    return sorted(levels.found(), key=lambda level: level.budget_bytes)
 
 
 class _Levels:

@@ -21,6 +21,7 @@ from lightning_amp.techniques.chunk.run.lower import table_of
 from lightning_amp.techniques.chunk.run.module_chunks import plain
 from lightning_amp.techniques.chunk.run.planned import plan_graph
 from lightning_amp.techniques.contract.protocol import INSIDE, StepToPlan, normalises_by_batch
+from lightning_amp.techniques.technique import result_or_reason
 
 
 def block_tables(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool = False) -> list[Table | str]:
@@ -33,13 +34,15 @@ def block_tables(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool 
     known: dict[Any, Table | str] = {}
     same: dict[Table | str, Table | str] = {}
     found: list[Table | str] = []
-    for capture in _captured(module, calls, shared=shared):
+    for call, capture in zip(calls, _captured(module, calls, shared=shared), strict=True):
         if isinstance(capture, str):
             found.append(capture)
             continue
         if capture.key not in known:
-            table = capture.reason or table_of(capture)
-            known[capture.key] = same.setdefault(table, table)
+            # a graph holds no casts of autocast
+            with call.precision():
+                made: Table | str = result_or_reason(table_of, capture) if capture.graph else capture.reason
+            known[capture.key] = same.setdefault(made, made)
         found.append(known[capture.key])
     return found
 
@@ -66,7 +69,7 @@ def _captured(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool = F
             continue
         args, kwargs = call.arguments(fake)
         with call.precision():
-            found.append(captures.of(plain(block), args, kwargs))
+            found.append(result_or_reason(captures.of, plain(block), args, kwargs))
     return found
 
 
@@ -77,7 +80,9 @@ def look(step: StepToPlan, rows: int | None = None) -> ChunkForms:
 
     def tables() -> list[Table | str]:
         found = block_tables(step.module, counted.calls, shared=shared)
-        return [INSIDE if b.fixed == INSIDE else table for b, table in zip(counted.chain.blocks, found, strict=True)]
+        twice = [_differentiated(counted, call) for call in counted.calls]
+        blocks = zip(counted.chain.blocks, twice, found, strict=True)
+        return [INSIDE if block.fixed == INSIDE else reason or table for block, reason, table in blocks]
 
     return ChunkForms(counted.chain, tables, costs_of(step))
 
@@ -86,6 +91,16 @@ def costs_of(step: StepToPlan) -> CostModel:
     """Return the costs by which regions of this step are chosen: at the device's rates, as the user requested."""
     asked = step.requested.get("chunk")
     return CostModel(policy=asked.policy if isinstance(asked, ChunkBlock) else "auto", rates=step.operator_rates())
+
+
+def _differentiated(step: CountedStep, call: BlockCall) -> str:
+    """Return why a call has no chunks in a step that differentiates its backward pass; "" if the step does not."""
+    blocks = [f"{one.fqn}." for one in step.calls if one.before is None]
+    if call.before is None:
+        found = any(f"{fqn}.".startswith(f"{call.fqn}.") for fqn in step.differentiated)
+    else:
+        found = any(not f"{fqn}.".startswith(tuple(blocks)) for fqn in step.differentiated)
+    return "a second derivative is not supported (create_graph=True), as of a gradient penalty" if found else ""
 
 
 def refusal(module: LightningModule, step: CountedStep, *, values: bool) -> str:
@@ -103,6 +118,7 @@ def code(step: StepToPlan, rules: Sequence[Rule]) -> str:
         key = capture.key, (spec := specs[call.fqn])
         if key not in found:
             costs = spec.costs(step.operator_rates())
-            found[key] = plan_graph(capture, spec.budget_bytes, train=True, costs=costs).chunks.code[""], {}
+            with call.precision():
+                found[key] = plan_graph(capture, spec.budget_bytes, train=True, costs=costs).chunks.code[""], {}
         found[key][1][call.fqn] = None
     return "\n\n\n".join(f"# {', '.join(names)}\n{text}" for text, names in found.values())

@@ -144,6 +144,8 @@ def _notes(step: ProfiledStep) -> Iterator[str]:
             f"the search for chunks was cut short at its share of work: {forms.thinned[0]!r}{more} has more regions"
             " than are compared, and another choice of them may be better"
         )
+    if forms is not None and forms.known:
+        yield from forms.failed
 
 
 ROW = Technique(

@@ -21,17 +21,19 @@ from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.footprint.forward_overrides import Override, Position, add_override, overrides_of, remove_override
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.graph.capture import Captures
+from lightning_amp.graph.capture import Capture, Captures
 from lightning_amp.graph.guards import signature
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, OverBudget
 from lightning_amp.techniques.chunk.regions.region import Region
 from lightning_amp.techniques.chunk.run.check import Checked
-from lightning_amp.techniques.chunk.run.module_chunks import CHUNKS, ModuleChunks, Planned, plain
+from lightning_amp.techniques.chunk.run.module_chunks import CHUNKS, ModuleChunks, Planned, plain, same_calls
 from lightning_amp.techniques.chunk.run.planned import lower_within
 
 Choose = Callable[[str, nn.Module, Any, Any], Checked | None]
 """Returns what a call of a block (name, block, args, kwargs) runs; None for its own forward."""
+Known = Mapping[Any, tuple[Checked, Capture]]
+"""Forward and capture of blocks, by the key of a call."""
 
 
 def plan_blocks(
@@ -61,7 +63,7 @@ def plan_blocks(
     # a block that fails to be captured in one call runs its own forward in all: its key may contain state that it
     # changes
     found = [None if fqn in reasons else f for fqn, f in zip(names, known, strict=True)]
-    by_key: dict[Any, Checked] = {}
+    by_key: dict[Any, tuple[Checked, Capture]] = {}
     regions: dict[str, tuple[Region, ...]] = {}
     for capture in {id(f): f for f in found if f}.values():
         # one plan must fit every call of equal blocks, so it is made for the call with the most bytes alive outside
@@ -71,7 +73,7 @@ def plan_blocks(
             # tensors outside of the block stay alive while it runs
             own_bytes = budget_bytes - outside_bytes
             lowered, chosen = lower_within(capture, own_bytes, costs=costs)
-            by_key[capture.key] = Checked(lowered, own_bytes, chosen.whole_bytes)
+            by_key[capture.key] = Checked(lowered, own_bytes, chosen.whole_bytes), capture
         except OverBudget as error:
             least_bytes = outside_bytes + error.least_bytes
             raise OverBudget(
@@ -88,7 +90,7 @@ def plan_blocks(
             f" {of_blocks or 'it calls no children of a ModuleList or Sequential'}; chunk a module inside it that can"
             " be, or change what is named here"
         )
-    in_order = iter([by_key[f.key] if f else None for f in found])
+    in_order = iter([by_key[f.key][0] if f else None for f in found])
     with torch.no_grad():
         if with_gradients:  # the budget is for inference, where results overwrite others
             peak_bytes = plan_blocks(module, args, kwargs, budget_bytes, reason, costs).chunks.peak_bytes
@@ -101,7 +103,7 @@ def plan_blocks(
             " budget",
             peak_bytes,
         )
-    code = {fqn: by_key[f.key].code for fqn, f in zip(names, found, strict=True) if f}
+    code = {fqn: by_key[f.key][0].code for fqn, f in zip(names, found, strict=True) if f}
     chunks = ModuleChunks(
         budget_bytes=budget_bytes, peak_bytes=peak_bytes, whole_bytes=whole_bytes,
         regions=regions, code=code, reasons=reasons,
@@ -109,19 +111,21 @@ def plan_blocks(
     return Planned(chunks=chunks, run=partial(_run, by_key, frozenset(reasons)))
 
 
-def _run(by_key: Mapping[Any, Checked], alone: frozenset[str], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _run(by_key: Known, alone: frozenset[str], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the module's own forward, in which each block looks up its generated forward."""
 
     def choose(fqn: str, block: nn.Module, args: Any, kwargs: Any) -> Checked | None:
         if fqn in alone:
             return None
-        found = by_key.get(signature(plain(block), args, kwargs))
-        if found is None:
+        own = plain(block)
+        found, capture = by_key.get(signature(own, args, kwargs), (None, None))
+        if found is None or capture is None:
             raise ModelError(
                 f"the block {fqn!r} of {type(module).__name__!r} was called with other shapes, types or settings than"
                 " in the run on fake tensors that its chunks were planned by: the module's forward depends on values;"
                 " chunk the block by itself instead"
             )
+        same_calls(own, args, kwargs, [capture])
         return found
 
     with _in_chunks(module, choose):

@@ -18,7 +18,7 @@ from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, OverBudget
 from lightning_amp.techniques.chunk.regions.costs import HasSpeed
 from lightning_amp.techniques.chunk.run.by_blocks import plan_blocks
-from lightning_amp.techniques.chunk.run.module_chunks import Planned, no_part_of_the_step, plain
+from lightning_amp.techniques.chunk.run.module_chunks import Planned, no_part_of_the_step, plain, same_calls
 from lightning_amp.techniques.chunk.run.planned import plan_graph
 from lightning_amp.techniques.rates_of import rates_of
 
@@ -28,6 +28,8 @@ budget: equal blocks are planned once, while the time to plan one graph grows wi
 """
 OFTEN = 64
 """Number of signatures of a block after which a warning says that each of them has to be planned."""
+ALIKE = 16
+"""Further plans of one signature that are kept; the longest unused is removed first."""
 KEPT = 4096
 """Plans of all blocks that are cached; the oldest is removed first."""
 
@@ -88,20 +90,39 @@ class InChunks:
         if self._last is None or self._last[0] != call:
             key = self._budget_bytes, self.train, self._policy, self._rates, call
             if key not in self.known:
-                self.known[key] = self._plan(own, args, kwargs, call)
-                # bounds memory if every call has a new signature, as for a block that appends to a list
-                self._n_planned += 1
-                if self._n_planned == OFTEN:
-                    warnings.warn(
-                        f"{self.fqn or 'a module'} was planned in chunks for {OFTEN} unlike calls, and each further one"
-                        " is planned too, which takes longer than the call. Pad inputs to a few lengths, keep no state"
-                        " in the block that every call changes, or leave 'chunk' out",
-                        stacklevel=2,
-                    )
+                self.known[key] = self._new_plan(own, args, kwargs, call)
                 if len(self.known) > KEPT:
                     del self.known[next(iter(self.known))]
             self._last = call, self.known[key]
-        return self._last[1]
+        first = self._last[1]
+        if first.capture is None:
+            return first
+
+        def more() -> Capture:
+            others.append(self._new_plan(own, args, kwargs, call))
+            assert others[-1].capture is not None, "a first plan of this call is a graph"
+            return others[-1].capture
+
+        others = [first, *first.others]
+        captures = [one.capture for one in others if one.capture is not None]
+        found = others[same_calls(own, args, kwargs, captures, more)]
+        # the last one used comes first, as the next call is likely to repeat it
+        first.others[:] = [one for one in (found, *others) if one is not first][:ALIKE]
+        return found
+
+    def _new_plan(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], call: Any) -> Planned:
+        """Plan a call, and count it."""
+        found = self._plan(module, args, kwargs, call)
+        # bounds memory if every call is planned, as for a block that reads a number which changes in each step
+        self._n_planned += 1
+        if self._n_planned == OFTEN:
+            warnings.warn(
+                f"{self.fqn or 'a module'} was planned in chunks for {OFTEN} unlike calls, and each further one"
+                " is planned too, which takes longer than the call. Pad inputs to a few lengths, keep no state"
+                " in the block that every call changes, or leave 'chunk' out",
+                stacklevel=2,
+            )
+        return found
 
     def _plan(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any) -> Planned:
         with unseen(), no_part_of_the_step():

@@ -1,17 +1,22 @@
-"""Define `ModuleChunks`, the chunk plan of a module, and `plain`, which returns the module without chunks."""
+"""Define a module's chunk plan; return the module without chunks, and the capture that a call of it goes along."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_amp._torch import own_class
+from lightning_amp._torch import own_class, tree_leaves
+from lightning_amp.errors import ModelError
+from lightning_amp.footprint.copies.as_before import forgetting
 from lightning_amp.footprint.forward_overrides import Position, overrides_of, set_overrides
+from lightning_amp.graph.calls import CannotFollow, follow
+from lightning_amp.graph.capture import Capture
+from lightning_amp.graph.guards import state_of
 from lightning_amp.techniques.chunk.regions.region import Region
 from lightning_amp.techniques.ranks.received import nothing_kept
 
@@ -42,10 +47,55 @@ class ModuleChunks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """A plan and its forward, called like the module's; `run` may be a `Checked`, to be checked before a call."""
+    """A plan and its forward.
+
+    Attributes:
+        chunks: The plan.
+        run: Forward, called like the module's; it may be a `Checked`, to be checked before a call.
+        capture: Graph of the plan; None if it is planned block by block.
+        others: Plans for calls with the same key in which the module's Python does something else.
+    """
 
     chunks: ModuleChunks
     run: Callable[..., Any]
+    capture: Capture | None = None
+    others: "list[Planned]" = field(default_factory=list)
+
+
+def same_calls(
+    module: nn.Module,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    captures: Sequence[Capture],
+    more: Callable[[], Capture] | None = None,
+) -> int:
+    """Return the index of the capture that a call of a module, without chunks, goes along (graph/calls.py).
+
+    Args:
+        module: The module.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        captures: Captures of calls with the same key.
+        more: Returns another capture of this call, which counts as the last one.
+
+    Raises:
+        ModelError: There is none.
+    """
+    known = [one.calls for one in captures]
+    given = [*state_of(module).values(), *(v for v in tree_leaves((args, dict(kwargs))) if isinstance(v, Tensor))]
+    remembers = any(one.remembers for one in captures)
+    try:
+        with forgetting(module) if remembers else nullcontext():
+            at, kept = follow(lambda: module(*args, **kwargs), given, known, more and (lambda: more().calls))
+        why = "keeps a tensor that it computes, which a chunked forward does not compute" if kept > remembers else ""
+    except CannotFollow as error:
+        why = str(error)
+    if why:
+        raise ModelError(
+            f"chunk does not support {type(module).__name__!r}: its forward {why}; let it read what changes as an"
+            " argument, or leave chunk out of this module"
+        )
+    return at
 
 
 def plain(module: nn.Module) -> nn.Module:

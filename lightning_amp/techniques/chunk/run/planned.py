@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.graph.capture import Capture
+from lightning_amp.graph.capture import Capture, alias
 from lightning_amp.graph.peak import block_bytes
 from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.regions.choose_chunks import CPU_SECONDS, CostModel, OverBudget, choose_chunks, rung
@@ -38,7 +38,7 @@ def plan_graph(capture: Capture, budget_bytes: int, *, train: bool = False, cost
         regions={"": found.regions},
         code={"": lowered.code},
     )
-    return Planned(chunks=chunks, run=Checked(lowered, budget_bytes, found.whole_bytes))
+    return Planned(chunks=chunks, run=Checked(lowered, budget_bytes, found.whole_bytes), capture=capture)
 
 
 def lower_within(capture: Capture, budget_bytes: int, *, train: bool = False, costs: CostModel = CPU_SECONDS) -> Found:
@@ -167,6 +167,8 @@ def measured_bytes(lowered: Lowered, *, train: bool = False) -> int:
         tensors = lowered.capture.arguments()
         for tensor, needs_grad in zip(tensors, lowered.capture.needs_grad, strict=True):
             tensor.requires_grad_(train and needs_grad)
+        if any(name.startswith("input ") for name in lowered.capture.changed):
+            tensors = [alias(tensor) if tensor.requires_grad else tensor for tensor in tensors]
         with live:
             results = lowered.forward(*tensors)
         if train:
