@@ -46,6 +46,7 @@ class Stretches:
         at_work: [p, q] bytes while the backward pass is in it, replayed for one tensor at a time.
         one_by_one_seconds: [p, q] time of all replays in that case.
         borders: Indices of places at which a backward pass frees saved tensors.
+        why_nothing: Why a replay may have nothing to free.
     """
 
     places: Array
@@ -55,6 +56,7 @@ class Stretches:
     at_work: Array
     one_by_one_seconds: Array
     borders: tuple[int, ...] = ()
+    why_nothing: str = "autograd keeps nothing that a replay would make"
 
     def of_kind(self, kind: int) -> tuple[Array, Array, Array]:
         """Return for segments of a kind, [p, q]: bytes in their backward pass, bytes held afterwards, replay time."""
@@ -210,4 +212,4 @@ class Replays:
         if kinds not in self._least:
             self._least[kinds] = least(stretches, kinds=kinds)
         best = self._least[kinds]
-        return best if best.segments else "autograd keeps nothing that a replay would make"
+        return best if best.segments else stretches.why_nothing

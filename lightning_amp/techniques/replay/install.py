@@ -20,7 +20,7 @@ from lightning_amp._torch import AnyBatchNorm, autograd_node, version_of
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.inner_run import EnoughSeen
-from lightning_amp.footprint.live_bytes import storages_of, tensors_of
+from lightning_amp.footprint.live_bytes import has_storage, storages_of, tensors_of
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import counted_step
 from lightning_amp.footprint.step_recorder import StepRecorder
@@ -49,6 +49,7 @@ class Look(Tape):  # type: ignore[no-untyped-call]
         self.saved: dict[int, int] = {}
         self.backwards: set[int] = set()
         self.stay: dict[int, int] = {}
+        self.wrappers: set[str] = set()
         self._rates, self._read = rates, list[tuple[weakref.ref[Kept], int]]()
 
     def _pack(self, x: Tensor) -> Kept:
@@ -56,6 +57,8 @@ class Look(Tape):  # type: ignore[no-untyped-call]
         ref = self._ref(x)
         if ref is not None:
             self.saved[ref.slot] = self.at
+        elif not has_storage(x):
+            self.wrappers.add(type(x).__name__)
         return Kept(x, version_of(x))
 
     def _unpack(self, kept: Handle | Kept) -> Tensor:
@@ -80,6 +83,21 @@ class Look(Tape):  # type: ignore[no-untyped-call]
             # with gradients enabled, the graph is kept for a second backward pass
             self.backwards.add(before)
         return found
+
+    @property
+    def why_nothing(self) -> str:
+        """Why a replay of this step may have nothing to free."""
+        if self.stay:
+            return (
+                "a gradient that the step takes with create_graph=True or retain_graph=True keeps the tensors that a"
+                " replay would make, until the backward pass of the loss; take a smaller batch"
+            )
+        if self.wrappers:
+            return (
+                f"autograd keeps tensors of {', '.join(map(repr, sorted(self.wrappers)))}, which is no dense tensor of"
+                " torch, and whose operators are not replayed; pad its rows to one length"
+            )
+        return Stretches.why_nothing
 
 
 def stretches_of(look: Look) -> Stretches:
@@ -133,6 +151,7 @@ def stretches_of(look: Look) -> Stretches:
         at_work=_at_work(places, made, last, n_bytes),
         one_by_one_seconds=until - n_saved * since[:, None],
         borders=tuple(np.searchsorted(places, borders).tolist()),
+        why_nothing=look.why_nothing,
     )
 
 

@@ -19,6 +19,12 @@ from lightning_amp.footprint.live_bytes import COLLECTIVES, has_storage, tensors
 from lightning_amp.footprint.recompute_state import STATISTICS, digests, same_digests
 from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, ONE_BY_ONE
 
+RETYPED = {
+    torch.ops.aten.view.dtype,
+    *(getattr(torch.ops.aten, name).default for name in ("view_as_real", "view_as_complex", "_conj", "_neg_view")),
+}
+"""Views that geometry does not describe."""
+
 
 @dataclass(frozen=True, slots=True)
 class How:
@@ -26,12 +32,14 @@ class How:
 
     Attributes:
         replayable: Whether it may run a second time.
+        is_view: Whether it only returns other geometries of its argument.
         draws: Whether it draws random numbers.
         in_place: Whether it only returns arguments that it has written to.
         writes: Positions and names of arguments that it writes to; None for all of its tensors.
     """
 
     replayable: bool
+    is_view: bool
     draws: bool
     in_place: bool
     writes: tuple[tuple[int, str], ...] | None
@@ -47,7 +55,7 @@ class How:
 def how_of(func: Any) -> How:
     """Return the properties of an operator; cached."""
     if not isinstance(func, OpOverload):
-        return How(replayable=False, draws=False, in_place=False, writes=())
+        return How(replayable=False, is_view=False, draws=False, in_place=False, writes=())
     collective = func.namespace in COLLECTIVES
     # schemas of batch norm do not declare that it writes to running statistics
     writes = (
@@ -57,6 +65,9 @@ def how_of(func: Any) -> How:
     )
     return How(
         replayable=not collective,
+        is_view=bool(func._schema.returns)
+        and all(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        and func not in RETYPED,
         draws=torch.Tag.nondeterministic_seeded in func.tags,
         in_place=all(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)
         and func._schema.is_mutable,
@@ -67,7 +78,8 @@ def how_of(func: Any) -> How:
 
 def is_plain(x: Tensor) -> bool:
     """Return whether a tensor is fully described by storage, dtype, shape, strides and offset."""
-    return has_storage(x) and not x.is_conj() and not x.is_neg()
+    # forward-mode AD makes zeros without memory, whose operators see them as other tensors
+    return has_storage(x) and not x.is_conj() and not x.is_neg() and not x._is_zerotensor()
 
 
 def copied(x: Tensor) -> Tensor:

@@ -162,13 +162,17 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if autograd_node() is not None or func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
         self._note_versions()
+        how = how_of(func)
+        if how.is_view:
+            # described by its geometry. It has no place: after a write to a view, autograd makes the view again of fake
+            # tensors, and not of real ones
+            return func(*args, **kwargs)
         while self._ends and self.at >= self._ends[0][0]:
             self._ends.pop(0)
             self._begin()
         if self.segment is not None and self.segment.replayed:
             # after a backward pass inside the step
             self._begin()
-        how = how_of(func)
         written = how.written(args, kwargs)
         segment = self.segment
         tensors = () if segment is None else tensors_of((args, kwargs))
@@ -287,7 +291,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 elif (there := self._known.get(id(storage))) is not None and there[0] is segment:
                     number = there[1]
             # a lazy conjugate is not described by its geometry
-            if number is not None and (tensor.is_conj() or tensor.is_neg()):
+            if number is not None and not is_plain(tensor):
                 number = None
             # a replay finds values by storage and dtype, so a view with another dtype needs its operator
             if number is not None and tensor.dtype not in segment.slots[number].dtypes:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -304,5 +305,31 @@ def parts_without_gradients() -> tuple[Any, ...]:
         with torch.inference_mode():
             more = (target * 2).sum()
         return -(target * found).sum() + float(more)
+
+    return step, [w]
+
+
+@case
+def forward_mode() -> tuple[Any, ...]:
+    w = weight(8, 8)
+
+    def step() -> Tensor:
+        y, tangent = torch.func.jvp(lambda x: (x @ w).sin() @ w, (rows(4, 8),), (rows(4, 8).cos(),))
+        jacobian: Any = torch.func.jacfwd(lambda x: (x @ w).tanh().sum(0))(rows(4, 8))
+        return (y * tangent).square().sum() + jacobian.square().sum()
+
+    return step, [w]
+
+
+@case
+def forward_over_reverse() -> tuple[Any, ...]:
+    w = weight(8, 8)
+
+    def step() -> Tensor:
+        h = (rows(4, 8) @ w).sin()
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(h, torch.ones_like(h))
+            (grad,) = torch.autograd.grad(((x @ w).tanh() @ w).exp().sum(), x, create_graph=True)
+            return forward_ad.unpack_dual(grad).tangent.square().sum()
 
     return step, [w]

@@ -1,0 +1,104 @@
+"""Replayed steps with writes to views, in a loop, and with forward-mode derivatives take what their plan says and train
+as plain steps do; steps of which nothing can be replayed are refused with the right reason."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+from lightning_amp import AMPStrategy
+from lightning_amp.errors import PlanError
+from tests.optimised import Optimised
+from tests.techniques.replay.models import MODELS, Trained, difference, fit
+
+
+class OddStep(Trained, Optimised, by=torch.optim.SGD, lr=1e-2):
+    def __init__(self, width: int = 16, after: int = 16) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, after), nn.Linear(after, width)
+        for i in range(4):
+            setattr(self, f"layer{i}", nn.Linear(after, after))
+
+    def _layers(self, x: Tensor) -> Tensor:
+        for i in range(4):
+            x = functional.gelu(getattr(self, f"layer{i}")(x))
+        return x
+
+
+class WritesToViews(OddStep):
+    """Adds and activates in place what is a view, as a norm that reshapes returns."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = batch
+        for i in range(4):
+            y = getattr(self, f"layer{i}")(x.flatten(0, 1)).view(x.shape)
+            y += x
+            x = functional.leaky_relu_(y, 0.1).sin()
+        return x.square().mean()
+
+
+class WritesInLoop(OddStep):
+    def loss(self, batch: Tensor) -> Tensor:
+        h, found, given = batch[:, 0], torch.zeros_like(batch), self.first(batch)
+        for t in range(batch.shape[1]):
+            h = torch.tanh(self.layer0(h) + given[:, t])
+            found[:, t] = h
+        return (self._layers(found.sin()) - batch).square().mean()
+
+
+class Jvp(OddStep):
+    def loss(self, batch: Tensor) -> Tensor:
+        y, tangent = torch.func.jvp(self._layers, (batch,), (torch.ones_like(batch),))
+        return y.square().mean() + tangent.square().mean()  # type: ignore[no-any-return]
+
+
+class Dual(OddStep):
+    def loss(self, batch: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            y = self._layers(forward_ad.make_dual(batch, torch.ones_like(batch)))
+            y, tangent = forward_ad.unpack_dual(y)
+            return y.square().mean() + tangent.square().mean()
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.parametrize(("kind", "share"), [(WritesToViews, 0.55), (WritesInLoop, None), (Jvp, 0.85), (Dual, None)])
+def test_odd_steps_are_replayed_at_the_predicted_peak(
+    kind: Callable[[], Trained], share: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS, "odd", (kind, lambda n: torch.randn(64 * n, 6, 16)))
+    before, meter, _ = fit("odd", "auto", steps=2, double=True)
+    budget = None if share is None else int(share * meter.live.peak)
+    after, metered, plan = fit("odd", AMPStrategy(strategies="replay", device_memory=budget), steps=2, double=True)
+    assert "replay" in plan.strategies
+    assert metered.live.peak == pytest.approx(plan.predicted_peak_bytes, rel=1e-3)
+    assert metered.live.peak < 0.95 * meter.live.peak
+    assert budget is None or metered.live.peak <= budget
+    assert difference(before, after) == 0.0
+
+
+class Penalty(OddStep):
+    def loss(self, batch: Tensor) -> Tensor:
+        x = batch.clone().requires_grad_()
+        y = self._layers(x)
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y.square().mean() + grad.square().mean()
+
+
+class Jagged(OddStep):
+    def loss(self, batch: Tensor) -> Tensor:
+        rows = torch.nested.nested_tensor([batch[0], batch[1, :3]], layout=torch.jagged)
+        return self._layers(rows).values().square().mean()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "why"), [(Penalty, "create_graph=True"), (Jagged, "'NestedTensor'")])
+def test_a_step_of_which_nothing_can_be_replayed_is_refused_with_its_reason(
+    kind: Callable[[], Trained], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS, "odd", (kind, lambda n: torch.randn(64 * n, 6, 16)))
+    with pytest.raises(PlanError, match=why):
+        fit("odd", AMPStrategy(strategies="replay"), steps=2, double=True)
