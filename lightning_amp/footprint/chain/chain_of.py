@@ -45,6 +45,7 @@ class CountedStep:
         decides: Whether it draws random numbers that may decide which blocks run.
         went_back: Modules that a backward pass started by `training_step` itself has passed through.
         swapped: Blocks that it called with replaced parameters.
+        copied: Blocks of which it called a copy that it had made.
         read_outside: Blocks whose parameters it read outside of their calls.
         written: Parameters that it changed before the optimizer's step, and "batch" if it changed the batch.
     """
@@ -58,6 +59,7 @@ class CountedStep:
     decides: bool
     went_back: frozenset[str]
     swapped: frozenset[str]
+    copied: frozenset[str]
     read_outside: frozenset[str]
     written: frozenset[str]
 
@@ -105,6 +107,7 @@ def count_step(
         decides=step.decides,
         went_back=frozenset(step.went_back),
         swapped=frozenset(step.swapped),
+        copied=frozenset(step.copied),
         read_outside=step.read_outside,
         written=frozenset(step.written),
     )
