@@ -7,8 +7,7 @@ held by Python until its last read by an operator of a forward pass.
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -35,6 +34,7 @@ from lightning_amp.footprint.module_profile import FORWARD, GRADIENTS, PARAMETER
 from lightning_amp.footprint.operator_rates import OperatorRates, times_now
 from lightning_amp.footprint.recompute_state import FirstPass, random_state, same_random, unrepeatable
 from lightning_amp.footprint.step_recorder import StepRecorder
+from lightning_amp.random_streams import drawn_from
 
 VALUES = ("_local_scalar_dense", "is_nonzero")
 """Operators that return a value to Python."""
@@ -90,19 +90,6 @@ class _KeptTensor:
 
     use: Use | None
     make: Callable[[], Tensor]
-
-
-@contextmanager
-def drawn_from(generators: Iterable[torch.Generator]) -> Iterator[None]:
-    """Set the generators to another state in this context, as if they had drawn: fake operators draw no numbers."""
-    before = [(generator, generator.get_state()) for generator in generators]
-    try:
-        for generator, _ in before:
-            generator.manual_seed(generator.initial_seed() ^ 1)
-        yield
-    finally:
-        for generator, state in before:
-            generator.set_state(state)
 
 
 class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]

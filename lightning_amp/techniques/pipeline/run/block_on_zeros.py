@@ -55,7 +55,7 @@ def refuse_numbers(block: nn.Module, values: Any) -> None:
 @contextmanager
 def _zeros_for_absent(block: nn.Module, device: torch.device) -> Iterator[None]:
     """Replace parameters of other ranks, and buffers by copies, while the context is entered."""
-    tables = [table for part in block.modules() for table in (part._parameters, part._buffers)]
+    tables: list[dict[str, Any]] = [t for part in block.modules() for t in (part._parameters, part._buffers)]
     replaced: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
     for table in tables:
         for name, value in table.items():

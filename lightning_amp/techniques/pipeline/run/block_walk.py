@@ -198,8 +198,8 @@ class BlockWalk:
             raise Leave
         if index == self.blocks - 1:
             self.random_state_after = packed_draws()
-            found = [leaf for leaf in tree_leaves(now.result) if isinstance(leaf, torch.Tensor)]
-            self.versions_after = [(tensor, tensor._version) for tensor in found if not tensor.is_inference()]
+            tensors = [leaf for leaf in tree_leaves(now.result) if isinstance(leaf, torch.Tensor)]
+            self.versions_after = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
         return now.result
 
     def _placeholder(self, now: _Pass, index: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -248,7 +248,7 @@ class BlockWalk:
                     table.update(held)
                 inputs, on_zeros = zeros_for_placeholders((args, kwargs), mode.device), True
                 stands = _stand_ins((args, kwargs), inputs)
-                made, drawn = run_on_zeros(block, *inputs, mode.device)
+                made, drawn = run_on_zeros(block, inputs[0], inputs[1], mode.device)
         for value, stand, version in stands:
             if stand._version != version:
                 raise InstallError(
