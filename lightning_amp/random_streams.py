@@ -1,7 +1,7 @@
 """Save and restore the global random streams of Python, NumPy and torch."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,3 +39,16 @@ def isolated_random_streams() -> Iterator[None]:
         yield
     finally:
         set_random_streams(states)
+
+
+@contextmanager
+def drawn_from(generators: Iterable[torch.Generator]) -> Iterator[None]:
+    """Set the generators to another state in this context, as if they had drawn: fake operators draw no numbers."""
+    before = [(generator, generator.get_state()) for generator in generators]
+    try:
+        for generator, _ in before:
+            generator.manual_seed(generator.initial_seed() ^ 1)
+        yield
+    finally:
+        for generator, state in before:
+            generator.set_state(state)

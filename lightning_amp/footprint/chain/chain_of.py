@@ -46,6 +46,7 @@ class CountedStep:
         went_back: Modules that a backward pass started by `training_step` itself has passed through.
         differentiated: Those of them whose backward pass is recorded for a second derivative.
         swapped: Blocks that it called with replaced parameters.
+        copied: Blocks of which it called a copy that it had made.
         read_outside: Blocks whose parameters it read outside of their calls.
         written: Parameters that it changed before the optimizer's step, and "batch" if it changed the batch.
     """
@@ -60,6 +61,7 @@ class CountedStep:
     went_back: frozenset[str]
     differentiated: frozenset[str]
     swapped: frozenset[str]
+    copied: frozenset[str]
     read_outside: frozenset[str]
     written: frozenset[str]
 
@@ -108,6 +110,7 @@ def count_step(
         went_back=frozenset(step.went_back),
         differentiated=frozenset(step.differentiated),
         swapped=frozenset(step.swapped),
+        copied=frozenset(step.copied),
         read_outside=step.read_outside,
         written=frozenset(step.written),
     )

@@ -7,8 +7,7 @@ held by Python until its last read by an operator of a forward pass.
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,12 +27,14 @@ from lightning_amp._torch import (
     tree_map,
 )
 from lightning_amp.footprint.chain.block_call import BlockCall, Like, likeness
+from lightning_amp.footprint.chain.module_names import all_names, copied_blocks, modules_of
 from lightning_amp.footprint.find_blocks import find_blocks, owners
 from lightning_amp.footprint.live_bytes import Read, storages_of, tensors_of
 from lightning_amp.footprint.module_profile import FORWARD, GRADIENTS, PARAMETERS, STATE, Life
 from lightning_amp.footprint.operator_rates import OperatorRates, times_now
 from lightning_amp.footprint.recompute_state import FirstPass, random_state, same_random, unrepeatable
 from lightning_amp.footprint.step_recorder import StepRecorder
+from lightning_amp.random_streams import drawn_from
 
 VALUES = ("_local_scalar_dense", "is_nonzero")
 """Operators that return a value to Python."""
@@ -91,24 +92,12 @@ class _KeptTensor:
     make: Callable[[], Tensor]
 
 
-@contextmanager
-def drawn_from(generators: Iterable[torch.Generator]) -> Iterator[None]:
-    """Set the generators to another state in this context, as if they had drawn: fake operators draw no numbers."""
-    before = [(generator, generator.get_state()) for generator in generators]
-    try:
-        for generator, _ in before:
-            generator.manual_seed(generator.initial_seed() ^ 1)
-        yield
-    finally:
-        for generator, state in before:
-            generator.set_state(state)
-
-
 class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
     """StepRecorder that also records block calls and the tensors that autograd saves.
 
     Attributes:
-        calls: Calls of blocks, in order.
+        calls: Calls of blocks with gradients, in order.
+        walks: For each training step, the blocks that its forward pass called, with gradients or without, in order.
         uses: Storages that autograd has saved.
         orders: Position in the forward pass of every operator in `work`.
         took: Seconds of every operator in `work`, if operators run one after the other.
@@ -122,6 +111,9 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             those of torch whose value was read.
         transformed: Blocks that torch.func has transformed (vmap, grad, jvp or others); their calls are not recorded.
         swapped: Blocks that torch.func.functional_call called with replaced parameters.
+        copied: Blocks of which the step has made a copy (copy.deepcopy); it has a copy of the block's `forward`.
+        names_of_parameters: All names of each parameter, by the first of them.
+        read_beside: Parameters of blocks that forward passes read outside of calls of their block, with the block.
 
     Args:
         module: Module whose step is counted.
@@ -135,6 +127,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__(module)
         self.calls: list[RecordedCall] = []
+        self.walks: list[list[str]] = []
         self.uses: list[Use] = []
         self.orders: list[int] = [-1]
         self.took: list[float] = [0.0]
@@ -148,8 +141,11 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self.decides = False
         self.transformed: set[str] = set()
         self.swapped: set[str] = set()
+        self.copied: set[str] = set()
         self._rates, self._stages, self.watches_saved = rates, frozenset(stages), watches_saved
-        self._read_outside: set[str] = set()
+        self.read_beside: dict[str, str] = {}
+        self.names_of_parameters: dict[str, list[str]] = {}
+        self._modules_before: dict[int, nn.Module] = {}
         self._open: int | None = None
         self._aside = False
         self._within = False
@@ -162,12 +158,16 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         """Return itself: a step that copies blocks, whose `forward` refers to the recorder, must not copy records."""
         return self
 
+    def records_calls_of(self, names: Collection[str]) -> bool:
+        """Whether `walks` has every call of these blocks."""
+        return self._blocks.keys() >= {*names}
+
     @property
     def read_outside(self) -> frozenset[str]:
         """Blocks whose parameters the forward pass reads outside of their calls, as code that calls submodules of a
         block does.
         """
-        return frozenset(self._read_outside - self.transformed) if self.watches_saved else frozenset()
+        return frozenset(self.read_beside.values()) - self.transformed if self.watches_saved else frozenset()
 
     @property
     def whole_lives(self) -> list[Life]:
@@ -181,7 +181,9 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
     def start(self, batch: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Start recording a step, including the storages that exist already."""
         super().start(batch, optimizers)
-        self._replaced, self._blocks = {}, find_blocks(self._module)
+        # the first step is not recorded
+        self.walks, self._replaced, self._blocks = [], {}, find_blocks(self._module)
+        self.copied.update(copied_blocks(self._module, self._blocks, self._modules_before))
         for fqn, block in self._blocks.items():
             # before `forward` is set on the instance below, which is itself a reason why a block cannot run twice
             reason = unrepeatable(block)
@@ -190,6 +192,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         for fqn, owner in owners(self._module).items():
             self._replaced[fqn] = owner
             owner.forward = partial(self._call_of_owner, fqn, owner.forward)
+        self.names_of_parameters = all_names(self._module)
         self._random_state, self._own = random_state(), {*map(id, self._module.parameters())}
         if self.watches_saved:
             self._saved.__enter__()
@@ -205,14 +208,18 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
 
     def _call(self, fqn: str, fixed: str, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Record a forward pass of a block; a call inside a backward pass is a recomputation, and is ignored."""
+        if block is not self._blocks[fqn]:
+            self.copied.add(fqn)
         # torch.func.functional_call replaces parameters by other tensors while it calls a module
-        if not self._own.issuperset(map(id, block.parameters())):
+        elif not self._own.issuperset(map(id, block.parameters())):
             self.swapped.add(fqn)
         if in_transform():
             self.transformed.add(fqn)
             return forward(*args, **kwargs)
         # a block within a block belongs to the outer one: nested calls would count operators twice
         again = autograd_node() is not None or self._open is not None
+        if not again and block is self._blocks[fqn] and self.walks:
+            self.walks[-1].append(fqn)
         if again or not self.watches_saved or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         given = BlockCall.of(fqn, args, kwargs)
@@ -288,6 +295,12 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         found = (self._of_key.get(id(storage)) for storage in storages)
         return list({id(life): life for life in found if life is not None}.values())
 
+    def begin_step(self, batch: Any) -> None:
+        """Note that `training_step` starts."""
+        super().begin_step(batch)
+        self._modules_before = self._modules_before or modules_of(self._module)
+        self.walks.append([])
+
     def dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, and record it if it belongs to the step."""
         return func(*args, **kwargs) if self._aside else super().dispatched(func, types, args, kwargs)
@@ -322,7 +335,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             self.readers.setdefault(name, []).append(now)
             running = {fqn for fqn, _ in self._running}
             blocks = (fqn for fqn in self._blocks if name.startswith(f"{fqn}."))
-            self._read_outside.update(fqn for fqn in blocks if fqn not in running)
+            self.read_beside.update((name, fqn) for fqn in blocks if fqn not in running)
         results = {id(life) for life in self._lives_of(made)}
         if weights or any(id(life) in self.computed for life in given):
             self.computed |= results

@@ -29,7 +29,7 @@ class Parameter:
 
     Attributes:
         segments: Segments that read it, or read a tensor that earlier segments made from it without a block.
-        block: Segment of the block that contains it; None outside the blocks.
+        block: Segment of the block that contains it; None outside the blocks, or if other segments read it too.
     """
 
     name: str
@@ -128,25 +128,26 @@ def passes_of(step: Any, names: Sequence[str], *, rows: int, values: bool) -> "P
     """
     if reason := impossible(step, names):
         return reason
-    calls = [call for call in step.calls if call.fqn in set(names)]
-    walked = [call.fqn for call in calls]
-    if walked != list(names):
-        unlike = next((a for a, b in zip(walked, names, strict=False) if a != b), "")
-        return (
-            f"the step has to walk the blocks {names[0]!r} to {names[-1]!r} once, in order, and called"
-            f" {len(walked)!r} of {len(names)!r}" + (f", {unlike!r} out of turn" if unlike else "")
-        )
-    if reason := _skips(step, calls) or _draws(step, calls):
+    calls = _calls(step, names)
+    if len(calls) != len(names):
+        return f"of the {len(names)!r} blocks {names[0]!r} to {names[-1]!r}, {len(calls)!r} were called with gradients"
+    # a plan that was asked for may have no cut where it matters
+    if reason := _skips(step, calls):
         return reason
     return _Cut(step, calls, rows, values).passes()
 
 
 def impossible(step: Any, names: Sequence[str]) -> str:
-    """Return why blocks cannot be stages, independent of the data between them; "" if no such reason was detected."""
+    """Return why blocks cannot be stages, in however many micro-batches; "" if no such reason was detected."""
     if inside := step.transformed.intersection(names):
         return (
             f"torch.func (vmap, grad, jvp, ...) transforms a function that calls the block {min(inside)!r}, which a"
             " stage would have to leave half-way: call the blocks outside of it"
+        )
+    if copied := step.copied.intersection(names):
+        return (
+            f"the step makes a copy of the block {min(copied)!r} (copy.deepcopy, as for a target network), which has no"
+            " values on the ranks of other blocks: make the copy in __init__"
         )
     gone_back = [name for name in names if any(f"{fqn}.".startswith(f"{name}.") for fqn in step.went_back)]
     if gone_back:
@@ -155,7 +156,23 @@ def impossible(step: Any, names: Sequence[str]) -> str:
             f" and goes back through the block {gone_back[0]!r}, which other ranks hold the rest of: compute such a"
             " term without gradients of blocks"
         )
-    return ""
+    for walk in step.walks if step.records_calls_of(names) else ():
+        walked = [name for name in walk if name in set(names)]
+        if walked != list(names):
+            unlike = next((a for a, b in zip(walked, names, strict=False) if a != b), "")
+            return (
+                f"the step has to walk the blocks {names[0]!r} to {names[-1]!r} once, in order, and called"
+                f" {len(walked)!r} of {len(names)!r}" + (f", {unlike!r} out of turn" if unlike else "")
+            )
+    calls = _calls(step, names)
+    if not names or len(calls) != len(names):
+        return ""
+    return _draws(step, calls) or _reads_others(step, calls)
+
+
+def _calls(step: Any, names: Sequence[str]) -> list[Any]:
+    """Return the calls of blocks with gradients; one for each block if there are as many, for they are in order."""
+    return [call for call in step.calls if call.fqn in set(names)]
 
 
 def _skips(step: Any, calls: Sequence[Any]) -> str:
@@ -184,6 +201,32 @@ def _draws(step: Any, calls: Sequence[Any]) -> str:
             if calls[-1].end < read < len(step.work) and step.work[read][0] == step.work[life.birth][0]:
                 return "what follows the blocks reads random numbers that the step draws before them"
     return ""
+
+
+def _reads_others(step: Any, calls: Sequence[Any]) -> str:
+    """Describe a parameter of one block that another one reads; "" if there is none."""
+    for name, block in step.read_beside.items():
+        homes = _homes(step, calls, name)
+        readers = _readers(step, calls, name) - homes - {len(calls)}
+        if readers and None not in homes:
+            reader = calls[min(readers)].fqn
+            return (
+                f"block {reader!r}, or what precedes it, reads the parameter {name!r} of block {block!r}, which another"
+                " rank may hold: read it in its own block, or after all blocks"
+            )
+    return ""
+
+
+def _homes(step: Any, calls: Sequence[Any], name: str) -> set[int | None]:
+    """Return the blocks that contain a parameter, under any of its names; with None if it is also outside of blocks."""
+    names = step.names_of_parameters.get(name, (name,))
+    return {next((i for i, call in enumerate(calls) if n.startswith(f"{call.fqn}.")), None) for n in names}
+
+
+def _readers(step: Any, calls: Sequence[Any], name: str) -> set[int]:
+    """Return the segments that read a parameter."""
+    ends = [call.end for call in calls]
+    return set(np.searchsorted(ends, step.readers.get(name, ()), side="left").tolist())
 
 
 class _Cut:
@@ -328,15 +371,15 @@ class _Cut:
         for name, life in kinds[PARAMETERS].items():
             if name in self._step.trained:
                 gradient = kinds[GRADIENTS].get(f"{name}.grad")
-                reads = self._step.readers.get(name, ())
-                read_in = {int(i) for i in np.searchsorted(self._first[1:-1], reads, side="right")}
+                reads, homes = self._step.readers.get(name, ()), _homes(self._step, self._calls, name)
+                segments = _readers(self._step, self._calls, name).union(*(needed_by[t] for t in reads))
                 yield Parameter(
                     name=name,
                     n_bytes=life.n_bytes,
                     gradient_bytes=0 if gradient is None else gradient.n_bytes,
                     state_bytes=state.get(name, 0),
-                    segments=tuple(sorted(read_in.union(*(needed_by[t] for t in reads)))),
-                    block=next((i for i, call in enumerate(self._calls) if name.startswith(f"{call.fqn}.")), None),
+                    segments=tuple(sorted(segments)),
+                    block=next(iter(homes)) if len(homes) == 1 and homes >= segments else None,
                 )
 
 

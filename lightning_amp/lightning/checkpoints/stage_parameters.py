@@ -1,6 +1,7 @@
 """Keep parameters of a pipeline on the ranks whose stages use them; full in checkpoints and after the run.
 
-A parameter of the blocks is on the ranks of these blocks. For parameters outside the blocks, or of a module that is
+A parameter of the blocks is on the ranks of these blocks, and on the last stage's rank if the step reads it after all
+blocks too (`shared`, as the plan has counted). For parameters outside the blocks, or of a module that is
 both inside and outside, the stages that use them are not known in advance: all ranks have them until the first backward
 pass that reaches them, and afterwards only the ranks on which it did.
 On other ranks the module has a placeholder on the device "meta", without gradient and optimiser state. The original
@@ -18,6 +19,7 @@ reaches a parameter outside the blocks later in the run, the parameter is no lon
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -100,11 +102,22 @@ class StageParameters(Shards):
     Args:
         blocks: Pairs of a block and its rank of the model axis.
         mesh: Mesh with the axes "data" and "model".
+        shared: Names of parameters of blocks that another rank holds too, and that rank.
+
+    Attributes:
+        all_ranks_raise: Whether all ranks of a pipeline raise the same error, and can still restore parameters.
     """
 
     apart = True
+    all_ranks_raise = False
 
-    def __init__(self, module: nn.Module, blocks: Sequence[tuple[nn.Module, int]], mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Sequence[tuple[nn.Module, int]],
+        mesh: DeviceMesh,
+        shared: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         super().__init__(module)
         self._mesh, self._model = mesh, mesh["model"]
         self._rank = self._model.get_local_rank()
@@ -116,8 +129,10 @@ class StageParameters(Shards):
                 if parameter is not None:
                     found.setdefault(id(parameter), Held(parameter, self._model)).places.append((part, name))
         self.held = list(found.values())
+        more = {id(module.get_parameter(name)): rank for name, rank in shared.items()}
         for held in self.held:
             ranks = set[int | None]().union(*(self._owners[id(part)] for part, _ in held.places))
+            ranks |= {more[id(held.whole)]} if id(held.whole) in more else set()
             held.ranks = None if None in ranks else tuple(sorted(rank for rank in ranks if rank is not None))
             if held.ranks is not None and self._rank not in held.ranks:
                 held.free()
@@ -189,6 +204,10 @@ class StageParameters(Shards):
         return [grad for grad in counted if grad is not None]
 
     # --- state ---
+
+    def give_back(self, optimizers: Sequence[Optimizer], *, complete: bool) -> None:
+        """Restore full parameters, also after an error that all ranks have raised together."""
+        super().give_back(optimizers, complete=complete or self.all_ranks_raise)
 
     def saved_state(self, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
         """Return the module's state with the tensors of all ranks; a collective."""

@@ -30,6 +30,11 @@ SWAPPED = (
     " would gather its own: train with strategies='S1'"
 )
 
+COPIED = (
+    "the step makes a copy of the block {!r} (copy.deepcopy), which would have a rank's rows of its parameters: make"
+    " the copy in __init__, or train with strategies='S1'"
+)
+
 
 def refuse(module: nn.Module, units: Mapping[str, nn.Module], *, by_hand: bool = True, values: bool = True) -> None:
     """Raise an InstallError for a module that cannot be sharded; the module does not change.
@@ -154,8 +159,8 @@ def refusal(module: LightningModule, step: CountedStep, *, values: bool) -> str:
     except InstallError as error:
         return str(error)
     for unit in units:
-        if unit in step.swapped:
-            return SWAPPED.format(unit)
+        if unit in step.swapped | step.copied:
+            return (COPIED if unit in step.copied else SWAPPED).format(unit)
     for unit in units:
         if any(f"{fqn}.".startswith(f"{unit}.") for fqn in step.went_back):
             return (

@@ -13,6 +13,7 @@ from lightning_amp.techniques.chunk.look import costs_of
 from lightning_amp.techniques.chunk.look import look as look_for_chunks
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.contract.protocol import StepToPlan
+from lightning_amp.techniques.pipeline.run.blocks import refuse_lists
 from lightning_amp.techniques.pipeline.stage_facts import StageChunks, StageFacts
 
 
@@ -28,7 +29,7 @@ def look(step: StepToPlan) -> StageFacts:
 
 def refusal(module: LightningModule, step: CountedStep, *, values: bool) -> str:
     """Why the blocks of the step cannot be stages; "" if they can."""
-    return step.no_stages
+    return refuse_lists(module) or step.no_stages
 
 
 class _Counts:

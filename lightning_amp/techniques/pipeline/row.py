@@ -21,12 +21,15 @@ class PipelineStages:
         schedule: "gpipe", "1f1b" or "interleaved".
         micro_batches: Number per batch; a batch with fewer samples has one per sample.
         stages_per_rank: More than 1 for "interleaved" only.
+        read_after: Parameters of blocks that the step reads after all blocks too, outside of their block's call, by
+            their names in the list, separated by commas: the rank of the last stage holds them as well.
     """
 
     ends: str = ""
     schedule: str = "1f1b"
     micro_batches: int = 4
     stages_per_rank: int = 1
+    read_after: str = ""
 
 
 def _asked(spec: PipelineStages, request: Any) -> tuple[PipelineStages, bool]:

@@ -308,11 +308,14 @@ def _draft(shape: _Shape, run: StagesInChunks, *, ends: tuple[int, ...] | None, 
 
 
 def _target(shape: _Shape, ends: tuple[int, ...], stages: Sequence[Stage]) -> Rule:
+    fqn, blocks = shape.whole.names[0].rpartition(".")[0], len(shape.whole.names)
+    beside = [p.name for p in shape.whole.parameters if p.block is None and blocks in p.segments]
     spec = PipelineStages(
         ends=",".join(map(str, ends)),
         schedule=shape.schedule,
         micro_batches=shape.micro_batches,
         stages_per_rank=shape.each,
+        read_after=",".join(name.removeprefix(f"{fqn}.") for name in beside if name.startswith(f"{fqn}.")),
     )
     bubble = sum(stage.idle for stage in stages) / len(stages)
     peak = max(stage.peak_bytes for stage in stages)
@@ -329,7 +332,6 @@ def _target(shape: _Shape, ends: tuple[int, ...], stages: Sequence[Stage]) -> Ru
         other = ", ".join(f"{count}: {format_seconds(seconds)}" for count, seconds in others)
         why += f"; of 1 to {shape.whole.rows} micro-batches {fastest} are the fastest ({other})"
     saved = max(0, shape.seen.profile.peak_bytes - peak)
-    fqn = shape.whole.names[0].rpartition(".")[0]
     return Rule(strategy="pipeline", fqn=fqn, spec=spec, why=why, saves_bytes=saved)
 
 

@@ -83,6 +83,15 @@ def absent_parameter(like: nn.Parameter) -> AbsentParameter:
     return made
 
 
+class NeedsValuesError(InstallError):
+    """An operator cannot be computed on placeholders."""
+
+
+WHY = {
+    "DynamicOutputShapeException": ", on which the shape of its result depends",
+    "DataDependentOutputException": ", which it would hand to Python",
+}
+"""For types of torch's errors, why an operator needs values."""
 UNIFORM = (torch.ops.aten.rand.default, torch.ops.aten.rand.generator)
 """Operators that draw numbers in [0, 1)."""
 BELOW: dict[Any, bool] = {
@@ -117,13 +126,14 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device: Device of the run, which placeholders report.
 
     Attributes:
+        device: As given.
         missed: Number of such draws since the mode is on.
         in_block: Whether a block of another rank runs.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device, self._fake, self.missed = device, FakeTensorMode(), 0
+        self.device, self._fake, self.missed = device, FakeTensorMode(), 0
         self.in_block = False
         # the parameter is kept, so that its id is not reused
         self._absent: dict[int, tuple[Tensor, Tensor]] = {}
@@ -158,7 +168,7 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 # a copy, which is not an inference tensor
                 return self._fake.from_tensor(value.detach().clone())
             with self._fake:
-                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self._device)
+                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self.device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on values if all inputs have some, otherwise on placeholders."""
@@ -166,7 +176,7 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # valid for the next operator only, because any other operator may write into it
         uniform, self._uniform = self._uniform, None
         if uniform is not None and args and args[0] is uniform and (found := _decided(func, args[1:])) is not None:
-            return torch.full(uniform.shape, found, device=self._device)
+            return torch.full(uniform.shape, found, device=self.device)
         flat, form = tree_flatten((args, kwargs))
         draws, without = _draws(func, args, kwargs), any(map(has_no_values, flat))
         self.missed += draws and (without or self.in_block)
@@ -178,10 +188,10 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self._fake:
                 made = func(*args, **kwargs)
         except Exception as error:
-            raise InstallError(
-                f"pipeline: the operator {func.name()!r} needs values that another rank computed: {error}. Before"
-                " its blocks a rank has only the batch and the parameters outside the blocks: compute it inside a"
-                " block, or leave 'pipeline' out"
+            raise NeedsValuesError(
+                f"pipeline: the operator {func.name()!r} needs values that another rank computed"
+                f"{WHY.get(type(error).__name__, f': {error}')}. Before its blocks a rank has only the batch and the"
+                " parameters outside the blocks: compute it inside a block, or leave 'pipeline' out"
             ) from error
         # torch returns drawn tensors detached
         same = func is torch.ops.aten.detach.default and args[0] is uniform

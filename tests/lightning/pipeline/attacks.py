@@ -186,6 +186,48 @@ class Penalised(Net):
         return loss + 0.1 * self.embed.weight.square().sum()
 
 
+class PenalisedInPlace(Net):
+    """A penalty on all weights: the last stage's rank holds those of all blocks."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        loss = super().loss(batch)
+        for parameter in self.parameters():
+            loss += 0.1 * parameter.square().sum()
+        return loss
+
+
+class ReadsAfter(Net):
+    """What follows the blocks calls a layer of the first one, once with gradients, once without."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = first = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        gate = self.blocks[0].linear(first).sigmoid()
+        return self.head(h * gate * (1 + self.blocks[1].linear.weight.detach().norm()))
+
+
+class Routes(nn.Module):
+    """Experts: the values decide which rows each of them gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, h: Tensor) -> Tensor:
+        share, chosen = self.router(h).softmax(-1).max(-1)
+        out = torch.zeros_like(h)
+        for i in chosen.unique().tolist():
+            rows = (chosen == i).nonzero().flatten()
+            out.index_add_(0, rows, self.experts[i](h[rows]).tanh() * share[rows, None])
+        return h + out
+
+
+class Experts(Net):
+    block = Routes
+
+
 class Caches(Block):
     """What depends on shapes alone may be kept."""
 
@@ -250,7 +292,7 @@ class Ignores(Net):
 
 EXACT = (
     *(Net, Ignores, Resets, Counts, Takes, Keeps, Probes, Tuples),
-    *(Shared, Checkpointed, Frozen, Steps, Penalised, Cached),
+    *(Shared, Checkpointed, Frozen, Steps, Penalised, PenalisedInPlace, ReadsAfter, Experts, Cached),
 )
 
 

@@ -115,14 +115,6 @@ class Ticks(Net):
         return loss
 
 
-class PenalisedInPlace(Net):
-    def loss(self, batch: Batch) -> Tensor:
-        loss = super().loss(batch)
-        for parameter in self.parameters():
-            loss += 0.1 * parameter.square().sum()
-        return loss
-
-
 class MixesTargets(Net):
     """Of the draws, the same number is in the inputs and in the loss."""
 
@@ -324,7 +316,6 @@ REFUSED: dict[type[Net], str] = {
     LossInAttributes: "outside the blocks of",
     Tracked: "changes 'blocks.",
     Ticks: "has changed the parameters or buffers ['ticks']",
-    PenalisedInPlace: "a parameter that another rank holds",
     MixesTargets: "random numbers",
     Reentrant: "use_reentrant=True",
     Gathers: "self.all_gather",

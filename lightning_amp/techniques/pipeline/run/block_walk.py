@@ -10,6 +10,7 @@ next stage. If a block of the stage reads another result of earlier blocks, or i
 order, or not at all, an error is raised. Attributes that blocks of other ranks set are placeholders during the step.
 """
 
+import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -22,8 +23,9 @@ from torch import nn
 from lightning_amp._torch import in_transform, tree_leaves, tree_map
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.forward_overrides import Position
+from lightning_amp.techniques.pipeline.run.block_on_zeros import refuse_numbers, run_on_zeros, zeros_for_placeholders
 from lightning_amp.techniques.pipeline.run.messages import packed_draws
-from lightning_amp.techniques.ranks.placeholders import Placeholders, without_values
+from lightning_amp.techniques.ranks.placeholders import NeedsValuesError, Placeholders, without_values
 
 Receive = Callable[[Any], Any]
 """Function from placeholders of a block's result to the result that another rank has computed."""
@@ -80,6 +82,7 @@ class BlockWalk:
     Attributes:
         random_state_before, random_state_after: Random state when the first of all blocks was called, and when the
             last one had returned.
+        versions_after: Tensors that the last block has returned, and their versions then.
     """
 
     def __init__(self, name: str, blocks: int) -> None:
@@ -88,6 +91,7 @@ class BlockWalk:
         self._shapes: dict[Any, Any] = {}
         self._mode: Placeholders | None = None
         self.random_state_before = self.random_state_after = torch.empty(0)
+        self.versions_after: list[tuple[torch.Tensor, int]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockWalk":
         # the copy is in no pass
@@ -136,7 +140,7 @@ class BlockWalk:
                 raise
             raise InstallError(
                 f"pipeline: the step reads, outside the blocks of {self.name!r}, a tensor of an earlier stage that"
-                f" no block returns: {error}. Let blocks return it, or leave 'pipeline' out"
+                f" no block returns{_operator_in(error)}. Let blocks return it, or leave 'pipeline' out"
             ) from error
         finally:
             self._pass = None
@@ -194,6 +198,8 @@ class BlockWalk:
             raise Leave
         if index == self.blocks - 1:
             self.random_state_after = packed_draws()
+            tensors = [leaf for leaf in tree_leaves(now.result) if isinstance(leaf, torch.Tensor)]
+            self.versions_after = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
         return now.result
 
     def _placeholder(self, now: _Pass, index: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -230,14 +236,19 @@ class BlockWalk:
         # the block must not keep any of the placeholders
         before = [(table, dict(table)) for part in block.modules() for table in (vars(part), part._buffers)]
         with torch.no_grad():
-            inputs = tree_map(mode.of, (args, kwargs))
             # `of` replaces tensors with values by placeholders, so writes into these do not reach the tensors
-            stands = [
-                (value, stand, stand._version)
-                for value, stand in zip(tree_leaves((args, kwargs)), tree_leaves(inputs), strict=True)
-                if stand is not value
-            ]
-            made = type(block).forward(block, *inputs[0], **inputs[1])
+            inputs, on_zeros, drawn = tree_map(mode.of, (args, kwargs)), False, False
+            stands = _stand_ins((args, kwargs), inputs)
+            try:
+                made = type(block).forward(block, *inputs[0], **inputs[1])
+            except NeedsValuesError:
+                # its attributes may be half set
+                for table, held in before:
+                    table.clear()
+                    table.update(held)
+                inputs, on_zeros = zeros_for_placeholders((args, kwargs), mode.device), True
+                stands = _stand_ins((args, kwargs), inputs)
+                made, drawn = run_on_zeros(block, inputs[0], inputs[1], mode.device)
         for value, stand, version in stands:
             if stand._version != version:
                 raise InstallError(
@@ -254,9 +265,11 @@ class BlockWalk:
         for table, held in before:
             table.clear()
             table.update(held)
-        draws, mode.missed, mode.in_block = mode.missed - missed, missed, False
-        if draws:
-            # a number that depends on draws differs on the block's rank
+        draws, mode.missed, mode.in_block = mode.missed - missed + drawn, missed, False
+        if on_zeros:
+            refuse_numbers(block, (made, [value for _, _, value in sets]))
+        if draws or on_zeros:
+            # numbers that depend on draws differ on the block's rank, and those of zeros mean nothing
             made = tree_map(mode.of, made)
             sets = [(table, name, tree_map(mode.of, value)) for table, name, value in sets]
         return made, sets, draws
@@ -284,6 +297,18 @@ class StageBlock:
     def __call__(self, run: Run, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """See `BlockWalk.call`."""
         return self.walk.call(self.index, block, run, args, kwargs)
+
+
+def _operator_in(error: Exception) -> str:
+    """Return the operator that torch's message names, for messages; "" if it names none."""
+    found = re.search(r"(?:Found in|aten[.:]+)\s*([\w.:]*\w)", str(error))
+    return f" (in {found[1].removeprefix('aten.')!r})" if found else ""
+
+
+def _stand_ins(values: Any, inputs: Any) -> list[tuple[Any, Any, int]]:
+    """Return the tensors that others replace, these others, and their versions."""
+    pairs = zip(tree_leaves(values), tree_leaves(inputs), strict=True)
+    return [(value, stand, stand._version) for value, stand in pairs if stand is not value]
 
 
 def _set(table: dict[str, Any], name: str, value: Any) -> None:

@@ -77,6 +77,20 @@ def refuse_module(module: nn.Module) -> None:
         refuse_hooks(parameter)
 
 
+def refuse_lists(module: nn.Module) -> str:
+    """Return why a list of lists cannot be stages; "" if the longest list of the module is none."""
+    found = longest_list(module)
+    if found is None:
+        return ""
+    for name, block in module.get_submodule(found[0]).named_children():
+        if isinstance(block, nn.ModuleList | nn.ModuleDict):
+            return (
+                f"{found[0]!r} is a list of lists ({name!r} is a {type(block).__name__!r}), which no step calls: make a"
+                " module of each, whose forward calls what is in it"
+            )
+    return ""
+
+
 def blocks_for_stages(module: nn.Module) -> tuple[tuple[str, ...], str]:
     """Return the names of the blocks that can be stages, in order; or none, and why, without running the module."""
     found = longest_list(module)
@@ -85,6 +99,8 @@ def blocks_for_stages(module: nn.Module) -> tuple[tuple[str, ...], str]:
     blocks = module.get_submodule(found[0])
     if len(dict(blocks.named_children())) < found[1]:
         return (), f"{found[0]!r} has a module in it twice"
+    if lists := refuse_lists(module):
+        return (), lists
     if hooks := hooks_within(blocks):
         return (), f"{found[0]!r} has {', '.join(hooks)}, which would be called on one rank"
     if has_batch_norms(module):

@@ -69,13 +69,14 @@ class Ran:
         results: Results of the last block, for every micro-batch.
         returned: Results of the step, for every micro-batch; with a `Rest` there is only one.
         drew: Whether random numbers were drawn after the last block.
+        wrote: Whether what follows the blocks has written in place into the last block's result.
     """
 
     def __init__(self, micro_batches: int) -> None:
         self.times = PassTimes()
         self.results: list[Any] = [None] * micro_batches
         self.returned: list[Any] = [None] * micro_batches
-        self.drew = False
+        self.drew = self.wrote = False
 
 
 class Stages:
@@ -174,6 +175,7 @@ class Stages:
         ran.results[j], ran.returned[j] = detached(result), detached(returned)
         # With dropout in a head, the loss differs in every run, so that the losses of parts and full batch can only be
         # compared without dropout.
+        ran.wrote |= any(tensor._version != version for tensor, version in self.walk.versions_after)
         ran.drew |= not torch.equal(self.walk.random_state_after, packed_draws())
         return (work.weights[j] * loss_of(returned) if work.weights else None), leaves
 

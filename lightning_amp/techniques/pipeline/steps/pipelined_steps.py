@@ -67,6 +67,9 @@ Step = Callable[..., Any]
 class RankParameters(Protocol):
     """Parameters of a pipeline, of which each rank holds those of its stages."""
 
+    all_ranks_raise: bool
+    """Whether all ranks of the pipeline raise the same error, after a collective."""
+
     @property
     def here(self) -> list[nn.Parameter]:
         """Parameters that this rank holds."""
@@ -171,6 +174,12 @@ class PipelinedSteps:
             grads = [parameter.grad for parameter in parameters]
         if self._stages.is_last:
             record.returned = ran.returned[0]
+            if n > 1 and not at_once and ran.wrote:
+                record.error = record.error or ModelError(
+                    "pipeline: what follows the blocks writes in place into the result of the last one (x += ...), of"
+                    " which the loss of the whole batch is computed as well; write out of place (x = x + ...), take"
+                    " schedule='gpipe' or micro_batches=1, or leave 'pipeline' out"
+                )
             if n > 1 and not at_once and record.error is None:
                 self._whole(whole, part, ran, work, record)
         record = self._share(record)
@@ -326,6 +335,8 @@ class PipelinedSteps:
         # The error is raised by all ranks after the collective, so that no rank waits for one that has failed. An error
         # of this rank only is raised here, too.
         failed = shared.error or record.error
+        # the others wait for no message of this rank, so that parameters can be put together at the end
+        self._parameters.all_ranks_raise = shared.error is not None
         if failed is not None:
             raise failed
         return shared
@@ -345,12 +356,15 @@ def install(
         overridden: Name, module and override of all modules with an overridden forward.
         spec: Spec of the plan.
         mesh: With the axes "data" and "model".
-        parameters_of: (module, [(block, model rank)], mesh) -> the parameters; frees those of other ranks.
+        parameters_of: (module, [(block, model rank)], mesh, shared) -> the parameters; frees those of other ranks.
+            `shared` has the names of parameters of blocks, and another rank that holds them.
     """
     calls = [(fqn, block, run) for fqn, block, run in overridden if isinstance(run, StageBlock)]
     stages = Stages(calls[0][2].walk, spans(map(int, spec.ends.split(","))), mesh["model"], module.device)
     ranks = [n % mesh.size(1) for n, span in enumerate(stages.spans) for _ in range(span.first, span.end)]
-    parameters = parameters_of(module, [(block, ranks[call.index]) for _, block, call in calls], mesh)
+    within_list = calls[0][0].rpartition(".")[0]
+    shared = {f"{within_list}.{name}": stages.last_rank for name in spec.read_after.split(",") if name}
+    parameters = parameters_of(module, [(block, ranks[call.index]) for _, block, call in calls], mesh, shared)
     blocks = {fqn: block for fqn, block, _ in calls}
     return parameters, PipelinedSteps(module, blocks, stages, parameters, spec, data_rank=mesh["data"].get_local_rank())
 
