@@ -83,7 +83,7 @@ class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
             rule = RULES.get(name_of(func), RULES[""])
             before = self.grids(args[0]).keys() if func._schema.is_mutable else self.axes
             grids = rule(self, func, args, kwargs, found)
-            if func._schema.is_mutable and isinstance(grids, dict) and not grids.keys() <= before:
+            if func._schema.is_mutable and isinstance(grids, dict) and not set(grids) <= set(before):
                 # a tensor that is written to keeps its memory: values that are split otherwise are gathered
                 self.gathered.append(name_of(func))
                 grids = {axis: grid for axis, grid in grids.items() if axis in before}
