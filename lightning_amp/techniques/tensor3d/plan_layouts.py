@@ -81,7 +81,7 @@ class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = tensors_of((args, kwargs))
         if any(t in self.views or self.known.get(t) for t in given):
             rule = RULES.get(name_of(func), RULES[""])
-            before = self.grids(args[0]).keys() if func._schema.is_mutable else self.axes
+            before = set(self.grids(args[0]) if func._schema.is_mutable else self.axes)
             grids = rule(self, func, args, kwargs, found)
             if func._schema.is_mutable and isinstance(grids, dict) and not set(grids) <= set(before):
                 # a tensor that is written to keeps its memory: values that are split otherwise are gathered
