@@ -217,7 +217,10 @@ ODD_REFUSED = {
     "a backward hook that clamps": "autograd Functions do not see parts",
 }
 """Part of the message; where features are not split, some of them are exact."""
-REFUSED_ON_TWO_AXES = {"a reentrant checkpoint": "call checkpoint with use_reentrant=False"}
+REFUSED_ON_TWO_AXES = {
+    "a queue of features": "it writes sharded values into a tensor that every rank has whole",
+    "a reentrant checkpoint": "call checkpoint with use_reentrant=False",
+}
 
 
 def trained(one: Odd, rank: int = 0, grid: Grid | None = None, ranks: int = 1) -> dict[str, Tensor]:
