@@ -39,7 +39,7 @@ FIXED = (type, FunctionType, BuiltinFunctionType, ModuleType, type(...))
 """Classes of objects that are compared by identity, because they do not change."""
 
 
-DEVICE: Any = Tensor.device.__get__  # type: ignore[attr-defined]
+DEVICE: Any = Tensor.device.__get__
 
 
 class CannotFollow(Exception):
