@@ -188,7 +188,19 @@ def test_a_warning_where_warnings_are_errors_does_not_end_a_check() -> None:
     block, x = Deprecated(), x_of(2, 64, 8)
     with warnings.catch_warnings(action="ignore"):
         run, expected = in_chunks(block, x), block(x)
-    torch.testing.assert_close(run(block, x), expected)
+        planned = run.planned(block, (x,), {})
+    torch.testing.assert_close(planned.run(block, x), expected)
+
+
+def test_a_block_warns_once_as_by_itself() -> None:
+    """Neither the capture nor the check does."""
+    torch.manual_seed(0)
+    block, x = Deprecated(), x_of(2, 64, 8)
+    with warnings.catch_warnings(action="ignore"):
+        run = in_chunks(block, x)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        run(block, x)
+    assert [str(one.message) for one in caught] == ["a library's"]
 
 
 def test_a_check_takes_few_bytes() -> None:
