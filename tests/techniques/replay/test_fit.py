@@ -237,6 +237,7 @@ def equal(one: list[Any], other: list[Any]) -> bool:
     return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 def test_every_step_is_the_same_wherever_segments_end() -> None:
     choose, wrong = random.Random(1), list[str]()
     for name, make in CASES.items():
