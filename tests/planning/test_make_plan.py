@@ -115,10 +115,10 @@ def test_strategies_beyond_s1_need_the_decoder_they_change() -> None:
     [
         ("{", "the plan is not JSON"),
         ("[]", r"has schema \[\]"),
-        ('{"schema": 99}', "the plan has schema 99, and this version reads schema 1"),
-        ('{"schema": 1}', "does not read as a plan"),
-        ('{"schema": 1, "candidates": null}', "does not read as a plan"),
-        ('{"schema": 1, "candidates": [1]}', "does not read as a plan"),
+        ('{"schema": 99}', "the plan has schema 99, and this version reads schema 2"),
+        ('{"schema": 2}', "does not read as a plan"),
+        ('{"schema": 2, "candidates": null}', "does not read as a plan"),
+        ('{"schema": 2, "candidates": [1]}', "does not read as a plan"),
     ],
 )
 def test_plans_that_cannot_be_read(text, message) -> None:

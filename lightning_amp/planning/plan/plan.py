@@ -92,7 +92,8 @@ class ModuleDiagnosis:
     reason: str
 
 
-SCHEMA = 1
+SCHEMA = 2
+"""Version of the JSON form. 2: places of `replay` do not count views, and a rule of `chunk` has the device's rates."""
 
 
 class Explanation(str):

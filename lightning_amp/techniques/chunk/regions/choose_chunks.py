@@ -38,9 +38,8 @@ the examples did not fit into 20 % of their bytes, and blocks of 200 to 1,600 ro
 plan.
 """
 MOST_ROWS_TRAIN = 16_000
-"""The same in training, where a step has many blocks, each planned for several budgets; the blocks of the examples have
-at most 12,000. Of public models with blocks of 117 to 242 rows the slowest form took up to a quarter more bytes than
-with 60,000, most of the others within 3 %, in a fifth of the time.
+"""The same in training, where a step has many blocks, each planned for several budgets. Least bytes of public blocks
+against 60,000: DaViT's third block 11 % more and its second 7 %, FocalNet 3 %, SwinV2 2 %, Mamba2 1 %.
 """
 MOST_TRIES = 8
 """Number of searches for one budget."""

@@ -14,6 +14,7 @@ from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.errors import PlanError
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.techniques.chunk.regions import find_regions as find_regions_file
+from lightning_amp.techniques.chunk.regions import walk
 from lightning_amp.techniques.chunk.regions.candidates import RegionCandidate
 from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, OverBudget, choose_chunks
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
@@ -37,14 +38,14 @@ def scan(n_steps: int) -> Table:
 def test_a_loop_over_time_is_searched_in_work_that_grows_with_its_length(monkeypatch: Any) -> None:
     """Of every stretch one end is left, so that no more rows than are allowed are in regions, and it is said."""
     passed = 0
-    take = find_regions_file._Flow._take
+    take = walk.Flow._take
 
     def counted(self: Any, i: int) -> bool:
         nonlocal passed
         passed += 1
         return take(self, i)
 
-    monkeypatch.setattr(find_regions_file._Flow, "_take", counted)
+    monkeypatch.setattr(walk.Flow, "_take", counted)
     work = {}
     for n_steps in (20, 40, 80):
         table, passed = scan(n_steps), 0
