@@ -99,7 +99,7 @@ class Model(nn.Module):
     def mean(self) -> Tensor:
         arguments = {name: self.batch[name] for name in ("batch", "library")}
         with torch.no_grad():
-            return self.decoder.mean(self.u, self.v, **arguments)
+            return self.decoder.predicted(self.u, self.v, **arguments)
 
 
 def decoder(case: Case) -> StratifiedDecoder:
@@ -152,7 +152,7 @@ def mean_gradients(case: Case, strategies: Sequence[str] = (), mesh: DeviceMesh 
     model = Model(case)
     installed = None if mesh is None else install(model, make_plan(strategies, mesh["model"].size()), mesh)
     arguments = {name: model.batch[name] for name in ("batch", "library")}
-    mean = model.decoder.mean(model.u, model.v, **arguments)
+    mean = model.decoder.predicted(model.u, model.v, **arguments)
     (mean * torch.linspace(-1, 2, mean.numel()).view_as(mean)).sum().backward()  # type: ignore[no-untyped-call]
     sum_partial(installed, mesh)
     return {n: p.grad for n, p in model.named_parameters() if "theta" not in n and "zi" not in n}  # type: ignore[misc]

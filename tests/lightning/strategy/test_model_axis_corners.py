@@ -66,7 +66,7 @@ class Means(Corner):
 
     def loss(self, batch: Batch) -> Tensor:
         given = {name: batch[name] for name in ("batch", "library")}
-        mean = self.decoder.mean(self.cells(batch["x"]), self.v, **given)
+        mean = self.decoder.predicted(self.cells(batch["x"]), self.v, **given)
         return super().loss(batch) + (mean - batch["x"]).square().mean()
 
 

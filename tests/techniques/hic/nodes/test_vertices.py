@@ -343,7 +343,7 @@ def test_refuses_what_cannot_be_dealt() -> None:
     cells = {name: batch(0)["hic"][name] for name in ("batch", "library")}
     u = torch.ones(CELLS, DIM, dtype=torch.float64)
     with pytest.raises(InstallError, match=f"the decoder got {N} rows of v, and this rank has 10 of {N} anchors"):
-        model.decoders["hic"].mean(u, v, **cells)
+        model.decoders["hic"].predicted(u, v, **cells)
     rows = shard_anchors(4, 2, mesh["model"])
     with pytest.raises(InstallError, match="1 vertices belong to several of 4 anchors"):
         shard_vertices(5, rows, torch.tensor([0, 1, 1, 3]), (torch.tensor([0]), torch.tensor([1])))
