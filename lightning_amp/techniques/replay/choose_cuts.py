@@ -46,6 +46,7 @@ class Stretches:
         at_work: [p, q] bytes while the backward pass is in it, replayed for one tensor at a time.
         one_by_one_seconds: [p, q] time of all replays in that case.
         borders: Indices of places at which a backward pass frees saved tensors.
+        views: Whether operators that only return views have places.
         why_nothing: Why a replay may have nothing to free.
     """
 
@@ -56,6 +57,7 @@ class Stretches:
     at_work: Array
     one_by_one_seconds: Array
     borders: tuple[int, ...] = ()
+    views: bool = True
     why_nothing: str = "autograd keeps nothing that a replay would make"
 
     def of_kind(self, kind: int) -> tuple[Array, Array, Array]:

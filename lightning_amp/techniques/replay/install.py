@@ -29,7 +29,7 @@ from lightning_amp.techniques.contract.protocol import StepToPlan
 from lightning_amp.techniques.put_methods import method_of, put_methods, refuse_unseen
 from lightning_amp.techniques.replay.choose_cuts import Array, Replays, Stretches
 from lightning_amp.techniques.replay.row import ReplayOperators
-from lightning_amp.techniques.replay.segment import Handle, Kept
+from lightning_amp.techniques.replay.segment import Handle, Kept, how_of
 from lightning_amp.techniques.replay.tape import Tape
 
 PLACES = 120
@@ -39,12 +39,18 @@ PLACES = 120
 class Look(Tape):  # type: ignore[no-untyped-call]
     """Record a step as one segment, with the time of its operators.
 
+    Attributes:
+        writes_to_views: Whether an operator writes to memory of which views were made. Autograd then makes the views
+            again, on fake tensors by other operators than on real ones, so that views can have no places.
+
     Args:
         rates: Rates of the device.
+        views: Whether an operator that only returns views has a place.
     """
 
-    def __init__(self, rates: OperatorRates) -> None:
-        super().__init__([(2**62, True)])
+    def __init__(self, rates: OperatorRates, *, views: bool = True) -> None:
+        super().__init__([(2**62, True)], views=views)
+        self.views, self.writes_to_views, self._viewed = views, False, set[int]()
         self.seconds: list[float] = []
         self.saved: dict[int, int] = {}
         self.backwards: set[int] = set()
@@ -70,6 +76,8 @@ class Look(Tape):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run and record an operator, with its predicted time."""
         before = self.at
+        if autograd_node() is None:
+            self._note_views(func, args, kwargs or {})
         found = super().__torch_dispatch__(func, types, args, kwargs)
         if autograd_node() is None:
             # a backward pass that keeps its graph, as for second derivatives, also keeps the replayed tensors
@@ -83,6 +91,14 @@ class Look(Tape):  # type: ignore[no-untyped-call]
             # with gradients enabled, the graph is kept for a second backward pass
             self.backwards.add(before)
         return found
+
+    def _note_views(self, func: Any, args: Any, kwargs: Any) -> None:
+        how = how_of(func)
+        if how.is_view:
+            self._viewed |= {id(storage) for _, storage in storages_of(tensors_of((args, kwargs)))}
+        elif torch.is_grad_enabled() and how.writes != ():
+            written = storages_of(how.written(args, kwargs))
+            self.writes_to_views |= any(id(storage) in self._viewed for _, storage in written)
 
     @property
     def why_nothing(self) -> str:
@@ -151,6 +167,7 @@ def stretches_of(look: Look) -> Stretches:
         at_work=_at_work(places, made, last, n_bytes),
         one_by_one_seconds=until - n_saved * since[:, None],
         borders=tuple(np.searchsorted(places, borders).tolist()),
+        views=look.views,
         why_nothing=look.why_nothing,
     )
 
@@ -205,7 +222,7 @@ def install(module: nn.Module, spec: ReplayOperators, mesh: object) -> Change:
     def run(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return step(module, *args, **kwargs)
-        with recorded(Tape(spec.segments, compares=next(first, False)), module):
+        with recorded(Tape(spec.segments, views=spec.views, compares=next(first, False)), module):
             return step(module, *args, **kwargs)
 
     return Change({}, methods={"training_step": run})
@@ -237,16 +254,17 @@ def _stretches(step: StepToPlan, rules: tuple[Rule, ...]) -> Stretches | str:
 
     def count(module: LightningModule, batch: Any, **options: Any) -> None:
         refuse_unseen("replay", module)
-        plain = method_of(module, "training_step")
+        plain, views = method_of(module, "training_step"), True
 
         def training_step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
+            nonlocal views
             automatic = module.automatic_optimization
-            if automatic:
-                # objects that a module makes only once, such as position tables, are not part of later steps
-                plain(module, *args, **kwargs)
-            look = Look(step.operator_rates())
-            with recorded(look, module):
-                loss = plain(module, *args, **kwargs)
+            # twice: objects that a module makes only once, such as position tables, are not part of later steps
+            for _ in range(1 + automatic):
+                look = Look(step.operator_rates(), views=views)
+                with recorded(look, module):
+                    loss = plain(module, *args, **kwargs)
+                views = views and not look.writes_to_views
             found.append(stretches_of(look))
             # with manual optimization, optimizer state exists from the second step on
             if automatic or len(found) == 2:

@@ -23,9 +23,12 @@ class ReplayOperators:
         ends: Ends of segments, as places among the operators of the forward pass: "120,180-,300+". A segment marked "-"
             is kept without replay, as is the rest of the step. A segment marked "+" is replayed for each of its
             tensors.
+        views: Whether operators that only return views are counted as places. They are not in a step that writes to
+            views in place: autograd makes these views again, by other operators on fake tensors than on real ones.
     """
 
     ends: str
+    views: bool = True
 
     @property
     def segments(self) -> list[tuple[int, int]]:
@@ -63,7 +66,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     took = format_seconds(max(seconds, LEAST_SECONDS))
     what = f"{n} stretch{'es' * (n > 1)} of the step run again"
     why = f"{what}, which keeps {format_bytes(saved)} less and takes {took} more"
-    spec = ReplayOperators(ends=written(cuts.segments))
+    spec = ReplayOperators(ends=written(cuts.segments), views=stretches.views)
     return replace(
         draft,
         peak_bytes=max(draft.peak_bytes - saved, seen.held_bytes),

@@ -60,15 +60,16 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         ends: Places among the operators of the step at which segments end, and the kinds of the segments; the rest of
             the step is kept.
+        views: Whether an operator that only returns views has a place.
         compares: Whether replays must equal the saved values; this detects writes that torch does not record, such as
             by a Triton kernel.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, ends: Sequence[tuple[int, int]], *, compares: bool = False) -> None:
+    def __init__(self, ends: Sequence[tuple[int, int]], *, views: bool = True, compares: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._ends, self._compares = list(ends), compares
+        self._ends, self._views, self._compares = list(ends), views, compares
         self._just_saved: list[tuple[Handle, Tensor]] = []
         self.at = 0
         self._inside = 0
@@ -163,9 +164,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         self._note_versions()
         how = how_of(func)
-        if how.is_view:
-            # described by its geometry. It has no place: after a write to a view, autograd makes the view again of fake
-            # tensors, and not of real ones
+        if how.is_view and not self._views:
+            # described by its geometry
             return func(*args, **kwargs)
         while self._ends and self.at >= self._ends[0][0]:
             self._ends.pop(0)

@@ -310,7 +310,7 @@ def test_two_ranks_say_a_mistake_once_without_a_traceback(tmp_path: Path) -> Non
     assert run.returncode == 1
     assert "Traceback" not in run.stderr
     assert run.stderr.count("predicted to run out of memory") == 1
-    assert "lightning_amp.errors.PlanError: predicted to run out of memory" in run.stderr
+    assert "lightning_amp.errors.DoesNotFitError: predicted to run out of memory" in run.stderr
 
 
 @pytest.mark.parametrize("in_place", [False, True])
