@@ -143,8 +143,8 @@ def inputs_from(datamodule: "SingleCellDataModule") -> ModelInputs:
             n_features=table.n_features,
             n_batches=table.n_batches,
             vertices=vertices.astype(np.int64),
-            features=layout.anchor_names.tolist() if name == HIC and layout is not None else table.feature_names(),
-            batches=table.batch_names.tolist(),
+            features=_feature_names(table, layout if name == HIC else None),
+            batches=table.batch_names.tolist() if hasattr(table, "batch_names") else None,
         )
     if graph is None:
         # a data module without a graph has one modality
@@ -160,6 +160,14 @@ def inputs_from(datamodule: "SingleCellDataModule") -> ModelInputs:
             sign=graph.sign.astype(np.float32),
         )
     return ModelInputs(modalities=modalities, strata=strata, graph=found)
+
+
+def _feature_names(table: Any, layout: "FeatureLayout | None") -> list[str] | None:
+    """Return the names of features, or of the anchors of a layout; None for a table of another class without names."""
+    if layout is not None:
+        names: list[str] = layout.anchor_names.tolist()
+        return names
+    return table.feature_names() if hasattr(table, "feature_names") else None
 
 
 def difference(a: Any, b: Any) -> str | None:
