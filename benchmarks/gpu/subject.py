@@ -88,6 +88,11 @@ class _Table(CellTable):
         self.n_cells, self.n_features = counts.shape
         self.contacts = np.asarray(counts.sum(axis=1, dtype=np.float64)).ravel()
         self.batch, self.n_batches = np.zeros(self.n_cells, dtype=np.int64), 1
+        self.batch_names = np.array(["0"])
+
+    def feature_names(self) -> list[str]:
+        """Number the features."""
+        return [str(i) for i in range(self.n_features)]
 
 
 class CellsInMemory(SingleCellDataModule):

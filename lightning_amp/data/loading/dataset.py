@@ -55,11 +55,12 @@ class CellTable:
     only those features are kept; library sizes are of all.
     """
 
+    # columns of the file that `take` has kept, in their order; None for all of them
+    _taken: NDArray[np.int64] | None = None
+
     def __init__(self, path: Path, modality: str, columns: slice | None = None) -> None:
         self.path = Path(path)
         self.modality, self.columns = modality, columns
-        # columns of the file that `take` has kept, in their order; None for all of them
-        self._taken: NDArray[np.int64] | None = None
         # imported late: cells in memory need no reader of files
         from anndata.io import read_elem
 
