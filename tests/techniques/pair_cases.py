@@ -36,6 +36,7 @@ from tests.any_module import QUIET
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.lightning.strategy.test_fsdp import Record
 from tests.optimised import Optimised
+from tests.techniques import ran
 
 WIDE, CELLS, STEPS = 4, (5, 3), 3
 """Channels, cells of each rank, and steps."""
@@ -117,13 +118,9 @@ class Overridden:
     """A rule's spec of a technique that overrides forwards."""
 
 
-RAN: set[str] = set()
-"""Techniques that were called."""
-
-
 class SameLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        RAN.add("S6")
+        ran.note("S6")
         return input @ self.weight.T + self.bias
 
 
@@ -146,7 +143,7 @@ def replace_by_same(module: nn.Module, spec: Any, mesh: Any) -> nn.Module:
 
 
 def same_forward(module: nn.Module, *args: Any) -> Any:
-    RAN.add("S7")
+    ran.note("S7")
     return type(module).forward(module, *args)
 
 
@@ -212,7 +209,7 @@ def attributes(module: nn.Module) -> dict[str, list[Any]]:
 def trained(rank: int | None, strategy: Any = "auto") -> tuple[dict[str, Any], Any]:
     module, record = Zoo(rank), Record()
     before = attributes(module)
-    RAN.clear()
+    ran.NAMES.clear()
     ranks: dict[str, Any] = {} if rank is None else {"plugins": [RunningRanks(rank, 2)], "devices": 2}
     trainer = Trainer(
         **QUIET, **ranks, accelerator="cpu", strategy=strategy, max_epochs=1, use_distributed_sampler=False,
@@ -223,7 +220,7 @@ def trained(rank: int | None, strategy: Any = "auto") -> tuple[dict[str, Any], A
         trainer.fit(module, DataLoader(batches(rank), batch_size=None))  # type: ignore[arg-type]
     told = [str(one.message) for one in seen if "differ between ranks" in str(one.message)]
     found = {
-        "ran": {*RAN},
+        "ran": {*ran.NAMES},
         "losses": torch.stack(record.losses),
         "gradients": record.gradients,
         "state": {name: value.clone() for name, value in module.state_dict().items()},
@@ -293,7 +290,7 @@ def pairs_in_stages(rank: int, ranks: int) -> list[Any]:
 
 def noted(name: str, kind: type) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        RAN.add(name)
+        ran.note(name)
         return plain(*args, **kwargs)
 
     plain = kind.__call__

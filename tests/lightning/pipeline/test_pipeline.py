@@ -33,7 +33,7 @@ EXAMPLES = {
     "evoformer": "",
     # a mean over what is hidden, of which every sample has as much
     "gene_transformer": "",
-    "unet": "it is no mean over samples",
+    "unet": "what follows the blocks reads random numbers that the step draws before them",
     "cnn": "BatchNorm",
 }
 """What is said of the unedited modules; nothing of those that train."""
