@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -268,18 +269,23 @@ def _empty(tensor: Tensor) -> Tensor:
 @contextmanager
 def _watched(python: "_NoPython") -> Iterator[None]:
     """Refuse what belongs to each step: the number of the step or epoch, and logging; record reads of devices."""
+    thread = get_ident()
 
-    def refuse(why: str) -> Callable[..., Any]:
-        def refusing(*_: Any, **__: Any) -> None:
+    def refuse(why: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        def refusing(*args: Any, **kwargs: Any) -> Any:
+            if get_ident() != thread:  # such as one that watches for faults
+                return own(*args, **kwargs)
             python.reason = f"its forward {why}"
             raise CannotCapture(python.reason)
 
         return refusing
 
-    changing = "reads {!r} of the Trainer, which changes from step to step"
-    counters = {name: property(refuse(changing.format(name))) for name in ("global_step", "current_epoch")}
-    logs = {name: refuse(f"calls {name!r} of a LightningModule") for name in ("log", "log_dict")}
+    def counters(of: Any) -> dict[str, property]:
+        why = "reads {!r} of the Trainer, which changes from step to step".format
+        return {k: property(refuse(why(k), getattr(of, k).fget)) for k in ("global_step", "current_epoch")}
+
     of_fake: Any = vars(FakeTensor)["device"]
+    logs = {k: refuse(f"calls {k!r} of a LightningModule", vars(LightningModule)[k]) for k in ("log", "log_dict")}
 
     def device(tensor: FakeTensor) -> torch.device:
         found: torch.device = of_fake.fget(tensor)
@@ -287,8 +293,8 @@ def _watched(python: "_NoPython") -> Iterator[None]:
         return found
 
     with (
-        replacing(LightningModule, **counters, **logs),
-        replacing(Trainer, **counters),
+        replacing(LightningModule, **counters(LightningModule), **logs),
+        replacing(Trainer, **counters(Trainer)),
         replacing(FakeTensor, device=property(device, of_fake.fset)),
     ):
         yield

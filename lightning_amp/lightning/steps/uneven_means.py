@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_amp._torch import FakeTensor, unseen, without_torch_function
 from lightning_amp.holding import replacing
 from lightning_amp.lightning._compat import rank_zero_warn
 
@@ -38,10 +39,19 @@ def _watched(name: str, function: Callable[..., Tensor], told: list[str]) -> Cal
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Tensor:
-        loss = function(*args, **kwargs)
-        if loss.requires_grad and not told and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        # torch passes to `__torch_function__` what its own module has under this name; `logits` and graphs of `chunk`
+        # know the function itself
+        with replacing(F, **{name: function}):
+            loss = function(*args, **kwargs)
+        # no part of the step: it is neither counted nor in a graph that is captured now
+        with unseen(), without_torch_function():
             given = bind(*args, **kwargs)
             given.apply_defaults()
+            target = given.arguments["target"]
+            if told or not loss.requires_grad or isinstance(loss, FakeTensor) or isinstance(target, FakeTensor):
+                return loss
             if why := _why_uneven(**given.arguments):
                 told.append(name)
                 rank_zero_warn(
