@@ -18,6 +18,9 @@ from torch import _foreach_mul as times_each
 from torch import _foreach_mul_ as scale_each
 from torch import _foreach_neg_ as negate_each
 
+# where libraries find FakeTensor, to ask whether a tensor is one
+from torch import _subclasses as fake_tensors
+
 # runs an operator without the __torch_function__ of a subclass of Tensor
 from torch._C import DisableTorchFunction as without_torch_function
 from torch._C import DisableTorchFunctionSubclass as disable_torch_function
@@ -95,7 +98,14 @@ attend_on_cuda_back = torch.ops.aten._scaled_dot_product_efficient_attention_bac
 # names that are imported above under another name; mypy treats them as private otherwise
 __all__ = ["AnyBatchNorm", "AnyDropout", "PythonNode", "as_meta", "autograd_order", "default_store"]
 __all__ += ["add_each", "copy_each", "flatten_each", "negate_each", "scale_each", "times_each", "unflatten_like"]
-__all__ += ["disable_torch_function", "functional_collectives", "top_saving_hooks", "unseen", "without_torch_function"]
+__all__ += [
+    "disable_torch_function",
+    "fake_tensors",
+    "functional_collectives",
+    "top_saving_hooks",
+    "unseen",
+    "without_torch_function",
+]
 
 # CPU flash attention, forward and backward -> the CUDA operator that computes the same
 FLASH_ATTENTION = {

@@ -1,8 +1,8 @@
 """Let code that asks whether a tensor is fake run as in training, by the values of the first batch.
 
 Libraries leave out a branch on values if they get fake tensors: transformers then makes a mask, which a batch without
-padding does not need. While a step is counted, `isinstance(x, torch._subclasses.FakeTensor)` is False outside of torch
-for a tensor whose values can be computed, also from the batch. Other code does not get values of the batch: a step that
+padding does not need. While a step is counted, `isinstance(x, FakeTensor)` is False outside of torch for a tensor whose
+values can be computed, also from the batch. Other code does not get values of the batch: a step that
 branches on them is counted with values.
 
 `BatchReads` has what was read of the batch: another batch of which other values are read may take other bytes.
@@ -61,7 +61,7 @@ class _Asked(type(FakeTensor)):  # type: ignore[misc]
 
 
 class AskedFakeTensor(FakeTensor, metaclass=_Asked):
-    """Stands for `torch._subclasses.FakeTensor` while a step is counted."""
+    """Stands for torch's FakeTensor while a step is counted."""
 
 
 def _may_be_read(tensor: FakeTensor) -> bool:

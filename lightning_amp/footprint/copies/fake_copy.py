@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.aggregation import BaseAggregator
 
-from lightning_amp._torch import FakeTensor, FakeTensorMode, has_no_values
+from lightning_amp._torch import FakeTensor, FakeTensorMode, fake_tensors, has_no_values
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.as_before import LONG, apart, contents, is_of_user
@@ -263,7 +263,7 @@ def without_values() -> Iterator[None]:
     with (
         replacing(Tensor, __deepcopy__=copy_of_tensor),
         replacing(torch, tensor=tensor),
-        replacing(torch._subclasses, FakeTensor=AskedFakeTensor),
+        replacing(fake_tensors, FakeTensor=AskedFakeTensor),
         numbers_may_be_taken(),
     ):
         yield
