@@ -15,6 +15,9 @@ from torch.fx import Graph, Node
 
 from lightning_amp._torch import OpOverload, tree_leaves, tree_map, unseen
 
+POINTWISE = {torch.ops.aten.leaky_relu.default}
+"""Elementwise operators that torch 2.11 does not tag as such."""
+
 
 def without_writes(graph: Graph) -> None:
     """Replace the operators of a graph whose nodes have the values of a capture."""
@@ -72,7 +75,8 @@ def _returning(target: Any) -> OpOverload | None:
     new: OpOverload = getattr(packet, target._overloadname)
     same = [[(a.name, str(a.type)) for a in one._schema.arguments] for one in (new, target)]
     draws = torch.Tag.nondeterministic_seeded in new.tags
-    return new if torch.Tag.pointwise in new.tags and not draws and same[0] == same[1] else None
+    pointwise = torch.Tag.pointwise in new.tags or new in POINTWISE
+    return new if pointwise and not draws and same[0] == same[1] else None
 
 
 def _alike(new: OpOverload, node: Node) -> bool:
