@@ -97,11 +97,7 @@ def renamed(table: anndata.AnnData) -> anndata.AnnData:
 
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_missing_genes_are_refused_in_python_and_on_the_command_line(
-    root: Path,
-    checkpoint: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    root: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the configuration of a run is written into its folder
     other = rewrite(root, tmp_path / "new", "rna", renamed)
