@@ -33,7 +33,7 @@ def test_profile_and_plan_print_tables_and_json(data_dir, capsys) -> None:
     assert main(["profile", str(data_dir)]) == 0
     assert "3 strata" in " ".join(capsys.readouterr().out.split())
     assert main(["profile", str(data_dir), "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["schema"] == 2
+    assert json.loads(capsys.readouterr().out)["schema"] == 1
     arguments = ["--devices", "2", "--device-memory", "24GiB", "--policy", "paper", "--strategies", "S1,S3"]
     assert main(["plan", str(data_dir), *arguments, "--batch-size", "8", "--format", "json"]) == 0
     made = json.loads(capsys.readouterr().out)

@@ -49,7 +49,8 @@ class EarlierFeatures:
                 f" {missing[:3]!r}; the file has e.g. {rna.genes[:3].tolist()!r}: set var_names to such names"
             )
         # the column after the last one is empty, and stands for genes that are missing
-        padded = sp.hstack([rna.counts, sp.csr_array((rna.counts.shape[0], 1), dtype=rna.counts.dtype)]).tocsc()
+        empty = sp.csr_array((rna.counts.shape[0], 1), dtype=rna.counts.dtype)
+        padded = sp.csc_array(sp.hstack([rna.counts, empty]))  # a matrix in SciPy 1.11
         genes = self.genes.copy()
         genes.attrs["genes"] = {
             "read": len(rna.genes),
