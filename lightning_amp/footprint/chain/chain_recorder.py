@@ -240,12 +240,10 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             call.fixed = call.fixed or first.settle()
         call.result, self._uses_before = likeness(result), len(self.uses)
         results = list(tensors_of(tree_leaves(result)))
+        call.outputs = self._lives_of(results)
         with disable_torch_function():
             # for a wrapper subclass, the bytes of its shards
-            call.outputs, call.output_bytes = (
-                self._lives_of(results),
-                sum(p.nbytes for t in results for p in parts_of(t)),
-            )
+            call.output_bytes = sum(p.nbytes for t in results for p in parts_of(t))
         return result
 
     def _call_of_owner(self, fqn: str, forward: Any, *args: Any, **kwargs: Any) -> Any:

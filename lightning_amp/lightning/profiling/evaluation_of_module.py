@@ -66,10 +66,7 @@ class EvaluationOfModule:
     def within(self, budget: int, made: Plan, rates: Rates, notes: Sequence[str]) -> tuple[Plan, tuple[Rule, ...]]:
         """Return the plan with the bytes of this step and `notes`, and rules that run it in chunks within the budget.
 
-        Chunks are chosen by the rates of the device.
-
-
-        If the budget cannot be met, the rules use the least memory possible.
+        Chunks are chosen by the rates of the device. If the budget cannot be met, they use the least memory possible.
 
         Raises:
             AmpError: No batch can be read, the step fails on fake tensors, or a module cannot run in chunks.

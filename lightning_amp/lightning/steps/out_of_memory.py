@@ -7,8 +7,8 @@ Training steps are not traced, because that takes time. The place comes from the
     optimiser                         its class
 
 The state that the passes of a batch have changed is restored before it runs again (state_of_batch.py). Gradients are
-deleted. If a parameter or the batch has changed and cannot be restored, the
-error is raised, with its name. So is an error during the optimiser's step, because parameters may have changed.
+deleted. If a parameter or the batch has changed and cannot be restored, the error is raised, with its name. So is an
+error during the optimiser's step, because parameters may have changed.
 
     rank that runs out of memory    joins the others' collective at the end of their backward pass, to report it
     other ranks                     receive the report there, before gradients are averaged, and run the batch again
@@ -37,6 +37,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_amp.footprint.bounded_step import StepOverBudget, users_line
+from lightning_amp.footprint.copies.batch_values import BatchReads
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
 from lightning_amp.lightning._compat import rank_zero_warn
@@ -177,6 +178,7 @@ class Rescue(pl.Callback):
         leaner: Function that installs a leaner plan, the same on all ranks, and describes it; "" if there is none.
         written: Parameters that a step changes before its update, and "batch" if it changes the batch.
         budget: Bytes beyond which a counted batch raises; None does not count batches.
+        reads: Values of the batch by which the step was counted; a batch of which others are read is counted again.
     """
 
     def __init__(
@@ -187,10 +189,11 @@ class Rescue(pl.Callback):
         budget: int | None,
         device: torch.device,
         written: Collection[str] = (),
+        reads: BatchReads | None = None,
     ) -> None:
         self._module, self._leaner, self._device, self._written = module, leaner, device, written
         self._left, self._updating, self._told = TIMES, False, False
-        self._counted = None if budget is None else CountedBatches(module, budget)
+        self._counted = None if budget is None else CountedBatches(module, budget, reads=reads)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """Mark the start of the update: parameters may change from here on, so the batch cannot run again."""
