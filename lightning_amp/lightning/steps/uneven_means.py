@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_amp._torch import FakeTensor, unseen, without_torch_function
+from lightning_amp.dist.sharded_tensor import local_of
 from lightning_amp.holding import replacing
 from lightning_amp.lightning._compat import rank_zero_warn
 
@@ -27,14 +28,14 @@ WATCHED = ("cross_entropy", "nll_loss")
 @contextmanager
 def warning_of_uneven_means() -> Iterator[None]:
     """Warn in this context, once, of a mean over labels whose number may differ between ranks."""
-    told = list[str]()
+    warned = list[str]()
     with ExitStack() as watched:
         for name in WATCHED:
-            watched.enter_context(replacing(F, **{name: _watched(name, getattr(F, name), told)}))
+            watched.enter_context(replacing(F, **{name: _watched(name, getattr(F, name), warned)}))
         yield
 
 
-def _watched(name: str, function: Callable[..., Tensor], told: list[str]) -> Callable[..., Tensor]:
+def _watched(name: str, function: Callable[..., Tensor], warned: list[str]) -> Callable[..., Tensor]:
     bind = partial(signature(function).bind)
 
     @wraps(function)
@@ -49,11 +50,12 @@ def _watched(name: str, function: Callable[..., Tensor], told: list[str]) -> Cal
         with unseen(), without_torch_function():
             given = bind(*args, **kwargs)
             given.apply_defaults()
-            target = given.arguments["target"]
-            if told or not loss.requires_grad or isinstance(loss, FakeTensor) or isinstance(target, FakeTensor):
+            # under `sequence` the labels are in shards; those of this rank are enough to warn by
+            given.arguments["target"] = target = local_of(given.arguments["target"])
+            if warned or not loss.requires_grad or isinstance(loss, FakeTensor) or isinstance(target, FakeTensor):
                 return loss
             if why := _why_uneven(**given.arguments):
-                told.append(name)
+                warned.append(name)
                 rank_zero_warn(
                     f"{name} divides by {why}: their number differs between the ranks of the data axis, whose gradients"
                     " are averaged by samples. They are not those of the union of the batches then, as under ddp."
