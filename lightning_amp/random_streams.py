@@ -31,6 +31,14 @@ def set_random_streams(states: tuple[Any, ...], device: torch.device | None = No
         torch.cuda.set_rng_state_all(cuda)
 
 
+def equal_random_streams(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
+    """Whether two results of `random_streams` are equal."""
+    (python, numpy, cpu, cuda), (python2, numpy2, cpu2, cuda2) = first, second
+    if python != python2 or not np.array_equal(numpy[1], numpy2[1]) or numpy[2:] != numpy2[2:]:
+        return False
+    return torch.equal(cpu, cpu2) and len(cuda) == len(cuda2) and all(map(torch.equal, cuda, cuda2))
+
+
 @contextmanager
 def isolated_random_streams() -> Iterator[None]:
     """Restore the random states after the block, also after an error, unlike Lightning's version."""

@@ -3,6 +3,9 @@
 # the default of DDPStrategy's own argument, which Lightning does not export
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout  # type: ignore[attr-defined]
 
+# seeds the workers of a loader with the rank, which Lightning does before it iterates the loader
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn as add_worker_seeds
+
 # moves optimiser state next to the parameters after loading; DDPStrategy.setup does the same
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
@@ -24,9 +27,9 @@ from lightning.pytorch.trainer.connectors.data_connector import _request_dataloa
 # used throughout Lightning and documented, but not exported for type checkers
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn  # type: ignore[attr-defined]
 
-__all__ = ["DataConnector", "MultiProcessingLauncher", "ScriptLauncher", "broadcast_module", "default_pg_timeout"]
-__all__ += ["launch_process_observer", "optimizers_to_device", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
-__all__ += ["request_dataloader", "trainer_of"]
+__all__ = ["DataConnector", "MultiProcessingLauncher", "ScriptLauncher", "add_worker_seeds", "broadcast_module"]
+__all__ += ["default_pg_timeout", "launch_process_observer", "optimizers_to_device", "rank_zero_info"]
+__all__ += ["rank_zero_only", "rank_zero_warn", "request_dataloader", "trainer_of"]
 
 
 def trainer_of(module: LightningModule | None) -> Trainer | None:

@@ -31,7 +31,7 @@ from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install_rules
-from lightning_amp.lightning.profiling.loaders import each, example_batch, loaders_of
+from lightning_amp.lightning.profiling.loaders import each, example_batch, loaders_of, read_streams_ahead
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.contract.protocol import find_decoders
@@ -61,6 +61,7 @@ class EvaluationOfModule:
         together = isinstance(loaders, CombinedLoader) and loaders._mode != "sequential"
         # sequential loaders are read one after the other: the first one is counted
         first, *others = [loaders] if together else each(loaders) or [None]
+        read_streams_ahead(first)
         return cls(trainer, step, partial(example_batch, first, why), several=bool(others))
 
     def within(self, budget: int, made: Plan, rates: Rates, notes: Sequence[str]) -> tuple[Plan, tuple[Rule, ...]]:

@@ -1,12 +1,13 @@
 """Read an example batch and the batch size from the Trainer's loaders, without side effects on the run.
 
-The loader's iterator is not used, because it may draw random numbers, start workers or read from a stream. For a
-map-style data set the first batch is made in this process, with the loader's `collate_fn`:
+For a map-style data set the loader's iterator is not used, because it may draw random numbers or start workers. The
+first batch is made in this process, with the loader's `collate_fn`:
 
     sampler of torch    the first items of the data set
     other samplers      the first indices of a copy of the sampler
 
-Any other loader requires a method `amp_example_batch`, which returns a batch that training does not read.
+The first batch of a stream is read and given to training first (read_ahead.py), unless the loader has a method
+`amp_example_batch`, which returns a batch that training does not read.
 
 The batch is made inside `as_guest` (guest.py), which restores settings and suppresses output. The state of data set,
 sampler and `collate_fn` is copied (as_before.py), so that counters and random generators do not advance.
@@ -18,26 +19,21 @@ more; lists and dictionaries longer than `as_before.LONG` are not copied; `worke
 import pickle
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_amp._torch import tree_leaves, tree_map
 from lightning_amp.errors import DataError
 from lightning_amp.footprint.copies.as_before import apart
 from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.lightning._compat import request_dataloader
+from lightning_amp.lightning.profiling.read_ahead import first_batch, is_stream, read_ahead
 from lightning_amp.random_streams import isolated_random_streams
 from lightning_amp.techniques.contract.protocol import find_decoders
 
@@ -97,6 +93,9 @@ def loaders_of(trainer: pl.Trainer, loop: Any = None) -> tuple[object, str]:
             return loaders
 
         source.dataloader = dataloader
+    elif _streams(loaders):
+        # a batch that is read from these loaders would be missing in those of the Trainer's own call
+        return None, f"{type(source.instance).__name__}.{source.name}() draws random numbers, and gives a stream"
     return loaders, ""
 
 
@@ -131,9 +130,6 @@ def _largest(loaders: object) -> int | None:
     return max((size for size in sizes if isinstance(size, int) and size >= 1), default=None)
 
 
-WAY_OUT = "give the loader a method amp_example_batch that returns a batch of the same shapes"
-
-
 def example_batch(loaders: object, why: str = "") -> Any:
     """Return the batch that one step reads from a loader, or from a dictionary, list or CombinedLoader of several.
 
@@ -141,11 +137,26 @@ def example_batch(loaders: object, why: str = "") -> Any:
         loaders, why: As `loaders_of` returns them.
 
     Raises:
-        DataError: A batch cannot be read without consuming training data, or reading it raised an error.
+        DataError: No batch can be read without consuming training data, or reading it raised an error.
     """
     if loaders is None:
         raise DataError(why or "the loader is created again every few epochs, or there is none")
     return tree_map(_example_of, loaders.iterables if isinstance(loaders, CombinedLoader) else loaders)
+
+
+def read_streams_ahead(loaders: object) -> None:
+    """Read the first batch of every stream among the loaders, and keep it for training (read_ahead.py).
+
+    All ranks must call this function, because a stream may communicate. `example_batch` raises errors.
+    """
+    for loader in _streams(loaders):
+        with suppress(DataError):
+            read_ahead(loader)
+
+
+def _streams(loaders: object) -> list[Any]:
+    found = [] if loaders is None else each(loaders)
+    return [loader for loader in found if not hasattr(loader, "amp_example_batch") and is_stream(loader)]
 
 
 def _example_of(loader: Any) -> Any:
@@ -153,17 +164,8 @@ def _example_of(loader: Any) -> Any:
         return example_batch(loader)
     if hasattr(loader, "amp_example_batch"):
         return loader.amp_example_batch()
-    kind = type(loader).__name__
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        raise DataError(
-            f"the training loader is a {kind!r}; a batch that is read from it before training would be missing in"
-            f" training. {WAY_OUT}"
-        )
-    if isinstance(loader.dataset, IterableDataset):
-        raise DataError(
-            f"the data set is a stream ({type(loader.dataset).__name__!r}); a batch that is read from it before"
-            f" training would be missing in training. {WAY_OUT}"
-        )
+    if is_stream(loader):
+        return first_batch(loader)
     try:
         return _first_batch(loader)
     except Exception as error:

@@ -30,7 +30,7 @@ from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules, overlap
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
-from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of
+from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of, read_streams_ahead
 from lightning_amp.planning.plan.plan import Explanation
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.contract.protocol import INSIDE, find_decoders
@@ -105,6 +105,7 @@ class StepOfModule:
         own = getattr(trainer.strategy, "own_parts", None)
         around = replace(around, values=values, limit_bytes=limit_bytes, own_parts=own)
         loaders, why = loaders_of(trainer)
+        read_streams_ahead(loaders)
         return cls(
             module, partial(example_batch, loaders, why), around=around, trains=True, steps=steps, decoders=decoders
         )
