@@ -66,6 +66,17 @@ class Batches:
         self.at = state["at"]
 
 
+class Joined(DataLoader[Any]):
+    """Reads other loaders, as those of scvi-tools do."""
+
+    def __init__(self) -> None:
+        self.loaders = [DataLoader(Rows(4), batch_size=None), DataLoader(Rows(2), batch_size=None)]
+        super().__init__(torch.zeros(4, 1))  # type: ignore[arg-type]
+
+    def __iter__(self) -> Any:
+        return (a + b for a, b in zip(*self.loaders, strict=False))
+
+
 class Once(Batches):
     """A loader that is its own iterator."""
 
@@ -121,6 +132,7 @@ STREAMS: dict[str, Callable[[], Any]] = {
     "random, with a length": lambda: DataLoader(Sized(draws=True), batch_size=None),
     "workers": lambda: DataLoader(Rows(draws=True), batch_size=None, num_workers=2),
     "workers that stay": lambda: DataLoader(Rows(draws=True), batch_size=None, num_workers=1, persistent_workers=True),
+    "joined": Joined,
     "not torch's": Batches,
     "its own iterator": Once,
     "two": lambda: {"a": DataLoader(Rows(), batch_size=None), "b": Batches(3)},
