@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_amp._torch import tree_leaves, unseen
+from lightning_amp._torch import FakeTensor, fake_tensors, tree_leaves, unseen
 from lightning_amp.footprint.chain.block_call import autocast_again, autocast_now
-from lightning_amp.holding import holding
+from lightning_amp.holding import holding, replacing
 
 FOLLOWING: ContextVar[bool] = ContextVar("following", default=False)
 """Whether a forward is being followed: tensors that functions return are empty."""
@@ -265,7 +265,7 @@ def follow(
         CannotFollow: No record fits.
     """
     follower = _Follower(given, known, more, real)
-    with holding(FOLLOWING, True), follower:
+    with holding(FOLLOWING, True), replacing(fake_tensors, FakeTensor=FollowedTensor), follower:
         result = run()
     follower.ends(result)
     del result
@@ -275,6 +275,19 @@ def follow(
     return follower.at, follower.remembers() or follower.gives_back()
 
 
+class _Followed(type(FakeTensor)):  # type: ignore[misc]
+    def __instancecheck__(cls, value: Any) -> bool:
+        by_torch = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch"
+        return isinstance(value, FakeTensor if by_torch else Tensor)
+
+
+class FollowedTensor(FakeTensor, metaclass=_Followed):
+    """Stands for torch's FakeTensor during a capture and a later run, so that both go the same way.
+
+    Libraries that ask whether a tensor is fake compute the same without reading values then, as while they are traced.
+    """
+
+
 EMPTY: list[Tensor] = []
 """Empty tensors to be used again."""
 
@@ -282,6 +295,12 @@ EMPTY: list[Tensor] = []
 def _empty() -> Tensor:
     with unseen():
         return torch.empty(0)
+
+
+def empty_for(tensor: Tensor) -> Tensor:
+    """Return an empty tensor in place of an argument, a parameter for a parameter."""
+    with unseen():
+        return nn.Parameter(_empty(), tensor.requires_grad) if isinstance(tensor, nn.Parameter) else _empty()
 
 
 def _modes() -> tuple[Any, ...]:

@@ -33,19 +33,19 @@ from lightning_amp._torch import (
     FakeTensorMode,
     PythonNode,
     failures_unlogged,
+    fake_tensors,
     is_compiled,
     make_fx,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
-    unseen,
 )
 from lightning_amp.footprint.copies.as_before import as_before, forgetting
 from lightning_amp.footprint.copies.fake_copy import copy_of
 from lightning_amp.footprint.forward_overrides import hooked
 from lightning_amp.footprint.recompute_state import random_state, same_random, set_random
 from lightning_amp.graph.after_blocks import AfterBlocks, leave_out_before
-from lightning_amp.graph.calls import Calls, CannotFollow, Recorder, follow
+from lightning_amp.graph.calls import Calls, CannotFollow, FollowedTensor, Recorder, empty_for, follow
 from lightning_amp.graph.guards import OPAQUE, PLAIN, described, first_change, settings_of, signature, state_of
 from lightning_amp.graph.out_of_place import without_writes
 from lightning_amp.graph.rewrites import REWRITES
@@ -242,9 +242,10 @@ def _trace(
 def _runs_again(twin: nn.Module, state: Mapping[str, Tensor], values: Sequence[Any], spec: Any, calls: Calls) -> bool:
     """Raise CannotCapture if a second run calls other functions, such as by the clock; return whether it keeps tensors.
 
-    Its tensors are not fake, so that a forward that does something else with fake ones is detected too.
+    Its tensors are not fake, so that a forward that does something else with fake ones is detected too, except by
+    `isinstance(x, FakeTensor)` (calls.FollowedTensor).
     """
-    empty = {id(tensor): _empty(tensor) for tensor in (*state.values(), *values) if isinstance(tensor, Tensor)}
+    empty = {id(tensor): empty_for(tensor) for tensor in (*state.values(), *values) if isinstance(tensor, Tensor)}
     own = {name: empty[id(tensor)] for name, tensor in state.items()}
     args, kwargs = tree_unflatten([empty.get(id(value), value) for value in values], spec)
     given = [*own.values(), *(empty[id(value)] for value in values if isinstance(value, Tensor))]
@@ -258,12 +259,6 @@ def _runs_again(twin: nn.Module, state: Mapping[str, Tensor], values: Sequence[A
         raise CannotCapture(f"its forward cannot run without computing: {type(error).__name__}: {first}") from error
     finally:
         set_random(drawn)
-
-
-def _empty(tensor: Tensor) -> Tensor:
-    with unseen():
-        found = torch.empty(0)
-        return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 
 
 @contextmanager
@@ -296,6 +291,7 @@ def _watched(python: "_NoPython") -> Iterator[None]:
         replacing(LightningModule, **counters(LightningModule), **logs),
         replacing(Trainer, **counters(Trainer)),
         replacing(FakeTensor, device=property(device, of_fake.fset)),
+        replacing(fake_tensors, FakeTensor=FollowedTensor),
     ):
         yield
 

@@ -156,6 +156,21 @@ def test_a_value_that_changes_between_steps_is_read_anew(name: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=0.0)
 
 
+def by_mask(block: Reads) -> Any:
+    """Leave a mask out that changes nothing, unless the tensors are fake, as transformers does."""
+    mask = torch.ones(8, dtype=torch.float64)
+    left_out = not isinstance(mask, torch._subclasses.FakeTensor) and bool((mask == 1).all())
+    return 1.0 if left_out else mask
+
+
+def test_a_library_that_asks_whether_tensors_are_fake_is_captured() -> None:
+    runner = InChunks(60_000, train=True)
+    plain, found = (trained(make(by_mask), run, lambda step: None) for run in (lambda block, x: block(x), runner))
+    assert [plan.chunks.regions[""] for plan in runner.known.values()]
+    for one, other in zip(plain, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=0.0)
+
+
 @pytest.mark.parametrize(("read", "reason"), [
     (lambda b: time.perf_counter(), r"calls mul\(tensor, .*another time: it reads a value that changes"),
     (lambda b: random.SystemRandom().random(), "it reads a value that changes from call to call"),
