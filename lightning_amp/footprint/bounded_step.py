@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp._torch import has_no_values
-from lightning_amp.footprint.module_profile import ACTIVATIONS, FORWARD, KINDS, TEMPORARIES
-from lightning_amp.footprint.step_recorder import StepRecorder
+from lightning_amp.footprint.module_profile import ACTIVATIONS, FORWARD, HELD, KINDS, TEMPORARIES
+from lightning_amp.footprint.step_recorder import BATCH, StepRecorder
 from lightning_amp.quantities import format_bytes
 
 PATIENCE = 50
@@ -40,10 +40,18 @@ class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
         super().__init__(module)
         self._budget, self._bounded = budget_bytes, False
 
-    def start(self, batch: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Start recording; storages that exist already never raise."""
+    def start(
+        self, batch: Any, optimizers: Iterable[torch.optim.Optimizer], *, after: "BoundedStep | None" = None
+    ) -> None:
+        """Start recording; storages that exist already never raise. `after`: step whose remaining tensors count too."""
         super().start(batch, optimizers)
+        if after is not None:
+            self.inherit(after)
         self._bounded = True
+
+    def kept_bytes(self) -> int:
+        """Return the bytes that the step leaves beside what every step keeps, and beside its batch."""
+        return sum(life.n_bytes for life in self._of_key.values() if life.kind not in HELD and life.name != BATCH)
 
     def unbound(self) -> None:
         """Stop enforcing the budget."""

@@ -193,10 +193,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if n_bytes != self._alive[key][1]:
                     self._change(key, n_bytes)
             elif key not in given:
-                self._alive[key] = (self._refer(storage, key), n_bytes)
-                self._born(key, n_bytes, tensor)
-                self._current += n_bytes
+                self._take(key, storage, tensor)
         self._peak = max(self._peak, self.current)
+
+    def _take(self, key: int, storage: torch.UntypedStorage, tensor: Tensor | None = None) -> None:
+        """Count a storage from now on."""
+        n_bytes = storage.nbytes()
+        self._alive[key] = (self._refer(storage, key), n_bytes)
+        self._born(key, n_bytes, tensor)
+        self._current += n_bytes
 
     def _refer(self, storage: torch.UntypedStorage, key: int) -> _Ref:
         # a storage keeps one Python object while it lives: its id is a unique key, and the object dies with the memory

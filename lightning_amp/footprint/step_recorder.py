@@ -57,6 +57,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         returned: Storages of the last result of `training_step`.
         went_back: Modules that a backward pass started by `training_step` itself has passed through.
         differentiated: Those of them whose backward pass is recorded for a second derivative (`create_graph=True`).
+        stepped: Optimizers that have stepped, by id.
         written: Parameters that are changed before the optimizer's step, and "batch" if the batch is.
         first_bytes, left_bytes: As in ModuleProfile; bytes of the step before.
         batch_reads: As `reads` in ModuleProfile.
@@ -77,6 +78,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.returned: list[Life] = []
         self.went_back: set[str] = set()
         self.differentiated: set[str] = set()
+        self.stepped: set[int] = set()
         self.written: set[str] = set()
         self.first_bytes = self.left_bytes = 0
         self.batch_reads: Any = None
@@ -120,6 +122,18 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
 
+    def inherit(self, before: "StepRecorder") -> None:
+        """Count what an earlier step has made and kept, as tensors of an earlier batch; not its batch itself."""
+        for key, storage, life in before.alive():
+            if key not in self._alive and life.name != BATCH:
+                self._now = Life(life.name, life.fqn, ACTIVATIONS, life.shape, life.dtype)
+                self._take(key, storage)
+
+    def alive(self) -> list[tuple[int, torch.UntypedStorage, Life]]:
+        """Return the storages that are alive now."""
+        found = ((key, ref(), self._of_key.get(key)) for key, (ref, _) in list(self._alive.items()))
+        return [(key, storage, life) for key, storage, life in found if storage is not None and life is not None]
+
     def begin_step(self, batch: Any) -> None:
         """Note that `training_step` starts; it may run inside the optimizer's step."""
         self.optimising, self.in_step = False, True
@@ -143,6 +157,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
                 self.written.add(name)
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.stepped.add(id(optimizer))
         # a closure runs forward and backward first; args[0] is the optimizer, args[1] the closure
         if len(args) < 2 and kwargs.get("closure") is None:
             self.begin_optimiser()
@@ -256,7 +271,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
     def _born(self, key: int, n_bytes: int, tensor: Tensor | None) -> None:
         life = replace(self._now, n_bytes=n_bytes)
         if tensor is None:
-            life.name = "resize_"
+            life.name = life.name if life.shape else "resize_"
         else:
             life.shape, life.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         self.lives.append(life)

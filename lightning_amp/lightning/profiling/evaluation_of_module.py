@@ -1,5 +1,7 @@
 """Predict the memory of validate, test or predict for a module without a decoder, and choose chunks for a budget.
 
+The validation of a fit is predicted too: beside its step there is the optimizer state of training.
+
 One batch is read as in the run, and the module's step runs on a copy with fake tensors and without gradients. Only the
 outermost modules that the step calls can run in chunks. Modules that exceed the budget get a rule with the bytes that
 remain within the budget at their call. The step is counted again with these rules for the prediction.
@@ -20,6 +22,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
@@ -29,10 +32,10 @@ from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.copies.fake_copy import copy_of, fake_batch, length_of, without_values
 from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
-from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.installing.install import install_rules
+from lightning_amp.footprint.live_bytes import LiveBytes, has_storage
+from lightning_amp.installing.install import install_rules, overlap
 from lightning_amp.lightning.profiling.loaders import each, example_batch, loaders_of, read_streams_ahead
-from lightning_amp.planning.plan.plan import Explanation, Plan
+from lightning_amp.planning.plan.plan import Explanation, Plan, Validation
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.table import EVALUATED, evaluated_within
@@ -43,13 +46,19 @@ STEPS = {
     TrainerFn.PREDICTING: ("predict_step", "predict_loop"),
 }
 """Method of the module, and loop of the Trainer that calls it."""
+COARSE = 16
+"""Parts of a batch to which the largest batch in chunks is known."""
 
 
 class EvaluationOfModule:
-    """The step of an evaluation: a method of the module, and a function that returns a batch for it."""
+    """The step of an evaluation: a method of the module, and a function that returns a batch for it.
+
+    Attributes:
+        take_batch: The function; it may be replaced.
+    """
 
     def __init__(self, trainer: pl.Trainer, step: str, take_batch: Callable[[], Any], *, several: bool) -> None:
-        self._trainer, self._step, self._take_batch, self._several = trainer, step, take_batch, several
+        self._trainer, self._step, self.take_batch, self._several = trainer, step, take_batch, several
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> "EvaluationOfModule | None":
@@ -57,7 +66,21 @@ class EvaluationOfModule:
         if trainer.state.fn not in STEPS or find_decoders(trainer.lightning_module):
             return None
         step, loop = STEPS[trainer.state.fn]
-        loaders, why = loaders_of(trainer, getattr(trainer, loop))
+        return cls._of(trainer, step, getattr(trainer, loop))
+
+    @classmethod
+    def of_fit(cls, trainer: pl.Trainer) -> "EvaluationOfModule | None":
+        """Return the validation of a fit; None without one, or with a decoder. All ranks must call it."""
+        module = trainer.lightning_module
+        validates = trainer.limit_val_batches and is_overridden("validation_step", module)
+        if trainer.state.fn != TrainerFn.FITTING or not validates or find_decoders(module):
+            return None
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        return cls._of(trainer, "validation_step", loop) if loop._data_source.is_defined() else None
+
+    @classmethod
+    def _of(cls, trainer: pl.Trainer, step: str, loop: Any) -> "EvaluationOfModule":
+        loaders, why = loaders_of(trainer, loop)
         together = isinstance(loaders, CombinedLoader) and loaders._mode != "sequential"
         # sequential loaders are read one after the other: the first one is counted
         first, *others = [loaders] if together else each(loaders) or [None]
@@ -72,26 +95,8 @@ class EvaluationOfModule:
         Raises:
             AmpError: No batch can be read, the step fails on fake tensors, or a module cannot run in chunks.
         """
-        batch = self._trainer.precision_plugin.convert_input(self._take_batch())
-        calls: dict[str, tuple[int, int]] = {}
-        held, whole = self._count(batch, (), calls)
-        rules = tuple(
-            Rule(
-                fqn=fqn,
-                spec=evaluated_within(max(1, budget - before), rates),
-                strategy=EVALUATED,
-                why=f"{format_bytes(most)} are alive within it in {self._step}, of {format_bytes(budget)}",
-                saves_bytes=most - budget,
-            )
-            for fqn, (before, most) in calls.items()
-            if most > budget
-        )
-        peak = whole
-        if rules and whole > budget:
-            with warnings.catch_warnings():
-                # the plan reports chunks that exceed the budget
-                warnings.simplefilter("ignore")
-                _, peak = self._count(batch, rules)
+        batch = self._batch()
+        held, whole, peak, rules = self._chunked(batch, budget, rates)
         without = f": {format_bytes(whole)} without chunks" if rules else ""
         note = Explanation(f"{self._step} was counted with the first batch, without values{without}")
         plan = replace(
@@ -105,8 +110,87 @@ class EvaluationOfModule:
         )
         return plan, rules
 
+    def beside_training(self, made: Plan, kept_bytes: int, rates: Rates) -> Plan:
+        """Return a fit's plan with its validation: its peak, and rules that run it in chunks within the budget.
+
+        Args:
+            kept_bytes: What training keeps during validation: parameters, buffers, optimizer state.
+
+        Raises:
+            AmpError: As in `within`.
+        """
+        assert made.budget_bytes is not None, "the plan of a run has a budget"
+        batch = self._batch()
+        module: Any = self._trainer.lightning_module
+        own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _own_tensors(module)}
+        more = max(0, kept_bytes - sum(own.values()))
+        installed = tuple(rule for rule in made.rules if rule.strategy == EVALUATED)
+        _, _, peak, rules = self._chunked(batch, made.budget_bytes - more, rates, installed)
+        largest = None
+        if peak + more > made.budget_bytes and made.fits:
+            largest = self._largest_batch(batch, made.budget_bytes - more, (*installed, *rules))
+        found = Validation(
+            peak_bytes=peak + more,
+            training_bytes=made.predicted_peak_bytes,
+            batch_size=length_of(batch),
+            largest_batch=largest,
+            rules=rules,
+        )
+        return replace(made, validation=found, predicted_peak_bytes=max(made.predicted_peak_bytes, found.peak_bytes))
+
+    def _batch(self) -> Any:
+        return self._trainer.precision_plugin.convert_input(self.take_batch())
+
+    def _chunked(
+        self, batch: Any, budget: int, rates: Rates, installed: Sequence[Rule] = ()
+    ) -> tuple[int, int, int, tuple[Rule, ...]]:
+        """Return the bytes before the step, its peak without chunks and with them, and their rules, if needed."""
+        calls: dict[str, tuple[int, int]] = {}
+        held, whole = self._count(batch, installed, calls)
+        rules = tuple(
+            Rule(
+                fqn=fqn,
+                spec=evaluated_within(max(1, budget - before), rates),
+                strategy=EVALUATED,
+                why=f"{format_bytes(most)} are alive within it in {self._step}, of {format_bytes(max(0, budget))}",
+                saves_bytes=most - budget,
+            )
+            for fqn, (before, most) in calls.items()
+            if most > budget and not any(overlap(fqn, rule.fqn) for rule in installed)
+        )
+        peak = whole
+        if rules and whole > budget:
+            with warnings.catch_warnings():
+                # the plan reports chunks that exceed the budget
+                warnings.simplefilter("ignore")
+                _, peak = self._count(batch, (*installed, *rules))
+        return held, whole, peak, rules
+
+    def _largest_batch(self, batch: Any, budget: int, rules: Sequence[Rule]) -> int | None:
+        """Return the most rows of a batch whose step stays within the budget; 0 for none, None if it has no length.
+
+        In chunks, each number of rows is planned anew, so that the result is only exact to a part of the batch.
+        """
+        rows = length_of(batch)
+        if rows is None:
+            return None
+        # fits and does not fit
+        least, most = 0, rows
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            while most - least > (max(1, rows // COARSE) if rules else 1):
+                middle = (least + most) // 2
+                _, peak = self._count(batch, rules, rows=middle)
+                least, most = (middle, most) if peak <= budget else (least, middle)
+        return least
+
     def _count(
-        self, batch: Any, rules: Sequence[Rule], calls: dict[str, tuple[int, int]] | None = None
+        self,
+        batch: Any,
+        rules: Sequence[Rule],
+        calls: dict[str, tuple[int, int]] | None = None,
+        *,
+        rows: int | None = None,
     ) -> tuple[int, int]:
         """Return the bytes before the step and its peak; `calls` receives bytes before, and peak of, each module."""
         fake = QuickFakes(valid=True)
@@ -115,7 +199,7 @@ class EvaluationOfModule:
         for child in twin.modules():
             if isinstance(child, LightningModule):
                 child.log = child.log_dict = lambda *_, **__: None  # type: ignore[method-assign, assignment]
-        live, given = LiveBytes(), fake_batch(batch, fake, None)
+        live, given = LiveBytes(), fake_batch(batch, fake, rows)
         peak = _Outermost(twin, live, calls) if calls is not None else None
         try:
             with ExitStack() as stack:
@@ -138,6 +222,10 @@ class EvaluationOfModule:
             ) from error
         # `_Outermost` resets the peak at every call, so `live` has only the peak after the last one
         return held, live.peak if peak is None else max(peak.most, live.peak)
+
+
+def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [tensor for tensor in (*module.parameters(), *module.buffers()) if has_storage(tensor)]
 
 
 class _Outermost:

@@ -5,14 +5,23 @@ against the user's budget; the error has the operator, tensor, module, and bytes
 limited to batches whose bytes may differ from those before:
 
     the first batches of a plan    the last of them has the optimiser's state, and accumulated gradients
+    further ones                   while an optimiser has not stepped, or what batches keep for later ones grows
     as many batches once other parameters are trained, such as unfrozen ones, or an optimiser has others
+    one batch once an optimiser has state of other parameters than before
     a batch of which the step reads other values than of those before, by which it may branch
-    a batch of more bytes than before, unless its peak would fit even if it grew with the cube of the tensor sizes
+    a batch that is larger in any dim than each counted one, unless its peak would fit even if it grew with the cube of
+        the larger dims
+    batches number 4, 8, 16, ...   for steps that do more work later, for a reason that nothing here sees
+
+Tensors that a counted batch keeps, as in accumulation by hand, count in the next one too.
+
+Known limit: work that a step adds without any of these signs is found at the next power of two.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import inf, prod
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,23 +31,39 @@ from lightning_amp.footprint.bounded_step import BoundedStep, StepOverBudget
 from lightning_amp.footprint.copies.batch_values import BatchReads
 from lightning_amp.footprint.copies.fake_copy import map_tensors
 
+MOST = 64
+"""Most batches in a row that are counted because an optimiser has not stepped, or because what batches keep grows."""
+GROWS = 1 / 1000
+"""Share of the budget by which batches have to keep more than those before."""
+Shape = tuple[int, ...]
+
 
 class CountedBatches:
     """Count the batches of a plan whose bytes are not known yet, while they run.
 
     `budget`: largest number of bytes alive; `why`: reason that is added to the error; `reads`: what the counted step
-    has read from its batch.
+    has read from its batch; `trains`: whether these are batches of training.
     """
 
     def __init__(
-        self, module: pl.LightningModule, budget: int, *, why: str = "", reads: BatchReads | None = None
+        self,
+        module: pl.LightningModule,
+        budget: int,
+        *,
+        why: str = "",
+        reads: BatchReads | None = None,
+        trains: bool = True,
     ) -> None:
         self._module, self._budget, self._why, self._reads = module, budget, why, reads
+        self._trains = trains
         self._parameters = list(module.parameters())
         self._step: BoundedStep | None = None
+        self._last: BoundedStep | None = None
         self._known: set[Any] = set()
-        self._left = self._most_bytes = self._peak_bytes = 0
-        self._sizes: list[int] = []
+        self._states: tuple[int, ...] = ()
+        self._stepped: set[int] = set()
+        self._shapes: list[list[Shape]] = []
+        self._left = self._n_batches = self._peak_bytes = self._kept_bytes = self._counted_in_a_row = 0
         self._begin()
 
     @contextmanager
@@ -48,30 +73,16 @@ class CountedBatches:
         Raises:
             StepOverBudget: An operator's result exceeds the budget; raised by the operator.
         """
-        sizes = [part.nbytes for tensor in tensors_in(batch) for part in dense_parts(tensor) or (tensor,)]
-        # parameters with gradients, and the number of parameters in each group of the optimisers
-        groups = (group for optimizer in self._module.trainer.optimizers for group in optimizer.param_groups)
-        flags = (parameter.requires_grad for parameter in self._parameters)
-        trained = tuple(flags), tuple(len(group["params"]) for group in groups)
-        n_bytes = sum(sizes)
-        read = self._read(batch)
-        if self._known and trained not in self._known:
-            self._begin()
-            self._why = "it trains other parameters than those before, or an optimiser has others"
-        elif self._known and read not in self._known:
-            assert self._reads is not None, "it has read something"
-            self._left = max(self._left, 1)
-            self._why = f"the step reads other values of {', '.join(self._reads.names)} than of batches before"
-        elif n_bytes > self._most_bytes and not self._left and self._may_exceed(sizes):
-            self._left, self._why = 1, "no batch before it had as many bytes"
-        self._known |= {trained, read}
-        self._most_bytes = max(self._most_bytes, n_bytes)
+        shapes = _shapes(batch)
+        if why := self._reason(batch, shapes):
+            self._why = why
+        self._n_batches += 1
         if not self._left:
             yield
             return
         self._left -= 1
         self._step = BoundedStep(self._module, self._budget)
-        self._step.start(batch, self._module.trainer.optimizers)
+        self._step.start(batch, self._module.trainer.optimizers, after=self._last)
         try:
             yield
         except StepOverBudget as error:
@@ -80,10 +91,54 @@ class CountedBatches:
             raise
         finally:
             self._step.stop()
-            same = len(sizes) == len(self._sizes)
-            self._sizes = list(map(max, sizes, self._sizes)) if same else sizes
+            self._counted_in_a_row += 1
+            if not any(_covers(counted, shapes) for counted in self._shapes):
+                self._shapes.append(shapes)
             self._peak_bytes = max(self._peak_bytes, self._step.peak)
-            self._step = None
+            self._go_on(self._step)
+            self._last, self._step = self._step, None
+
+    def _reason(self, batch: Any, shapes: Sequence[Shape]) -> str:
+        """Decide whether a batch is counted; return why in words, "" for the first ones."""
+        optimizers = self._module.trainer.optimizers
+        # parameters with gradients, and the number of parameters in each group of the optimisers
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        flags = (parameter.requires_grad for parameter in self._parameters)
+        trained = tuple(flags), tuple(len(group["params"]) for group in groups)
+        before, known, read = self._states, self._known, self._read(batch)
+        self._states, self._known = tuple(len(one.state) for one in optimizers), known | {trained, read}
+        if known and trained not in known:
+            self._begin()
+            return "it trains other parameters than those before, or an optimiser has others"
+        if known and read not in known:
+            assert self._reads is not None, "it has read something"
+            self._left = max(self._left, 1)
+            return f"the step reads other values of {', '.join(self._reads.names)} than of batches before"
+        if self._left:
+            return ""
+        n = self._n_batches
+        if before != self._states:
+            why = "an optimiser has stepped parameters since that it had not stepped before"
+        elif self._may_exceed(shapes):
+            why = "no batch before it was as large in all of its dims"
+        elif n >= 4 and n & (n - 1) == 0:
+            why = f"{n} batches ran before it, of which not all were counted"
+        else:
+            self._counted_in_a_row, self._last = 0, None
+            return ""
+        self._left = 1
+        return why
+
+    def _go_on(self, step: BoundedStep) -> None:
+        """Count the next batch too if this one does not show yet what a step takes."""
+        self._stepped |= step.stepped
+        optimizers = self._module.trainer.optimizers if self._trains else ()
+        waits = any(id(one) not in self._stepped and not one.state for one in optimizers)
+        kept = step.kept_bytes()
+        grows = kept - self._kept_bytes > GROWS * self._budget
+        self._kept_bytes = max(self._kept_bytes, kept)
+        if (waits or grows) and not self._left and self._counted_in_a_row < MOST:
+            self._left = 1
 
     def _read(self, args: Any) -> Any:
         """Return what the step reads from a batch, given the arguments of Lightning's loop."""
@@ -98,13 +153,11 @@ class CountedBatches:
         map_tensors(next(iter(args[-1].values())), note)
         return self._reads.of(named)
 
-    def _may_exceed(self, sizes: Sequence[int]) -> bool:
-        if len(sizes) != len(self._sizes):
-            return True
+    def _may_exceed(self, shapes: Sequence[Shape]) -> bool:
         # attention grows with the square of a length, products of pairs with its cube. The largest growth of a tensor
         # counts, because other tensors may be constant, such as node features of a graph with more edges
-        growth = max(1.0, *(n / max(1, counted) for n, counted in zip(sizes, self._sizes, strict=True)))
-        return bool(self._peak_bytes * growth**3 > self._budget)
+        growth = min((_growth(counted, shapes) for counted in self._shapes), default=inf)
+        return growth > 1 and bool(self._peak_bytes * growth**3 > self._budget)
 
     def unbound(self) -> None:
         """Stop enforcing the budget in this batch."""
@@ -119,8 +172,27 @@ class CountedBatches:
     def _begin(self) -> None:
         # the last of these batches has the optimiser's state, and gradients of an earlier batch to accumulate into
         added_up = self._module.trainer.accumulate_grad_batches
-        self._left, self._most_bytes, self._peak_bytes = added_up + min(added_up, 2), 0, 0
-        self._sizes = []
+        self._left = added_up + min(added_up, 2)
+        self._n_batches = self._peak_bytes = self._kept_bytes = self._counted_in_a_row = 0
+        self._shapes = []
+
+
+def _shapes(batch: Any) -> list[Shape]:
+    """Return the shapes of a batch's tensors, each with the bytes of an element."""
+    parts = (part for tensor in tensors_in(batch) for part in dense_parts(tensor) or (tensor,))
+    return [(*part.shape, part.element_size()) for part in parts]
+
+
+def _growth(counted: Sequence[Shape], shapes: Sequence[Shape]) -> float:
+    """Return by how much the dims of a batch exceed those of a counted one, for the tensor that grows most."""
+    if list(map(len, counted)) != list(map(len, shapes)):
+        return inf
+    pairs = zip(counted, shapes, strict=True)
+    return max((prod(max(1.0, n / max(1, m)) for m, n in zip(a, b, strict=True)) for a, b in pairs), default=1.0)
+
+
+def _covers(counted: Sequence[Shape], shapes: Sequence[Shape]) -> bool:
+    return _growth(counted, shapes) <= 1
 
 
 def refuse_beyond(
@@ -154,3 +226,10 @@ def run_batches_by(trainer: pl.Trainer, run: Callable[..., Any]) -> Callable[[],
     loop: Any = loops.automatic_optimization if automatic else loops.manual_optimization
     loop.run = partial(run, loop, loop.run)
     return lambda: vars(loop).pop("run", None)
+
+
+def run_validation_by(trainer: pl.Trainer, run: Callable[..., Any]) -> Callable[[], None]:
+    """Run the validation batches of a fit by `run(plain, batch, ...)`; return an undo."""
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    loop._evaluation_step = partial(run, loop._evaluation_step)
+    return lambda: vars(loop).pop("_evaluation_step", None)

@@ -96,6 +96,8 @@ class PlanningContext:
         """Rules of the previous fit's plan by which an evaluation runs in chunks."""
         budgeted = request.device_memory is not None and not self.in_chunks
         self.evaluation = EvaluationOfModule.of(trainer) if budgeted else None
+        matters = request.device_memory is not None or strategy.root_device.type == "cuda"
+        self.validation = EvaluationOfModule.of_fit(trainer) if fits and matters else None
 
     def _dry_steps(self, trained: Plan | None) -> DrySteps | None:
         """Return the requested technique with its own steps, or that of the previous fit's plan, to profile it."""

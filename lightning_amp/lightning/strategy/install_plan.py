@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -36,6 +37,7 @@ from lightning_amp.lightning.strategy import refusals
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.plan_run import resolve_plan
+from lightning_amp.lightning.strategy.validation_of_fit import ValidationOfFit, with_validation
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, techniques
 from lightning_amp.quantities import format_bytes
@@ -88,6 +90,13 @@ class InstalledPlan:
         if staged is not None:
             shards = self._put_stages(plan, staged)
         self._foreign.tell_rows(self.again)
+        if self._facts.validation is not None:
+            refuses = self._request.if_unfit == "refuse"
+            held = refuses and self._holds(plan)
+            found = ValidationOfFit(
+                plan, trainer, self._strategy.mesh, held=held, refuses=refuses, count=self._with_validation
+            )
+            self._undo.append(found.put())
         return shards
 
     def _put_steps(self, name: str, plan: Plan) -> None:
@@ -116,6 +125,14 @@ class InstalledPlan:
         """Restore the modules of the user."""
         while self._undo:
             self._undo.pop()()
+
+    def _with_validation(self, batch: Any) -> Plan:
+        """Count the validation with a batch, which could not be read before, and keep the plan."""
+        assert self._facts.validation is not None, "there is a validation"
+        self._facts.validation.take_batch = lambda: batch
+        with _as_in_setup(self._strategy.root_device), self._installed.aside():
+            self._keep(with_validation(self._plan, self._facts))
+        return self._plan
 
     # --- leaner plans after running out of memory ---
 
@@ -157,8 +174,8 @@ class InstalledPlan:
         before, found = self._plan, self._plan
         # the new plan must keep the budget; if the old one was predicted to, the prediction was too low: require less
         limit = self._facts.budget
-        if before.predicted_peak_bytes <= limit:
-            limit = int(LEANER * before.predicted_peak_bytes)
+        if before.training_bytes <= limit:
+            limit = int(LEANER * before.training_bytes)
         with _as_in_setup(self._strategy.root_device):
             # the step must be counted without the techniques that are installed
             self._installed.undo()
@@ -206,9 +223,9 @@ class InstalledPlan:
                 plan = resolve_plan(self._facts.within(limit), notes=before.notes, strategies=names)
             except PlanError:
                 continue
-            if plan.predicted_peak_bytes < found.predicted_peak_bytes:
+            if plan.training_bytes < found.training_bytes:
                 found = plan
-            if plan.predicted_peak_bytes <= limit:
+            if plan.training_bytes <= limit:
                 break
         return found
 

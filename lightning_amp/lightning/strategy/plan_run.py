@@ -14,6 +14,7 @@ from lightning_amp.lightning.consistency.replicas import decide_on_rank_zero
 from lightning_amp.lightning.profiling.blocks_outside import DecoderPlan, with_blocks_outside, within_budget
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.strategy.context import PlanningContext
+from lightning_amp.lightning.strategy.validation_of_fit import with_validation
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.plan_module import model_axis_size, plan_again, plan_module, split_by_planner
 from lightning_amp.planning.plan.plan import Axes, Explanation, Plan
@@ -67,7 +68,7 @@ def resolve_plan(
             found = made(facts, strategies, model_ranks)
         else:
             found = predict_anew(asked, facts)
-        return build_rules.with_memory(found, facts.memory)
+        return with_validation(build_rules.with_memory(found, facts.memory), facts)
 
     try:
         plan = decide_on_rank_zero(decide, rank=strategy.global_rank, broadcast=strategy.broadcast)

@@ -129,6 +129,25 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Validation:
+    """Prediction of the validation in a fit, on one rank.
+
+    Attributes:
+        peak_bytes: Peak of its step, with what training keeps between steps.
+        training_bytes: Peak of a training step.
+        batch_size: Length of the batch that it was counted with; None if its tensors have none in common.
+        largest_batch: Longest batch that fits, if this one does not; None if it does, or is not known.
+        rules: Rules that run it in chunks; they are installed during validation only.
+    """
+
+    peak_bytes: int
+    training_bytes: int
+    batch_size: int | None
+    largest_batch: int | None = None
+    rules: tuple[Rule, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """Techniques to install, with the predicted memory and time.
 
@@ -143,7 +162,7 @@ class Plan:
         batch_size: Cells per rank and modality that the prediction is for.
         predicted_base_bytes: M_base of the EPM: all but the strata; without a decoder, bytes kept between steps.
         predicted_stratum_bytes: Mean Delta M of the EPM, per stratum.
-        predicted_peak_bytes: Predicted peak per rank of a training step.
+        predicted_peak_bytes: Predicted peak per rank of the largest phase: a training step, or the validation.
         strata_bytes: Predicted bytes held after each stratum of the forward pass.
         budget_bytes: Memory of one device, None if unknown.
         balance_cells: Whether to balance contacts over the ranks.
@@ -157,6 +176,7 @@ class Plan:
         stages: Prediction per pipeline stage; empty without a pipeline, or if the step was not profiled.
         evaluates: Method whose peak is predicted in a run that does not train, such as "predict_step"; "" in a fit, or
             if it was not counted.
+        validation: Prediction of a fit's validation; None if it has none, or if it was not counted.
         uncounted: Why the peak is unknown and `predicted_peak_bytes` only a lower bound; "" if it is known.
     """
 
@@ -182,6 +202,7 @@ class Plan:
     diagnosis: ModuleDiagnosis | None = None
     stages: tuple[Stage, ...] = ()
     evaluates: str = ""
+    validation: Validation | None = None
     uncounted: str = ""
     schema: int = SCHEMA
 
@@ -212,6 +233,18 @@ class Plan:
         return True if counted and not self.uncounted else None
 
     @property
+    def training_bytes(self) -> int:
+        """Predicted peak per rank of a training step."""
+        return self.predicted_peak_bytes if self.validation is None else self.validation.training_bytes
+
+    @property
+    def largest_phase(self) -> str:
+        """Method of the module in which the peak is predicted."""
+        found = self.validation
+        validates = found is not None and found.peak_bytes > found.training_bytes
+        return self.evaluates or ("validation_step" if validates else "training_step")
+
+    @property
     def gradient_ranks(self) -> int:
         """Ranks over which gradients are averaged: the data axis, and the model axis if that splits samples."""
         return self.mesh.data * (self.mesh.model if with_steps(self.strategies) else 1)
@@ -229,8 +262,10 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as indented JSON; each rule's spec is tagged with its type."""
-        plain = asdict(self)
-        for rule, row in zip(self.rules, plain["rules"], strict=True):
+        plain, found = asdict(self), self.validation
+        tagged = list(zip(self.rules, plain["rules"], strict=True))
+        tagged += [] if found is None else zip(found.rules, plain["validation"]["rules"], strict=True)
+        for rule, row in tagged:
             row["spec"] = {"type": type(rule.spec).__name__, **row["spec"]}
         return json.dumps(plain | {"fits": self.fits}, indent=2)
 
@@ -287,8 +322,14 @@ def _typed(plain: Mapping[str, Any]) -> dict[str, Any]:
     typed["stages"] = tuple(Stage(**stage) for stage in plain.get("stages", ()))
     if (found := plain.get("diagnosis")) is not None:
         typed["diagnosis"] = ModuleDiagnosis(**{"reason": "", **found, "evidence": tuple(found["evidence"])})
-    typed["rules"] = tuple(Rule(**{**rule, "spec": _spec(rule["spec"])}) for rule in plain["rules"])
+    typed["rules"] = _rules(plain["rules"])
+    if (validation := plain.get("validation")) is not None:
+        typed["validation"] = Validation(**{**validation, "rules": _rules(validation["rules"])})
     return typed
+
+
+def _rules(plain: Iterable[Mapping[str, Any]]) -> tuple[Rule, ...]:
+    return tuple(Rule(**{**rule, "spec": _spec(rule["spec"])}) for rule in plain)
 
 
 def _spec(plain: Mapping[str, Any]) -> Spec:

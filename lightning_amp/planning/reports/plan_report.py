@@ -8,7 +8,7 @@ from textwrap import wrap
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.data.files.directory import MODALITIES
 from lightning_amp.planning.modules.min_memory_plan import LEAST
-from lightning_amp.planning.plan.plan import Candidate, Explanation, Plan
+from lightning_amp.planning.plan.plan import Candidate, Explanation, Plan, Validation
 from lightning_amp.planning.reports.module_report import alone, diagnosis_sections, shortened
 from lightning_amp.planning.reports.stages_report import stages_section
 from lightning_amp.planning.reports.table import WIDTH, table
@@ -180,6 +180,8 @@ def shortfall(plan: Plan) -> str:
             f"{plan.evaluates} is predicted to need {format_bytes(plan.predicted_peak_bytes)} at least, in chunks, of"
             f" {format_bytes(plan.budget_bytes or 0)}; allow that much, or use smaller batches"
         )
+    if plan.largest_phase == "validation_step" and plan.validation is not None:
+        return _of_validation(plan, plan.validation)
     stratum = plan.fails_at_stratum
     whole = plan.strata_bytes or plan.diagnosis is not None
     known = "in the step" if plan.diagnosis is not None else "in the backward pass"
@@ -195,9 +197,28 @@ def shortfall(plan: Plan) -> str:
     )
 
 
+def _of_validation(plan: Plan, found: Validation) -> str:
+    """Say that the validation of a fit does not fit, and the largest batch that does."""
+    kept = f"{'in chunks, ' if found.rules else ''}with the optimiser state of training"
+    if found.largest_batch:
+        about = "about " if found.rules else ""
+        help_ = f"the largest validation batch that fits is {about}{found.largest_batch:,}, of {found.batch_size:,}"
+    elif found.largest_batch == 0:
+        help_ = "no validation batch fits, not even of 1 sample; allow that much, or use more devices"
+    else:
+        help_ = "allow that much, or use smaller validation batches"
+    return (
+        f"validation_step is predicted to need {format_bytes(found.peak_bytes)} at least {kept}, of"
+        f" {format_bytes(plan.budget_bytes or 0)}, and a training step {format_bytes(found.training_bytes)}; {help_}"
+    )
+
+
 def _prediction(plan: Plan) -> list[str]:
     mesh, peak = plan.mesh, peak_text(plan)
     base, rows = format_bytes(plan.predicted_base_bytes), [("predicted peak per rank", peak)]
+    if (found := plan.validation) is not None:
+        rows += [("in training", format_bytes(found.training_bytes))]
+        rows += [("in validation", format_bytes(found.peak_bytes) + (", in chunks" if found.rules else ""))]
     if plan.diagnosis is not None:
         rows.append(("kept between steps", f"{base} of parameters, gradients and optimiser state"))
     elif plan.evaluates:
@@ -225,7 +246,7 @@ def peak_text(plan: Plan) -> str:
         known = "weights, gradients, optimiser state and what is known of the activations"
         return f"unknown, at least {size}: {known}"
     verdict = {True: "fits", False: "does NOT fit", None: "not compared"}[plan.fits]
-    return f"{size} ({verdict})"
+    return f"{size} ({verdict}{', in validation_step' if plan.largest_phase == 'validation_step' else ''})"
 
 
 def batch_text(plan: Plan) -> str:

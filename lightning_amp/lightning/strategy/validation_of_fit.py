@@ -1,0 +1,119 @@
+"""Hold the validation of a fit, and its sanity check, within the budget: predicted with the plan, run in its chunks.
+
+    before training    counted with the first batch of its loader, beside what training keeps between steps
+    in its first batch counted then, if its loader cannot be read ahead, such as an iterator
+    while it runs      its first batches, and larger ones, are counted against a budget that was named (CPU only)
+
+Known limits: of loaders that are read one after the other, the first one is counted; a validation with parameters that
+are sharded, or with blocks on other ranks, is not counted.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_amp.errors import AmpError, DataError, DoesNotFitError
+from lightning_amp.footprint.module_profile import GRADIENTS, HELD
+from lightning_amp.installing.install import Installed, install_rules
+from lightning_amp.lightning._compat import rank_zero_warn
+from lightning_amp.lightning.steps.counted_batches import CountedBatches, run_validation_by
+from lightning_amp.lightning.strategy.context import PlanningContext
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.reports.plan_report import shortfall
+from lightning_amp.techniques.table import STRATEGIES
+
+NOT_COUNTED = "the validation is not a part of the predicted peak"
+LATER = f"{NOT_COUNTED} yet, and is counted when its first batch comes"
+
+
+def with_validation(plan: Plan, facts: PlanningContext) -> Plan:
+    """Return a fit's plan with the prediction of its validation; a note says why it has none."""
+    found = facts.validation
+    if found is None or plan.fits is False:
+        return plan
+    elsewhere = [name for name in plan.strategies if STRATEGIES[name].data_axis]
+    if elsewhere or plan.mesh.model > 1:
+        what = elsewhere[0] if elsewhere else "a model axis"
+        return _noting(plan, f"{NOT_COUNTED}: with {what} it is not counted")
+    try:
+        return found.beside_training(plan, _kept_bytes(plan, facts), facts.rates[0])
+    except DataError as error:
+        return _noting(plan, f"{LATER}: {error}" if facts.strategy.world_size == 1 else f"{NOT_COUNTED}: {error}")
+    except AmpError as error:
+        return _noting(plan, f"{NOT_COUNTED}: {error}")
+
+
+def _noting(plan: Plan, note: str) -> Plan:
+    notes = [one for one in plan.notes if not one.startswith(NOT_COUNTED)]
+    return replace(plan, notes=(*notes, note))
+
+
+def _kept_bytes(plan: Plan, facts: PlanningContext) -> int:
+    """Return what training keeps for the next step, without gradients, which Lightning sets to None before."""
+    seen = facts.seen[0]
+    if seen is None:
+        return plan.predicted_base_bytes
+    keeps = is_overridden("on_validation_model_zero_grad", facts.trainer.lightning_module)
+    kinds = [kind for kind in HELD if keeps or kind != GRADIENTS]
+    return sum(seen.profile.timeline[-1].by_kind[kind] for kind in kinds)
+
+
+class ValidationOfFit:
+    """The validation batches of a fit, which run in the chunks of the plan, and are counted.
+
+    Args:
+        held: Whether the named budget is held while batches run.
+        count: Function that returns the plan with the validation counted, with a batch.
+    """
+
+    def __init__(
+        self, plan: Plan, trainer: pl.Trainer, mesh: Any, *, held: bool, refuses: bool, count: Callable[[Any], Plan]
+    ) -> None:
+        self._trainer, self._mesh, self._refuses, self._count = trainer, mesh, refuses, count
+        self._waits = any(note.startswith(LATER) for note in plan.notes)
+        budget = plan.budget_bytes if held else None
+        self._counted = None if budget is None else CountedBatches(trainer.lightning_module, budget, trains=False)
+        self._installed = Installed()
+        self._install(plan)
+
+    def put(self) -> Callable[[], None]:
+        """Let the Trainer run validation batches by this object; return an undo."""
+        return run_validation_by(self._trainer, self._run)
+
+    def _install(self, plan: Plan) -> None:
+        if plan.validation is not None and plan.validation.rules:
+            self._installed = install_rules(self._trainer.lightning_module, plan.validation.rules, self._mesh)
+            for change in self._installed.changes:
+                change.take()
+
+    def _run(self, plain: Callable[..., Any], *args: Any) -> Any:
+        if self._waits:
+            self._waits = False
+            self._count_late(args[0])
+        counted = nullcontext() if self._counted is None else self._counted.counting(args)
+        with self._in_chunks(), counted:
+            return plain(*args)
+
+    def _count_late(self, batch: Any) -> None:
+        """Count the validation with its first batch; all that was said about the plan before it holds without."""
+        plan = self._count(batch)
+        self._install(plan)
+        if plan.fits is False:
+            said = f"{shortfall(plan)}. It was counted with its first batch, which could not be read before"
+            if self._refuses:
+                raise DoesNotFitError(f"{said}; AMPStrategy(unfit='train') runs it anyway")
+            rank_zero_warn(said)
+
+    @contextmanager
+    def _in_chunks(self) -> Iterator[None]:
+        for change in self._installed.changes:
+            change.put()
+        try:
+            yield
+        finally:
+            for change in reversed(self._installed.changes):
+                change.take()
