@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp._torch import has_no_values
-from lightning_amp.footprint.module_profile import ACTIVATIONS, FORWARD, HELD, KINDS, TEMPORARIES
+from lightning_amp.footprint.module_profile import ACTIVATIONS, FORWARD, HELD, KINDS, STATE, TEMPORARIES
 from lightning_amp.footprint.step_recorder import BATCH, StepRecorder
 from lightning_amp.quantities import format_bytes
 
@@ -41,9 +41,20 @@ class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
         self._budget, self._bounded = budget_bytes, False
 
     def start(
-        self, batch: Any, optimizers: Iterable[torch.optim.Optimizer], *, after: "BoundedStep | None" = None
+        self,
+        batch: Any,
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        after: "BoundedStep | None" = None,
+        averaged: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
-        """Start recording; storages that exist already never raise. `after`: step whose remaining tensors count too."""
+        """Start recording; storages that exist already never raise.
+
+        Args:
+            after: Step whose remaining tensors count too.
+            averaged: Tensors that callbacks hold, with names.
+        """
+        self._hold(averaged, STATE)
         super().start(batch, optimizers)
         if after is not None:
             self.inherit(after)

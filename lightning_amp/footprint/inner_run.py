@@ -25,6 +25,7 @@ from lightning_amp._torch import FakeTensor, FakeTensorMode
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.bounded_step import BoundedStep
 from lightning_amp.footprint.copies.fake_copy import make_fake, without_values
+from lightning_amp.footprint.foreseen import averaged_by, foresee
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.recompute_state import types_of_the_step
 from lightning_amp.footprint.step_recorder import StepRecorder
@@ -47,6 +48,7 @@ class Around:
         datamodule: Data module, whose hooks may change a batch, and which the module may read.
         values: Whether a step that cannot run on fake tensors runs on real ones, which takes its memory and time.
         limit_bytes: Most bytes of such a real step, including the module that was copied.
+        averaged: Callbacks that hold copies of the module, with their bytes.
         own_parts: Value of `trainer.strategy.own_parts` for hooks that shard the batch; None if ranks are not known.
         unfreezes: Whether a callback will unfreeze parameters later. They are trained in the profiled step already, and
             are added to the first optimizer if none has them.
@@ -61,6 +63,7 @@ class Around:
     values: bool = True
     limit_bytes: int | None = None
     unfreezes: bool = False
+    averaged: tuple[tuple[str, int], ...] = ()
     own_parts: Any = None
 
     @classmethod
@@ -79,6 +82,7 @@ class Around:
             ),
             datamodule=datamodule,
             unfreezes=any(isinstance(callback, BaseFinetuning) for callback in callbacks),
+            averaged=averaged_by(trainer),
         )
 
     @property
@@ -127,6 +131,7 @@ def run_two_steps(
                 f"cannot profile {type(module).__name__!r}, whose training_step was not called: the batch is"
                 " None, or on_train_batch_start returned -1; give a batch with which it is called"
             )
+    recorder.foreseen = foresee(recorder, trainer.optimizers, fake, around.averaged)
     return recorder
 
 

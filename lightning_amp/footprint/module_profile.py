@@ -101,6 +101,7 @@ class ModuleProfile:
         first_bytes: Most bytes alive at once in the first step.
         left_bytes: Bytes that the first step made and kept, without gradients and optimizer state, such as logged
             values; they are not counted in the second step.
+        foreseen: What is counted although the two steps do not have it, one sentence each (foreseen.py).
         reads: Numbers that the step reads from the batch (`BatchReads`), by which a batch may take other bytes than
             this one; None if there are none; not stored.
         counted: Input of `lightning_amp.plan`; None if the profile does not support planning; not stored.
@@ -121,6 +122,7 @@ class ModuleProfile:
     added_bytes: int = 0
     first_bytes: int = 0
     left_bytes: int = 0
+    foreseen: tuple[str, ...] = ()
     schema: int = SCHEMA
     reads: Any = field(default=None, repr=False, compare=False)
     counted: Any = field(default=None, repr=False, compare=False)

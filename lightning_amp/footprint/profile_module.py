@@ -66,6 +66,7 @@ def profile_of(found: StepRecorder, lives: Sequence[Life], reason: str, rows: in
         batch_size=rows,
         first_bytes=found.first_bytes,
         left_bytes=found.left_bytes,
+        foreseen=found.foreseen,
         reads=found.batch_reads,
     )
 

@@ -60,7 +60,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         stepped: Optimizers that have stepped, by id.
         written: Parameters that are changed before the optimizer's step, and "batch" if the batch is.
         first_bytes, left_bytes: As in ModuleProfile; bytes of the step before.
-        batch_reads: As `reads` in ModuleProfile.
+        batch_reads, foreseen: As `reads` and `foreseen` in ModuleProfile.
 
     Args:
         module: Module whose submodules own the storages.
@@ -82,6 +82,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.written: set[str] = set()
         self.first_bytes = self.left_bytes = 0
         self.batch_reads: Any = None
+        self.foreseen: tuple[str, ...] = ()
         self._module = module
         self.trained: dict[str, nn.Parameter] = {}
         self._running: list[tuple[str, bool]] = []

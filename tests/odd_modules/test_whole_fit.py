@@ -8,11 +8,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_amp.errors import DoesNotFitError
 from lightning_amp.footprint.bounded_step import StepOverBudget
+from lightning_amp.footprint.foreseen import copies_in_callbacks
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
@@ -30,7 +32,7 @@ class Peaks(pl.Callback):
         self.live, self.of, self.counts = LiveBytes(), dict[str, int](), False
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
-        self.live.watch([*module.parameters(), *module.buffers()])
+        self.live.watch([*module.parameters(), *module.buffers(), [t for _, t in copies_in_callbacks(trainer)]])
         self.live.__enter__()
         self.counts = True
 
@@ -254,3 +256,83 @@ def test_a_later_batch_beyond_the_budget_ends_with_a_word(name: str) -> None:
     with pytest.raises(StepOverBudget, match=words):
         fitted(make(), train, budget=budget)
     fitted(make(), train, budget="64MiB")
+
+
+# --- state that the first steps do not have ---
+
+
+class StepsLate(Net):
+    """Parameters are updated from batch 4 on."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        if batch_idx < 3:
+            closure()
+        else:
+            optimizer.step(closure)
+
+
+class Adversarial(Net):
+    """The generator steps once in four batches, first in batch 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization, self.critic = False, nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for k, optimizer in enumerate(self.optimizers()):
+            if k == 0 or batch_idx % 4 == 3:
+                self.toggle_optimizer(optimizer)
+                optimizer.zero_grad()
+                self.manual_backward((-1) ** k * self.critic(self.net(batch)).mean())
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.critic.parameters()), torch.optim.AdamW(self.net.parameters())
+
+
+class Newton(Net, by=torch.optim.LBFGS, history_size=8, max_iter=3):
+    """Its history grows over several steps."""
+
+
+class Plain(Net, by=torch.optim.SGD, lr=0.01):
+    """Has no state."""
+
+
+LATE: dict[str, tuple[type[Net], Any, str]] = {
+    "an optimiser that steps late": (StepsLate, None, "'Adam' has not stepped in the counted batches"),
+    "a generator that steps late": (Adversarial, None, "'AdamW' has not stepped in the counted batches"),
+    "LBFGS": (Newton, None, "its history at its longest"),
+    "averaged weights": (Plain, lambda: EMAWeightAveraging(), "EMAWeightAveraging holds copies of the module"),
+    "stochastic averages": (
+        Plain,
+        lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1),
+        "StochasticWeightAveraging holds copies of the module",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_state_that_comes_later_is_foreseen(name: str) -> None:
+    make, callback, words = LATE[name]
+    callbacks = [] if callback is None else [callback()]
+    plan, peaks = fitted(make(), rows((8, 16), n=8), budget="64MiB", callbacks=callbacks, max_epochs=3)
+    assert peaks["training"] == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
+    assert peaks["training"] <= plan.predicted_peak_bytes + 100
+    assert any(words in note for note in plan.notes)
+    with pytest.raises(DoesNotFitError):
+        fitted(make(), rows((8, 16)), budget=f"{peaks['training'] * 9 // 10}B", callbacks=callbacks and [callback()])
+
+
+def test_an_optimizer_that_cannot_be_foreseen_is_named() -> None:
+    class Reads(torch.optim.Adam):
+        def step(self, closure: Any = None) -> Any:
+            if self.param_groups[0]["params"][0].sum().item() > 1e9:
+                raise ValueError
+            return super().step(closure)
+
+    class Named(StepsLate, by=Reads):
+        pass
+
+    plan, _ = fitted(Named(), rows((8, 16), n=2), budget="64MiB")
+    assert any("'Reads' has not stepped" in note and "in no count" in note for note in plan.notes)

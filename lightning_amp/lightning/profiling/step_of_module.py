@@ -228,6 +228,7 @@ class StepOfModule:
                 "the step draws random numbers in Python: if they decide which blocks run, as in stochastic depth, this"
                 " is the peak of one draw, and another one can take more"
             )
+        yield from map(Explanation, step.profile.foreseen)
         frozen = sum(p.nbytes for p in self.module.parameters() if not p.requires_grad)
         if frozen and self._around.unfreezes:
             yield Explanation(

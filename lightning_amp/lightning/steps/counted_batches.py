@@ -30,6 +30,7 @@ from lightning_amp.data.batch import dense_parts, tensors_in
 from lightning_amp.footprint.bounded_step import BoundedStep, StepOverBudget
 from lightning_amp.footprint.copies.batch_values import BatchReads
 from lightning_amp.footprint.copies.fake_copy import map_tensors
+from lightning_amp.footprint.foreseen import copies_in_callbacks
 
 MOST = 64
 """Most batches in a row that are counted because an optimiser has not stepped, or because what batches keep grows."""
@@ -82,7 +83,8 @@ class CountedBatches:
             return
         self._left -= 1
         self._step = BoundedStep(self._module, self._budget)
-        self._step.start(batch, self._module.trainer.optimizers, after=self._last)
+        trainer = self._module.trainer
+        self._step.start(batch, trainer.optimizers, after=self._last, averaged=copies_in_callbacks(trainer))
         try:
             yield
         except StepOverBudget as error:
