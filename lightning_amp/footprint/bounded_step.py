@@ -60,8 +60,10 @@ class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
             self.inherit(after)
         self._bounded = True
 
-    def kept_bytes(self) -> int:
+    def kept_bytes(self, optimizers: Iterable[torch.optim.Optimizer]) -> int:
         """Return the bytes that the step leaves beside what every step keeps, and beside its batch."""
+        self.hold_gradients()
+        self.hold_state(optimizers)
         return sum(life.n_bytes for life in self._of_key.values() if life.kind not in HELD and life.name != BATCH)
 
     def unbound(self) -> None:

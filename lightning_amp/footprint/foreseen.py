@@ -22,8 +22,8 @@ from torch.optim import LBFGS, Optimizer
 from lightning_amp._torch import FakeTensorMode
 from lightning_amp.footprint.copies.fake_copy import without_values
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
-from lightning_amp.footprint.live_bytes import LiveBytes, storages_of, tensors_of
-from lightning_amp.footprint.module_profile import GRADIENTS, STATE, TEMPORARIES, Life
+from lightning_amp.footprint.live_bytes import LiveBytes, tensors_of
+from lightning_amp.footprint.module_profile import GRADIENTS, STATE, Life
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.quantities import format_bytes
 
@@ -63,9 +63,9 @@ def foresee(
             )
     largest = max((parameter.nbytes for parameter in recorder.trained.values()), default=0)
     for name, n_bytes in averaged:
-        recorder.lives.append(Life(f"copy of {name}", "", STATE, n_bytes=n_bytes))
+        recorder.lives.append(Life(f"copies of {name}", "", STATE, (n_bytes,), "uint8", n_bytes))
         said.append(f"{name} holds copies of the module: {format_bytes(n_bytes)} are counted for them")
-        _add_temporaries(recorder, OF_UPDATE.get(name, 3) * largest)
+        recorder.add_update(OF_UPDATE.get(name, 3) * largest)
     return tuple(said)
 
 
@@ -80,23 +80,19 @@ def _first_step(recorder: StepRecorder, optimizer: Optimizer, fake: FakeTensorMo
             twin.step()
     for parameter, own in pairs:
         name = names.get(id(parameter), "")
-        n_bytes = sum(s.nbytes() for _, s in storages_of(tensors_of(dict(twin.state.get(own, {})))))
-        total += _add(recorder, name, "state", STATE, n_bytes)
+        for key, value in twin.state.get(own, {}).items():
+            total += sum(_add(recorder, f"{name}.{key}", STATE, tensor) for tensor in tensors_of(value))
         if parameter.grad is None:
-            total += _add(recorder, name, "grad", GRADIENTS, parameter.nbytes)
-    _add_temporaries(recorder, live.peak - live.current)
+            total += _add(recorder, f"{name}.grad", GRADIENTS, parameter)
+    recorder.add_update(live.peak - live.current)
     return total
 
 
-def _add(recorder: StepRecorder, parameter: str, what: str, kind: str, n_bytes: int) -> int:
-    recorder.lives.append(Life(f"{parameter}.{what}", parameter.rpartition(".")[0], kind, n_bytes=n_bytes))
+def _add(recorder: StepRecorder, name: str, kind: str, tensor: Tensor) -> int:
+    fqn, n_bytes = name.rpartition(".")[0].rpartition(".")[0], tensor.untyped_storage().nbytes()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    recorder.lives.append(Life(name, fqn, kind, tuple(tensor.shape), dtype, n_bytes))
     return n_bytes
-
-
-def _add_temporaries(recorder: StepRecorder, n_bytes: int) -> None:
-    """Add bytes that exist for one operator at the end of the step, when parameters are updated."""
-    last = len(recorder.work) - 1
-    recorder.lives.append(Life("an update of parameters", "", TEMPORARIES, n_bytes=n_bytes, birth=last, death=last))
 
 
 def _like(optimizer: Optimizer) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
@@ -121,13 +117,13 @@ def _like(optimizer: Optimizer) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
 
 def _history(recorder: StepRecorder, optimizer: LBFGS, parameters: list[nn.Parameter]) -> list[str]:
     """Add what is missing of LBFGS's history: two tensors of all parameters for each step of it."""
-    state = next(iter(optimizer.state.values()), {})
+    state: dict[str, Any] = next(iter(optimizer.state.values()), {})
     missing = max(0, optimizer.param_groups[0]["history_size"] - len(state.get("old_dirs") or ()))
     if not missing:
         return []
     # two for each step of it; when it is full, a new entry is made before the oldest one goes
     n_bytes = (2 * missing + 1) * sum(parameter.nbytes for parameter in parameters)
-    recorder.lives.append(Life("history of LBFGS", "", STATE, n_bytes=n_bytes))
+    recorder.lives.append(Life("history of LBFGS", "", STATE, (n_bytes,), "uint8", n_bytes))
     return [f"LBFGS is counted with its history at its longest, {format_bytes(n_bytes)} more than in the second step"]
 
 

@@ -24,6 +24,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_amp._torch import FakeTensor, FakeTensorMode
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.bounded_step import BoundedStep
+from lightning_amp.footprint.confirm_count import StepMakes
 from lightning_amp.footprint.copies.fake_copy import make_fake, without_values
 from lightning_amp.footprint.foreseen import averaged_by, foresee
 from lightning_amp.footprint.live_bytes import LiveBytes
@@ -131,6 +132,7 @@ def run_two_steps(
                 f"cannot profile {type(module).__name__!r}, whose training_step was not called: the batch is"
                 " None, or on_train_batch_start returned -1; give a batch with which it is called"
             )
+    recorder.makes = StepMakes.of(batch, recorder.lives, recorder.work)
     recorder.foreseen = foresee(recorder, trainer.optimizers, fake, around.averaged)
     return recorder
 

@@ -104,6 +104,7 @@ class ModuleProfile:
         foreseen: What is counted although the two steps do not have it, one sentence each (foreseen.py).
         reads: Numbers that the step reads from the batch (`BatchReads`), by which a batch may take other bytes than
             this one; None if there are none; not stored.
+        makes: Storages that the step makes (`StepMakes`), to compare a real step with; not stored.
         counted: Input of `lightning_amp.plan`; None if the profile does not support planning; not stored.
     """
 
@@ -125,12 +126,13 @@ class ModuleProfile:
     foreseen: tuple[str, ...] = ()
     schema: int = SCHEMA
     reads: Any = field(default=None, repr=False, compare=False)
+    makes: Any = field(default=None, repr=False, compare=False)
     counted: Any = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        plain = asdict(replace(self, counted=None, reads=None))
-        del plain["counted"], plain["reads"]
+        plain = asdict(replace(self, counted=None, reads=None, makes=None))
+        del plain["counted"], plain["reads"], plain["makes"]
         return plain
 
     def plot(

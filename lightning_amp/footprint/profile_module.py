@@ -68,6 +68,7 @@ def profile_of(found: StepRecorder, lives: Sequence[Life], reason: str, rows: in
         left_bytes=found.left_bytes,
         foreseen=found.foreseen,
         reads=found.batch_reads,
+        makes=found.makes,
     )
 
 

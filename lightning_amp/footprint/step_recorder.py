@@ -60,7 +60,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         stepped: Optimizers that have stepped, by id.
         written: Parameters that are changed before the optimizer's step, and "batch" if the batch is.
         first_bytes, left_bytes: As in ModuleProfile; bytes of the step before.
-        batch_reads, foreseen: As `reads` and `foreseen` in ModuleProfile.
+        batch_reads, foreseen, makes: As `reads`, `foreseen` and `makes` in ModuleProfile.
 
     Args:
         module: Module whose submodules own the storages.
@@ -83,6 +83,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.first_bytes = self.left_bytes = 0
         self.batch_reads: Any = None
         self.foreseen: tuple[str, ...] = ()
+        self.makes: Any = None
         self._module = module
         self.trained: dict[str, nn.Parameter] = {}
         self._running: list[tuple[str, bool]] = []
@@ -103,11 +104,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self._parameters = {id(parameter): name for name, parameter in self.trained.items()}
         self._hold([*self.trained.items(), *self._module.named_buffers()], PARAMETERS)
         self.hold_gradients()
-        for optimizer in optimizers:
-            for parameter, state in optimizer.state.items():
-                name = self._parameters.get(id(parameter), "")
-                named = state.items() if isinstance(state, dict) else [("", state)]
-                self._hold([(f"{name}.{key}", v) for key, value in named for v in tensors_of(value)], STATE)
+        self.hold_state(optimizers)
         self._hold([(BATCH, tensor) for tensor in tensors_in(batch)], ACTIVATIONS)
         self._hooks = [
             register_module_forward_pre_hook(self._enter),
@@ -157,6 +154,13 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
             if life is not None and life.kind != PARAMETERS:
                 self.written.add(name)
 
+    def add_update(self, n_bytes: int) -> None:
+        """Add bytes that an update of parameters takes for a moment, after the step as it was recorded."""
+        if self.work[-1][0] != OPTIMISER:
+            self.work.append((OPTIMISER, ""))
+        last = len(self.work) - 1
+        self.lives.append(Life("an update of parameters", "", n_bytes=n_bytes, birth=last, death=last))
+
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.stepped.add(id(optimizer))
         # a closure runs forward and backward first; args[0] is the optimizer, args[1] the closure
@@ -175,6 +179,14 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         }
         found = [(f"{name}.grad", p.grad) for name, p in now.items() if p.grad is not None]
         self._hold(found, GRADIENTS)
+
+    def hold_state(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Record what optimizers keep as their state."""
+        for optimizer in optimizers:
+            for parameter, state in optimizer.state.items():
+                name = self._parameters.get(id(parameter), "")
+                named = state.items() if isinstance(state, dict) else [("", state)]
+                self._hold([(f"{name}.{key}", v) for key, value in named for v in tensors_of(value)], STATE)
 
     def _hold(self, named: Iterable[tuple[str, Tensor]], kind: str) -> None:
         for name, tensor in named:

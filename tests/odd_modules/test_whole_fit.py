@@ -3,6 +3,7 @@ batches keep, longer rows, more work later.
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,7 +21,9 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report
 from tests.any_module import QUIET
+from tests.lightning.strategy.strategy_cases import trainer_of
 from tests.optimised import Optimised
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -336,3 +339,32 @@ def test_an_optimizer_that_cannot_be_foreseen_is_named() -> None:
 
     plan, _ = fitted(Named(), rows((8, 16), n=2), budget="64MiB")
     assert any("'Reads' has not stepped" in note and "in no count" in note for note in plan.notes)
+
+
+class StepsEveryFour(StepsRarely):
+    """Accumulates four batches by hand, of which two are counted."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def on_rank(rank: int, ranks: int) -> tuple[int, int]:
+    """Predicted and measured peak under fsdp."""
+    peaks, strategy = Peaks(), AMPStrategy(strategies="S1,fsdp")
+    trainer = trainer_of(strategy, rank=rank, ranks=ranks, max_steps=-1, max_epochs=1, callbacks=[peaks])
+    try:
+        trainer.fit(StepsEveryFour(), rows((4, 16), n=16))
+    finally:
+        peaks.close()
+    assert strategy.plan is not None
+    return strategy.plan.predicted_peak_bytes, peaks.of["training"]
+
+
+@pytest.mark.ranks
+def test_accumulation_by_hand_under_fsdp(tmp_path: Path) -> None:
+    for predicted, measured in run_ranks(on_rank, 2, tmp_path):
+        assert predicted == pytest.approx(measured, rel=0.05)

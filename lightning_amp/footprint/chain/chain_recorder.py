@@ -303,6 +303,12 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         """Run an operator, and record it if it belongs to the step."""
         return func(*args, **kwargs) if self._aside else super().dispatched(func, types, args, kwargs)
 
+    def add_update(self, n_bytes: int) -> None:
+        """Add the bytes of an update of parameters, as an operator that takes no time."""
+        super().add_update(n_bytes)
+        self.orders += [-1] * (len(self.work) - len(self.orders))
+        self.took += [0.0] * (len(self.work) - len(self.took))
+
     def begins(self, func: Any, args: Any, read: Read) -> None:
         """Record the storages that an operator reads."""
         super().begins(func, args, read)

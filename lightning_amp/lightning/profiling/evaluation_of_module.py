@@ -125,7 +125,11 @@ class EvaluationOfModule:
         own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _own_tensors(module)}
         more = max(0, kept_bytes - sum(own.values()))
         installed = tuple(rule for rule in made.rules if rule.strategy == EVALUATED)
-        _, _, peak, rules = self._chunked(batch, made.budget_bytes - more, rates, installed)
+        try:
+            _, _, peak, rules = self._chunked(batch, made.budget_bytes - more, rates, installed)
+        except AmpError:
+            # chunks are not possible, or not within the budget; or the step cannot be counted at all
+            (_, peak), rules = self._count(batch, installed), ()
         largest = None
         if peak + more > made.budget_bytes and made.fits:
             largest = self._largest_batch(batch, made.budget_bytes - more, (*installed, *rules))
@@ -242,6 +246,10 @@ class _Outermost:
             if fqn:
                 child.register_forward_pre_hook(self._enter)
                 child.register_forward_hook(partial(self._leave, fqn))
+
+    def __deepcopy__(self, _: dict[int, Any]) -> "_Outermost":
+        """Return itself: chunks are planned on copies of modules that have its hooks."""
+        return self
 
     def _enter(self, *_: Any) -> None:
         if not self._depth:

@@ -26,24 +26,25 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_amp.data.batch import dense_parts, tensors_in
 from lightning_amp.footprint.bounded_step import BoundedStep, StepOverBudget
-from lightning_amp.footprint.copies.batch_values import BatchReads
+from lightning_amp.footprint.confirm_count import Shape, StepMakes, difference, shapes_of
 from lightning_amp.footprint.copies.fake_copy import map_tensors
 from lightning_amp.footprint.foreseen import copies_in_callbacks
+from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 
 MOST = 64
 """Most batches in a row that are counted because an optimiser has not stepped, or because what batches keep grows."""
 GROWS = 1 / 1000
 """Share of the budget by which batches have to keep more than those before."""
-Shape = tuple[int, ...]
 
 
 class CountedBatches:
     """Count the batches of a plan whose bytes are not known yet, while they run.
 
-    `budget`: largest number of bytes alive; `why`: reason that is added to the error; `reads`: what the counted step
-    has read from its batch; `trains`: whether these are batches of training.
+    `budget`: largest number of bytes alive; `why`: reason that is added to the error; `predicted`: profile of the
+    plan's step, by which a batch is known of which other values are read, and with which the first step is compared;
+    `trains`: whether these are batches of training.
     """
 
     def __init__(
@@ -52,11 +53,11 @@ class CountedBatches:
         budget: int,
         *,
         why: str = "",
-        reads: BatchReads | None = None,
+        predicted: ModuleProfile | None = None,
         trains: bool = True,
     ) -> None:
-        self._module, self._budget, self._why, self._reads = module, budget, why, reads
-        self._trains = trains
+        self._module, self._budget, self._why, self._trains = module, budget, why, trains
+        self._predicted, self._reads = predicted, None if predicted is None else predicted.reads
         self._parameters = list(module.parameters())
         self._step: BoundedStep | None = None
         self._last: BoundedStep | None = None
@@ -74,7 +75,7 @@ class CountedBatches:
         Raises:
             StepOverBudget: An operator's result exceeds the budget; raised by the operator.
         """
-        shapes = _shapes(batch)
+        shapes = shapes_of(batch)
         if why := self._reason(batch, shapes):
             self._why = why
         self._n_batches += 1
@@ -84,9 +85,12 @@ class CountedBatches:
         self._left -= 1
         self._step = BoundedStep(self._module, self._budget)
         trainer = self._module.trainer
-        self._step.start(batch, trainer.optimizers, after=self._last, averaged=copies_in_callbacks(trainer))
+        # logged values, of a few bytes, are in no plan
+        after = self._last if self._kept_bytes > GROWS * self._budget else None
+        self._step.start(batch, trainer.optimizers, after=after, averaged=copies_in_callbacks(trainer))
         try:
             yield
+            self._confirm(self._step, batch)
         except StepOverBudget as error:
             if self._why:
                 error.args = (f"{error}; {self._why}",)
@@ -131,12 +135,23 @@ class CountedBatches:
         self._left = 1
         return why
 
+    def _confirm(self, step: BoundedStep, batch: Any) -> None:
+        """Tell how the step differs from its count: the last of the first batches is the one that was counted."""
+        counted, self._predicted = self._predicted, None if self._left == 0 else self._predicted
+        # a longer window has the bytes of two batches, and its counted batch is another one
+        if counted is None or self._left or self._module.trainer.accumulate_grad_batches > 2 or counted.foreseen:
+            return
+        real = StepMakes.of(batch, step.lives, step.work)
+        said = difference(counted.makes, real, predicted=counted.peak_bytes, measured=step.peak)
+        if said:
+            (rank_zero_warn if step.peak > counted.peak_bytes else rank_zero_info)(said)
+
     def _go_on(self, step: BoundedStep) -> None:
         """Count the next batch too if this one does not show yet what a step takes."""
         self._stepped |= step.stepped
         optimizers = self._module.trainer.optimizers if self._trains else ()
         waits = any(id(one) not in self._stepped and not one.state for one in optimizers)
-        kept = step.kept_bytes()
+        kept = step.kept_bytes(self._module.trainer.optimizers)
         grows = kept - self._kept_bytes > GROWS * self._budget
         self._kept_bytes = max(self._kept_bytes, kept)
         if (waits or grows) and not self._left and self._counted_in_a_row < MOST:
@@ -179,12 +194,6 @@ class CountedBatches:
         self._shapes = []
 
 
-def _shapes(batch: Any) -> list[Shape]:
-    """Return the shapes of a batch's tensors, each with the bytes of an element."""
-    parts = (part for tensor in tensors_in(batch) for part in dense_parts(tensor) or (tensor,))
-    return [(*part.shape, part.element_size()) for part in parts]
-
-
 def _growth(counted: Sequence[Shape], shapes: Sequence[Shape]) -> float:
     """Return by how much the dims of a batch exceed those of a counted one, for the tensor that grows most."""
     if list(map(len, counted)) != list(map(len, shapes)):
@@ -198,10 +207,10 @@ def _covers(counted: Sequence[Shape], shapes: Sequence[Shape]) -> bool:
 
 
 def refuse_beyond(
-    budget: int, trainer: pl.Trainer, *, why: str = "", reads: BatchReads | None = None
+    budget: int, trainer: pl.Trainer, *, why: str = "", predicted: ModuleProfile | None = None
 ) -> Callable[[], None]:
     """Raise in batches of a fit that exceed the budget; `why` is added to the error. Returns an undo."""
-    counted = CountedBatches(trainer.lightning_module, budget, why=why, reads=reads)
+    counted = CountedBatches(trainer.lightning_module, budget, why=why, predicted=predicted)
 
     def counting(loop: Any, plain: Callable[..., Any], *args: Any) -> Any:
         with counted.counting(args):

@@ -37,9 +37,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_amp.footprint.bounded_step import StepOverBudget, users_line
-from lightning_amp.footprint.copies.batch_values import BatchReads
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
+from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE, ModuleProfile
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.faults.activity import is_out_of_memory
 from lightning_amp.lightning.steps.counted_batches import CountedBatches, called_in, run_batches_by
@@ -178,7 +177,7 @@ class Rescue(pl.Callback):
         leaner: Function that installs a leaner plan, the same on all ranks, and describes it; "" if there is none.
         written: Parameters that a step changes before its update, and "batch" if it changes the batch.
         budget: Bytes beyond which a counted batch raises; None does not count batches.
-        reads: Values of the batch by which the step was counted; a batch of which others are read is counted again.
+        predicted: Profile of the plan's step, as for CountedBatches.
     """
 
     def __init__(
@@ -189,11 +188,11 @@ class Rescue(pl.Callback):
         budget: int | None,
         device: torch.device,
         written: Collection[str] = (),
-        reads: BatchReads | None = None,
+        predicted: ModuleProfile | None = None,
     ) -> None:
         self._module, self._leaner, self._device, self._written = module, leaner, device, written
         self._left, self._updating, self._told = TIMES, False, False
-        self._counted = None if budget is None else CountedBatches(module, budget, reads=reads)
+        self._counted = None if budget is None else CountedBatches(module, budget, predicted=predicted)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """Mark the start of the update: parameters may change from here on, so the batch cannot run again."""

@@ -142,11 +142,13 @@ class InstalledPlan:
         Raises:
             PlanError: A batch of this run cannot run again.
         """
-        reads = getattr(self._strategy.predicted_step, "reads", None)
+        predicted = self._strategy.predicted_step
         if not self._request.rescue:
             held = self._holds(self._plan) and self._request.if_unfit == "refuse"
             why = self._plan.uncounted
-            return refuse_beyond(self._facts.budget, self._trainer, why=why, reads=reads) if held else lambda: None
+            return (
+                refuse_beyond(self._facts.budget, self._trainer, why=why, predicted=predicted) if held else lambda: None
+            )
         refusals.check_rescue(self._plan, self._trainer, n_ranks=self._strategy.world_size)
         rescue = Rescue(
             self._trainer.lightning_module,
@@ -155,7 +157,7 @@ class InstalledPlan:
             device=self._strategy.root_device,
             # of rank 0, which alone has profiled the step
             written=self._strategy.broadcast(self._facts.written),
-            reads=reads,
+            predicted=predicted,
         )
         step.before_averaging = rescue.gradients_are_there
         return rescue_batches(self._trainer, rescue)
