@@ -151,7 +151,9 @@ def test_the_largest_validation_batch_fits() -> None:
 
 
 class Stream:
-    """Cannot be read ahead."""
+    """Cannot be read ahead, for it has no attributes to note what was read."""
+
+    __slots__ = ("rows",)
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
