@@ -6,8 +6,9 @@ steps run on real tensors, on a copy with the module's weights. Both run as a gu
 the data module are called on copies, and nothing of the user's changes.
 
 Known limits: `prepare_data` is not called; `setup` and `configure_model` are called unless the run has done so.
-Callbacks and loss scaling are not included, and modules wrapped by torch.compile run uncompiled. Temporaries differ
-between CPU and GPU kernels, and the reserve space that cuDNN's RNNs keep for the backward pass is not counted.
+Callbacks do not run, of which only copies of the module are counted (foreseen.py), and loss scaling is not included.
+Modules wrapped by torch.compile run uncompiled. Temporaries differ between CPU and GPU kernels, and the reserve space
+that cuDNN's RNNs keep for the backward pass is not counted.
 """
 
 from collections.abc import Callable, Sequence

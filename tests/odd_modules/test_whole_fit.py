@@ -370,3 +370,25 @@ def on_rank(rank: int, ranks: int) -> tuple[int, int]:
 def test_accumulation_by_hand_under_fsdp(tmp_path: Path) -> None:
     for predicted, measured in run_ranks(on_rank, 2, tmp_path):
         assert predicted == pytest.approx(measured, rel=0.05)
+
+
+def validated(rank: int, ranks: int) -> tuple[Plan, dict[str, int]]:
+    """A validation that fits in chunks only."""
+    peaks, strategy = Peaks(), AMPStrategy(device_memory="450KiB")
+    options: dict[str, Any] = {"max_epochs": 1, "callbacks": [peaks], "use_distributed_sampler": False}
+    trainer = trainer_of(strategy, rank=rank, ranks=ranks, max_steps=-1, **options)
+    try:
+        trainer.fit(Net(), rows((32, 16)), rows((1024, 16), n=2))
+    finally:
+        peaks.close()
+    assert strategy.plan is not None
+    return strategy.plan, peaks.of
+
+
+@pytest.mark.ranks
+def test_ranks_validate_in_the_same_chunks(tmp_path: Path) -> None:
+    for plan, peaks in run_ranks(validated, 2, tmp_path):
+        assert plan.validation is not None
+        assert plan.validation.rules
+        assert peaks["validation"] <= 450 * 1024
+        assert plan.validation.peak_bytes == pytest.approx(peaks["validation"], rel=0.01)

@@ -18,8 +18,8 @@ On a CPU batches are counted against the user's budget (counted_batches.py).
 Known limits: activations and temporaries are distinguished only if a batch was counted. If parameters were created in
 another order than they are used, the message for the backward pass has the wrong parameter. Hooks of a training step,
 such as `on_before_zero_grad`, are called again; side effects outside the module are not undone. Batches that need more
-memory for other reasons than their bytes are not detected, such as longer generated texts or random numbers that run
-more blocks. If a rank runs out of memory while gradients are averaged, the run stops as without a rescue. Not tested on
+memory for other reasons than their sizes are detected late (counted_batches.py), such as longer generated texts or
+random numbers that run more blocks. If a rank runs out of memory while gradients are averaged, the run stops as without a rescue. Not tested on
 a GPU.
 """
 
