@@ -7,7 +7,8 @@
 The first step of an optimizer runs here on fake tensors; nothing of the recorded step changes.
 
 Known limits: what a step computes only for the late optimizer, such as a generator's loss, is not foreseen; nor are
-parameters of an optimizer that has stepped which have had no gradient yet.
+parameters of an optimizer that has stepped which have had no gradient yet, nor copies that callbacks make later than in
+their `setup`.
 """
 
 from collections import OrderedDict, defaultdict
@@ -140,8 +141,9 @@ def copies_in_callbacks(trainer: Trainer) -> list[tuple[str, Tensor]]:
     found, callbacks = list[tuple[str, Tensor]](), getattr(trainer, "callbacks", [])
     if not callbacks:
         return found
+    # None before a run, as where a configuration is planned: callbacks have no copies yet
     module, device = trainer.lightning_module, trainer.strategy.root_device
-    seen = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    seen = set[int]() if module is None else {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for callback in callbacks:
         for held in vars(callback).values():
             if not isinstance(held, nn.Module) or held is module:

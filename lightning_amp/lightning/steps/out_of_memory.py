@@ -19,8 +19,8 @@ Known limits: activations and temporaries are distinguished only if a batch was 
 another order than they are used, the message for the backward pass has the wrong parameter. Hooks of a training step,
 such as `on_before_zero_grad`, are called again; side effects outside the module are not undone. Batches that need more
 memory for other reasons than their sizes are detected late (counted_batches.py), such as longer generated texts or
-random numbers that run more blocks. If a rank runs out of memory while gradients are averaged, the run stops as without a rescue. Not tested on
-a GPU.
+random numbers that run more blocks. If a rank runs out of memory while gradients are averaged, the run stops as without
+a rescue. Not tested on a GPU.
 """
 
 from collections.abc import Callable, Collection, Iterable
