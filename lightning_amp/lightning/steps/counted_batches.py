@@ -138,8 +138,11 @@ class CountedBatches:
     def _confirm(self, step: BoundedStep, batch: Any) -> None:
         """Tell how the step differs from its count: the last of the first batches is the one that was counted."""
         counted, self._predicted = self._predicted, None if self._left == 0 else self._predicted
-        # a longer window has the bytes of two batches, and its counted batch is another one
-        if counted is None or self._left or self._module.trainer.accumulate_grad_batches > 2 or counted.foreseen:
+        if counted is None or self._left or counted.foreseen:
+            return
+        trainer = self._module.trainer
+        # several ranks also average gradients; a longer window has the bytes of two batches, in another one
+        if trainer.world_size > 1 or trainer.accumulate_grad_batches > 2:
             return
         real = StepMakes.of(batch, step.lives, step.work)
         said = difference(counted.makes, real, predicted=counted.peak_bytes, measured=step.peak)
@@ -182,7 +185,8 @@ class CountedBatches:
             self._step.unbound()
 
     def begin_again(self) -> None:
-        """Count the first batches of a newly installed plan."""
+        """Count the first batches of a newly installed plan, of whose step there is no profile here."""
+        self._predicted = None
         self._known.clear()
         self._begin()
 
