@@ -58,6 +58,7 @@ def before(step: Pass, last: int) -> Pass | None:
 
 
 @pytest.mark.full
+@pytest.mark.release
 def test_every_pass_is_written_in_its_order_and_after_its_input(tmp_path: Path) -> None:
     written, other = run_ranks(runs, 2, tmp_path, tmp_path, timeout=200)
     for name in SCHEDULES:

@@ -154,6 +154,7 @@ def recomputed(plan: Plan) -> list[str]:
 
 
 @pytest.mark.full
+@pytest.mark.release
 def test_uneven_stages_are_exact_and_their_bytes_are_known(tmp_path: Path) -> None:
     every = run_ranks(runs, 2, tmp_path, timeout=300)
     cases = [(kind, schedule) for kind, schedule, _ in CASES] + 3 * [(Tower, "gpipe")]

@@ -127,7 +127,7 @@ def four(rank: int, ranks: int, folder: Path) -> Found:
     return found | {"on the host": saved(rank, 4, folder / "host", on_host, resume=start)}
 
 
-pytestmark = [pytest.mark.ranks, pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.ranks, pytest.mark.exhaustive, pytest.mark.release, pytest.mark.filterwarnings("ignore")]
 OF_STEP = 16
 """Sums that a step without groups sends too."""
 

@@ -138,6 +138,7 @@ def within(rank: int, ranks: int) -> list[tuple[int, int, int]]:
 
 @pytest.mark.ranks
 @pytest.mark.full
+@pytest.mark.release
 def test_what_all_techniques_need_together_is_predicted_and_enough(tmp_path: Path) -> None:
     """The second run may have what was predicted, and no byte more."""
     for predicted, metered, monitored in chain(*run_ranks(within, 2, tmp_path, timeout=240)):
