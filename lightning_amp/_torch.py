@@ -38,6 +38,9 @@ from torch._ops import OpOverload as OpOverload
 # the memory format of a tensor's strides: that in which many kernels write their results
 from torch._prims_common import suggest_memory_format as suggest_memory_format
 
+# the error of an operator on fake tensors that returns a number of a tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutput
+
 # tensors with a shape and no values; a module that gets one is being simulated
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 
@@ -89,6 +92,9 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
+# what non-reentrant checkpointing keeps of a call; its first argument runs the call again
+from torch.utils.checkpoint import _CheckpointFrame as CheckpointFrame
+
 # attention in one kernel, and its backward pass; the public function may pick one that stores all scores
 attend_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 attend_on_cpu_back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -96,7 +102,16 @@ attend_on_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
 attend_on_cuda_back = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 
 # names that are imported above under another name; mypy treats them as private otherwise
-__all__ = ["AnyBatchNorm", "AnyDropout", "PythonNode", "as_meta", "autograd_order", "default_store"]
+__all__ = [
+    "AnyBatchNorm",
+    "AnyDropout",
+    "CheckpointFrame",
+    "DataDependentOutput",
+    "PythonNode",
+    "as_meta",
+    "autograd_order",
+    "default_store",
+]
 __all__ += ["add_each", "copy_each", "flatten_each", "negate_each", "scale_each", "times_each", "unflatten_like"]
 __all__ += [
     "disable_torch_function",

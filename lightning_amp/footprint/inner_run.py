@@ -28,6 +28,7 @@ from lightning_amp.footprint.confirm_count import StepMakes
 from lightning_amp.footprint.copies.fake_copy import make_fake, without_values
 from lightning_amp.footprint.foreseen import averaged_by, foresee
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.noted_values import Answers, NoteTaker
 from lightning_amp.footprint.recompute_state import types_of_the_step
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.holding import replacing
@@ -53,6 +54,7 @@ class Around:
         own_parts: Value of `trainer.strategy.own_parts` for hooks that shard the batch; None if ranks are not known.
         unfreezes: Whether a callback will unfreeze parameters later. They are trained in the profiled step already, and
             are added to the first optimizer if none has them.
+        answers: What values decide in the forward pass (noted_values.py), by number of samples; filled when needed.
     """
 
     prepared: bool = False
@@ -66,6 +68,7 @@ class Around:
     unfreezes: bool = False
     averaged: tuple[tuple[str, int], ...] = ()
     own_parts: Any = None
+    answers: dict[int | None, Answers] | None = None
 
     @classmethod
     def of(cls, trainer: Trainer, *, prepared: bool, datamodule: LightningDataModule | None) -> "Around":
@@ -102,14 +105,22 @@ def run_two_steps(
     fake: FakeTensorMode | None,
     make: Callable[[LightningModule], R],
     around: Around,
+    *,
+    answers: Answers | None = None,
+    taker: NoteTaker | None = None,
 ) -> R:
     """Run two steps of a module and return its recorder from `make`; the module and the data module must be copies.
+
+    Args:
+        module, batch, fake, make, around: What runs and where.
+        answers: What values decide in a step on fake tensors.
+        taker: Takes notes of the first `training_step`, which alone runs then, without its backward pass.
 
     Raises:
         ModelError: `training_step` was not called.
     """
     recorder = make(module)
-    counter = _Count(recorder, fake, around)
+    counter = _Count(recorder, fake, around, answers, taker)
     # downloads and checkpoints of the module's callbacks are not part of a step
     for hook in ("prepare_data", "configure_callbacks", *(("setup", "configure_model") if around.prepared else ())):
         setattr(module, hook, MethodType(getattr(LightningModule, hook), module))
@@ -238,7 +249,14 @@ class _Here(SingleDeviceStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the training step, and report its start and end to the recorder."""
-        recorder = self._counter.recorder
+        recorder, answers, taker = self._counter.recorder, self._counter.answers, self._counter.taker
+        if taker is not None:
+            taker.begin_step()
+            with torch.set_grad_enabled(taker.gradients):
+                super().training_step(*args, **kwargs)
+            raise EnoughSeen
+        if answers is not None:
+            answers.restart(in_step=True)
         recorder.begin_step(args[0] if args else None)
         returned = super().training_step(*args, **kwargs)
         recorder.end_step(returned)
@@ -247,8 +265,16 @@ class _Here(SingleDeviceStrategy):
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the backward pass of the Trainer, or of the module's `manual_backward`."""
         recorder = self._counter.recorder
+        if self._counter.taker is not None:
+            return None
         with replacing(recorder, in_step=False), types_of_the_step(self.precision_plugin):
             return super().backward(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Step; only run the closure, which has no backward pass, where notes are taken."""
+        if self._counter.taker is not None:
+            return closure()
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the norm of the local gradients; AMPStrategy has the same method."""
@@ -262,8 +288,16 @@ class _Here(SingleDeviceStrategy):
 class _Count(Callback):
     """Callback that enters the fake mode for both steps, and records the last batch of the second."""
 
-    def __init__(self, recorder: StepRecorder, fake: FakeTensorMode | None, around: Around) -> None:
+    def __init__(
+        self,
+        recorder: StepRecorder,
+        fake: FakeTensorMode | None,
+        around: Around,
+        answers: Answers | None,
+        taker: NoteTaker | None,
+    ) -> None:
         self.recorder, self.unfrozen = recorder, list[torch.nn.Parameter]()
+        self.answers, self.taker = answers, taker
         self._fake, self._entered, self._counting = fake, ExitStack(), False
         self._datamodule, self._counted = around.datamodule, 2 * around.batches - 1
         self._first, self._counting_first = LiveBytes(), ExitStack()
@@ -288,12 +322,20 @@ class _Count(Callback):
         if batch_idx == 0 and self._fake is not None:
             self._entered.enter_context(self._fake)
             self._entered.enter_context(without_values())
+            if self.answers is not None:
+                self._entered.enter_context(self.answers.given())
+        if self.answers is not None:
+            self.answers.restart()
         if batch_idx == 0 and self._limit is not None:
-            held = sum(tensor.nbytes for tensor in (*pl_module.parameters(), *pl_module.buffers()))
+            # what was copied; a forward pass of which notes are taken shares the parameters
+            copied = [*pl_module.buffers(), *(() if self.taker is not None else pl_module.parameters())]
+            held = sum(tensor.nbytes for tensor in copied)
             bounded = BoundedStep(pl_module, max(0, self._limit - held))
             bounded.start(batch, trainer.optimizers)
             self._entered.callback(bounded.stop)
-        if batch_idx == self._counted_first:
+        if self.taker is not None:
+            self._entered.enter_context(self.taker.taking())
+        elif batch_idx == self._counted_first:
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
             self._first.watch([*pl_module.parameters(), *pl_module.buffers(), *gradients, batch])
             self._counting_first.enter_context(self._first)

@@ -32,6 +32,7 @@ HELD = (PARAMETERS, GRADIENTS, STATE)
 KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES)
 FORWARD, BACKWARD, OPTIMISER = "forward", "backward", "optimiser"
 PHASES = {FORWARD: "forward pass", BACKWARD: "backward pass", OPTIMISER: "optimiser's step"}
+FAKE, REAL = "fake tensors", "a real step"
 Part = Literal["parameters", "tensor", "saved", "head"]
 PARTS: tuple[Part, ...] = ("parameters", "tensor", "saved", "head")
 
@@ -94,8 +95,8 @@ class ModuleProfile:
         modules: Bytes of each module at the peak, largest first.
         tensors: Tensors alive at the peak, largest first.
         timeline: The step from its first operator to its last.
-        measured: "fake tensors", or "a real step" if the step needs values.
-        reason: Why the step could not run on fake tensors; "" if it could.
+        measured: "fake tensors", or "a real step" if the step needs values that its forward pass does not show.
+        reason: Why the step needs values; "" if it does not.
         batch_size: Length of the batch's first dimension; None if its tensors do not share one.
         added_bytes: Gradients that exist when the backward pass starts, to which it adds.
         first_bytes: Most bytes alive at once in the first step.
@@ -105,6 +106,8 @@ class ModuleProfile:
         reads: Numbers that the step reads from the batch (`BatchReads`), by which a batch may take other bytes than
             this one; None if there are none; not stored.
         makes: Storages that the step makes (`StepMakes`), to compare a real step with; not stored.
+        noted: Whether the count was given numbers and shapes that values decide in a forward pass of the batch
+            (noted_values.py): another batch may take other bytes; not stored.
         counted: Input of `lightning_amp.plan`; None if the profile does not support planning; not stored.
     """
 
@@ -127,12 +130,13 @@ class ModuleProfile:
     schema: int = SCHEMA
     reads: Any = field(default=None, repr=False, compare=False)
     makes: Any = field(default=None, repr=False, compare=False)
+    noted: bool = field(default=False, repr=False, compare=False)
     counted: Any = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         plain = asdict(replace(self, counted=None, reads=None, makes=None))
-        del plain["counted"], plain["reads"], plain["makes"]
+        del plain["counted"], plain["reads"], plain["makes"], plain["noted"]
         return plain
 
     def plot(

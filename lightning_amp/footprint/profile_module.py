@@ -1,9 +1,10 @@
 """Profile a LightningModule and a batch: run two steps of Lightning's loop on a copy with fake tensors.
 
 The second step is recorded, because optimizer state and gradients exist then. With gradient accumulation, its last
-batch is recorded, which also holds the accumulated gradients (inner_run.py). If the step needs values, the same two
-steps run on real tensors, on a copy with the module's weights. Both run as a guest (guest.py): hooks of the module and
-the data module are called on copies, and nothing of the user's changes.
+batch is recorded, which also holds the accumulated gradients (inner_run.py). If the step needs values, its forward pass
+runs on real tensors, without gradients, and the two steps get what values decide in it (noted_values.py). If they need
+other values too, such as those of gradients, they run on real tensors, on a copy with the module's weights. All run as
+a guest (guest.py): hooks of the module and the data module are called on copies, and nothing of the user's changes.
 
 Known limits: `prepare_data` is not called; `setup` and `configure_model` are called unless the run has done so.
 Callbacks do not run, of which only copies of the module are counted (foreseen.py), and loss scaling is not included.
@@ -12,6 +13,7 @@ that cuDNN's RNNs keep for the backward pass is not counted.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -25,11 +27,11 @@ from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data, fake
 from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.inner_run import BY_ITSELF, Around, run_two_steps
-from lightning_amp.footprint.module_profile import Life, ModuleProfile, summarize
+from lightning_amp.footprint.module_profile import REAL, Life, ModuleProfile, summarize
+from lightning_amp.footprint.noted_values import Answers, NoteTaker
 from lightning_amp.footprint.step_recorder import StepRecorder
 
 R = TypeVar("R", bound=StepRecorder)
-FAKE, REAL = "fake tensors", "a real step"
 
 
 def profile_module(
@@ -62,8 +64,9 @@ def profile_of(found: StepRecorder, lives: Sequence[Life], reason: str, rows: in
         lives,
         found.work,
         found.head,
-        measured=REAL if reason else FAKE,
+        measured=found.measured,
         reason=reason,
+        noted=found.noted,
         batch_size=rows,
         first_bytes=found.first_bytes,
         left_bytes=found.left_bytes,
@@ -106,46 +109,91 @@ def counted_step(
             f"batch_size={batch_size!r} cannot be applied: the tensors of the batch have {lengths!r} rows, and no"
             " length is that of most of them; leave batch_size out"
         )
-    name, reason, makers = type(module).__name__, "", [make, *([] if plain is None else [plain])]
-    # first on fake tensors, then with values; `plain` replaces `make` if torch.func does not support it
-    for with_values in (False, True):
-        while True:
-            fake = None if with_values else QuickFakes(valid=True)
-            try:
-                given = resized(batch, batch_size) if fake is None else fake_batch(batch, fake, batch_size)
-                with as_guest(module, around.datamodule):
-                    twin = copy_of(module, fake)
-                    data = copy_of_data(around.datamodule, module, twin, fake)
-                    found = run_two_steps(twin, given, fake, makers[0], replace(around, datamodule=data))
-                    found.batch_reads = fake.reads if fake is not None and fake.reads.names else None
-                    return found, reason
-            except ModelError:
-                raise
-            except Exception as error:
-                failed = error
-            if len(makers) == 1 or not of_transform(failed):
-                break
-            makers.pop(0)
-        if with_values and isinstance(failed, StepOverBudget):
+    count = _Count(module, batch, batch_size, makers=[make, *([] if plain is None else [plain])], around=around)
+    return count.counted()
+
+
+class _Count:
+    """One count of a step: on fake tensors, else with what values decide in its forward pass, else with values."""
+
+    def __init__(
+        self, module: LightningModule, batch: Any, size: int | None, *, makers: list[Any], around: Around
+    ) -> None:
+        self._module, self._batch, self._size, self._around, self._makers = module, batch, size, around, makers
+        self._name = type(module).__name__
+
+    def counted(self) -> tuple[Any, str]:
+        """Return what `counted_step` returns."""
+        answers = None if self._around.answers is None else self._around.answers.get(self._size)
+        found, failed = self._run(QuickFakes(valid=True), answers)
+        if failed is None:
+            return found, "" if answers is None else answers.why
+        reason = why_values(failed)
+        if not self._around.values:
+            raise ModelError(
+                f"the step of {self._name!r} cannot run without values ({reason}), and was not to be run with them"
+            ) from failed
+        if lacks_values(self._module):
+            raise ModelError(
+                f"cannot profile {self._name!r}: its step needs values ({reason}), and its parameters have none (device"
+                " 'meta'): pass a module on the CPU, of which a real step is measured"
+            ) from failed
+        if answers is None and (answers := self._noted(reason)) is not None:
+            found, failed = self._run(QuickFakes(valid=True), answers)
+            if failed is None:
+                if self._around.answers is not None:
+                    self._around.answers[self._size] = answers
+                return found, reason
+            reason = why_values(failed)
+        found, failed = self._run(None, None)
+        if failed is None:
+            found.measured = REAL
+            return found, reason
+        if isinstance(failed, StepOverBudget):
             raise PlanError(
-                f"the step of {name!r} cannot be counted without values: {reason}. It was run with values on"
+                f"the step of {self._name!r} cannot be counted without values: {reason}. It was run with values on"
                 " a copy of the module, and the memory it may take has no room for it together with the"
                 f" module itself: {failed}. To let the count take more, and still plan the training within that"
                 " memory, use AMPStrategy(unfit='train'), in YAML `unfit: train`; or a smaller batch"
             ) from failed
-        if not with_values:
-            reason = why_values(failed)
-            if not around.values:
-                raise ModelError(
-                    f"the step of {name!r} cannot run without values ({reason}), and was not to be run with them"
-                ) from failed
-            if lacks_values(module):
-                raise ModelError(
-                    f"cannot profile {name!r}: its step needs values ({reason}), and its parameters have none (device"
-                    " 'meta'): pass a module on the CPU, of which a real step is measured"
-                ) from failed
-    at = users_line(failed)
-    raise ModelError(
-        f"cannot profile {name!r}: its training step fails with {failed!r}{f' ({at})' if at else ''}; pass a batch"
-        " like those of the training loader"
-    ) from failed
+        at = users_line(failed)
+        raise ModelError(
+            f"cannot profile {self._name!r}: its training step fails with {failed!r}{f' ({at})' if at else ''}; pass a"
+            " batch like those of the training loader"
+        ) from failed
+
+    def _run(self, fake: QuickFakes | None, answers: Answers | None) -> tuple[Any, Exception | None]:
+        """Return the recorder of two steps, and the error that ended them; another recorder for torch.func."""
+        while True:
+            try:
+                found = self._two_steps(fake, answers)
+                found.batch_reads = fake.reads if fake is not None and fake.reads.names else None
+                found.noted = answers is not None
+                return found, None
+            except ModelError:
+                raise
+            except Exception as error:
+                failed = error
+            if len(self._makers) == 1 or not of_transform(failed):
+                return None, failed
+            self._makers.pop(0)
+            fake = fake and QuickFakes(valid=True)
+
+    def _two_steps(self, fake: QuickFakes | None, answers: Answers | None, taker: NoteTaker | None = None) -> Any:
+        module, around = self._module, self._around
+        given = resized(self._batch, self._size) if fake is None else fake_batch(self._batch, fake, self._size)
+        with as_guest(module, around.datamodule):
+            twin = copy_of(module, fake, shares=taker is not None)
+            data = copy_of_data(around.datamodule, module, twin, fake)
+            make, around = self._makers[0] if taker is None else StepRecorder, replace(around, datamodule=data)
+            return run_two_steps(twin, given, fake, make, around, answers=answers, taker=taker)
+
+    def _noted(self, why: str) -> Answers | None:
+        """Return what values decide in the forward pass; None if it fails by itself, as without its backward pass."""
+        # with a graph, if the step takes gradients by itself
+        for gradients in (False, True):
+            taker = NoteTaker(self._module.parameters(), gradients=gradients)
+            with suppress(Exception):
+                self._two_steps(None, None, taker)
+                return Answers(taker, why)
+        return None

@@ -23,6 +23,7 @@ from lightning_amp.footprint.live_bytes import LiveBytes, Read, places_written, 
 from lightning_amp.footprint.module_profile import (
     ACTIVATIONS,
     BACKWARD,
+    FAKE,
     FORWARD,
     GRADIENTS,
     OPTIMISER,
@@ -60,7 +61,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         stepped: Optimizers that have stepped, by id.
         written: Parameters that are changed before the optimizer's step, and "batch" if the batch is.
         first_bytes, left_bytes: As in ModuleProfile; bytes of the step before.
-        batch_reads, foreseen, makes: As `reads`, `foreseen` and `makes` in ModuleProfile.
+        batch_reads, foreseen, makes, measured, noted: As `reads`, `foreseen`, ... in ModuleProfile.
 
     Args:
         module: Module whose submodules own the storages.
@@ -84,6 +85,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.batch_reads: Any = None
         self.foreseen: tuple[str, ...] = ()
         self.makes: Any = None
+        self.measured, self.noted = FAKE, False
         self._module = module
         self.trained: dict[str, nn.Parameter] = {}
         self._running: list[tuple[str, bool]] = []

@@ -21,7 +21,7 @@ from lightning_amp.footprint.chain.passes import Passes, impossible, passes_of
 from lightning_amp.footprint.copies.fake_copy import length_of
 from lightning_amp.footprint.find_blocks import refuse_uncalled
 from lightning_amp.footprint.inner_run import BY_ITSELF, Around
-from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.footprint.module_profile import REAL, ModuleProfile
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import counted_step, profile_of
 
@@ -98,10 +98,10 @@ def count_step(
             # as for nodes and edges of graphs, where rows of one tensor index rows of another
             passes = f"no micro-batch can be cut from its batch, whose tensors have {sorted(step.lengths)!r} rows"
         elif rows is not None:
-            passes = passes_of(step, names, rows=rows, values=bool(reason))
+            passes = passes_of(step, names, rows=rows, values=step.measured == REAL)
     return CountedStep(
         profile=profile_of(step, step.whole_lives, reason, rows),
-        chain=ChainBuilder(step, values=bool(reason)).chain(),
+        chain=ChainBuilder(step, values=step.measured == REAL).chain(),
         passes=passes,
         calls=tuple(call.given for call in step.calls),
         no_stages=impossible(step, names),

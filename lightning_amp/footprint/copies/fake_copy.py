@@ -46,8 +46,8 @@ PLAIN = {type(None), bool, int, float, complex, str, bytes}
 LOCKS: dict[type, Any] = {type(make()): make for make in (threading.Lock, threading.RLock)}
 
 
-def copy_of(module: M, fake: FakeTensorMode | None) -> M:
-    """Copy a module without its Trainer; its tensors are fake if a mode is given.
+def copy_of(module: M, fake: FakeTensorMode | None, *, shares: bool = False) -> M:
+    """Copy a module without its Trainer; its tensors are fake if a mode is given, or parameters share their memory.
 
     Raises:
         ModelError: A part of the module cannot be copied.
@@ -65,6 +65,11 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
                 # not of parameters: every step changes them, so that no branch may depend on their values
                 if not (isinstance(tensor, nn.Parameter) or has_no_values(tensor)):
                     give_values(found, tensor)
+        elif shares:
+            for tensor in own_tensors(child):
+                if type(tensor) is nn.Parameter:
+                    memo[id(tensor)] = found = nn.Parameter(tensor.data, tensor.requires_grad)
+                    vars(found).update(vars(tensor))
     try:
         _copy_unlike_deepcopy([*module.modules()], memo, fake, whole=True)
         twin = copy.deepcopy(module, memo)
@@ -82,7 +87,7 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
     for name, own in twin.named_modules():
         if id(own) in users:
             # a user's __deepcopy__ shares it
-            if fake is None and any(tensor.requires_grad for tensor in own_tensors(own)):
+            if fake is None and not shares and any(tensor.requires_grad for tensor in own_tensors(own)):
                 raise ModelError(
                     f"cannot profile {type(module).__name__!r}: its step needs values, and would train its part"
                     f" {name!r} itself, which a copy shares; let `__deepcopy__` return a copy"

@@ -12,15 +12,16 @@ placeholder to 1, and branches on the result are not detected.
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import FakeTensor, OpOverload, tree_leaves, tree_map
+from lightning_amp._torch import DataDependentOutput, FakeTensor, OpOverload, tree_leaves, tree_map
 from lightning_amp.footprint.live_bytes import places_written, tensors_of
+from lightning_amp.footprint.noted_values import answers_now
 from lightning_amp.holding import replacing
 
 _EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default}
@@ -271,6 +272,10 @@ def numbers_may_be_taken() -> Iterator[None]:
     usual = FakeTensor.item
 
     def item(tensor: FakeTensor) -> Any:
+        if answers_now() is not None:
+            # a number that the forward pass does not read, such as that of a gradient, is unknown
+            with suppress(DataDependentOutput):
+                return usual(tensor)
         recipe = recipe_of(tensor)
         may_be_read = recipe is not None and not any(leaf.closed for leaf in leaves_of(recipe))
         if tensor.numel() != 1 or tensor.is_complex() or may_be_read:

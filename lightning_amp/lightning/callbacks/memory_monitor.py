@@ -27,8 +27,7 @@ from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import DataError, InstallError
 from lightning_amp.footprint.copies.fake_copy import length_of
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.footprint.module_profile import ModuleProfile, summarize
-from lightning_amp.footprint.profile_module import REAL
+from lightning_amp.footprint.module_profile import REAL, ModuleProfile, summarize
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.lightning.callbacks.schedule_files import Ran, write_schedule
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder, find_decoders

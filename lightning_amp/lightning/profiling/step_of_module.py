@@ -26,6 +26,7 @@ from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_of import CountedStep, count_step
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.footprint.noted_values import Answers
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules, overlap
@@ -68,6 +69,8 @@ class StepOfModule:
         if steps is not None:
             own = OwnParts(size=steps.ranks, axis=lambda: steps.axis)
             around = replace(around, own_parts=own)
+        self._answers: dict[int | None, Answers] = {}
+        around = replace(around, answers=self._answers)
         self.module, self._take_batch, self._around = module, take_batch, around
         self._trains, self._steps, self._decoders = trains, steps, decoders
         self._batch_size = batch_size
@@ -215,7 +218,12 @@ class StepOfModule:
         return self._steps_with[key]
 
     def _notes(self, step: CountedStep) -> Iterator[str]:
-        if step.profile.reason:
+        if step.profile.noted:
+            yield Explanation(
+                "the step was counted for the first batch; its shapes or branches depend on values, which its forward"
+                f" pass without gradients was run for, and another batch can take more: {step.profile.reason}"
+            )
+        elif step.profile.reason:
             yield Explanation(f"the step was measured with real values before it was planned: {step.profile.reason}")
         if step.profile.reads is not None:
             yield Explanation(
@@ -258,10 +266,12 @@ class StepOfModule:
         self._batch = self._take_batch()
         # cached counts belong to the previous batch
         self._counts, self._counted_steps, self._steps_with = {}, {}, {}
+        self._answers.clear()
 
     def forget(self) -> None:
         """Free the batch; counting is not possible afterwards."""
         self._batch = None
+        self._answers.clear()
 
     def count(self, rules: Sequence[Rule]) -> ModuleProfile:
         """Profile the step with rules installed, and undo them; cached by rules. Requires `take` before.
