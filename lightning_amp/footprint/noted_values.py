@@ -28,6 +28,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_amp._torch import CheckpointFrame, FakeTensor, OpOverload, TorchDispatchMode, tree_map
 from lightning_amp.footprint.live_bytes import places_written, tensors_of
+from lightning_amp.footprint.padded_rows import pad_rows
 from lightning_amp.holding import replacing
 
 SKIPPED = (*(f"{path}{os.sep}" for path in (*torch.__path__, *lightning.__path__, str(Path(__file__).parents[1]))), "<")
@@ -247,6 +248,7 @@ class Answers:
         try:
             with (
                 replacing(FakeTensor, tolist=answering("tolist"), numpy=answering("numpy")),
+                replacing(torch._VF, _pad_packed_sequence=pad_rows),
                 replacing(CheckpointFrame, __init__=framed),
                 replacing(CheckpointFunction, forward=staticmethod(forwarded)),
             ):

@@ -190,9 +190,10 @@ class _Count:
 
     def _noted(self, why: str) -> Answers | None:
         """Return what values decide in the forward pass; None if it fails by itself, as without its backward pass."""
+        tensors = [tensor for child in self._module.modules() for tensor in own_tensors(child)]
         # with a graph, if the step takes gradients by itself
         for gradients in (False, True):
-            taker = NoteTaker(self._module.parameters(), gradients=gradients)
+            taker = NoteTaker(tensors, gradients=gradients)
             with suppress(Exception):
                 self._two_steps(None, None, taker)
                 return Answers(taker, why)

@@ -154,18 +154,28 @@ def test_two_backward_passes_do_not_add_up() -> None:
 
 
 class Looks(Chained):
+    """Looks at gradients, which no forward pass knows."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None and parameter.grad.sum() > 0:
+                parameter.grad.mul_(1)
+
+
+class LooksAhead(Chained):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         return loss * 2 if loss.item() > 0 else loss
 
 
-def test_a_step_that_needs_values_is_counted_with_values() -> None:
-    def make_one() -> Looks:
-        return Looks(nn.ModuleList(nasty.Plain() for _ in range(4)))
+@pytest.mark.parametrize(("kind", "how"), [(Looks, "a real step"), (LooksAhead, "fake tensors")])
+def test_a_step_that_needs_values_is_counted_with_values(kind: type[Chained], how: str) -> None:
+    def make_one() -> Chained:
+        return kind(nn.ModuleList(nasty.Plain() for _ in range(4)))
 
     step = count_step(make_one(), batch_of(), ())
     chain = step.chain
-    assert step.profile.measured == "a real step"
+    assert (step.profile.measured, step.profile.noted) == (how, kind is LooksAhead)
     assert "reads the value of a tensor" in step.profile.reason
     for names in choices(chain):
         assert peak_bytes(chain, names) == pytest.approx(real_peak(make_one(), batch_of(), names), rel=0.05)

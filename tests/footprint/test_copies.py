@@ -283,12 +283,18 @@ def test_a_function_that_holds_what_cannot_be_copied_shares_it_whole() -> None:
     assert twin.two() is held
 
 
-class OtherState(Plain):
+class ByGradients(Plain):
+    """Looks at gradients, which no forward pass knows."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None and parameter.grad.sum() > 0:
+                parameter.grad.mul_(1)
+
+
+class OtherState(ByGradients):
     def get_extra_state(self) -> Any:
         return {"steps": 3}
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) * (2 if batch.sum() > 0 else 1)
 
 
 def test_a_module_may_have_other_state_than_tensors() -> None:
@@ -434,9 +440,8 @@ def test_a_module_may_have_a_method_of_its_parameters() -> None:
         lightning_amp.profile(OwnBuffers(), X)
 
 
-class ByNameWithValues(FoundByName):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) * (2 if batch.sum() > 0 else 1)
+class ByNameWithValues(FoundByName, ByGradients):
+    pass
 
 
 def test_gradients_keep_their_values() -> None:

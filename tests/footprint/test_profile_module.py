@@ -188,12 +188,19 @@ class Branching(Small):
         return loss * 2 if loss.item() > 0 else loss
 
 
-def test_a_step_that_needs_values_is_measured_with_values() -> None:
-    module, batch = Branching(), small_batch()
+class ByGradient(Small):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.net[0].weight.grad.sum() > 0:
+            self.net[0].weight.grad.mul_(2)
+
+
+@pytest.mark.parametrize(("kind", "how"), [(Branching, "fake tensors"), (ByGradient, "a real step")])
+def test_a_step_that_needs_values_is_counted_by_them(kind: type[Small], how: str) -> None:
+    module, batch = kind(), small_batch()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     state = torch.get_rng_state()
     found = lightning_amp.profile(module, batch)
-    assert found.measured == "a real step"
+    assert (found.measured, found.noted) == (how, kind is Branching)
     assert "reads the value of a tensor" in found.reason
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
@@ -350,9 +357,14 @@ def test_a_step_with_values_leaves_the_batch_as_it_was() -> None:
                 batch["x"].div_(2)
             return self.layer(batch["x"]).mean()
 
+    class Reads(Halves):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            assert self.layer.weight.grad.sum() > 0
+
     batch = {"x": torch.ones(3, 4)}
-    assert profile_module(Halves(), batch).measured == "a real step"
-    assert torch.equal(batch["x"], torch.ones(3, 4))
+    for kind, how in ((Halves, "fake tensors"), (Reads, "a real step")):
+        assert profile_module(kind(), batch).measured == how
+        assert torch.equal(batch["x"], torch.ones(3, 4))
 
 
 def test_lines_of_a_folder_that_begins_as_a_library_are_the_users() -> None:

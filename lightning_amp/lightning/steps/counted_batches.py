@@ -9,6 +9,7 @@ limited to batches whose bytes may differ from those before:
     as many batches once other parameters are trained, such as unfrozen ones, or an optimiser has others
     one batch once an optimiser has state of other parameters than before
     a batch of which the step reads other values than of those before, by which it may branch
+    every batch of a step that was counted by notes of its first batch: values decide its shapes (noted_values.py)
     a batch that is larger in any dim than each counted one, unless its peak would fit even if it grew with the cube of
         the larger dims
     batches number 4, 8, 16, ...   for steps that do more work later, for a reason that nothing here sees
@@ -58,6 +59,7 @@ class CountedBatches:
     ) -> None:
         self._module, self._budget, self._why, self._trains = module, budget, why, trains
         self._predicted, self._reads = predicted, None if predicted is None else predicted.reads
+        self._noted = predicted is not None and predicted.noted
         self._parameters = list(module.parameters())
         self._step: BoundedStep | None = None
         self._last: BoundedStep | None = None
@@ -127,6 +129,8 @@ class CountedBatches:
             why = "an optimiser has stepped parameters since that it had not stepped before"
         elif self._may_exceed(shapes):
             why = "no batch before it was as large in all of its dims"
+        elif self._noted:
+            why = "values decide its shapes, and the plan was counted for the first batch"
         elif n >= 4 and n & (n - 1) == 0:
             why = f"{n} batches ran before it, of which not all were counted"
         else:
@@ -138,7 +142,8 @@ class CountedBatches:
     def _confirm(self, step: BoundedStep, batch: Any) -> None:
         """Tell how the step differs from its count: the last of the first batches is the one that was counted."""
         counted, self._predicted = self._predicted, None if self._left == 0 else self._predicted
-        if counted is None or self._left or counted.foreseen:
+        # values decide otherwise in another batch than the one that was counted
+        if counted is None or self._left or counted.foreseen or counted.noted:
             return
         trainer = self._module.trainer
         # several ranks also average gradients; a longer window has the bytes of two batches, in another one

@@ -21,6 +21,7 @@ from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.inner_run import EnoughSeen
 from lightning_amp.footprint.live_bytes import has_storage, storages_of, tensors_of
+from lightning_amp.footprint.noted_values import answers_now
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import counted_step
 from lightning_amp.footprint.step_recorder import StepRecorder
@@ -261,6 +262,8 @@ def _stretches(step: StepToPlan, rules: tuple[Rule, ...]) -> Stretches | str:
             automatic = module.automatic_optimization
             # twice: objects that a module makes only once, such as position tables, are not part of later steps
             for _ in range(1 + automatic):
+                if (answers := answers_now()) is not None:
+                    answers.restart(in_step=True)
                 look = Look(step.operator_rates(), views=views)
                 with recorded(look, module):
                     loss = plain(module, *args, **kwargs)

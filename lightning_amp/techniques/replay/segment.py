@@ -16,6 +16,7 @@ from lightning_amp._torch import OpOverload, version_of
 from lightning_amp.dist._torch import AUTOGRAD_AND_AUTOCAST, excluded_keys, force_dispatch_keys, included_keys
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import COLLECTIVES, has_storage, tensors_of
+from lightning_amp.footprint.noted_values import answers_now, decided_by_values
 from lightning_amp.footprint.recompute_state import STATISTICS, digests, same_digests
 from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, ONE_BY_ONE
 
@@ -93,8 +94,12 @@ def copied(x: Tensor) -> Tensor:
     return x.as_strided((n,), (1,), 0).clone().as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def draws_of(kwargs: Any) -> list[tuple[torch.Generator, Tensor]]:
-    """Return the generators that an operator may draw from, with their states."""
+def draws_of(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
+    """Return the generators that an operator may draw from, or the notes that decide its shape, with their states."""
+    if not how_of(func).draws:
+        answers = answers_now()
+        noted = answers is not None and decided_by_values(func, args)
+        return [(answers, answers.get_state())] if answers is not None and noted else []
     if (given := kwargs.get("generator")) is not None:
         return [(given, given.get_state())]
     found = [torch.default_generator]
@@ -148,7 +153,7 @@ class Operator:
         at: Place among all operators of the step.
         args, kwargs: Arguments, with a StorageRef or an Outside in place of every tensor.
         grad: Whether gradients were enabled; kernels of recurrent layers return other results then.
-        draws: Generators that it draws from, with their states.
+        draws: Generators that it draws from, or notes on fake tensors (noted_values.py), with their states.
         results: Index of the storage of each result made in the segment; None for others.
         reads, writes, makes: Indices of storages.
     """
@@ -158,7 +163,7 @@ class Operator:
     args: Any
     kwargs: Any
     grad: bool
-    draws: list[tuple[torch.Generator, Tensor]]
+    draws: list[tuple[Any, Any]]
     results: list[int | None]
     reads: frozenset[int]
     writes: frozenset[int]

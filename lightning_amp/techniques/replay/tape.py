@@ -203,7 +203,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # before `_before_write`, which copies the tensors recorded here if the operator writes to their storage
         kept_args, kept_kwargs = mapped(args, kept), mapped(kwargs, kept)
         self._before_write(written)
-        draws = draws_of(kwargs) if how.draws else []
+        draws = draws_of(func, args, kwargs)
         found = func(*args, **kwargs)
         results, new = self._results(segment, tensors_of(found), given)
         own_writes = [(ref.slot, t) for t in written if (ref := self._ref(t)) is not None]
