@@ -1,0 +1,248 @@
+"""Claim: a step whose shapes and branches values decide gets a plan, is counted to the byte for its first batch, trains
+exactly with every technique, and its notes leave no trace.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_amp import AMPStrategy, profile
+from lightning_amp.errors import PlanError
+from lightning_amp.footprint.bounded_step import StepOverBudget
+from tests.any_module import QUIET, Meter
+from tests.optimised import Optimised
+
+N = 24
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(N, 4 * N), nn.Linear(4 * N, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(F.gelu(self.wide(x)))
+
+
+class Experts(nn.Module):
+    """Each row goes to one expert, as a mixture of experts in eager code has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.route, self.experts = nn.Linear(N, 3), nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, choice = self.route(x).softmax(-1).max(-1)
+        found = torch.zeros_like(x)
+        for k, expert in enumerate(self.experts):
+            (rows,) = torch.where(choice == k)
+            if rows.numel():
+                found = found.index_add(0, rows, expert(x[rows]) * weight[rows, None])
+        return found
+
+
+class Net(Optimised, by=torch.optim.Adam):
+    """Blocks, then a loss that may read values."""
+
+    block: type[nn.Module] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.block() for _ in range(3))
+        self.seen: list[Any] = []
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = batch
+        for block in self.blocks:
+            x = block(x)
+        return self.read(x)
+
+    def read(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+class Mixture(Net):
+    block = Experts
+
+
+class Logs(Net):
+    def read(self, x: Tensor) -> Tensor:
+        loss = x.square().mean()
+        self.log("loss", float(loss.detach()), prog_bar=True)
+        return loss
+
+
+class Finite(Net):
+    def loss(self, batch: Tensor) -> Any:
+        loss = super().loss(batch)
+        return loss if torch.isfinite(loss) else None
+
+
+class Masked(Net):
+    def read(self, x: Tensor) -> Tensor:
+        labels = torch.where(x[:, 0] > 0, 3, -100)
+        return F.cross_entropy(x[labels != -100], labels[labels != -100])
+
+
+class Lengths(Net):
+    """Takes lists and arrays of values, which no operator returns."""
+
+    def read(self, x: Tensor) -> Tensor:
+        parts = x.split([*(x[:, 0].argsort()[:3] * 0 + len(x) // 3).tolist(), len(x) % 3])
+        first = int(x.detach().argmax(0).numpy()[0]) % 2
+        return torch.stack([part.square().sum() for part in parts[first:]]).mean()
+
+
+class Again(Net):
+    """Its user checkpoints mixtures of experts already."""
+
+    block = Experts
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = batch.requires_grad_()
+        for k, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=k % 2 == 0)
+        return x.square().mean()
+
+
+class Force(Net):
+    """Takes a gradient in its step, for which a forward pass needs a graph."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        batch = batch.detach().requires_grad_()
+        energy = super().loss(batch)
+        (force,) = torch.autograd.grad(energy, batch, create_graph=True)
+        return energy + force[batch[:, 0] > 0].square().mean()
+
+
+class Packed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.blocks = nn.GRU(N, N, batch_first=True), nn.ModuleList(Block() for _ in range(3))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x, lengths = batch.unflatten(0, (-1, 6)), (batch[::6, 0] > 0).long() * 2 + 3
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return super().loss(nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0], batch_first=True)[0].flatten(0, 1))
+
+
+class Momentum(Net):
+    """Its forward pass moves parameters and buffers, and remembers values."""
+
+    block = Experts
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow, self.normed = nn.Linear(N, N).requires_grad_(False), nn.BatchNorm1d(N)
+
+    def read(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.slow.weight.lerp_(self.slow.weight.cos(), 0.1)
+        self.seen.append(x.mean().item())
+        return (self.normed(x) - F.dropout(self.slow(x), 0.2))[x[:, 0] > 0].square().mean()
+
+
+KINDS = [Mixture, Logs, Finite, Masked, Lengths, Again, Force, Packed, Momentum]
+
+
+def run(kind: type[Net], share: float | None = None, techniques: Any = None, peak: int = 0) -> tuple[Any, int, Any]:
+    """Parameters and buffers after three steps in float64, bytes, and the plan within a share of a peak."""
+    torch.manual_seed(0)
+    module, meter = kind().double(), Meter()
+    batches = [torch.randn(192, N, dtype=torch.float64)] * 3
+    strategy: Any = "auto"
+    if share is not None:
+        strategy = AMPStrategy(strategies=techniques, device_memory=f"{int(share * peak)}B")
+    trainer = Trainer(
+        max_epochs=1, accelerator="cpu", devices=1, strategy=strategy, precision="64-true", callbacks=[meter], **QUIET
+    )
+    torch.manual_seed(1)
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    found = [value.clone() for value in module.state_dict().values()]
+    return [*found, torch.get_rng_state(), module.seen], meter.live.peak, getattr(strategy, "plan", None)
+
+
+def same(one: Any, other: Any) -> None:
+    for a, b in zip(one[:-2], other[:-2], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    assert torch.equal(one[-2], other[-2])
+    assert one[-1] == pytest.approx(other[-1], rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_reads_values_is_planned_to_the_byte(kind: type[Net]) -> None:
+    plain, peak, _ = run(kind)
+    # steps that checkpoint blocks or take gradients by themselves have little that can be replayed
+    found, measured, plan = run(kind, 1.0 if kind in (Again, Force) else 0.8, "replay", peak)
+    assert plan.predicted_peak_bytes == pytest.approx(measured, rel=0.01)
+    assert sum("counted for the first batch" in note for note in plan.notes) == 1
+    same(plain, found)
+
+
+@pytest.mark.parametrize(("kind", "techniques", "share"), [
+    (Mixture, "recompute", 0.8), (Masked, "recompute", 0.75), (Packed, "recompute", 0.8), (Mixture, "S1", 1.0),
+    (Momentum, "recompute", 0.8), (Masked, "recompute,replay", 0.75), (Mixture, "recompute,replay", 0.75),
+    pytest.param(Mixture, None, 0.8, marks=pytest.mark.long), pytest.param(Masked, None, 0.6, marks=pytest.mark.long),
+])  # fmt: skip
+def test_techniques_get_the_notes_of_the_first_pass_again(kind: type[Net], techniques: str, share: float) -> None:
+    plain, peak, _ = run(kind)
+    found, measured, plan = run(kind, share, techniques, peak)
+    assert plan.predicted_peak_bytes == pytest.approx(measured, rel=0.01)
+    same(plain, found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_notes_leave_no_trace(kind: type[Net]) -> None:
+    torch.manual_seed(0)
+    module, batch = kind(), torch.randn(96, N)
+    tensors = {name: value.clone() for name, value in module.state_dict().items()}
+    given, state, before = batch.clone(), torch.get_rng_state(), dict(vars(module))
+    found = profile(module, batch)
+    assert (found.measured, found.noted) == ("fake tensors", True), found.reason
+    assert all(torch.equal(value, tensors[name]) for name, value in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(batch, given)
+    assert not batch.requires_grad
+    assert vars(module) == before
+    assert module.seen == []
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert all(name not in vars(torch.Tensor) for name in ("tolist", "numpy"))
+    assert "_pad_packed_sequence" not in vars(torch._VF)
+
+
+class Grows(Net):
+    def read(self, x: Tensor) -> Tensor:
+        return x[:, :1].expand(len(x), 500)[x[:, 0] > 0].exp().square().mean()
+
+
+def test_a_later_batch_in_which_values_decide_otherwise_is_held_to_the_budget() -> None:
+    torch.manual_seed(0)
+    few, many = torch.randn(96, N), torch.randn(96, N)
+    few[:, 0], many[:, 0] = -9.0, 9.0
+    few[:3, 0] = 9.0
+    budget = int(1.05 * profile(Grows(), few).peak_bytes)
+    batches = [few] * 4 + [many]
+    trainer = Trainer(max_epochs=1, strategy=AMPStrategy(strategies="S1", device_memory=budget), **QUIET)
+    with pytest.raises(StepOverBudget, match="values decide its shapes, and the plan was counted for the first batch"):
+        trainer.fit(Grows(), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    assert trainer.global_step == 4
+
+
+class ByGradient(Mixture):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).max() > 1e9:
+            raise RuntimeError("the gradient explodes")
+
+
+def test_a_step_that_gradients_decide_is_refused_by_name_where_values_do_not_fit() -> None:
+    plain, peak, _ = run(ByGradient)
+    found, *_ = run(ByGradient, 1.5, peak=peak)
+    same(plain, found)
+    with pytest.raises(PlanError, match=r"without values: it reads the value of a tensor.*the gradient|> 1e9"):
+        run(ByGradient, 0.6, peak=peak)
