@@ -178,8 +178,9 @@ def same(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_reads_values_is_planned_to_the_byte(kind: type[Net]) -> None:
     plain, peak, _ = run(kind)
-    # steps that checkpoint blocks or take gradients by themselves have little that can be replayed
-    found, measured, plan = run(kind, 1.0 if kind in (Again, Force) else 0.8, "replay", peak)
+    # a step that checkpoints blocks, or takes gradients, by itself has nothing that can be replayed
+    whole = kind in (Again, Force)
+    found, measured, plan = run(kind, 1.0 if whole else 0.8, "S1" if whole else "replay", peak)
     assert plan.predicted_peak_bytes == pytest.approx(measured, rel=0.01)
     assert sum("counted for the first batch" in note for note in plan.notes) == 1
     same(plain, found)
@@ -187,7 +188,7 @@ def test_a_step_that_reads_values_is_planned_to_the_byte(kind: type[Net]) -> Non
 
 @pytest.mark.parametrize(("kind", "techniques", "share"), [
     (Mixture, "recompute", 0.8), (Masked, "recompute", 0.75), (Packed, "recompute", 0.8), (Mixture, "S1", 1.0),
-    (Momentum, "recompute", 0.8), (Masked, "recompute,replay", 0.75), (Mixture, "recompute,replay", 0.75),
+    (Momentum, "recompute", 0.8),
     pytest.param(Mixture, None, 0.8, marks=pytest.mark.long), pytest.param(Masked, None, 0.6, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_techniques_get_the_notes_of_the_first_pass_again(kind: type[Net], techniques: str, share: float) -> None:
@@ -244,5 +245,5 @@ def test_a_step_that_gradients_decide_is_refused_by_name_where_values_do_not_fit
     plain, peak, _ = run(ByGradient)
     found, *_ = run(ByGradient, 1.5, peak=peak)
     same(plain, found)
-    with pytest.raises(PlanError, match=r"without values: it reads the value of a tensor.*the gradient|> 1e9"):
+    with pytest.raises(PlanError, match=r"cannot be counted without values: .*p.grad.norm\(\) for p"):
         run(ByGradient, 0.6, peak=peak)

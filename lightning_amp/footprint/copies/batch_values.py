@@ -3,7 +3,7 @@
 Libraries leave out a branch on values if they get fake tensors: transformers then makes a mask, which a batch without
 padding does not need. While a step is counted, `isinstance(x, FakeTensor)` is False outside of torch for a tensor whose
 values can be computed, also from the batch. Other code does not get values of the batch: a step that
-branches on them is counted with values.
+branches on them is counted by notes of its forward pass (noted_values.py).
 
 `BatchReads` has what was read of the batch: another batch of which other values are read may take other bytes.
 """
