@@ -54,6 +54,16 @@ def bert() -> nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=WORDS, **sizes))  # type: ignore[no-any-return]
 
 
+def mixture() -> nn.Module:
+    transformers = pytest.importorskip("transformers", "5.0")
+    config = transformers.Qwen3MoeConfig(
+        **{"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16},
+        **{"num_key_value_heads": 2, "moe_intermediate_size": 16, "num_experts": 3, "num_experts_per_tok": 1},
+        **{"max_position_embeddings": 32, "use_cache": False, "experts_implementation": "eager"},
+    )
+    return transformers.Qwen3MoeForCausalLM(config)  # type: ignore[no-any-return]
+
+
 LOSSES: dict[str, Loss] = {
     "in the model": lambda net, x: net(x, labels=torch.where(x % 3 == 0, -100, x))["loss"],
     "in the step": lambda net, x: F.cross_entropy(net(x)["logits"][:, :-1].reshape(-1, WORDS), x[:, 1:].flatten()),
@@ -108,3 +118,8 @@ def test_a_submodule_returns_logits_or_their_loss() -> None:
 def test_models_of_transformers() -> None:
     for network in (gpt2, bert):
         check(network)
+
+
+@pytest.mark.long
+def test_a_mixture_of_experts_of_transformers_whose_rows_values_decide() -> None:
+    check(mixture)
