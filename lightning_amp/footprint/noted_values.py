@@ -26,7 +26,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_amp._torch import CheckpointFrame, FakeTensor, OpOverload, TorchDispatchMode, tree_map
+from lightning_amp._torch import (
+    CheckpointFrame,
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    autograd_node,
+    autograd_order,
+    tree_map,
+)
 from lightning_amp.footprint.live_bytes import places_written, tensors_of
 from lightning_amp.footprint.padded_rows import pad_rows
 from lightning_amp.holding import replacing
@@ -36,6 +44,16 @@ SKIPPED = (*(f"{path}{os.sep}" for path in (*torch.__path__, *lightning.__path__
 PACKED = torch.ops.aten._pack_padded_sequence.default
 """Has no tag; kernels of recurrent layers read its second result, the batch size of each step, from memory."""
 INDEX = torch.ops.aten.index.Tensor
+BACKWARD_SELECTS = {
+    **dict.fromkeys((torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default), INDEX),
+    **dict.fromkeys(
+        (torch.ops.aten.masked_scatter.default, torch.ops.aten.masked_scatter_.default),
+        torch.ops.aten.masked_select.default,
+    ),
+}
+"""Operators that write where a mask is true, with the operator that reads the gradient there in the backward pass."""
+NODES_OF_A_WRITE = 3
+"""Most autograd nodes that a write makes: that of the operator, and those of views that are written through."""
 OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 MISSING = object()
 """Answer for what no note says."""
@@ -112,6 +130,9 @@ class NoteTaker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.is_mutable:
             for i, name in places_written(func):
                 self._keep(tensors_of((args[i] if i < len(args) else (kwargs or {}).get(name),)))
+        selects = BACKWARD_SELECTS.get(func)
+        if selects is not None and decided_by_values(selects, args):
+            self.note("mask", args, Layout.of(selects(*args[:2])))
         found = func(*args, **(kwargs or {}))
         if _may_decide(func, args):
             self.note(func, args, tree_map(lambda x: Layout.of(x) if _is_plain(x) else x, found))
@@ -178,6 +199,7 @@ class Answers:
             self._places[note.asked].append(place)
             self._places[note.asked[:2]].append(place)
         self._at, self._anywhere = 0, False
+        self._of_node: dict[int, Any] = {}
         self.shapes_depend = any(_has_layout(note.answer) for note in self._notes)
 
     def of(self, what: Any, args: Any) -> Any:
@@ -189,6 +211,19 @@ class Answers:
             return MISSING
         self._at = places[found] + 1
         return self._notes[places[found]].answer
+
+    def remember(self, func: Any, args: Any) -> None:
+        """Keep what the backward pass of a write by a mask reads, by the number of its autograd node."""
+        if decided_by_values(BACKWARD_SELECTS[func], args):
+            # the node is there before its operator runs
+            self._of_node[autograd_order() - 1] = self.of("mask", args)
+
+    def of_backward(self) -> Any:
+        """Return what the backward pass of such a write reads, or MISSING."""
+        node = autograd_node()
+        order = -1 if node is None else node._sequence_nr()
+        found = (self._of_node[i] for i in range(order, order - NODES_OF_A_WRITE, -1) if i in self._of_node)
+        return next(found, MISSING)
 
     def restart(self, *, in_step: bool = False) -> None:
         """Begin with the first note of a batch, or of its `training_step`."""

@@ -30,7 +30,7 @@ from lightning_amp._torch import (
 )
 from lightning_amp.footprint.copies.batch_values import BatchReads
 from lightning_amp.footprint.copies.known_values import note, number_of, read_of
-from lightning_amp.footprint.noted_values import MISSING, Layout, answers_now, decided_by_values
+from lightning_amp.footprint.noted_values import BACKWARD_SELECTS, MISSING, Layout, answers_now, decided_by_values
 from lightning_amp.footprint.target_device import launches_operators
 
 IN_MEMORY_FORMAT = {
@@ -89,6 +89,8 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not self.valid:
             return self._dispatch(func, types, args, kwargs)
+        if func in BACKWARD_SELECTS and (answers := answers_now()) is not None:
+            answers.remember(func, args)
         if decided_by_values(func, args) and (noted := self._noted(func, types, args)) is not MISSING:
             return noted
         if not self._may_look_up(func) and torch.Tag.data_dependent_output in getattr(func, "tags", ()):
@@ -112,6 +114,8 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Return what the step with values got from an operator, or MISSING."""
         answers = answers_now()
         found = MISSING if answers is None else answers.of(func, args)
+        if found is MISSING and answers is not None and decided_by_values(func, args):
+            found = answers.of_backward()
         if found is MISSING:
             return found
         device = next((tensor.device for tensor in tree_leaves(args) if isinstance(tensor, Tensor)), None)
