@@ -143,6 +143,8 @@ def run_two_steps(
                 f"cannot profile {type(module).__name__!r}, whose training_step was not called: the batch is"
                 " None, or on_train_batch_start returned -1; give a batch with which it is called"
             )
+    if taker is not None:
+        return recorder
     recorder.makes = StepMakes.of(batch, recorder.lives, recorder.work)
     recorder.foreseen = foresee(recorder, trainer.optimizers, fake, around.averaged)
     return recorder
