@@ -26,9 +26,9 @@ from lightning_amp.errors import ModelError
 from lightning_amp.footprint.bounded_step import BoundedStep
 from lightning_amp.footprint.confirm_count import StepMakes
 from lightning_amp.footprint.copies.fake_copy import make_fake, without_values
+from lightning_amp.footprint.copies.noted_values import Answers, NoteTaker
 from lightning_amp.footprint.foreseen import averaged_by, foresee
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.footprint.noted_values import Answers, NoteTaker
 from lightning_amp.footprint.recompute_state import types_of_the_step
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.holding import replacing

@@ -25,10 +25,10 @@ from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.bounded_step import StepOverBudget, of_transform, users_line, why_values
 from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data, fake_batch, length_of, own_tensors, resized
 from lightning_amp.footprint.copies.guest import as_guest
+from lightning_amp.footprint.copies.noted_values import Answers, NoteTaker
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.inner_run import BY_ITSELF, Around, run_two_steps
 from lightning_amp.footprint.module_profile import REAL, Life, ModuleProfile, summarize
-from lightning_amp.footprint.noted_values import Answers, NoteTaker
 from lightning_amp.footprint.step_recorder import StepRecorder
 
 R = TypeVar("R", bound=StepRecorder)

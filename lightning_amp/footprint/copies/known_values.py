@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from lightning_amp._torch import DataDependentOutput, FakeTensor, OpOverload, tree_leaves, tree_map
+from lightning_amp.footprint.copies.noted_values import answers_now
 from lightning_amp.footprint.live_bytes import places_written, tensors_of
-from lightning_amp.footprint.noted_values import answers_now
 from lightning_amp.holding import replacing
 
 _EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default}

@@ -30,7 +30,13 @@ from lightning_amp._torch import (
 )
 from lightning_amp.footprint.copies.batch_values import BatchReads
 from lightning_amp.footprint.copies.known_values import note, number_of, read_of
-from lightning_amp.footprint.noted_values import BACKWARD_SELECTS, MISSING, Layout, answers_now, decided_by_values
+from lightning_amp.footprint.copies.noted_values import (
+    BACKWARD_SELECTS,
+    MISSING,
+    Layout,
+    answers_now,
+    decided_by_values,
+)
 from lightning_amp.footprint.target_device import launches_operators
 
 IN_MEMORY_FORMAT = {

@@ -24,9 +24,9 @@ from lightning_amp.dist.own_parts import OwnParts
 from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_of import CountedStep, count_step
+from lightning_amp.footprint.copies.noted_values import Answers
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.footprint.noted_values import Answers
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules, overlap

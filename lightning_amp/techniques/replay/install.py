@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from lightning_amp._torch import AnyBatchNorm, autograd_node, version_of
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import AmpError
+from lightning_amp.footprint.copies.noted_values import answers_now
 from lightning_amp.footprint.inner_run import EnoughSeen
 from lightning_amp.footprint.live_bytes import has_storage, storages_of, tensors_of
-from lightning_amp.footprint.noted_values import answers_now
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import counted_step
 from lightning_amp.footprint.step_recorder import StepRecorder

@@ -15,8 +15,8 @@ from torch import Tensor
 from lightning_amp._torch import OpOverload, version_of
 from lightning_amp.dist._torch import AUTOGRAD_AND_AUTOCAST, excluded_keys, force_dispatch_keys, included_keys
 from lightning_amp.errors import ModelError
+from lightning_amp.footprint.copies.noted_values import answers_now, decided_by_values
 from lightning_amp.footprint.live_bytes import COLLECTIVES, has_storage, tensors_of
-from lightning_amp.footprint.noted_values import answers_now, decided_by_values
 from lightning_amp.footprint.recompute_state import STATISTICS, digests, same_digests
 from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, ONE_BY_ONE
 

@@ -35,11 +35,11 @@ from lightning_amp._torch import (
     autograd_order,
     tree_map,
 )
+from lightning_amp.footprint.copies.padded_rows import pad_rows
 from lightning_amp.footprint.live_bytes import places_written, tensors_of
-from lightning_amp.footprint.padded_rows import pad_rows
 from lightning_amp.holding import replacing
 
-SKIPPED = (*(f"{path}{os.sep}" for path in (*torch.__path__, *lightning.__path__, str(Path(__file__).parents[1]))), "<")
+SKIPPED = (*(f"{path}{os.sep}" for path in (*torch.__path__, *lightning.__path__, str(Path(__file__).parents[2]))), "<")
 """Beginnings of files of which no line is the caller: they run in other order on fake tensors, or with a technique."""
 PACKED = torch.ops.aten._pack_padded_sequence.default
 """Has no tag; kernels of recurrent layers read its second result, the batch size of each step, from memory."""
