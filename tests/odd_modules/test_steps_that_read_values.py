@@ -197,7 +197,8 @@ def test_a_step_that_reads_values_is_planned_to_the_byte(kind: type[Net]) -> Non
     plain, peak, _ = run(kind)
     # a step that checkpoints blocks, or takes gradients, by itself has nothing that can be replayed
     whole = kind in (Again, Force)
-    found, measured, plan = run(kind, 1.0 if whole else 0.8, "S1" if whole else "replay", peak)
+    # with room for later steps, whose rows go to other experts
+    found, measured, plan = run(kind, 1.1 if whole else 0.8, "S1" if whole else "replay", peak)
     assert plan.predicted_peak_bytes == pytest.approx(measured, rel=0.01)
     assert sum("counted for the first batch" in note for note in plan.notes) == 1
     same(plain, found)
@@ -205,7 +206,7 @@ def test_a_step_that_reads_values_is_planned_to_the_byte(kind: type[Net]) -> Non
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "techniques", "share"), [
-    (Mixture, "recompute", 0.8), (Masked, "recompute", 0.75), (Packed, "recompute", 0.8), (Mixture, "S1", 1.0),
+    (Mixture, "recompute", 0.8), (Masked, "recompute", 0.75), (Packed, "recompute", 0.8), (Mixture, "S1", 1.1),
     (Momentum, "recompute", 0.8),
     (Mixture, None, 0.8), (Masked, None, 0.6),
 ])  # fmt: skip
