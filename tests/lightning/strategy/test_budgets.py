@@ -180,9 +180,9 @@ def test_a_step_that_needs_values_says_so_in_words_and_runs_within_the_budget() 
     said = next(note for note in found["plan"].notes if "counted for the first batch" in note)
     assert "torch.distributions checks the values of its arguments (test_budgets.py:" in said
     assert "validate_args=False leaves the check out" in said
-    found, measured = run(Checked(), within(peak // 2))
+    found, measured = run(Checked(), within(int(0.9 * peak)))
     assert found["steps"] == 3
-    assert found["plan"].predicted_peak_bytes == measured <= peak // 2
+    assert found["plan"].predicted_peak_bytes == measured <= 0.9 * peak
     words = (
         r"cannot be counted without values: .*run with values on a copy .*made a tensor .*allowed are.*unfit='train'"
     )
