@@ -42,15 +42,18 @@ FOLDER_CHANGES = ("mkdir", "rmdir", "remove", "unlink", "rename", "replace", "sy
 
 
 @contextmanager
-def as_guest(*owners: Any) -> Iterator[None]:
-    """Suppress and undo side effects of this context; `owners` take part in the step, as in `as_before`."""
+def as_guest(*owners: Any, alone: bool = True) -> Iterator[None]:
+    """Suppress and undo side effects of this context; `owners` take part in the step, as in `as_before`.
+
+    Other ranks and global hooks take part if it is not `alone`.
+    """
     with (
         as_before(*owners),
         _settings_as_before(),
         isolated_random_streams(),
         _without_messages(),
         _without_files(),
-        _without_others(),
+        _without_others() if alone else nullcontext(),
         unseen(),
         # compiled modules run uncompiled, because nothing is compiled for a profile
         torch.compiler.set_stance("force_eager"),

@@ -123,6 +123,11 @@ class StateOfBatch(Before):
         others = {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
         self.undo.append(lambda: vars(metric).update(states | others))
 
+    @property
+    def compared(self) -> list[Tensor]:
+        """The tensors that are not copied."""
+        return [tensor for tensor, _ in (*self._prints.values(), *self._versions.values())]
+
     @torch.no_grad()
     def changed(self) -> list[str]:
         """Return the names of what has changed and cannot be put back."""

@@ -40,6 +40,7 @@ from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.consistency.same_parameters import refuse_new_parameters, refuse_own_statistics
 from lightning_amp.lightning.steps.cells import CellWeight
+from lightning_amp.lightning.steps.mean_over_samples import warn_unless_mean
 from lightning_amp.lightning.steps.uneven_means import warning_of_uneven_means
 from lightning_amp.techniques.contract.sharded_parameter import local
 from lightning_amp.techniques.data.gradient_sync import GradientSync
@@ -178,6 +179,8 @@ class TrainingStep:
     ) -> None:
         self._module, self._precision, self._shards = module, precision, shards
         self._weight, self._data_ranks = CellWeight(mesh["data"], device), mesh["data"].size()
+        # where ranks split samples or modules between them, a half of a batch may not run
+        self._judged_over = mesh["data"] if mesh["model"].size() == 1 and not over_model else None
         self._gradients = GradientSync(
             # parameters of other pipeline stages are placeholders on this rank
             (parameter for parameter in shards.reduced if not (shards.apart and parameter.is_meta)),
@@ -207,8 +210,8 @@ class TrainingStep:
         if self._finite is not None:
             self._finite.remove()
 
-    def forward(self, step: Callable[[], STEP_OUTPUT], batch: object) -> STEP_OUTPUT:
-        """Run the module's training step, and use its batch for the weight of the loss.
+    def forward(self, step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run the module's training step, and use its batch, the first argument, for the weight of the loss.
 
         Raises:
             DataError: Batch normalisation cannot train on a batch of one cell.
@@ -221,14 +224,15 @@ class TrainingStep:
         if self._steps == 2 and self._refuse is not None:
             # after the first step: during it, one rank alone may have run out of memory
             self._refuse()
+        batch = args[0] if args else None
+        unwatched = self._steps > 1 or self._data_ranks == 1 or self._is_judged(step, *args, **kwargs)
         self._weight.start(batch)
         self._gradients.watch()
         if self._finite is not None:
             self._finite.start()
-        watched = warning_of_uneven_means if self._steps == 1 and self._data_ranks > 1 else nullcontext
         try:
-            with watched():
-                output = step()
+            with nullcontext() if unwatched else warning_of_uneven_means():
+                output = step(*args, **kwargs)
         except ValueError as error:
             if ONE_VALUE not in str(error):
                 raise
@@ -240,6 +244,19 @@ class TrainingStep:
         if self._finite is not None:
             self._finite.check_loss(output)
         return output
+
+    def _is_judged(self, step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> bool:
+        """Test whether the first step's loss is a mean over samples; return whether a warning says that it is none."""
+        if not args or self._judged_over is None or not self._module.automatic_optimization:
+            return False
+        half = not self._precision.precision.startswith(("32", "64"))
+        return warn_unless_mean(
+            self._module,
+            lambda batch: step(batch, *args[1:], **kwargs),
+            args[0],
+            self._judged_over.get_group(),
+            rounds=half,
+        )
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Differentiate the rank's weighted loss, then average the gradients over ranks.

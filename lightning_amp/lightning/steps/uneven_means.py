@@ -3,8 +3,9 @@
 Ranks average gradients by their numbers of samples, which is exact for means over samples. `cross_entropy` and
 `nll_loss` divide by the labels that count, or by their class weights.
 
-Known limits: only the first step is watched, and only calls through `torch.nn.functional`. Other losses that are no
-mean over samples, such as sums and in-batch contrastive losses, are not detected.
+This watch is for steps of which mean_over_samples.py cannot judge the loss.
+
+Known limits: only the first step is watched, only calls through `torch.nn.functional`, and only the labels of rank 0.
 """
 
 from collections.abc import Callable, Iterator
@@ -51,26 +52,30 @@ def _watched(name: str, function: Callable[..., Tensor], warned: list[str]) -> C
             given = bind(*args, **kwargs)
             given.apply_defaults()
             # under `sequence` the labels are in shards; those of this rank are enough to warn by
-            given.arguments["target"] = target = local_of(given.arguments["target"])
+            target = local_of(given.arguments["target"])
             if warned or not loss.requires_grad or isinstance(loss, FakeTensor) or isinstance(target, FakeTensor):
                 return loss
-            if why := _why_uneven(**given.arguments):
+            kind = given.arguments
+            if why := why_uneven(target, kind["weight"], kind["ignore_index"], kind["reduction"]):
                 warned.append(name)
-                rank_zero_warn(
-                    f"{name} divides by {why}: their number differs between the ranks of the data axis, whose gradients"
-                    " are averaged by samples. They are not those of the union of the batches then, as under ddp."
-                    " Exact is the sum over the labels (reduction='sum') divided by"
-                    " self.trainer.strategy.reduce(count, reduce_op='mean') of the labels that count, if all ranks have"
-                    " equally many samples"
-                )
+                warn_of_labels(name, why)
         return loss
 
     return called
 
 
-def _why_uneven(
-    input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, **_: Any
-) -> str:
+def warn_of_labels(name: str, why: str) -> None:
+    """Warn on the first rank of a loss that divides by what its labels decide."""
+    rank_zero_warn(
+        f"{name} divides by {why}: their number differs between the ranks of the data axis, whose gradients"
+        " are averaged by samples. They are not those of the union of the batches then, as under ddp."
+        " Exact is the sum over the labels (reduction='sum') divided by"
+        " self.trainer.strategy.reduce(count, reduce_op='mean') of the labels that count, if all ranks have"
+        " equally many samples"
+    )
+
+
+def why_uneven(target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str) -> str:
     """Return what a mean divides by; "" if it divides by a number that depends on the shapes only."""
     if reduction != "mean" or target.is_floating_point():
         return ""

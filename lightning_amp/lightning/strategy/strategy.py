@@ -349,8 +349,8 @@ class AMPStrategy(MeshStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the module's training step."""
-        step = partial(super().training_step, *args, **kwargs)
-        return step() if self._step is None else self._step.forward(step, args[0] if args else None)
+        step = super().training_step
+        return step(*args, **kwargs) if self._step is None else self._step.forward(step, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Differentiate the mean loss over the cells of all ranks; outside a fit the rank's own loss, as DDP does."""

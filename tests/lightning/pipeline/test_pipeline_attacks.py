@@ -19,11 +19,11 @@ from lightning.pytorch import seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_amp.data.cut_batch import cut
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
 from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.steps.pipelined_steps import PipelinedSteps
-from lightning_amp.techniques.pipeline.steps.sample_check import cut
 from tests.each import BEFORE_A_RELEASE
 from tests.lightning.pipeline import manual_steps
 from tests.lightning.pipeline.attacks import EXACT, Net, Resets, Takes, batches

@@ -10,8 +10,8 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 
+from lightning_amp.data.cut_batch import cut
 from lightning_amp.techniques.pipeline.steps.pipelined_steps import seed_of
-from lightning_amp.techniques.pipeline.steps.sample_check import cut
 from tests.lightning.pipeline.pipeline_cases import GPT, LAYERS, STEPS, fit, tokens
 from tests.lightning.pipeline.test_pipeline import close
 from tests.ranks import run_ranks

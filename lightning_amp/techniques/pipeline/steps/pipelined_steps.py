@@ -43,6 +43,7 @@ from torchmetrics import Metric
 
 from lightning_amp._torch import tree_map
 from lightning_amp.data.batch import tensors_in
+from lightning_amp.data.cut_batch import cut
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.recompute_state import digests, same_digests
 from lightning_amp.random_streams import isolated_random_streams
@@ -52,7 +53,7 @@ from lightning_amp.techniques.pipeline.run.blocks import refuse_hooks
 from lightning_amp.techniques.pipeline.run.run_stages import Ran, Rest, Stages, Work, detached, loss_of
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, PassTimes, fills_rounds, schedule
 from lightning_amp.techniques.pipeline.steps.manual_step import ManualStep
-from lightning_amp.techniques.pipeline.steps.sample_check import Given, SampleCheck, compare, cut, evaluating, single
+from lightning_amp.techniques.pipeline.steps.sample_check import Given, SampleCheck, compare, evaluating, single
 from lightning_amp.techniques.pipeline.steps.step_record import StageStepRecorder, StepRecord
 from lightning_amp.techniques.precomputed_gradients import Gradients, with_gradients
 from lightning_amp.techniques.put_methods import put_methods

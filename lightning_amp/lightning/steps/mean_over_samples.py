@@ -1,0 +1,213 @@
+"""Test on the first batch of a run on several data ranks whether the loss is a mean over samples, and warn if not.
+
+Ranks average gradients with the weights of their numbers of samples n_r, which is exact if
+
+    loss(batch) = n_1 / n loss(first half) + n_2 / n loss(second half)
+
+Three passes of the step without gradients compare the two sides, with BatchNorm by its running statistics (the ranks
+share those of a batch) and without random numbers (same_draws.py). Everything that a pass has changed is put back
+(state_of_batch.py). If the sides differ, another pass of the batch must repeat its loss.
+
+Cost: about two forward passes of one batch on every rank, once.
+
+Not judged, with the reason in Lightning's log: manual optimization; steps of a technique; ranks that split samples or
+modules between them; a batch of one sample, or one that cannot be cut; a step that communicates with other ranks, moves
+parameters, or fails in one of these passes.
+
+Known limits: other batches than the first; a difference below the rounding of the loss; terms that are zero in the
+first step, or without random numbers; a batch whose first dim is not that of the samples may be warned of wrongly.
+Under fsdp, an error in one of these passes on one rank alone would let the others wait.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor
+
+from lightning_amp._torch import AnyBatchNorm, multiplies_in_tf32
+from lightning_amp.data.cut_batch import cut
+from lightning_amp.errors import AmpError, ModelError
+from lightning_amp.footprint.copies.fake_copy import map_tensors
+from lightning_amp.footprint.copies.guest import as_guest
+from lightning_amp.holding import replacing
+from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
+from lightning_amp.lightning.steps.cells import cells_to_weigh
+from lightning_amp.lightning.steps.same_draws import NotJudged, SameDraws
+from lightning_amp.lightning.steps.state_of_batch import StateOfBatch
+from lightning_amp.lightning.steps.uneven_means import warn_of_labels
+
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Difference of the two sides, relative to the largest loss, that counts as rounding."""
+HALF = 2e-2
+"""The same under autocast, in TF32 and for other dtypes."""
+
+NO_MEAN = (
+    "The loss is no mean over samples: it is {whole:.6g} for the first batch of a rank, and {halves} for its halves."
+    " Ranks average their gradients by samples, so they are not those of the union of the batches, as under ddp. This"
+    " holds for sums over samples, means over entries that are not masked, and contrastive losses. Exact is a mean over"
+    " samples, a sum over entries divided by self.trainer.strategy.reduce(count, reduce_op='mean') of those that count"
+    " (if all ranks have equally many samples), or one data rank"
+)
+
+
+class FirstLosses:
+    """Losses of the first batch and of its halves, on this rank.
+
+    Args:
+        module: The module, attached to its Trainer.
+        step: Runs the training step on a batch, with all that is installed.
+        batch: The batch; passes get copies.
+    """
+
+    def __init__(self, module: LightningModule, step: Callable[[Any], Any], batch: Any) -> None:
+        self._module, self._step, self._batch = module, step, batch
+        loop: Any = module.trainer.fit_loop.epoch_loop.automatic_optimization
+        self._gradients = [(p, p.grad) for p in module.parameters()]
+        # assigning `.data` calls no operator
+        self._memory = [(p, p.data) for p in module.parameters() if not hasattr(p, "__tensor_flatten__")]
+        self._norms = [child for child in module.modules() if isinstance(child, AnyBatchNorm)]
+        if any(norm.training and norm.running_mean is None for norm in self._norms):
+            raise NotJudged("it has BatchNorm without running statistics")
+        self._state = StateOfBatch(module, loop, None, ())
+        self.labels = ""
+
+    def loss(self, part: Any) -> float:
+        """Return the loss of a part of the batch, and put everything back.
+
+        Raises:
+            NotJudged: The step communicates, or has no loss.
+        """
+        trainer: Any = self._module.trainer
+        draws = SameDraws([*self._module.parameters(), *self._state.compared])
+        loggers, part = trainer.loggers, map_tensors(part, lambda _, tensor: tensor.clone())
+        try:
+            with ExitStack() as around:
+                around.enter_context(as_guest(alone=False))
+                around.enter_context(torch.no_grad())
+                for child in self._module.modules():
+                    if isinstance(child, LightningModule):
+                        around.enter_context(replacing(child, log=_nothing, log_dict=_nothing))
+                for norm in self._norms:
+                    norm.training = False
+                trainer.loggers = [DummyLogger() for _ in loggers]
+                around.enter_context(draws)
+                returned = self._step(part)
+        finally:
+            trainer.loggers = loggers
+            self._put_back()
+        self.labels = self.labels or draws.labels
+        if draws.exchanges:
+            raise NotJudged("it exchanges values with other ranks itself")
+        loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+            raise NotJudged("it returns no loss")
+        self.dtype = loss.dtype
+        if not bool(torch.isfinite(loss)):
+            raise NotJudged("its loss is not finite without random numbers")
+        return float(loss)
+
+    def _put_back(self) -> None:
+        for parameter, data in self._memory:
+            if parameter.data_ptr() != data.data_ptr():
+                parameter.data = data
+        self._state.restore()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+
+    def halves(self) -> tuple[list[Any], list[float]]:
+        """Return the two halves of the batch, and their shares of its samples."""
+        samples = cells_to_weigh(self._batch)
+        try:
+            parts, _ = cut(self._batch, 2)
+        except AmpError:
+            parts = []
+        if len(parts) < 2 or not samples:
+            raise NotJudged("its batch cannot be cut into two halves of samples")
+        return parts, [(cells_to_weigh(part) or 0) / samples for part in parts]
+
+    def finish(self) -> None:
+        """Raise a ModelError if a pass has changed what cannot be put back."""
+        if changed := self._state.changed():
+            raise ModelError(
+                f"the first batch was run to judge its loss, and has changed {', '.join(changed)}; please report it"
+            )
+
+
+def warn_unless_mean(
+    module: LightningModule, step: Callable[[Any], Any], batch: Any, group: dist.ProcessGroup, *, rounds: bool
+) -> bool:
+    """Warn on the first rank if the loss is no mean over samples on any rank; return whether it has. A collective.
+
+    Args:
+        module, step, batch: As for FirstLosses.
+        group: The ranks of the data axis.
+        rounds: Whether the step runs in half precision.
+    """
+    found: FirstLosses | None = None
+
+    def tried(run: Callable[[], Any]) -> Any:
+        """Return the result of all ranks, or raise on all of them why one has none."""
+        try:
+            mine, why = run(), ""
+        except NotJudged as reason:
+            mine, why = None, str(reason)
+        except Exception as error:
+            mine, why = None, f"{type(error).__name__} in a pass that judges it: {error}".partition("\n")[0]
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, (mine, why), group=group)
+        if reasons := [why for _, why in everyone if why]:
+            raise NotJudged(reasons[0])
+        return mine, [one for one, _ in everyone]
+
+    def begin() -> None:
+        nonlocal found
+        first = FirstLosses(module, step, batch)
+        first.halves()
+        found = first
+
+    def whole() -> float:
+        assert found is not None, "it has begun"
+        return found.loss(batch)
+
+    def parts() -> list[float]:
+        assert found is not None, "it has begun"
+        return [found.loss(part) for part in found.halves()[0]]
+
+    try:
+        tried(begin)
+        assert found is not None, "it has begun"
+        loss, _ = tried(whole)
+        losses, _ = tried(parts)
+        mean = sum(share * one for share, one in zip(found.halves()[1], losses, strict=True))
+        rounds = rounds or (multiplies_in_tf32() and next(module.parameters()).is_cuda)
+        rounding = HALF if rounds else ROUNDING.get(found.dtype, HALF)
+        differs = abs(loss - mean) > rounding * max(abs(loss), *map(abs, losses))
+        text = NO_MEAN.format(whole=loss, halves=" and ".join(f"{one:.6g}" for one in losses))
+        _, said = tried(lambda: (differs, found.labels, text))
+        if not any(differs for differs, *_ in said):
+            return False
+        # a clock, or a generator that nobody can find
+        _, again = tried(lambda: whole() == loss)
+        if not all(again):
+            raise NotJudged("the same batch has another loss when it runs again")
+    except NotJudged as reason:
+        rank_zero_info(f"Whether the loss of the step is a mean over samples was not tested: {reason}")
+        return False
+    finally:
+        if found is not None:
+            found.finish()
+    labels, text = next((labels, text) for differs, labels, text in said if differs)
+    if labels:
+        warn_of_labels("cross_entropy", labels)
+    else:
+        rank_zero_warn(text)
+    return True
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Log nothing."""
