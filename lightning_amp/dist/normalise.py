@@ -207,8 +207,9 @@ class _Normalise(torch.autograd.Function):
         sums = sums.repeat_interleave(per, 1) if per > 1 else sums
         average, slope = (sums / count).mul_(rstd)
         if by_channel:
-            # another normalisation of x, with other parameters
-            of_x.sub_(batch_norm(own, mean, var, slope, average, eps=eps))
+            # slope x' + average, as a line in x: a tensor as large as x would be needed otherwise
+            steep, least = slope * rstd, average - slope * rstd * mean
+            of_x.addcmul_(own, steep.view(form), value=-1).sub_(least.view(form))
         else:
             of_x = (inner * rstd.view(form)).sub_(average.view(form)).sub_(normal.mul_(slope.view(form)))
         return (

@@ -136,7 +136,8 @@ def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     schema = func._schema.arguments
     found: dict[str, Any] = {one.name: one.default_value for one in schema if one.has_default_value()}
     found |= {argument.name: value for argument, value in zip(schema, args, strict=False)}
-    return found | kwargs
+    found.update(kwargs)
+    return found
 
 
 def _called_by_user() -> bool:
