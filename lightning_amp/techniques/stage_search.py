@@ -56,6 +56,7 @@ class StageSearch:
         named: (options, other techniques that the user named, budget_named=) -> the options with these techniques.
             Raises PlanError for a technique that cannot be combined with stages.
         inside: Options -> a technique that they request inside stages, or "".
+        uncut: (step, options) -> why the batch cannot be cut into the micro-batches of the options, or "".
         without: (step, reason) -> the step with the reason why it has no stages.
         limit: Why stages may not help if they hardly lower the peak.
         names: "module:function": module -> names of the blocks that can be stages, or none and why.
@@ -71,6 +72,7 @@ class StageSearch:
     fixed: Callable[[Any, Sequence[Rule]], StageOptions]
     named: Callable[..., StageOptions]
     inside: Callable[[StageOptions], str]
+    uncut: Callable[[ProfiledStep, StageOptions], str]
     without: Callable[[ProfiledStep, str], ProfiledStep]
     limit: str
     names: str

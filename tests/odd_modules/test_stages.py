@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import lightning_amp
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.chain_of import CountedStep, count_step
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.fsdp.look import refusal as refusal_of_fsdp
 from tests.lightning.pipeline.attacks import BLOCKS, Batch, Net, batches
 from tests.lightning.pipeline.test_pipeline_attacks import train
@@ -78,7 +79,8 @@ class CallsTwice(Net):
 
 class DrawsMask(Net):
     def loss(self, batch: Batch) -> Tensor:
-        keep = (torch.rand(len(batch["x"]), 1) < 0.5).double()
+        generator = torch.Generator().manual_seed(self.global_step)
+        keep = (torch.rand(len(batch["x"]), 1, generator=generator) < 0.5).double()
         losses = F.cross_entropy(self(batch["x"] * keep), batch["y"], reduction="none")
         return (losses * (1 - keep[:, 0])).mean()
 
@@ -89,7 +91,6 @@ REFUSED: dict[type[Net], str] = {
     Copies: "makes a copy of the block 'blocks.0'",
     CopiesLater: "makes a copy of the block 'blocks.0'",
     CallsTwice: "called 8 of 4",
-    DrawsMask: "random numbers that the step draws before them",
 }
 
 
@@ -100,6 +101,49 @@ def counted(kind: type[Net]) -> CountedStep:
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 def test_what_cannot_be_stages_is_refused_by_the_count(kind: type[Net]) -> None:
     assert REFUSED[kind] in counted(kind).no_stages
+
+
+def planned(kind: type[Net], **options: Any) -> Plan:
+    return lightning_amp.plan(kind(), batch=batches()[0], **options).plan
+
+
+def test_draws_that_are_read_after_the_blocks_rule_out_micro_batches_only() -> None:
+    found = counted(DrawsMask)
+    assert not found.no_stages
+    assert not isinstance(found.passes, str)
+    assert "random numbers that the step draws before them" in found.passes.draws
+    # four micro-batches are the default
+    with pytest.raises(PlanError, match=r"draws before them, .* set micro_batches=1; or leave 'pipeline' out"):
+        planned(DrawsMask, devices=2, strategies="pipeline", model_parallel_size=2)
+
+
+def drawn(rank: int, ranks: int) -> dict[str, Any]:
+    return train((rank, ranks), DrawsMask, {"micro_batches": 1})
+
+
+@pytest.mark.ranks
+def test_a_batch_with_such_draws_trains_exactly_as_one_micro_batch(tmp_path: Path) -> None:
+    expected = train(None, DrawsMask, {})
+    for run in run_ranks(drawn, 2, tmp_path):
+        for key, value in expected["state"].items():
+            torch.testing.assert_close(run["state"][key], value, rtol=0, atol=1e-10)
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("of our own")
+
+
+def test_an_unexpected_error_of_a_search_ends_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "an unexpected error occurred while it was searched, RuntimeError: of our own; please report it"
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_amp.techniques.pipeline.stages.stages_of", broken)
+        assert told in planned(Net, devices=2, strategies="pipeline", model_parallel_size=2).uncounted
+    for name, look in (("replay", "replay.install"), ("chunk", "chunk.look")):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"lightning_amp.techniques.{look}.look", broken)
+            assert name not in planned(Net).strategies
+            with pytest.raises(PlanError, match=f"{name} is not possible: {told}"):
+                planned(Net, strategies=name)
 
 
 class HeadReads(Net):

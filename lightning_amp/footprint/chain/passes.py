@@ -69,6 +69,7 @@ class Passes:
             chunks holds those of its inputs and parameters from its first chunk to its last.
         parameters: All parameters.
         buffer_bytes, batch_bytes: Bytes of buffers, and of the batch.
+        draws: Why the batch cannot be cut into micro-batches; "" if no reason was detected.
     """
 
     rows: int
@@ -94,6 +95,7 @@ class Passes:
     parameters: tuple[Parameter, ...]
     buffer_bytes: int
     batch_bytes: int
+    draws: str = ""
 
     def at(self, other: "Passes", rows: int) -> "Passes | None":
         """Interpolate passes for a batch of `rows` samples from two; None if these have equal rows or unlike forms."""
@@ -134,7 +136,7 @@ def passes_of(step: Any, names: Sequence[str], *, rows: int, values: bool) -> "P
     # a plan that was asked for may have no cut where it matters
     if reason := _skips(step, calls):
         return reason
-    return _Cut(step, calls, rows, values).passes()
+    return replace(_Cut(step, calls, rows, values).passes(), draws=_draws(step, calls))
 
 
 def impossible(step: Any, names: Sequence[str]) -> str:
@@ -167,7 +169,7 @@ def impossible(step: Any, names: Sequence[str]) -> str:
     calls = _calls(step, names)
     if not names or len(calls) != len(names):
         return ""
-    return _draws(step, calls) or _reads_others(step, calls)
+    return _reads_others(step, calls)
 
 
 def _calls(step: Any, names: Sequence[str]) -> list[Any]:
@@ -194,7 +196,7 @@ def _skips(step: Any, calls: Sequence[Any]) -> str:
 
 
 def _draws(step: Any, calls: Sequence[Any]) -> str:
-    """Return why random numbers rule out stages: micro-batches would draw different ones; "" if they do not."""
+    """Return why random numbers rule out micro-batches, which would draw different ones; "" if they do not."""
     for life in step.lives:
         if id(life) in step.drawn and id(life) not in step.of_blocks and life.birth < calls[0].start:
             read = step.read_last.get(id(life), 0)

@@ -38,7 +38,7 @@ from lightning_amp.techniques.contract.protocol import INSIDE, find_decoders
 from lightning_amp.techniques.data.batch_norm import statistics_bytes
 from lightning_amp.techniques.data.gradient_sync import gradient_sizes
 from lightning_amp.techniques.table import PREDICTIONS, STAGED, STRATEGIES, not_together, stage_search, together
-from lightning_amp.techniques.technique import function_at
+from lightning_amp.techniques.technique import function_at, result_or_reason
 
 T = TypeVar("T")
 NOTHING: Mapping[str, Spec] = MappingProxyType({})
@@ -138,17 +138,20 @@ class StepOfModule:
         # a technique that shards parameters does not average full gradients
         averages = row is None or not row.data_axis
         looks = {name: STRATEGIES[name].look for name in (STRATEGIES if steps is None else together(steps.name))}
-        looked = {name: function_at(look)(self) for name, look in looks.items() if look}
+        looked = {name: result_or_reason(function_at(look), self) for name, look in looks.items() if look}
+        failed = {name: why for name, why in looked.items() if isinstance(why, str)}
         found = ProfiledStep(
             profile=step.profile,
             chain=step.chain,
             rates=rates,
             gradient_sizes=gradient_sizes(self.module) if averages else (),
             requested=requested,
-            facts=facts_of_step(self.module, step) | looked,
-            refused=refused_techniques(self.module, step, values=self._trains),
+            facts=facts_of_step(self.module, step) | {name: one for name, one in looked.items() if name not in failed},
+            refused=failed | refused_techniques(self.module, step, values=self._trains),
             notes=tuple(self._notes(step)),
         )
+        if STAGED in failed:
+            found = stage_search().without(found, failed[STAGED])
         if steps is None or row is None:
             shared = statistics_bytes(self.module)
             return replace(found, statistics_bytes=shared, counted=self._counted_with)

@@ -45,6 +45,8 @@ ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Difference of the two sides, relative to the largest loss, that counts as rounding."""
 HALF = 2e-2
 """The same under autocast, in TF32 and for other dtypes."""
+SUSPECTED = 1e-2
+"""Factor of the first where a cross-entropy leaves out labels: losses of samples are nearly equal before training."""
 
 NO_MEAN = (
     "The loss is no mean over samples: it is {whole:.6g} for the first batch of a rank, and {halves} for its halves."
@@ -185,7 +187,7 @@ def warn_unless_mean(
         losses, _ = tried(parts)
         mean = sum(share * one for share, one in zip(found.halves()[1], losses, strict=True))
         rounds = rounds or (multiplies_in_tf32() and next(module.parameters()).is_cuda)
-        rounding = HALF if rounds else ROUNDING.get(found.dtype, HALF)
+        rounding = HALF if rounds else ROUNDING.get(found.dtype, HALF) * (SUSPECTED if found.labels else 1)
         differs = abs(loss - mean) > rounding * max(abs(loss), *map(abs, losses))
         text = NO_MEAN.format(whole=loss, halves=" and ".join(f"{one:.6g}" for one in losses))
         _, said = tried(lambda: (differs, found.labels, text))

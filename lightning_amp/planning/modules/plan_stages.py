@@ -16,6 +16,7 @@ from lightning_amp.planning.modules.finish_plan import (
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.stage_search import StageOptions
 from lightning_amp.techniques.table import STAGED, in_order, stage_search
+from lightning_amp.techniques.technique import UNEXPECTED, result_or_reason
 
 
 def stages_requested(plan: Plan, seen: ProfiledStep) -> StageOptions | None:
@@ -29,7 +30,12 @@ def stages_requested(plan: Plan, seen: ProfiledStep) -> StageOptions | None:
         return None
     if STAGED in seen.refused:
         raise PlanError(f"{STAGED} cannot run this step: {seen.refused[STAGED]}; or leave {STAGED!r} out")
-    return replace(stage_search().fixed(spec, plan.rules), model=plan.mesh.model)
+    search = stage_search()
+    asked = replace(search.fixed(spec, plan.rules), model=plan.mesh.model)
+    why = result_or_reason(search.uncut, seen, asked)
+    if why and UNEXPECTED not in why:
+        raise PlanError(f"{STAGED} cannot run this step: {why}; or leave {STAGED!r} out")
+    return asked
 
 
 def with_stages(base: Plan, seen: ProfiledStep, asked: StageOptions, *, must: bool = False) -> Plan:

@@ -157,6 +157,14 @@ def best_pipeline(seen: ProfiledStep, *, ranks: int, budget: int | None, asked: 
     return _best(made, budget)
 
 
+def uncut(seen: ProfiledStep, asked: StageOptions) -> str:
+    """Return why the batch cannot be cut into the micro-batches that were asked for; "" if it can."""
+    whole = stages_of(seen).whole()
+    if isinstance(whole, str) or not whole.draws or (asked.micro_batches or 1) == 1:
+        return ""
+    return f"{whole.draws}, and every micro-batch would draw others: set micro_batches=1"
+
+
 def staged(seen: ProfiledStep, model: int, *, data: int, budget: int | None, asked: StageOptions) -> Draft | str:
     """Return the step as a pipeline with `model` ranks on the model axis, or why there is none."""
     known = stages_of(seen)
@@ -178,9 +186,12 @@ def staged(seen: ProfiledStep, model: int, *, data: int, budget: int | None, ask
     blocks, stages = len(whole.names), model * first.each
     if stages > blocks:
         return f"there are {blocks} blocks for {stages} stages"
-    counts = sorted({min(whole.rows, asked.micro_batches or n * model) for n in PER_RANK})
+    if why := uncut(seen, asked):
+        return why
+    each = 1 if whole.draws else asked.micro_batches
+    counts = sorted({min(whole.rows, each or n * model) for n in PER_RANK})
     counts = [count for count in counts if fills_rounds(name, model, count)]
-    if counts and asked.micro_batches is None and budget != 0:
+    if counts and each is None and budget != 0:
         found = _fastest(first, -(-whole.rows // counts[-1]))
         counts, first = sorted({*counts, *found}), replace(first, compared=found)
     shapes = [replace(first, micro_batches=count) for count in counts]

@@ -1,5 +1,7 @@
-"""Run a block of another rank on zeros, for the shapes of its result, where placeholders have too little: with experts,
-the values decide which rows each of them gets, and not the shape of the result.
+"""Run a block of another rank on zeros, only to learn the shapes of its result.
+
+This is for blocks whose operators need values, such as experts: values decide which rows each expert gets, and not the
+shape of the result.
 
 Values of this rank are copied, and placeholders and parameters of other ranks become zeros, a parameter of one number
 for all entries. The result is placeholders again, so that none of its values is read, and its digest is compared with
