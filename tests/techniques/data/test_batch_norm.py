@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
+from lightning_amp.dist.normalise import batch_normalised
 from lightning_amp.errors import InstallError
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.techniques.data.batch_norm import is_shared, share_batch_statistics
 from tests.ranks import CountCollectives, run_ranks
 
@@ -294,3 +296,12 @@ def test_synchronised_layers_are_left_as_they_are() -> None:
     model = nn.Sequential(nn.SyncBatchNorm(2), nn.InstanceNorm1d(2))
     share_batch_statistics(model, ALONE)
     assert not any("forward" in vars(layer) for layer in model)
+
+
+def test_the_backward_pass_makes_no_tensor_as_large_as_the_input_but_its_gradient() -> None:
+    x, weight = torch.randn(8, 16, 16, 16, requires_grad=True), torch.ones(16, requires_grad=True)
+    y = batch_normalised(x, weight, None, 1e-5, track=lambda *_: None)
+    gradient = torch.randn_like(y)
+    with LiveBytes() as meter:
+        y.backward(gradient)
+    assert meter.peak < 1.1 * x.nbytes
