@@ -9,6 +9,9 @@ import torch
 
 # collectives that autograd and fake tensors support; torch.distributed.tensor uses them
 import torch.distributed._functional_collectives as functional_collectives
+
+# where recurrent networks find their kernels
+from torch import _VF as recurrent_functions
 from torch import Tensor, nn
 
 # one operator on a list of tensors, which a device computes in one launch
@@ -117,6 +120,7 @@ __all__ += [
     "disable_torch_function",
     "fake_tensors",
     "functional_collectives",
+    "recurrent_functions",
     "top_saving_hooks",
     "unseen",
     "without_torch_function",
@@ -132,6 +136,9 @@ FLASH_ATTENTION = {
 
 # environment variables that select or configure the allocator
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+# packs a padded sequence; has no tag of values, though kernels of recurrent layers read its batch sizes from memory
+pack_padded = torch.ops.aten._pack_padded_sequence.default
 
 # x where another tensor is above a threshold, else 0, in one kernel
 past_threshold = torch.ops.aten.threshold_backward.default

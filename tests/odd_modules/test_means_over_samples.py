@@ -38,7 +38,7 @@ class Losses(Optimised, by=torch.optim.SGD, lr=0.1):
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.4), nn.Tanh(), nn.Linear(8, 4))
         self.double()
-        self.kind, self.steps, self.metric = kind, 0, MeanMetric()
+        self.kind, self.steps, self.metric, self.updated = kind, 0, MeanMetric(), MeanMetric()
         self.own = torch.Generator().manual_seed(3)
         self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
         self.parts: list[int] = []
@@ -51,6 +51,8 @@ class Losses(Optimised, by=torch.optim.SGD, lr=0.1):
         if self.kind == "mean_square with a buffer":
             self.mean += 0.1
         self.metric(x.mean())
+        # changes its states in place, in every pass anew
+        self.updated.update(x)
         self.log("loss", x.mean())
         if self.kind == "mean_square that writes":
             with torch.no_grad():
@@ -106,7 +108,14 @@ def fit(rank: int, ranks: int, kind: str, judged: bool = True, strategies: str =
             DataLoader(data, batch_size=None),  # type: ignore[arg-type]
         )
     state = {name: value.detach().clone() for name, value in module.state_dict().items()}
-    left = [module.steps, module.parts, list(SEEN), module.metric.compute().item(), torch.rand(1).item()]
+    left = [
+        module.steps,
+        module.parts,
+        list(SEEN),
+        module.metric.compute().item(),
+        module.updated.compute().item(),
+        torch.rand(1).item(),
+    ]
     left += [random.random(), module.own.get_state().sum().item()]
     texts = [str(one.message) for one in said]
     told = [text for text in texts if "averaged by samples" in text or "no mean over samples" in text]

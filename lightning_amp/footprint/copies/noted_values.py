@@ -33,6 +33,8 @@ from lightning_amp._torch import (
     TorchDispatchMode,
     autograd_node,
     autograd_order,
+    pack_padded,
+    recurrent_functions,
     tree_map,
 )
 from lightning_amp.footprint.copies.padded_rows import pad_rows
@@ -41,8 +43,6 @@ from lightning_amp.holding import replacing
 
 SKIPPED = (*(f"{path}{os.sep}" for path in (*torch.__path__, *lightning.__path__, str(Path(__file__).parents[2]))), "<")
 """Beginnings of files of which no line is the caller: they run in other order on fake tensors, or with a technique."""
-PACKED = torch.ops.aten._pack_padded_sequence.default
-"""Has no tag; kernels of recurrent layers read its second result, the batch size of each step, from memory."""
 INDEX = torch.ops.aten.index.Tensor
 BACKWARD_SELECTS = {
     **dict.fromkeys((torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default), INDEX),
@@ -64,7 +64,7 @@ def decided_by_values(func: Any, args: Any) -> bool:
     if func is INDEX:
         # indices of integers give a known shape
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return func is PACKED or not OF_VALUES.isdisjoint(getattr(func, "tags", ()))
+    return func is pack_padded or not OF_VALUES.isdisjoint(getattr(func, "tags", ()))
 
 
 def _may_decide(func: Any, args: Any) -> bool:
@@ -136,7 +136,7 @@ class NoteTaker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = func(*args, **(kwargs or {}))
         if _may_decide(func, args):
             self.note(func, args, tree_map(lambda x: Layout.of(x) if _is_plain(x) else x, found))
-            if func is PACKED:
+            if func is pack_padded:
                 self.notes[-1] = self.notes[-1]._replace(answer=(self.notes[-1].answer[0], found[1].clone()))
         return found
 
@@ -283,7 +283,7 @@ class Answers:
         try:
             with (
                 replacing(FakeTensor, tolist=answering("tolist"), numpy=answering("numpy")),
-                replacing(torch._VF, _pad_packed_sequence=pad_rows),
+                replacing(recurrent_functions, _pad_packed_sequence=pad_rows),
                 replacing(CheckpointFrame, __init__=framed),
                 replacing(CheckpointFunction, forward=staticmethod(forwarded)),
             ):

@@ -11,7 +11,7 @@ Known limits: those of as_before.py; NumPy arrays beyond `COPIED` bytes; tensors
 through `.data`; side effects outside the process, such as lines of a logger.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -118,10 +118,11 @@ class StateOfBatch(Before):
         # the states that an update changes, also of values logged by Lightning, which are metrics too
         held = {name: getattr(metric, name) for name in metric._defaults}
         # lists are copied without their tensors, which are not changed and may have a graph
-        states = {k: list(x) if isinstance(x, list) else x.detach().clone() for k, x in held.items()}
+        states = _copies(held)
         # these are replaced in an update, not changed, and may have a graph that cannot be copied
         others = {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
-        self.undo.append(lambda: vars(metric).update(states | others))
+        # copies again, because the next pass may change them in place, and is put back too
+        self.undo.append(lambda: vars(metric).update(_copies(states) | others))
 
     @property
     def compared(self) -> list[Tensor]:
@@ -155,3 +156,7 @@ class StateOfBatch(Before):
     def restore_draws(self) -> None:
         """Put the random streams back."""
         set_random_streams(self._random)
+
+
+def _copies(states: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: list(x) if isinstance(x, list) else x.detach().clone() for name, x in states.items()}
