@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from lightning_amp.graph.peak import BlockBytes
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.techniques.chunk.regions.chunk_bytes import Pieces, result_bytes
-from lightning_amp.techniques.chunk.regions.region import Region, piece_length, pieces, written_over
+from lightning_amp.techniques.chunk.regions.region import Region, piece_count, piece_length, written_over
 
 Cost = Callable[[Region], float]
 STEP = 1.15
@@ -90,7 +90,7 @@ class RegionCandidate:
     def _numbers(self) -> list[int]:
         """Number of pieces of each length."""
         units = self.region.units
-        return [len(pieces(units, -(-units // n))) for n in self._lengths]
+        return [piece_count(units, -(-units // n)) for n in self._lengths]
 
     @cached_property
     def _by_length(self) -> tuple[list[int], list[int]]:

@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.techniques.chunk.regions.chunk_bytes import result_bytes
-from lightning_amp.techniques.chunk.regions.region import Region, pieces
+from lightning_amp.techniques.chunk.regions.region import Region, piece_count
 
 
 class HasSpeed(Protocol):
@@ -76,7 +76,7 @@ class Seconds:
 
     def extra(self, region: Region) -> float:
         """Return the additional time of a region compared with its rows computed whole; never negative."""
-        n = len(pieces(region.units, region.n_chunks))
+        n = piece_count(region.units, region.n_chunks)
         inside = region.inside(self._table)
         # additional cost of each further piece: calls, and the bytes it reads whole or adds to a sum
         again = 0.0

@@ -114,6 +114,11 @@ def piece_length(units: int, n_chunks: int) -> int:
     return -(-units // n_chunks)
 
 
+def piece_count(units: int, n_chunks: int) -> int:
+    """Return the number of pieces; smaller than `n_chunks` if that many would leave one empty."""
+    return -(-units // piece_length(units, n_chunks))
+
+
 def pieces(units: int, n_chunks: int) -> tuple[tuple[int, int], ...]:
     """Return (start, length) of every piece; fewer than `n_chunks` if that many would leave one empty."""
     length = piece_length(units, n_chunks)

@@ -20,7 +20,7 @@ from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, Over
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.regions.costs import WEIGHTS, Seconds, Weights, paper_cost
 from lightning_amp.techniques.chunk.regions.find_regions import same_region
-from lightning_amp.techniques.chunk.regions.region import Region, pieces
+from lightning_amp.techniques.chunk.regions.region import Region, piece_count, pieces
 from lightning_amp.techniques.chunk.regions.region_search import Line
 from tests.each import each
 from tests.techniques.chunk.regions.tables import Rows, broken, find_regions, random_table
@@ -166,6 +166,11 @@ def test_an_earlier_first_row_is_left_out_where_it_does_no_good() -> None:
     assert found([1, 3]) == [(1, 1), (1, 2), (3, 3), (1, 3)]
     held = [0, 0, 96, 96, 96]
     assert found([2]) == [(2, 2), (1, 2), (2, 3), (1, 3)]
+
+
+def test_pieces_are_counted_without_listing_them() -> None:
+    cuts = [(units, n) for units in range(1, 40) for n in range(1, units + 1)]
+    assert [piece_count(*cut) for cut in cuts] == [len(pieces(*cut)) for cut in cuts]
 
 
 def test_one_unit_is_not_cut_and_what_needs_its_neighbours_is_not_summed() -> None:
