@@ -57,6 +57,12 @@ def places_written(func: Any) -> list[tuple[int, str]]:
     ]
 
 
+def tensors_written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that a call of an operator writes to."""
+    values = (args[i] if i < len(args) else kwargs.get(name) for i, name in places_written(func))
+    return tensors_of([*values])
+
+
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that counts the bytes of every storage created while it is active and still alive.
 

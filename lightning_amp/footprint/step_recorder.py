@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lightning_amp._torch import autograd_node, autograd_order
 from lightning_amp.data.batch import parts_in, tensors_in
-from lightning_amp.footprint.live_bytes import LiveBytes, Read, places_written, storages_of, tensors_of
+from lightning_amp.footprint.live_bytes import LiveBytes, Read, storages_of, tensors_of, tensors_written
 from lightning_amp.footprint.module_profile import (
     ACTIVATIONS,
     BACKWARD,
@@ -226,11 +226,10 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
     def ends(self, func: Any, args: Any, kwargs: Any, read: Read, result: Any) -> None:
         """Record a product with a parameter as the head, a copy of a parameter as a weight, and what is written to."""
         if func._schema.is_mutable and self.work[self._now.birth][0] != OPTIMISER:
-            for i, name in places_written(func):
-                for tensor in tensors_of((args[i] if i < len(args) else kwargs.get(name),)):
-                    life = self._life_of(tensor)
-                    if life is not None and (life.kind == PARAMETERS or life.name == BATCH):
-                        self.written.add(life.name)
+            for tensor in tensors_written(func, args, kwargs):
+                life = self._life_of(tensor)
+                if life is not None and (life.kind == PARAMETERS or life.name == BATCH):
+                    self.written.add(life.name)
         if func._opname not in _NOTED or self.work[self._now.birth][0] != FORWARD:
             return
         given = (self._of_key.get(id(storage)) for _, storage in read)

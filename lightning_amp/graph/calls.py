@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_amp._torch import FakeTensor, fake_tensors, tree_leaves, unseen
 from lightning_amp.footprint.chain.block_call import autocast_again, autocast_now
+from lightning_amp.footprint.copies.batch_values import asked_by_torch
 from lightning_amp.holding import holding, replacing
 
 FOLLOWING: ContextVar[bool] = ContextVar("following", default=False)
@@ -277,8 +278,7 @@ def follow(
 
 class _Followed(type(FakeTensor)):  # type: ignore[misc]
     def __instancecheck__(cls, value: Any) -> bool:
-        by_torch = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch"
-        return isinstance(value, FakeTensor if by_torch else Tensor)
+        return isinstance(value, FakeTensor if asked_by_torch() else Tensor)
 
 
 class FollowedTensor(FakeTensor, metaclass=_Followed):

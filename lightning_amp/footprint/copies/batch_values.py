@@ -2,8 +2,8 @@
 
 Libraries leave out a branch on values if they get fake tensors: transformers then makes a mask, which a batch without
 padding does not need. While a step is counted, `isinstance(x, FakeTensor)` is False outside of torch for a tensor whose
-values can be computed, also from the batch. Other code does not get values of the batch: a step that
-branches on them is counted by notes of its forward pass (noted_values.py).
+values can be computed, also from the batch. Other code does not get values of the batch: a step that branches on them
+is counted by notes of its forward pass (noted_values.py).
 
 `BatchReads` has what was read of the batch: another batch of which other values are read may take other bytes.
 """
@@ -52,12 +52,17 @@ class BatchReads:
                 leaf.given = None
 
 
+def asked_by_torch() -> bool:
+    """Whether torch itself asks `isinstance`; to be called in `__instancecheck__`."""
+    name: str = sys._getframe(2).f_globals.get("__name__", "")
+    return name.partition(".")[0] == "torch"
+
+
 class _Asked(type(FakeTensor)):  # type: ignore[misc]
     def __instancecheck__(cls, value: Any) -> bool:
         if not isinstance(value, FakeTensor):
             return False
-        by_torch = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch"
-        return by_torch or not _may_be_read(value)
+        return asked_by_torch() or not _may_be_read(value)
 
 
 class AskedFakeTensor(FakeTensor, metaclass=_Asked):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_amp._torch import DataDependentOutput, FakeTensor, OpOverload, tree_leaves, tree_map
 from lightning_amp.footprint.copies.noted_values import answers_now
-from lightning_amp.footprint.live_bytes import places_written, tensors_of
+from lightning_amp.footprint.live_bytes import places_written, tensors_of, tensors_written
 from lightning_amp.holding import replacing
 
 _EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default}
@@ -97,20 +97,17 @@ def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
     given = (*args, *kwargs.values())
     known = all(recipe_of(tensor) is not None for tensor in tensors_of(given))
     known = known and func not in _EMPTY and torch.Tag.nondeterministic_seeded not in func.tags
-    places = places_written(func)
-    for i, name in places:
-        value = args[i] if i < len(args) else kwargs.get(name)
-        for tensor in tensors_of((value,)):
-            # a recipe describes a write to the first argument only; values of other written memory become unknown
-            after = None
-            if known and tensor is args[0]:
-                # None stands for the copy that `_made` writes into: other recipes still read the earlier memory
-                into = _view(tensor)
-                before, into.recipe = into.recipe, None
-                seen_args, seen_kwargs = (into, *tree_map(_seen, args[1:])), tree_map(_seen, kwargs)
-                after = Recipe(func=func, args=seen_args, kwargs=seen_kwargs, before=before)
-            _write(tensor, after)
-    if known and not places and type(result) is FakeTensor:
+    for tensor in tensors_written(func, args, kwargs):
+        # a recipe describes a write to the first argument only; values of other written memory become unknown
+        after = None
+        if known and tensor is args[0]:
+            # None stands for the copy that `_made` writes into: other recipes still read the earlier memory
+            into = _view(tensor)
+            before, into.recipe = into.recipe, None
+            seen_args, seen_kwargs = (into, *tree_map(_seen, args[1:])), tree_map(_seen, kwargs)
+            after = Recipe(func=func, args=seen_args, kwargs=seen_kwargs, before=before)
+        _write(tensor, after)
+    if known and not places_written(func) and type(result) is FakeTensor:
         memory = result.untyped_storage()
         # a view shares its storage and recipe, so only new memory gets one
         if all(tensor.untyped_storage()._cdata != memory._cdata for tensor in tensors_of(given)):

@@ -38,7 +38,7 @@ from lightning_amp._torch import (
     tree_map,
 )
 from lightning_amp.footprint.copies.padded_rows import pad_rows
-from lightning_amp.footprint.live_bytes import places_written, tensors_of
+from lightning_amp.footprint.live_bytes import tensors_of, tensors_written
 from lightning_amp.holding import replacing
 
 SKIPPED = (*(f"{path}{os.sep}" for path in (*torch.__path__, *lightning.__path__, str(Path(__file__).parents[2]))), "<")
@@ -128,8 +128,7 @@ class NoteTaker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and note its result."""
         if func._schema.is_mutable:
-            for i, name in places_written(func):
-                self._keep(tensors_of((args[i] if i < len(args) else (kwargs or {}).get(name),)))
+            self._keep(tensors_written(func, args, kwargs or {}))
         selects = BACKWARD_SELECTS.get(func)
         if selects is not None and decided_by_values(selects, args):
             self.note("mask", args, Layout.of(selects(*args[:2])))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_amp._torch import TorchDispatchMode, parts_of
 from lightning_amp.footprint.copies.as_before import LIBRARIES
-from lightning_amp.footprint.live_bytes import COLLECTIVES, places_written
+from lightning_amp.footprint.live_bytes import COLLECTIVES, tensors_written
 from lightning_amp.lightning.steps.uneven_means import why_uneven
 
 MOST_DRAWS = 10_000
@@ -93,8 +93,7 @@ class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.exchanges = self.exchanges or _called_by_user()
             return func(*args, **kwargs)
         if func._schema.is_mutable:
-            for i, name in places_written(func):
-                self._refuse_kept(args[i] if i < len(args) else kwargs.get(name))
+            self._refuse_kept(tensors_written(func, args, kwargs))
         name = func._opname
         if name in NLL and not self.labels:
             given = _given(func, args, kwargs)
@@ -125,9 +124,9 @@ class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func(*args, **kwargs)
         return made.copy_(value) if isinstance(value, Tensor) else made.fill_(value)
 
-    def _refuse_kept(self, values: Any) -> None:
-        for value in values if isinstance(values, list | tuple) else [values]:
-            if isinstance(value, Tensor) and any(p.untyped_storage()._cdata in self._kept for p in parts_of(value)):
+    def _refuse_kept(self, written: Iterable[Tensor]) -> None:
+        for tensor in written:
+            if any(part.untyped_storage()._cdata in self._kept for part in parts_of(tensor)):
                 raise NotJudged("it writes to parameters")
 
 
