@@ -33,15 +33,18 @@ full: $(STAMP)
 	$(BIN)/python -m pytest -m "alone and not slow" tests/lightning/faults
 
 # the lowest versions that pyproject.toml allows, torch's CUDA build among them, in an environment apart; old packages
-# warn of each other, so that here a warning is no error
+# warn of each other, so that here a warning is no error. Only the folders that call the most of other packages; before a
+# release all
+LOWEST_TESTS ?= tests/cli tests/data tests/dist tests/footprint tests/graph tests/lightning tests/models
 lowest: $(LOWEST)/.installed
 	$(LOWEST)/bin/python -m pytest $(PYTEST) -o filterwarnings=default --disable-warnings \
-		-m "not (ranks or long or alone or full or exhaustive or slow)" tests
+		-m "not (ranks or long or alone or full or exhaustive or slow)" $(LOWEST_TESTS)
 	$(LOWEST)/bin/lightning-amp demo --out $(LOWEST)/demo
 
 # before a release, and before an issue is called resolved: the rows of matrices that CI leaves out
 release: full
 	$(BIN)/python -m pytest $(PYTEST) -m release tests
+	$(MAKE) lowest LOWEST_TESTS=tests
 
 # edits of the files that matter, which their tests have to notice; before a release
 mutants: $(STAMP)
@@ -62,10 +65,8 @@ real: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not release" tests
 
 # what a user installs: the wheel in an environment that has nothing else, run outside of the sources
-wheel:
-	rm -rf dist $(WHEEL)
-	$(PYTHON) -m venv $(WHEEL)
-	$(WHEEL)/bin/python -m pip install --quiet torch --constraint constraints.txt
+wheel: $(WHEEL)/.installed
+	rm -rf dist
 	$(WHEEL)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	$(WHEEL)/bin/python -m pip install --quiet dist/*.whl --constraint constraints.txt
 	cd $(WHEEL) && bin/lightning-amp demo --out demo
@@ -90,6 +91,11 @@ $(LOWEST)/.installed: pyproject.toml constraints.txt .ci/lowest.py
 	$(PYTHON) .ci/lowest.py > $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --editable '.[test]' --constraint $(LOWEST)/lowest.txt
 	touch $(LOWEST)/.installed
+
+$(WHEEL)/.installed: constraints.txt
+	$(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip install --quiet torch --constraint constraints.txt
+	touch $(WHEEL)/.installed
 
 $(DOCS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS)

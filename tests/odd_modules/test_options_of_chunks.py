@@ -33,6 +33,8 @@ def test_fewer_queries_in_a_chunk_are_installed_and_predicted_to_take_less() -> 
     assert losses[2] == pytest.approx(losses[0], rel=1e-12)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.release
 @pytest.mark.long
 def test_the_papers_selection_of_regions_runs_in_a_trainer(tmp_path: Path) -> None:
     options = {"accelerator": "cpu", "devices": 1, "max_steps": 1, "default_root_dir": tmp_path, **QUIET}

@@ -15,6 +15,7 @@ from lightning_amp.lightning.profiling.plan_of_module import ModulePlan
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.chunk.run import in_chunks
 from lightning_amp.techniques.chunk.run.chunk_module import chunk_block
+from tests.each import BEFORE_A_RELEASE
 
 DIM, SIDE = 8, 24
 
@@ -76,7 +77,7 @@ def codes_that_run(made: ModulePlan) -> set[str]:
     return {plan.chunks.code[""] for key, plan in made.step._chunk_plans.items() if key[0] in wanted}
 
 
-@pytest.mark.parametrize("runs_on", ["cpu", "H100"])
+@pytest.mark.parametrize("runs_on", ["H100", pytest.param("cpu", marks=BEFORE_A_RELEASE)])
 def test_the_regions_are_those_of_the_device_that_the_plan_is_for(
     runs_on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from tests.lightning.pipeline.pipeline_cases import GPT, LAYERS, STEPS, fit, tok
 from tests.lightning.pipeline.test_pipeline import close
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.release]
 Run = dict[str, Any]
 MICRO = {"micro_batches": 3}
 GO_ON = {"max_epochs": 2}

@@ -313,7 +313,7 @@ BY_RANKS = {1: ("S1", "S1,recompute"), 2: ("S1", "S1,recompute", "S1,fsdp", "S1,
         ("wide_mlp", 1, {}),
         ("chain by hand", 2, {}),
         pytest.param("chain", 2, {"accumulate_grad_batches": 2}, marks=BEFORE_A_RELEASE),
-        pytest.param("gene_transformer", 1, {}, marks=pytest.mark.full),
+        pytest.param("gene_transformer", 1, {}, marks=BEFORE_A_RELEASE),
     ],
 )
 def test_what_is_predicted_to_fit_is_trained(name: str, ranks: int, options: dict[str, Any], tmp_path: Path) -> None:

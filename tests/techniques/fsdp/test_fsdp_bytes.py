@@ -276,6 +276,8 @@ def trained(rank: int | None, ranks: int) -> Found:
     return found
 
 
+@pytest.mark.exhaustive
+@pytest.mark.release
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_blocks_train_as_on_one_process(tmp_path: Path) -> None:

@@ -137,6 +137,8 @@ def over_data_too(rank: int, ranks: int) -> dict[str, Any]:
     return {name: {**one, "plan": one["plan"].to_json()} for name, one in found.items()}
 
 
+@pytest.mark.exhaustive
+@pytest.mark.release
 @pytest.mark.ranks
 def test_two_dims_and_a_data_axis(tmp_path: Path) -> None:
     right = run(TWO_DIMS, 0, 1)
@@ -285,6 +287,8 @@ def with_fsdp(rank: int, ranks: int) -> dict[str, Any]:
     return {**found, "plan": found["plan"].to_json()}
 
 
+@pytest.mark.exhaustive
+@pytest.mark.release
 @pytest.mark.ranks
 def test_a_policy_splits_parameters_too_where_samples_alone_do_not_suffice(tmp_path: Path) -> None:
     for found in run_ranks(with_fsdp, 2, tmp_path):
@@ -357,6 +361,8 @@ def going_on(rank: int, ranks: int, folder: str) -> dict[str, Tensor]:
     return trained(rank, ranks, ckpt=f"{folder}/two.ckpt", epochs=2, precision="64-true", strategies="sequence,fsdp")
 
 
+@pytest.mark.exhaustive
+@pytest.mark.release
 @pytest.mark.ranks
 def test_what_a_trainer_does_around_a_step_is_exact(tmp_path: Path) -> None:
     found = run_ranks(on_ranks, 2, tmp_path, str(tmp_path))

@@ -290,6 +290,8 @@ def on_ranks(rank: int, ranks: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.exhaustive
+@pytest.mark.release
 @pytest.mark.ranks
 def test_what_overlaps_changes_no_number_and_no_promise(tmp_path: Path) -> None:
     """Accumulated over two batches; blocks run again, weights are tied, used twice, frozen."""

@@ -59,6 +59,7 @@ def graphs(run: Callable[[], object]) -> int:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.release
 def test_equals_the_eager_decoder(compiler: None) -> None:
     model = installed(TWO, ("S4", "fused", "sparse"))
     found = {}
