@@ -1,7 +1,7 @@
 """Plan any module from one batch, without a run: for `lightning_amp.plan` and for `lightning-amp plan --config`."""
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from html import escape
@@ -19,15 +19,19 @@ from lightning_amp.footprint.module_profile import PARAMETERS, ModuleProfile
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
+from lightning_amp.lightning.profiling.split_samples import samples_may_be_split, with_split_samples
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.modules.min_memory_plan import answers, fewest_ranks, largest_batches
-from lightning_amp.planning.modules.plan_module import Counted, plan_step
+from lightning_amp.planning.modules.plan_module import Counted, base_plan, plan_step
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import without_shared_statistics
 from lightning_amp.planning.reports.step_report import step_report
 from lightning_amp.quantities import memory_of_ranks
-from lightning_amp.techniques.table import STRATEGIES, parse_strategies, requested_specs
+from lightning_amp.techniques.table import STRATEGIES, parse_strategies, requested_specs, with_steps
 from lightning_amp.techniques.technique import function_at
+
+COUNTED_ON = (1, 2, 4, 8, 16)
+"""Numbers of devices on which a plan is made to find the fewest: each takes counts of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,8 @@ class ModulePlan:
         seen_at: Function that counts the step with another batch size.
         counting: Context for counting, with the blocks of `blocks` and tensor sizes as on the device.
         named: Whether the user chose the techniques, not the policy.
-        steps: Steps of a technique that replaces the training step; the questions are then not supported.
+        split: Technique of the plan that replaces the training step, or ""; the questions are then not supported.
+        on_devices: Function that plans the step on another number of devices.
         unlike: Whether the devices differ in memory; the questions are then not supported.
     """
 
@@ -53,7 +58,8 @@ class ModulePlan:
     seen_at: Callable[[int | None], ProfiledStep] = field(repr=False)
     counting: Callable[[], AbstractContextManager[None]] = field(repr=False)
     named: bool = field(repr=False)
-    steps: DrySteps | None = field(repr=False)
+    split: str = field(repr=False)
+    on_devices: Callable[[int], Plan] = field(repr=False)
     unlike: bool = field(default=False, repr=False)
 
     def report(self) -> str:
@@ -86,25 +92,45 @@ class ModulePlan:
     def fewest_devices(self) -> int | None:
         """Return the fewest devices on which the batch fits the budget, by any technique; None if there are none.
 
+        Plans on 1, 2, 4, 8 and 16 devices are counted, also those that split samples; the others are predicted.
+
         Raises:
             PlanError: There is no budget, or the memory on more devices cannot be computed.
         """
         with self.counting():
             found = fewest_ranks(self.seen_at(self.profile.batch_size), self._budget("fewest_devices"))
-        return None if found is None else found.ranks * found.model
+        predicted = None if found is None else found.ranks * found.model
+        counted = self._on_fewest(COUNTED_ON, below=predicted)
+        return predicted if counted is None else counted.mesh.data * counted.mesh.model
+
+    def _on_fewest(self, devices: Sequence[int], *, below: int | None = None) -> Plan | None:
+        """The plan of the policy on the fewest of these numbers of devices where it fits, with fewer than `below`."""
+        own = self.plan.mesh.data * self.plan.mesh.model
+        for n in devices:
+            # what does not fit on as many devices as were asked for fits on no fewer
+            if self.named or (below is not None and n >= below) or (n < own and not self.plan.fits):
+                continue
+            plan = self.plan if n == own else self.on_devices(n)
+            if plan.fits:
+                return plan
+        return None
 
     def answers(self) -> list[str]:
         """Return largest_batch and fewest_devices as sentences, with and without techniques; empty without a budget."""
         budget = self.plan.budget_bytes
-        if budget is None or self.unlike or self.steps is not None:
+        if budget is None or self.unlike or self.split:
             return []
         with self.counting():
-            return answers(self.seen_at, self.seen_at(self.profile.batch_size), budget=budget, **self._asked)
+            seen = self.seen_at(self.profile.batch_size)
+            # each further number of devices takes seconds
+            tried = (self.plan.mesh.data * self.plan.mesh.model, 2 * self.plan.mesh.data * self.plan.mesh.model)
+            on_fewest = self._on_fewest(tried) if fewest_ranks(seen, budget) is None else None
+            return answers(self.seen_at, seen, budget=budget, on_fewest=on_fewest, **self._asked)
 
     @property
     def _asked(self) -> dict[str, Any]:
         mesh = self.plan.mesh
-        return {"ranks": mesh.data * mesh.model, "named": self.plan if self.named else None}
+        return {"ranks": mesh.data * mesh.model, "named": self.plan if self.named else None, "planned": self.plan}
 
     def code(self) -> str:
         """Return the code of the blocks that the plan computes in chunks, as Python."""
@@ -116,9 +142,9 @@ class ModulePlan:
         if self.plan.budget_bytes is None or self.unlike:
             found = "unlike ones of its devices" if self.unlike else "none"
             raise PlanError(f"{question} requires a plan with one budget, found {found}; give device_memory='24GiB'")
-        if self.steps is not None:
+        if self.split:
             raise PlanError(
-                f"{question} does not support a plan with {self.steps.name!r}; plan batches of several"
+                f"{question} does not support a plan with {self.split!r}; plan batches of several"
                 " lengths, or on several numbers of devices"
             )
         return self.plan.budget_bytes
@@ -165,7 +191,7 @@ def plan_of_module(
         limited = replace(around, limit_bytes=around.limit_bytes or limit)
         return StepOfModule(module, lambda: batch, around=limited, batch_size=n, steps=steps)
 
-    def look(step: StepOfModule) -> ProfiledStep:
+    def look(step: StepOfModule, devices: int = devices) -> ProfiledStep:
         return step.profiled(rates, requested=requested, shared_statistics=share and devices > 1)
 
     @contextmanager
@@ -187,11 +213,31 @@ def plan_of_module(
     if steps is not None and STRATEGIES[steps.name].data_axis:
         # the number of ranks of its grid, which may have been chosen
         request["model_parallel_size"] = steps.ranks
-    with counting():
-        made = plan_step(
-            Counted(seen=seen, shape=shape), **request, micro_batches=options.get("micro_batches"), count=step.count
-        )
-    made = with_spec(made, steps, "")
+    free = request["strategies"] is None and request["policy"] == "auto" and size == "auto"
+
+    def made_on(n: int) -> tuple[Plan, StepOfModule]:
+        counted = Counted(seen=seen if n == devices else look(step, n), shape=shape)
+        micro_batches = options.get("micro_batches")
+        with counting():
+            given = request | {"devices": n}
+            made = with_spec(plan_step(counted, **given, micro_batches=micro_batches, count=step.count), steps, "")
+            if not free or not samples_may_be_split(made, counted.seen):
+                return made, step
+
+            def base(name: str, dry: DrySteps) -> Plan:
+                alone = base_plan(
+                    counted,
+                    devices=n,
+                    budget=made.budget_bytes,
+                    policy="auto",
+                    strategies=["S1", name],
+                    model_parallel_size=dry.ranks,
+                )
+                return with_spec(alone, dry, "")
+
+            return with_split_samples(made, step, base=base, node_ranks=n, rates=rates)
+
+    made, counted_step = made_on(devices)
     if not share:
         made = without_shared_statistics(made)
 
@@ -204,10 +250,11 @@ def plan_of_module(
         plan=made,
         profile=profile,
         module=module,
-        step=step,
+        step=counted_step,
         seen_at=seen_at,
         counting=counting,
         named=request["strategies"] is not None,
-        steps=steps,
+        split=with_steps(made.strategies),
+        on_devices=lambda n: made_on(n)[0],
         unlike=len(memory) > 1,
     )

@@ -1,40 +1,25 @@
 """Make the plan of a run from Trainer, data and module, on rank 0 in `setup`, before optimisers exist."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
-from math import inf
-from types import SimpleNamespace
 
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.consistency.replicas import decide_on_rank_zero
 from lightning_amp.lightning.profiling.blocks_outside import DecoderPlan, with_blocks_outside, within_budget
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
+from lightning_amp.lightning.profiling.split_samples import samples_may_be_split, with_split_samples
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.validation_of_fit import with_validation
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.plan_module import model_axis_size, plan_again, plan_module, split_by_planner
-from lightning_amp.planning.plan.plan import Axes, Explanation, Plan
+from lightning_amp.planning.plan.plan import Axes, Plan
 from lightning_amp.planning.policies import build_rules
-from lightning_amp.planning.policies.auto import TIE
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.time.step_seconds import predicted_times
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.table import (
-    EVALUATED,
-    PREDICTIONS,
-    STRATEGIES,
-    in_order,
-    is_of_block,
-    parse_strategies,
-    together,
-)
-
-SLOW_SECONDS = 0.5
-"""Seconds of a step beyond its computation, above which a plan counts as slow."""
+from lightning_amp.techniques.table import EVALUATED, PREDICTIONS, STRATEGIES, in_order, is_of_block, parse_strategies
 
 
 def resolve_plan(
@@ -110,13 +95,16 @@ def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, mo
         count=facts.step.count,
         asked=replace(stages, micro_batches=request.micro_batches, speeds=facts.speeds, memory=facts.memory),
     )
-    # profiling a technique with its own steps takes seconds: do it only if no plan fits, or if a plan with more than
-    # data parallelism takes much longer than computation
-    slow = set(found.strategies) > {"S1"} and _pace(found) - seen.seconds > max(seen.seconds, SLOW_SECONDS)
     free = request.chooses and strategies is None and request.model_parallel_size == "auto"
-    if free and (found.fits is False or slow):
-        return in_parts(found, facts)
-    return found
+    if not free or not samples_may_be_split(found, seen):
+        return found
+    return with_split_samples(
+        found,
+        facts.step,
+        base=lambda name, dry: _without_step(facts, ["S1", name], dry.ranks, steps=dry),
+        node_ranks=facts.strategy.num_processes,
+        rates=facts.rates[0],
+    )[0]
 
 
 def _plan_of_decoder(facts: PlanningContext, strategies: Sequence[str] | None, model_ranks: int | None) -> Plan:
@@ -250,60 +238,3 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     if seen is None or facts.step is None:
         return replace(again, diagnosis=None, uncounted=facts.not_profiled)
     return plan_again(again, seen, count=facts.step.count, memory=facts.memory)
-
-
-def in_parts(whole: Plan, facts: PlanningContext) -> Plan:
-    """Return the fastest fitting plan that splits samples or layers, if no other plan fits or the others are slower.
-
-    `whole`: the best plan without such a technique, or the one that needs least; returned with notes if none is better.
-    """
-    ranks, node_ranks, step = facts.strategy.world_size, facts.strategy.num_processes, facts.step
-    assert step is not None, "it was profiled"
-    found = list[tuple[str, Plan]]()
-    for name, row in STRATEGIES.items():
-        # techniques on the data axis may cross nodes, and may be faster than a plan that fits
-        n = ranks if row.data_axis else node_ranks
-        if not row.steps or n < 2 or not (row.data_axis or whole.fits is False):
-            continue
-        steps = DrySteps.asked((name,), SimpleNamespace(), node_ranks, run_ranks=ranks, budget=whole.budget_bytes)
-        assert steps is not None, "it has steps"
-        counted = step.with_steps(steps)
-        try:
-            seen = counted.profiled(facts.rates[0])
-            base = _without_step(facts, ["S1", name], steps.ranks, steps=steps)
-            made = [plan_module(base, seen, named=(), count=counted.count)]
-            others = [other for other in together(name) if other in PREDICTIONS]
-            # add further techniques only if fewer do not fit; of equally many, take the fastest plan
-            for n in range(1, len(others) + 1):
-                if any(plan.fits for plan in made):
-                    break
-                for more in combinations(others, n):
-                    # combinations that this step does not support are skipped
-                    with suppress(AmpError):
-                        made.append(plan_module(base, seen, named=more, count=counted.count))
-            if fitting := [plan for plan in made if plan.fits]:
-                found.append((name, min(fitting, key=_pace)))
-                continue
-            least = min(made, key=lambda plan: plan.predicted_peak_bytes)
-            why = f"{', '.join(least.strategies)} needs {format_bytes(least.predicted_peak_bytes)} on as many ranks"
-        except AmpError as error:
-            why = f"{name} is not possible: {error}"
-        whole = replace(whole, notes=(*whole.notes, Explanation(why)))
-    name, best = min(found, key=lambda one: _pace(one[1]), default=("", whole))
-    # a plan that splits samples or layers must be faster by more than the tie margin
-    if not name or (whole.fits and _pace(best) * TIE > _pace(whole)):
-        return whole
-    if whole.fits:
-        why = f"{', '.join(whole.strategies)} takes {_pace(whole) / _pace(best):.1f} times as long"
-    else:
-        why = f"every plan that leaves samples whole needs {format_bytes(whole.predicted_peak_bytes)} or more"
-    slower = (f"{other} takes {_pace(plan) / _pace(best):.1f} times as long" for other, plan in found if other != name)
-    why = "; ".join([why, *slower])
-    rules = tuple(replace(rule, why=why) if rule.strategy == name else rule for rule in best.rules)
-    notes = (*best.notes, Explanation(f"{name} was taken: {why}"))
-    return replace(best, policy=whole.policy, rules=rules, notes=notes)
-
-
-def _pace(plan: Plan) -> float:
-    """Seconds of a step per batch and rank: a model group of M ranks reads one batch, so a rank counts 1 / M of it."""
-    return (plan.predicted_step_seconds or inf) * plan.mesh.model

@@ -216,7 +216,7 @@ class LargestBatch:
 
 
 def largest_batches(
-    seen_at: SeenAt, seen: ProfiledStep, *, ranks: int, budget: int, named: Plan | None
+    seen_at: SeenAt, seen: ProfiledStep, *, ranks: int, budget: int, named: Plan | None, planned: Plan | None = None
 ) -> LargestBatch:
     """Find the largest batches without techniques, and with techniques.
 
@@ -226,6 +226,7 @@ def largest_batches(
         ranks: Ranks of a data axis, or stages.
         budget: Bytes of a device.
         named: A plan whose techniques are the only ones to use; None allows all techniques.
+        planned: The plan of `seen`, which was counted with its techniques: it may fit where a prediction does not.
 
     Raises:
         AmpError: The step cannot be counted with another batch length.
@@ -252,21 +253,39 @@ def largest_batches(
         # the ranks of a pipeline share one batch
         if shared > lean * staged.model:
             lean, best = shared, staged
+    if planned is not None and planned.fits and lean < start:
+        return LargestBatch(plain=plain, lean=start, techniques=planned.strategies, sharing=planned.mesh.model)
     return LargestBatch(plain=plain, lean=lean, techniques=best.strategies, sharing=best.model)
 
 
-def answers(seen_at: SeenAt, seen: ProfiledStep, *, ranks: int, budget: int, named: Plan | None = None) -> list[str]:
-    """Return two sentences: the fewest devices and the largest batch; arguments as in `largest_batches`."""
+def answers(
+    seen_at: SeenAt,
+    seen: ProfiledStep,
+    *,
+    ranks: int,
+    budget: int,
+    named: Plan | None = None,
+    planned: Plan | None = None,
+    on_fewest: Plan | None = None,
+) -> list[str]:
+    """Return two sentences: the fewest devices and the largest batch; arguments as in `largest_batches`.
+
+    `on_fewest` is a plan on the fewest devices, where none is predicted to fit without a count of its techniques.
+    """
     fewest, length = fewest_ranks(seen, budget), seen.profile.batch_size
     where = "for all of them" if fewest is not None and fewest.model > 1 else "on each"
     each = "" if length is None else f" with a batch of {length:,} {where}"
     found = [f"no number of devices has the memory for this step{each}: {smaller(seen)}"]
+    if on_fewest is not None:
+        n = on_fewest.mesh.data * on_fewest.mesh.model
+        needs = f"{format_bytes(on_fewest.predicted_peak_bytes)} with {' and '.join(on_fewest.strategies)}"
+        found = [f"the fewest devices for this step{each}: {n}, {needs}"]
     if fewest is not None:
         found = [f"the fewest devices for this step{each}: {fewest.ranks * fewest.model}, {spelled(fewest)}"]
     if length is None:
         return [*found, "the largest batch is not known: the tensors of a batch have no length in common"]
     try:
-        most = largest_batches(seen_at, seen, ranks=ranks, budget=budget, named=named)
+        most = largest_batches(seen_at, seen, ranks=ranks, budget=budget, named=named, planned=planned)
     except AmpError as error:
         return [*found, f"the largest batch is not known: one of another length cannot be counted: {error}"]
     within = f"the largest batch of a rank that fits {format_bytes(budget)}"

@@ -283,6 +283,31 @@ class Counted:
     shape: ModelShape
 
 
+def base_plan(
+    counted: Counted,
+    *,
+    devices: int,
+    budget: int | None,
+    policy: str,
+    strategies: list[str] | None,
+    model_parallel_size: int | str,
+) -> Plan:
+    """Return the plan without techniques that require a profile, for `plan_module`; arguments as in `plan_step`."""
+    seen, shape = counted.seen, counted.shape
+    made = make_plan(
+        profile_of_module(shape),
+        devices=devices,
+        device_memory=budget,
+        policy=policy,
+        strategies=strategies,
+        batch_size=shape.batch_size,
+        model_parallel_size=model_parallel_size,
+        shape=shape,
+        rates=seen.rates,
+    )
+    return with_requested(made, seen.requested, shape, launches=seen.rates.launches)
+
+
 def plan_step(
     counted: Counted,
     *,
@@ -314,18 +339,14 @@ def plan_step(
     asked, named = split_by_planner(strategies, policy=policy)
     size, stages = model_axis_size(model_parallel_size, asked, seen, policy=policy)
     memory = () if device_memory is None else memory_of_ranks(device_memory, devices)
-    base = make_plan(
-        profile_of_module(shape),
+    base = base_plan(
+        counted,
         devices=devices,
-        device_memory=min(memory, default=None),
+        budget=min(memory, default=None),
         policy=policy,
         strategies=asked,
-        batch_size=shape.batch_size,
         model_parallel_size=size,
-        shape=shape,
-        rates=seen.rates,
     )
-    base = with_requested(base, seen.requested, shape, launches=seen.rates.launches)
     made = plan_module(
         base,
         seen,

@@ -1,7 +1,8 @@
 """Compute cross-entropy of a linear layer's outputs, and its gradients, in chunks of rows.
 
-With x [n, d], weight [v, d] and targets [n], a chunk has about n d / v rows, so that its logits have as many entries as
-x. The forward pass keeps the loss of every row. The backward pass recomputes the logits of each chunk:
+With x [n, d], weight [v, d] and targets [n], a chunk has about n d / v rows, so that its logits have as many entries
+as x, and at least 32 (or d, if that is less), for products of few rows are slow; they have no more entries than the
+weight. The forward pass keeps the loss of every row. The backward pass recomputes the logits of each chunk:
 
     grad x_i       = grad logits_i @ weight
     grad weight    = sum over chunks of grad logits_i^T @ x_i
@@ -27,6 +28,8 @@ WRITTEN = (
     " product would see the change; make the change out of place or after the loss, or leave 'logits' out"
 )
 After = Callable[[Tensor], Tensor]
+LEAST_ROWS = 32
+"""Rows of a chunk whose product is no slower per row than that of many."""
 linear: Any = torch.ops.aten.linear.default
 """The operator, not `F.linear`, whose calls are deferred during the step."""
 
@@ -74,8 +77,8 @@ class Rows:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows per chunk, such that its outputs have as many entries as x."""
-        return max(1, self.x.numel() // max(1, len(self.weight)))
+        """Rows per chunk, such that its outputs have as many entries as x, or at most as many as the weight."""
+        return max(self.x.numel() // max(1, len(self.weight)), min(LEAST_ROWS, self.weight.shape[1]), 1)
 
     @property
     def requires_grad(self) -> bool:
