@@ -60,7 +60,7 @@ def trainer_for(
 ) -> tuple[pl.Trainer, AMPStrategy]:
     """A quiet Trainer on the one device, for so many steps of optimisers; `amp` are the strategy's options."""
     chosen = None if strategies is None else list(strategies)
-    strategy = AMPStrategy(strategies=chosen, unfit="train", **(amp or {}))
+    strategy = AMPStrategy(strategies=chosen, on_predicted_oom="warn", **(amp or {}))
     place = work.device
     trainer = pl.Trainer(
         **QUIET,

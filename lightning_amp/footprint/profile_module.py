@@ -153,8 +153,8 @@ class _Count:
             raise PlanError(
                 f"the step of {self._name!r} cannot be counted without values: {reason}. It was run with values on"
                 " a copy of the module, and the memory it may take has no room for it together with the"
-                f" module itself: {failed}. To let the count take more, and still plan the training within that"
-                " memory, use AMPStrategy(unfit='train'), in YAML `unfit: train`; or a smaller batch"
+                f" module itself: {failed}. To let the count take more, and still plan the training within that memory,"
+                " use AMPStrategy(on_predicted_oom='warn'), in YAML `on_predicted_oom: warn`; or a smaller batch"
             ) from failed
         at = users_line(failed)
         raise ModelError(

@@ -25,11 +25,11 @@ from lightning.pytorch.trainer.connectors.data_connector import _DataConnector a
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader as request_dataloader
 
 # used throughout Lightning and documented, but not exported for type checkers
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn  # type: ignore[attr-defined]
 
 __all__ = ["DataConnector", "MultiProcessingLauncher", "ScriptLauncher", "add_worker_seeds", "broadcast_module"]
 __all__ += ["default_pg_timeout", "launch_process_observer", "optimizers_to_device", "rank_zero_info"]
-__all__ += ["rank_zero_only", "rank_zero_warn", "request_dataloader", "trainer_of"]
+__all__ += ["rank_zero_deprecation", "rank_zero_only", "rank_zero_warn", "request_dataloader", "trainer_of"]
 
 
 def trainer_of(module: LightningModule | None) -> Trainer | None:

@@ -88,6 +88,6 @@ def _read(path: str, settings: Sequence[str]) -> tuple[LightningModule, Lightnin
 
 
 def _options(trainer: Trainer) -> dict[str, Any]:
-    names = {*COMPARED, *options_of_techniques(), "plan", "device_memory", "unfit", "rates", "data_dir"}
+    names = {*COMPARED, *options_of_techniques(), "plan", "device_memory", "on_predicted_oom", "rates", "data_dir"}
     ours = trainer.strategy
     return {name: getattr(ours.request, name) for name in names} if isinstance(ours, AMPStrategy) else {}

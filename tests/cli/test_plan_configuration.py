@@ -279,7 +279,7 @@ def test_all_options_of_a_strategy_and_the_precision_of_products_are_followed(
         raise PlanError("seen")
 
     monkeypatch.setattr("lightning_amp.lightning.profiling.plan_of_module.plan_of_module", look)
-    asked = "{strategies: tensor3d, tensor_grid: [2, 1, 2], tensor_cache: 1MiB, unfit: train}"
+    asked = "{strategies: tensor3d, tensor_grid: [2, 1, 2], tensor_cache: 1MiB, on_predicted_oom: warn}"
     strategy = f"{{class_path: lightning_amp.AMPStrategy, init_args: {asked}}}"
     text = f"{Path(config).read_text()}trainer: {{precision: bf16-true, strategy: {strategy}}}\n"
     Path(config).write_text(text)
@@ -287,7 +287,7 @@ def test_all_options_of_a_strategy_and_the_precision_of_products_are_followed(
     assert main(words) == 2
     assert seen["rates"] == rates_for("A100", products="half")
     assert (seen["options"]["tensor_grid"], seen["options"]["tensor_cache"]) == ((2, 1, 2), "1MiB")
-    assert (seen["options"]["unfit"], seen["request"]["model_parallel_size"]) == ("train", 2)
+    assert (seen["options"]["on_predicted_oom"], seen["request"]["model_parallel_size"]) == ("warn", 2)
     assert main([*words, "--strategies", "tensor3d", "--tensor-grid", "1,2,1"]) == 2
     assert (seen["options"]["tensor_grid"], seen["request"]["model_parallel_size"]) == ((1, 2, 1), "auto")
     assert main([*words, "--strategies", "tensor3d", "--tensor-grid", "auto"]) == 2

@@ -20,7 +20,7 @@ def test_fewer_queries_in_a_chunk_are_installed_and_predicted_to_take_less() -> 
     buckets, peaks, losses = list[int](), list[int](), list[list[float]]()
     for queries in (None, 3 * CASE.window, 1):
         seed_everything(7)
-        module, strategy = Maps(), AMPStrategy(strategies="S3", chunk_queries=queries, unfit="train")
+        module, strategy = Maps(), AMPStrategy(strategies="S3", chunk_queries=queries, on_predicted_oom="warn")
         trainer_of(0, 1, strategy, max_epochs=1, max_steps=2).fit(module, DataLoader(batches(None), batch_size=None))
         specs = [rule.spec for rule in strategy.plan.rules if isinstance(rule.spec, ChunkedAttention)]
         assert len({spec.buckets for spec in specs}) == 1
@@ -46,7 +46,9 @@ def test_the_papers_selection_of_regions_runs_in_a_trainer(tmp_path: Path) -> No
         module, strategy = Pairs().double(), None
         if policy != "plain":
             memory = int(1.2 * whole)
-            strategy = AMPStrategy(strategies="chunk", chunk_policy=policy, device_memory=memory, unfit="train")
+            strategy = AMPStrategy(
+                strategies="chunk", chunk_policy=policy, device_memory=memory, on_predicted_oom="warn"
+            )
         doubles = [batch.double() for batch in data]
         Trainer(strategy=strategy or "auto", **options).fit(module, DataLoader(doubles, batch_size=None))
         found[policy] = torch.cat([p.detach().flatten() for p in module.parameters()])

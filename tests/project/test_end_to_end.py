@@ -36,13 +36,13 @@ def test_prescribed_strategies_without_an_installer_stop_the_run(data_dir: Path)
 def test_a_run_that_is_predicted_not_to_fit_is_refused_or_says_so_before_it_starts(data_dir: Path) -> None:
     short = r"out of memory at stratum 0: .* per rank of 20.0 KiB; use smaller batches"
     with pytest.warns(UserWarning, match=short):
-        trained = fitted(AMPStrategy(device_memory="20KiB", unfit="train"), data_dir, max_steps=1)
+        trained = fitted(AMPStrategy(device_memory="20KiB", on_predicted_oom="warn"), data_dir, max_steps=1)
     assert trained.global_step > 0
-    for named in (AMPStrategy(device_memory="20KiB"), AMPStrategy(device_memory="20KiB", unfit="refuse")):
-        with pytest.raises(PlanError, match=rf"{short}.*Nothing was trained: .*unfit='train'"):
+    for named in (AMPStrategy(device_memory="20KiB"), AMPStrategy(device_memory="20KiB", on_predicted_oom="refuse")):
+        with pytest.raises(PlanError, match=rf"{short}.*Nothing was trained: .*on_predicted_oom='warn'"):
             fitted(named, data_dir, max_steps=1)
     # where nobody named a memory it is the machine's, of which others may give some back
-    assert AMPStrategy().unfit == "train"
+    assert AMPStrategy().on_predicted_oom == "warn"
 
 
 def fitted(strategy: AMPStrategy, data_dir: Path, **options: Any) -> Trainer:

@@ -72,7 +72,7 @@ class PlanningContext:
         self.request, self.strategy, self.trainer = strategy.request, strategy, trainer
         request = self.request
         self._cells, self._compared = cells_per_step(trainer) if cells is None else cells, cells is not None
-        bounded = request.device_memory is not None and request.if_unfit == "refuse"
+        bounded = request.device_memory is not None and request.refuses
         limit = self.budget if bounded else None
         fits = trainer.state.fn == TrainerFn.FITTING
         self.steps = self._dry_steps(None if fits else trained)

@@ -91,7 +91,7 @@ class InstalledPlan:
             shards = self._put_stages(plan, staged)
         self._foreign.tell_rows(self.again)
         if self._facts.validation is not None:
-            refuses = self._request.if_unfit == "refuse"
+            refuses = self._request.refuses
             held = refuses and self._holds(plan)
             found = ValidationOfFit(
                 plan, trainer, self._strategy.mesh, held=held, refuses=refuses, count=self._with_validation
@@ -144,7 +144,7 @@ class InstalledPlan:
         """
         predicted = self._strategy.predicted_step
         if not self._request.rescue:
-            held = self._holds(self._plan) and self._request.if_unfit == "refuse"
+            held = self._holds(self._plan) and self._request.refuses
             why = self._plan.uncounted
             return (
                 refuse_beyond(self._facts.budget, self._trainer, why=why, predicted=predicted) if held else lambda: None

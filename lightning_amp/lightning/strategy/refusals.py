@@ -51,13 +51,13 @@ def announce(plan: Plan, request: Request, *, held: bool, report: str = "") -> N
     shown = plan_report(plan) if request.verbose else plan_summary(plan, report=report)
     rank_zero_info(f"\n{shown}\n")
     said, budget = shortfall(plan) if plan.fits is False else "", format_bytes(plan.budget_bytes or 0)
-    refused = request.if_unfit == "refuse"
+    refused = request.refuses
     if refused and plan.fits is None and plan.uncounted and request.device_memory is not None and not held:
         said = f"a budget of {budget} was named, and whether a step fits is not known: {plan.uncounted}"
     if said and refused:
         raise DoesNotFitError(
-            f"{said}. Nothing was {'run' if plan.evaluates else 'trained'}: AMPStrategy(unfit='train'), in YAML `unfit:"
-            f" train`, {'runs' if plan.evaluates else 'trains'} anyway"
+            f"{said}. Nothing was {'run' if plan.evaluates else 'trained'}: AMPStrategy(on_predicted_oom='warn'), in"
+            f" YAML `on_predicted_oom: warn`, {'runs' if plan.evaluates else 'trains'} anyway"
         )
     if said:
         rank_zero_warn(said)

@@ -9,15 +9,19 @@ from typing import Literal
 from lightning_amp.costs.rule import Spec
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.find_blocks import check_entries
+from lightning_amp.lightning._compat import rank_zero_deprecation
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import is_number, memory_of_ranks
 from lightning_amp.techniques.option_checks import one_of
 from lightning_amp.techniques.table import STRATEGIES, options_of_techniques, parse_strategies, requested_specs
 from lightning_amp.techniques.tensor3d.row import OVERLAP
 
+NEW_NAMES = {"refuse": "refuse", "train": "warn"}
+"""Values of the deprecated option `unfit`, and those of `on_predicted_oom` that replace them."""
 CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "policy": ("auto", "paper"),
-    "unfit": (None, "refuse", "train"),
+    "on_predicted_oom": (None, "refuse", "warn"),
+    "unfit": (None, *NEW_NAMES),
     "balance_cells": (True, False, "auto"),
     "share_batch_statistics": (True, False),
     "save_distributed_checkpoint": (True, False),
@@ -41,6 +45,7 @@ class Request:
     strategies: list[str] | str | None = None
     blocks: Sequence[type | str] | None = None
     device_memory: str | int | Sequence[str | int] | None = None
+    on_predicted_oom: Literal["refuse", "warn"] | None = None
     unfit: Literal["refuse", "train"] | None = None
     rates: str | Path | None = None
     rescue: bool = False
@@ -71,6 +76,8 @@ class Request:
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
             one_of(name, getattr(self, name), allowed)
+        if self.unfit is not None:
+            self._rename_unfit(self.unfit)
         self._check_numbers()
         self._check_plan()
         self._check_options()
@@ -89,9 +96,9 @@ class Request:
             memory_of_ranks([str(n) for n in sizes] if isinstance(sizes, list | tuple) else str(sizes))
 
     @property
-    def if_unfit(self) -> str:
-        """What to do with a plan that is predicted not to fit: "refuse" or "train"."""
-        return self.unfit or ("train" if self.device_memory is None else "refuse")
+    def refuses(self) -> bool:
+        """Whether a plan that is predicted to run out of memory is refused; else it trains with a warning."""
+        return self.on_predicted_oom == "refuse" or (self.on_predicted_oom is None and self.device_memory is not None)
 
     @property
     def chooses(self) -> bool:
@@ -117,6 +124,20 @@ class Request:
         """Return the requested data directory, else that of the data module; None without either."""
         found: str | Path | None = getattr(data, "data_dir", None)
         return found if self.data_dir is None else self.data_dir
+
+    def _rename_unfit(self, unfit: str) -> None:
+        """Take the deprecated option as `on_predicted_oom`."""
+        new = NEW_NAMES[unfit]
+        if self.on_predicted_oom not in (None, new):
+            raise PlanError(
+                f"unfit={unfit!r} and on_predicted_oom={self.on_predicted_oom!r} cannot be used together; leave unfit"
+                " out, which is the old name"
+            )
+        # shown at the line that calls AMPStrategy
+        rank_zero_deprecation(f"unfit={unfit!r} is deprecated: use on_predicted_oom={new!r}", stacklevel=9)
+        object.__setattr__(self, "on_predicted_oom", new)
+        # a copy of the request does not warn again
+        object.__setattr__(self, "unfit", None)
 
     def _check_numbers(self) -> None:
         size = self.model_parallel_size

@@ -65,7 +65,7 @@ class AMPStrategy(MeshStrategy):
 
     Attributes:
         request: The options, as given; most are attributes of the strategy too.
-        unfit: What to do with a plan that is predicted not to fit: "refuse" or "train".
+        on_predicted_oom: What to do with a plan that is predicted to run out of memory: "refuse" or "warn".
         plan, predicted_step: The installed plan, and (rank 0 only) the profile of its step, if counted; else None.
         own_statistics: Whether ranks may change buffers from their own cells; False if the policy chooses the plan.
         pipelined_steps: Runner of a pipeline's steps, with the times of the last step; None without a pipeline.
@@ -86,6 +86,7 @@ class AMPStrategy(MeshStrategy):
         strategies: list[str] | str | None = None,
         blocks: list[str | type[nn.Module]] | None = None,
         device_memory: str | int | Sequence[str | int] | None = None,
+        on_predicted_oom: Literal["refuse", "warn"] | None = None,
         unfit: Literal["refuse", "train"] | None = None,
         rates: str | Path | None = None,
         rescue: bool = False,
@@ -127,7 +128,9 @@ class AMPStrategy(MeshStrategy):
             blocks: Submodules that are blocks, for techniques that work on blocks: classes, paths of classes, names, or
                 patterns of names; None takes the children of lists and sequences.
             device_memory: Budget per device, as bytes or "24GiB", or a list of them; None uses the device's memory.
-            unfit: "refuse" or "train" a plan that is predicted not to fit; None refuses if `device_memory` is given.
+            on_predicted_oom: "refuse" a plan that is predicted to run out of memory, or "warn" and train; None refuses
+                if `device_memory` is given.
+            unfit: Deprecated name of `on_predicted_oom`; "train" is "warn".
             rates: File written by `lightning-amp calibrate`, to predict times; None uses those of the device type.
             rescue: Whether a batch that runs out of memory runs again with a leaner plan, up to three times in a fit.
             model_parallel_size: Ranks of the model axis.
@@ -159,7 +162,8 @@ class AMPStrategy(MeshStrategy):
         one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
         self.request = Request(**{field.name: given[field.name] for field in fields(Request)})
         super().__init__(**{name: given[name] for name in OF_LIGHTNING})
-        self.policy, self.strategies, self.unfit = policy, strategies, self.request.if_unfit
+        self.policy, self.strategies = policy, strategies
+        self.on_predicted_oom = "refuse" if self.request.refuses else "warn"
         self.device_memory, self.rates, self.data_dir = device_memory, rates, data_dir
         self.model_parallel_size, self.share_batch_statistics = model_parallel_size, share_batch_statistics
         self.own_statistics = not self.request.chooses

@@ -182,7 +182,7 @@ def test_a_pipeline_that_was_not_counted_does_not_fit() -> None:
         asked = Request(strategies="pipeline", device_memory=memory)
         with pytest.raises(PlanError, match="whether a step fits is not known") if memory else nullcontext():
             announce(unknown, asked, held=held)
-    announce(unknown, Request(strategies="pipeline", device_memory="1GiB", unfit="train"), held=False)
+    announce(unknown, Request(strategies="pipeline", device_memory="1GiB", on_predicted_oom="warn"), held=False)
     # of what is chosen by what stages hold nothing is left out in silence
     with pytest.raises(
         PlanError, match="together with recompute requires that .*they were not: .*leave 'recompute' out"

@@ -39,7 +39,7 @@ def fitted(rank: int = 0, ranks: int = 1, case: Case = SMALL, **options: Any) ->
 def least() -> Fitted:
     """All that can be is done, for there is next to nothing."""
     with pytest.warns(UserWarning, match="predicted to run out of memory"):
-        return fitted(device_memory="1KiB", unfit="train")
+        return fitted(device_memory="1KiB", on_predicted_oom="warn")
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_as_few_blocks_as_the_budget_asks_for(
 
 def on_rank(rank: int, ranks: int) -> list[Fitted]:
     """Next to nothing, what asks for a large block, and a plain run."""
-    all_that_can_be = fitted(rank, ranks, CASE, device_memory="1KiB", unfit="train")
+    all_that_can_be = fitted(rank, ranks, CASE, device_memory="1KiB", on_predicted_oom="warn")
     rules = [rule for rule in all_that_can_be[0].rules if isinstance(rule.spec, RecomputeBlock)]
     budget = all_that_can_be[0].predicted_peak_bytes + sum(rule.saves_bytes for rule in rules) - 15_000
     return [all_that_can_be, fitted(rank, ranks, CASE, device_memory=budget), fitted(case=CASE)]

@@ -106,7 +106,7 @@ def test_a_batch_beyond_the_budget_is_refused_on_a_cpu() -> None:
     )
     with pytest.raises(StepOverBudget, match=words):
         grown(AMPStrategy(device_memory="300KiB"))
-    assert grown(AMPStrategy(device_memory="300KiB", unfit="train"))["steps"] == 3
+    assert grown(AMPStrategy(device_memory="300KiB", on_predicted_oom="warn"))["steps"] == 3
 
 
 def test_the_first_batches_of_every_plan_are_counted() -> None:

@@ -136,7 +136,7 @@ def test_a_budget_on_a_cpu_is_held_by_counting() -> None:
     lean.at = 2
     plain = of_example("gene_transformer", "auto", eager)
     budget = int(0.75 * eager.live.peak)
-    asked = AMPStrategy(strategies="S1", device_memory=budget, unfit="train", rescue=True)
+    asked = AMPStrategy(strategies="S1", device_memory=budget, on_predicted_oom="warn", rescue=True)
     with pytest.warns(UserWarning, match=r"OverBudget: .* in blocks\.\d.* made a tensor \[.* of activations"):
         found = of_example("gene_transformer", asked, lean)
     assert found["plan"].strategies == ("S1", "recompute")

@@ -353,7 +353,7 @@ def on_ranks(rank: int, ranks: int, name: str, budgets: tuple[int, ...], named: 
     for budget in budgets:
         (module, batch), meter = make(name), Meter()
         before = [p.detach().clone() for p in module.parameters()]
-        data, strategy = Batches(batch, 8), AMPStrategy(device_memory=budget, strategies=named, unfit="train")
+        data, strategy = Batches(batch, 8), AMPStrategy(device_memory=budget, strategies=named, on_predicted_oom="warn")
         run = fitted(module, DataLoader(data, batch_size=None), strategy, rank=rank, ranks=ranks, callbacks=[meter])
         found.append((run["plan"], meter.live.peak, not all(map(torch.equal, before, module.parameters()))))
     return found

@@ -169,7 +169,7 @@ def test_a_generator_is_counted_while_it_runs_and_refused_where_it_is_not(monkey
     monkeypatch.setattr(InstalledPlan, "_counts", False)
     with pytest.raises(PlanError, match=r"whether a step fits is not known: .*'generator'.* Nothing was"):
         run(Net(), within(peak), stream())
-    assert run(Net(), within(peak, unfit="train"), stream())[0]["steps"] == 3
+    assert run(Net(), within(peak, on_predicted_oom="warn"), stream())[0]["steps"] == 3
     found, measured = run(Net(), within(peak), DataLoader(Stream(), batch_size=None))
     assert (found["plan"].fits, found["plan"].predicted_peak_bytes, measured) == (True, peak, peak)
 
@@ -183,12 +183,11 @@ def test_a_step_that_needs_values_says_so_in_words_and_runs_within_the_budget() 
     found, measured = run(Checked(), within(int(0.9 * peak)))
     assert found["steps"] == 3
     assert found["plan"].predicted_peak_bytes == measured <= 0.9 * peak
-    words = (
-        r"cannot be counted without values: .*run with values on a copy .*made a tensor .*allowed are.*unfit='train'"
-    )
+    words = r"cannot be counted without values: .*run with values on a copy .*made a tensor .*allowed are"
+    words += r".*on_predicted_oom='warn'"
     with pytest.raises(PlanError, match=words):
         run(ByGradients(), within(peak // 2))
-    found, measured = run(ByGradients(), within(peak // 2, unfit="train"))
+    found, measured = run(ByGradients(), within(peak // 2, on_predicted_oom="warn"))
     assert found["steps"] == 3
     assert found["plan"].strategies
     assert measured < peak

@@ -73,7 +73,7 @@ def test_a_stack_of_attention_trains_within_its_budget() -> None:
     for name, options in {
         "least": {"strategies": "chunk"},
         "half": {"device_memory": full // 2},
-        "third": {"device_memory": full // 3, "unfit": "train"},
+        "third": {"device_memory": full // 3, "on_predicted_oom": "warn"},
     }.items():
         own = Meter()
         run = fitted(Stack().double(), rows(), AMPStrategy(**options), callbacks=[own], **doubles)

@@ -102,7 +102,7 @@ def test_what_is_compiled_stays_as_it_is_and_is_counted_as_it_is(compiled: str) 
 
     plain, eager = run("", "auto"), run("", AMPStrategy(strategies="S1"))["plan"]
     for whole in (False, True):
-        own = run(compiled, AMPStrategy(device_memory="1KiB", unfit="train"), whole=whole)
+        own = run(compiled, AMPStrategy(device_memory="1KiB", on_predicted_oom="warn"), whole=whole)
         assert same(own["parameters"], plain["parameters"])
         first = (rule.fqn for rule in own["plan"].rules if rule.strategy == "recompute")
         assert "net.0" not in first
@@ -113,7 +113,7 @@ def test_what_is_compiled_stays_as_it_is_and_is_counted_as_it_is(compiled: str) 
 def test_a_policy_leaves_the_decoder_of_a_compiled_module_as_it_is() -> None:
     found = []
     for whole in (False, True):
-        own, module = AMPStrategy(device_memory="10KiB", unfit="train"), Tiny()
+        own, module = AMPStrategy(device_memory="10KiB", on_predicted_oom="warn"), Tiny()
         given = torch.compile(module, backend="eager") if whole else module
         trainer_of(own).fit(given, DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
         torch._dynamo.reset()

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,7 +68,15 @@ from tests.paths import ROOT
         ({"plan": 3}, "plan=3 is not supported; allowed are a Plan and the path"),
         ({"plan": "p.json", "strategies": "S1"}, "plan='p.json' and strategies='S1' cannot be used together"),
         ({"device_memory": 8}, "would be bytes; add the unit, for example '8GiB'"),
+        (
+            {"on_predicted_oom": "train"},
+            "on_predicted_oom='train' is not supported; allowed are None, 'refuse', 'warn'",
+        ),
         ({"unfit": "warn"}, "unfit='warn' is not supported; allowed are None, 'refuse', 'train'"),
+        (
+            {"unfit": "train", "on_predicted_oom": "refuse"},
+            "unfit='train' and on_predicted_oom='refuse' cannot be used",
+        ),
         ({"data_dir": 3}, "data_dir=3 is not supported; allowed is the path"),
         ({"rates": 3}, "rates=3 is not supported; allowed is the path of a file that `lightning-amp calibrate`"),
         ({"plan": "plan.json", "policy": "paper"}, "cannot be used with {'policy': 'paper'}, which a plan decides"),
@@ -77,6 +86,19 @@ def test_wrong_values_are_refused_at_once(options: dict[str, Any], text: str) ->
     with pytest.raises(PlanError) as caught:
         AMPStrategy(**options)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(("old", "new"), [("train", "warn"), ("refuse", "refuse")])
+def test_the_old_name_of_an_option_is_taken_with_one_warning_that_names_the_new_one(old: Any, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match="deprecated") as told:
+        strategy = AMPStrategy(unfit=old, device_memory="1GiB")
+    assert [(str(one.message), one.filename) for one in told] == [
+        (f"unfit={old!r} is deprecated: use on_predicted_oom={new!r}", __file__)
+    ]
+    assert strategy.on_predicted_oom == new
+    assert strategy.request == AMPStrategy(on_predicted_oom=new, device_memory="1GiB").request
+    # plans within less memory copy the request
+    assert replace(strategy.request, device_memory="1MiB").refuses is (new == "refuse")
 
 
 def test_the_trainer_finds_the_strategy_by_name() -> None:
@@ -270,7 +292,7 @@ def test_a_plan_that_is_refused_is_written_and_one_that_trains_anyway_warns(
     assert "does NOT fit" in (tmp_path / "lightning_logs" / "version_0" / "amp_plan.txt").read_text()
     assert "does NOT fit" in caplog.text
     with pytest.warns(UserWarning, match="predicted to run out of memory"):
-        fitted(tmp_path, caplog, device_memory="1KiB", unfit="train")
+        fitted(tmp_path, caplog, device_memory="1KiB", on_predicted_oom="warn")
 
 
 def test_ranks_that_were_started_by_multiprocessing_raise_the_mistake_itself(monkeypatch: pytest.MonkeyPatch) -> None:
