@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lightning_amp.cli.request import OF_DATA, rates_asked, refuse, request_of
 from lightning_amp.errors import ModelError, PlanError
@@ -29,6 +29,14 @@ ALONE = OF_DATA | {"DIR": "data_dir", "--shape": "shape"}
 """Options that do not apply to a configuration."""
 
 
+class PlannedStep(NamedTuple):
+    """A plan, its answers as plain values, and the code of its chunked blocks as Python text, "" if not requested."""
+
+    plan: Plan
+    answers: dict[str, Any]
+    code: str
+
+
 def add_configuration(parser: argparse.ArgumentParser) -> None:
     """Add the flag `--config`."""
     parser.add_argument(
@@ -44,15 +52,12 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def plan_of_configuration(
-    arguments: argparse.Namespace, named: "Callable[..., Step] | None" = None
-) -> tuple[Plan, str]:
-    """Return the plan of a configuration, and the code of its chunked blocks as Python text.
+def plan_of_configuration(arguments: argparse.Namespace, named: "Callable[..., Step] | None" = None) -> "PlannedStep":
+    """Return the plan of a configuration.
 
-    If a device memory is given, the plan reports the largest batch and the fewest devices too. The text is "" if no
-    block runs in chunks or the code was not requested. `named` is the result of `named_step`, which replaces the
-    configuration. Raises AmpError if the module has a Hi-C decoder, its step cannot be profiled, or the request cannot
-    be planned.
+    If a device memory is given, the plan reports the largest batch and the fewest devices too. `named` is the result of
+    `named_step`, which replaces the configuration. Raises AmpError if the module has a Hi-C decoder, its step cannot be
+    profiled, or the request cannot be planned.
     """
     if named is None:
         model = f"--config {arguments.config!r}"
@@ -89,7 +94,7 @@ def _plan_of_step(
     batch: Any,
     around: "Around",
     options: dict[str, Any],
-) -> tuple[Plan, str]:
+) -> PlannedStep:
     # imported late: torch takes seconds to import
     from lightning_amp.lightning.profiling.plan_of_module import plan_of_module
     from lightning_amp.techniques.contract.protocol import find_decoders
@@ -120,7 +125,9 @@ def _plan_of_step(
         batch_size=arguments.batch_size,
     )
     code = made.code() if getattr(arguments, "show_code", False) else ""
-    return replace(made.plan, notes=(*made.plan.notes, *made.answers())), code
+    if (found := made.answers()) is None:
+        return PlannedStep(made.plan, {}, code)
+    return PlannedStep(replace(made.plan, notes=(*made.plan.notes, *found.said)), found.to_dict(), code)
 
 
 def _grid(text: str, strategies: Any) -> tuple[int, ...] | None:

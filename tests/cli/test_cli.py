@@ -40,6 +40,8 @@ def test_profile_and_plan_print_tables_and_json(data_dir, capsys) -> None:
     assert made["strategies"] == ["S1", "S3"]
     assert made["budget_bytes"] == 24 * 2**30
     assert made["batch_size"] == 8
+    # these are not looked for
+    assert [made[name] for name in ("would_help", "largest_batch", "fewest_devices")] == [None] * 3
     assert main(["plan", str(data_dir), "--keys", "full_attention"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "full attention, of an anchor to all 30 (as given)" in text

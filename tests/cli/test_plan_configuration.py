@@ -157,6 +157,29 @@ def refused(words: list[str], said: str, capsys: Any) -> str:
     return err
 
 
+def test_json_has_the_largest_batch_the_fewest_devices_and_what_would_help(config: str, capsys: Any) -> None:
+    """Claim: the answers of the text are fields, null where there is none; the plan is read from the same file."""
+
+    def written(memory: str, status: int) -> tuple[dict[str, Any], str]:
+        words = ["plan", "deep_model:Deep", "--batch", "600x64", "--device-memory", memory]
+        assert main([*words, "--format", "json"]) == status
+        text = capsys.readouterr().out
+        return json.loads(text), " ".join(plan_report(Plan.from_json(text)).split())
+
+    found, text = written("16MiB", 0)
+    batch, devices = found["largest_batch"], found["fewest_devices"]
+    assert (found["fits"], found["would_help"]) == (True, None)
+    assert batch["said"] in text
+    assert devices["said"] in text
+    assert batch["samples"] >= 600
+    assert (devices["devices"], batch["ranks_that_share_it"]) == (1, 1)
+    found, text = written("300KiB", 3)
+    assert (found["fits"], found["largest_batch"]["samples"]) == (False, 0)
+    assert found["fewest_devices"] is None
+    assert found["would_help"]["said"] in text
+    assert "recompute" in {*found["would_help"]["techniques"], *found["strategies"]}
+
+
 @pytest.mark.long
 def test_a_decoder_that_is_made_when_a_fit_begins_is_seen(tmp_path: Path, capsys: Any) -> None:
     synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
@@ -360,7 +383,7 @@ def test_a_peak_that_is_not_known_is_none_that_fits(config: str, monkeypatch: An
     assert "what the stages hold was not counted" in made.uncounted
     # with a memory that is named: the answers to its questions take seconds
     named = replace(made, budget_bytes=2**30)
-    monkeypatch.setattr("lightning_amp.cli.commands.plan.plan_of_configuration", lambda *_: (named, ""))
+    monkeypatch.setattr("lightning_amp.cli.commands.plan.plan_of_configuration", lambda *_: (named, {}, ""))
     assert main(words) == 3
     assert "predicted peak per rank unknown, at least" in " ".join(capsys.readouterr().out.split())
 

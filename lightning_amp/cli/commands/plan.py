@@ -61,7 +61,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from lightning_amp.costs.model_shape import profile_of_module, reference_shape, shape_of_decoder
     from lightning_amp.planning.policies.make_plan import check_request, plan
-    from lightning_amp.planning.reports.plan_report import plan_report, profile_report
+    from lightning_amp.planning.reports.plan_report import plan_as_json, plan_report, profile_report
 
     if arguments.show_code and arguments.format == "json":
         raise PlanError("--show-code cannot be used with --format json, which holds the plan alone; leave one out")
@@ -70,8 +70,8 @@ def _run(arguments: argparse.Namespace) -> int:
         of = f"--config {arguments.config!r}" if named is None else repr(arguments.data_dir)
         refuse(arguments, of, RECOMMEND, "which is of a data directory")
         with of_shapes(arguments):
-            made, code = plan_of_configuration(arguments, named)
-        print(made.to_json() if arguments.format == "json" else plan_report(made))
+            made, found, code = plan_of_configuration(arguments, named)
+        print(plan_as_json(made, found) if arguments.format == "json" else plan_report(made))
         if arguments.show_code:
             print(f"\n{code or NO_CODE}")
         unknown = made.fits is None and made.uncounted and made.budget_bytes is not None
@@ -100,7 +100,7 @@ def _run(arguments: argparse.Namespace) -> int:
         )
         of_data = f"{profile_report(profile)}\n\n"
     made = plan(profile, **request, shape=shape, rates=rates)
-    print(made.to_json() if arguments.format == "json" else f"{of_data}{plan_report(made)}")
+    print(plan_as_json(made, {}) if arguments.format == "json" else f"{of_data}{plan_report(made)}")
     return NOTHING_FITS if made.fits is False else 0
 
 

@@ -31,7 +31,7 @@ def _run(arguments: argparse.Namespace) -> None:
         if arguments.plot is not None:
             check_target("--plot", arguments.plot, "schedule.png", overwrite=True)
         # the plan's count of one rank is enough: all ranks run the same step, or are stages of it
-        made, _ = plan_of_configuration(arguments)
+        made = plan_of_configuration(arguments).plan
         if arguments.plot is not None:
             from lightning_amp.planning.reports.stages_report import Panel, schedule_chart, schedule_title, timeline_of
 

@@ -75,7 +75,7 @@ def _planned(words: list[str]) -> Plan:
 
     parser = argparse.ArgumentParser()
     plan.add_flags(parser)
-    return plan_of_configuration(parser.parse_args(words))[0]
+    return plan_of_configuration(parser.parse_args(words)).plan
 
 
 def _measured(made: Plan, arguments: argparse.Namespace) -> tuple[float, str]:

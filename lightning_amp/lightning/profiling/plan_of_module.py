@@ -21,7 +21,7 @@ from lightning_amp.installing.describe_module import describe
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.profiling.split_samples import samples_may_be_split, with_split_samples
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
-from lightning_amp.planning.modules.min_memory_plan import answers, fewest_ranks, largest_batches
+from lightning_amp.planning.modules.min_memory_plan import Answers, answers, fewest_ranks, largest_batches
 from lightning_amp.planning.modules.plan_module import Counted, base_plan, plan_step
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import without_shared_statistics
@@ -115,11 +115,11 @@ class ModulePlan:
                 return plan
         return None
 
-    def answers(self) -> list[str]:
-        """Return largest_batch and fewest_devices as sentences, with and without techniques; empty without a budget."""
+    def answers(self) -> Answers | None:
+        """Return both answers with and without techniques, also in words; None without one budget of all devices."""
         budget = self.plan.budget_bytes
         if budget is None or self.unlike or self.split:
-            return []
+            return None
         with self.counting():
             seen = self.seen_at(self.profile.batch_size)
             # each further number of devices takes seconds

@@ -6,8 +6,9 @@ its blocks runs in chunks, because chunks would have to be recorded for every nu
 plan may have chunks and then require less memory.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
@@ -186,8 +187,11 @@ def _leaner(one: Draft) -> tuple[int, tuple[float, int, int]]:
 
 def spelled(one: Draft) -> str:
     """Format the peak and the techniques of a draft."""
-    with_what = f" with {' and '.join(one.strategies)}" if one.strategies else ""
-    return f"{format_bytes(one.peak_bytes)}{with_what}"
+    return _spelled(one.peak_bytes, one.strategies)
+
+
+def _spelled(peak: int, techniques: Sequence[str]) -> str:
+    return format_bytes(peak) + (f" with {' and '.join(techniques)}" if techniques else "")
 
 
 MOST_STEPS = 12
@@ -258,6 +262,41 @@ def largest_batches(
     return LargestBatch(plain=plain, lean=lean, techniques=best.strategies, sharing=best.model)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answers:
+    """The fewest devices and the largest batch within a budget.
+
+    Attributes:
+        fewest: Devices, techniques and peak of the plan on the fewest; None if none fits.
+        largest: The largest batches; None if they are not known.
+        said: Both in words.
+    """
+
+    fewest: tuple[int, tuple[str, ...], int] | None
+    largest: LargestBatch | None
+    said: tuple[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, with the words."""
+        devices = batch = None
+        if self.fewest is not None:
+            n, techniques, peak = self.fewest
+            devices = {"devices": n, "techniques": list(techniques), "peak_bytes": peak}
+        if (most := self.largest) is not None:
+            more = most.lean > most.plain
+            batch = {
+                "samples": max(most.plain, most.lean),
+                "techniques": list(most.techniques) if more else [],
+                "ranks_that_share_it": most.sharing if more else 1,
+                "samples_without_techniques": most.plain,
+            }
+        parts = {"fewest_devices": devices, "largest_batch": batch}
+        return {
+            name: None if part is None else part | {"said": said}
+            for (name, part), said in zip(parts.items(), self.said, strict=True)
+        }
+
+
 def answers(
     seen_at: SeenAt,
     seen: ProfiledStep,
@@ -267,35 +306,43 @@ def answers(
     named: Plan | None = None,
     planned: Plan | None = None,
     on_fewest: Plan | None = None,
-) -> list[str]:
-    """Return two sentences: the fewest devices and the largest batch; arguments as in `largest_batches`.
+) -> Answers:
+    """Find the fewest devices and the largest batch; arguments as in `largest_batches`.
 
     `on_fewest` is a plan on the fewest devices, where none is predicted to fit without a count of its techniques.
     """
-    fewest, length = fewest_ranks(seen, budget), seen.profile.batch_size
-    where = "for all of them" if fewest is not None and fewest.model > 1 else "on each"
+    draft, length = fewest_ranks(seen, budget), seen.profile.batch_size
+    where = "for all of them" if draft is not None and draft.model > 1 else "on each"
     each = "" if length is None else f" with a batch of {length:,} {where}"
-    found = [f"no number of devices has the memory for this step{each}: {smaller(seen)}"]
+    devices, fewest = f"no number of devices has the memory for this step{each}: {smaller(seen)}", None
     if on_fewest is not None:
-        n = on_fewest.mesh.data * on_fewest.mesh.model
-        needs = f"{format_bytes(on_fewest.predicted_peak_bytes)} with {' and '.join(on_fewest.strategies)}"
-        found = [f"the fewest devices for this step{each}: {n}, {needs}"]
+        fewest = on_fewest.mesh.data * on_fewest.mesh.model, on_fewest.strategies, on_fewest.predicted_peak_bytes
+    if draft is not None:
+        fewest = draft.ranks * draft.model, draft.strategies, draft.peak_bytes
     if fewest is not None:
-        found = [f"the fewest devices for this step{each}: {fewest.ranks * fewest.model}, {spelled(fewest)}"]
-    if length is None:
-        return [*found, "the largest batch is not known: the tensors of a batch have no length in common"]
-    try:
-        most = largest_batches(seen_at, seen, ranks=ranks, budget=budget, named=named, planned=planned)
-    except AmpError as error:
-        return [*found, f"the largest batch is not known: one of another length cannot be counted: {error}"]
-    within = f"the largest batch of a rank that fits {format_bytes(budget)}"
+        n, techniques, peak = fewest
+        devices = f"the fewest devices for this step{each}: {n}, {_spelled(peak, techniques)}"
+    most, why = None, "the tensors of a batch have no length in common"
+    if length is not None:
+        try:
+            most = largest_batches(seen_at, seen, ranks=ranks, budget=budget, named=named, planned=planned)
+        except AmpError as error:
+            why = f"one of another length cannot be counted: {error}"
+    if most is None:
+        batch = f"the largest batch is not known: {why}"
+    else:
+        batch = f"the largest batch of a rank that fits {format_bytes(budget)}{_spelled_batch(most, ranks)}"
+    return Answers(fewest=fewest, largest=most, said=(devices, batch))
+
+
+def _spelled_batch(most: LargestBatch, ranks: int) -> str:
     if not most.plain and not most.lean:
-        return [*found, f"{within}: none, not even one of 1"]
+        return ": none, not even one of 1"
     more = ""
     if most.sharing > 1 or most.lean > most.plain:
         more = f", {most.lean:,} with {' and '.join(most.techniques)}"
         more += f", which {on_ranks(most.sharing)} share" if most.sharing > 1 else ""
-    return [*found, f"{within} on {on_ranks(ranks)}: {most.plain or 'none'} with the step as it is{more}"]
+    return f" on {on_ranks(ranks)}: {most.plain or 'none'} with the step as it is{more}"
 
 
 def largest_batch(peak_of: Callable[[int], int], budget: int, start: int) -> int:

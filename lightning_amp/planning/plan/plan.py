@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lightning_amp.costs.profiled_step import Stage
@@ -92,6 +93,8 @@ class ModuleDiagnosis:
     reason: str
 
 
+ANSWERS = ("fits", "would_help", "largest_batch", "fewest_devices")
+"""What the JSON form says for programs that read it, and `from_json` leaves out."""
 SCHEMA = 2
 """Version of the JSON form. 2: places of `replay` do not count views, and a rule of `chunk` has the device's rates."""
 
@@ -260,14 +263,14 @@ class Plan:
             return None
         return next((k for k, n in enumerate(self.strata_bytes) if n > self.budget_bytes), None)
 
-    def to_json(self) -> str:
-        """Return the plan as indented JSON; each rule's spec is tagged with its type."""
+    def to_json(self, answers: Mapping[str, Any] = MappingProxyType({})) -> str:
+        """Return the plan as indented JSON; each rule's spec is tagged with its type. `answers` are added."""
         plain, found = asdict(self), self.validation
         tagged = list(zip(self.rules, plain["rules"], strict=True))
         tagged += [] if found is None else zip(found.rules, plain["validation"]["rules"], strict=True)
         for rule, row in tagged:
             row["spec"] = {"type": type(rule.spec).__name__, **row["spec"]}
-        return json.dumps(plain | {"fits": self.fits}, indent=2)
+        return json.dumps(plain | {"fits": self.fits} | dict(answers), indent=2)
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "the plan") -> "Plan":
@@ -288,7 +291,7 @@ class Plan:
                 f"{source} has schema {found!r}, and this version reads schema {SCHEMA}; write it again with"
                 " `lightning-amp plan ... --format json`"
             )
-        plain.pop("fits", None)
+        plain = {name: value for name, value in plain.items() if name not in ANSWERS}
         try:
             return cls(**_typed(plain))
         except (TypeError, KeyError, AttributeError, ValueError) as error:

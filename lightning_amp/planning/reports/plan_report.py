@@ -1,9 +1,10 @@
 """Format a profile and a plan as text of at most 80 columns, and a plan as a summary of five lines."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from textwrap import wrap
+from typing import Any
 
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.data.files.directory import MODALITIES
@@ -187,14 +188,30 @@ def shortfall(plan: Plan) -> str:
     known = "in the step" if plan.diagnosis is not None else "in the backward pass"
     known = known if whole else "without the activations, which are not known"
     where = known if stratum is None else f"at stratum {stratum}"
+    return (
+        f"predicted to run out of memory {where}: {format_bytes(plan.predicted_peak_bytes)} per rank of"
+        f" {format_bytes(plan.budget_bytes or 0)}; {remedy(plan)}"
+    )
+
+
+def remedy(plan: Plan) -> str:
+    """Say what would fit, for a plan that does not."""
     others = "use smaller batches, more or larger devices, or other strategies"
     others = f"{plan.uncounted}; {others}" if plan.uncounted else others
     said = (note for note in plan.notes if note.startswith(LEAST) and plan.diagnosis is not None)
-    remedy = next(said, others)
-    return (
-        f"predicted to run out of memory {where}: {format_bytes(plan.predicted_peak_bytes)} per rank of"
-        f" {format_bytes(plan.budget_bytes or 0)}; {remedy}"
-    )
+    return next(said, others)
+
+
+def plan_as_json(plan: Plan, answers: Mapping[str, Any]) -> str:
+    """Return the plan as JSON, with what would help, the largest batch and the fewest devices, or null for each.
+
+    Args:
+        answers: The last two, if they were looked for.
+    """
+    helps = {} if plan.diagnosis is None else plan.diagnosis.helps
+    others = {name: effect for name, effect in helps.items() if name not in plan.strategies}
+    would = {"said": remedy(plan), "techniques": others} if plan.fits is False else None
+    return plan.to_json({"would_help": would, "largest_batch": None, "fewest_devices": None, **answers})
 
 
 def _of_validation(plan: Plan, found: Validation) -> str:

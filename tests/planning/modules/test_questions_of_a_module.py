@@ -59,7 +59,8 @@ def test_a_step_requires_no_more_than_it_takes_as_it_is() -> None:
 
 def test_the_answers_name_a_pipeline_where_nothing_else_fits() -> None:
     budget = leanest(at(ROWS), 2).peak_bytes
-    devices, batch = answers(at, at(ROWS), ranks=2, budget=budget)
+    found = answers(at, at(ROWS), ranks=2, budget=budget)
+    devices, batch = found.said
     assert devices.startswith("the fewest devices for this step with a batch of 8 for all of them: 2, ")
     assert devices.endswith("with pipeline and recompute")
     start, _, rest = batch.partition(": none with the step as it is, ")
@@ -68,7 +69,26 @@ def test_the_answers_name_a_pipeline_where_nothing_else_fits() -> None:
     assert rest == f"{n} with pipeline and recompute, which 2 ranks share"
     assert n >= ROWS
     assert over_stages(at(n), 2)[0].peak_bytes <= budget < over_stages(at(n + 1), 2)[0].peak_bytes
-    assert "none, not even one of 1" in answers(at, at(ROWS), ranks=1, budget=budget)[1]
+    written = found.to_dict()
+    assert written["fewest_devices"] == {
+        "devices": 2,
+        "techniques": ["pipeline", "recompute"],
+        "peak_bytes": budget,
+        "said": devices,
+    }
+    assert written["largest_batch"] == {
+        "samples": n,
+        "techniques": ["pipeline", "recompute"],
+        "ranks_that_share_it": 2,
+        "samples_without_techniques": 0,
+        "said": batch,
+    }
+    found = answers(at, at(ROWS), ranks=1, budget=budget)
+    assert "none, not even one of 1" in found.said[1]
+    assert found.to_dict()["largest_batch"]["samples"] == 0
+    found = answers(at, at(ROWS), ranks=1, budget=1)
+    assert found.said[0].startswith("no number of devices has the memory")
+    assert found.to_dict()["fewest_devices"] is None
 
 
 def test_a_batch_for_each_rank_is_more_than_a_larger_one_for_both() -> None:
@@ -77,4 +97,4 @@ def test_a_batch_for_each_rank_is_more_than_a_larger_one_for_both() -> None:
         return with_stages(plain, passes=lambda part: passes(part or rows, saved=1000))
 
     assert over_stages(grown(10), 2)[0].peak_bytes < 11_000 < over_data(grown(8), 2).peak_bytes
-    assert answers(grown, grown(ROWS), ranks=2, budget=11_000)[1].endswith(" 7 with recompute")
+    assert answers(grown, grown(ROWS), ranks=2, budget=11_000).said[1].endswith(" 7 with recompute")
