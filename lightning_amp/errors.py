@@ -1,5 +1,16 @@
 """Define the errors that a user can cause; each message states what was found, what is allowed and what to do."""
 
+import difflib
+from collections.abc import Iterable
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return the nearest known names as the end of a message; "" if none is close."""
+    # case does not count
+    names = {one.lower(): one for one in known}
+    near = [repr(names[one]) for one in difflib.get_close_matches(name.lower(), list(names))]
+    return f". Did you mean {' or '.join(near)}?" if near else ""
+
 
 class AmpError(Exception):
     """Base class of errors caused by a user's mistake; the command line exits with its `status`."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from lightning_amp.costs.device_rates import CPU_CORE, Rates, products_under, rates_for
+from lightning_amp.costs.device_rates import CPU_CORE, Rates, budget_on, products_under, rates_for
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import ModelError, PlanError
@@ -154,8 +154,9 @@ def plan(
         what: Any LightningModule; or what `lightning_amp.profile` returns, of a data directory or of a module.
         batch: For a module: an example of the batch of its `training_step`, or its shapes as text, as for `profile`.
         devices: Number of ranks on all nodes together.
-        device_memory: Budget of one device, a number of bytes or a text such as "24GiB"; None means unknown. A list has
-            one entry per device: each stage is planned for the memory of its device; other plans use the minimum.
+        device_memory: Budget of one device, a number of bytes or a text such as "24GiB"; None takes the memory of the
+            GPU that `rates` names, and means unknown without one. A list has one entry per device: each stage is
+            planned for the memory of its device; other plans use the minimum.
         policy: "auto" takes the fastest plan that fits, "paper" AMP's fixed mapping.
         strategies: Techniques to use instead of the policy's choice; they are checked and predicted as well. "auto"
             and None leave it to the policy.
@@ -164,7 +165,7 @@ def plan(
         model_parallel_size: Ranks of the model axis, or "auto".
         shape: For a directory: the model; None means the reference model with its default sizes.
         rates: For a directory or a module: rates of one device, to predict times, or the name of a device, such as
-            "A100"; None means one CPU core.
+            "A100" or "A100-80GB"; None means one CPU core.
         node_devices: For a directory: devices of one node; the model axis stays inside a node unless
             `model_parallel_size` is larger. None means that all devices are on one node.
         precision: For a module: precision of the Trainer, such as "bf16-mixed"; None means "32-true". Operators are
@@ -186,9 +187,10 @@ def plan(
     reached = rates or CPU_CORE
     if isinstance(reached, str):
         reached = rates_for(reached, products=products_under(str(precision or "32-true")))
+    memory, notes = budget_on(reached, device_memory)
     request: dict[str, Any] = {
         "devices": devices,
-        "device_memory": device_memory,
+        "device_memory": memory,
         "policy": policy,
         "strategies": strategies,
         "model_parallel_size": model_parallel_size,
@@ -203,14 +205,15 @@ def plan(
             raise PlanError(
                 f"batch_size={batch_size!r} was given with a shape of {shape.batch_size!r} cells; leave batch_size out"
             )
-        return plan_data(what, **request, batch_size=batch_size, shape=shape, rates=reached, node_devices=node_devices)
+        made = plan_data(what, **request, batch_size=batch_size, shape=shape, rates=reached, node_devices=node_devices)
+        return replace(made, notes=(*made.notes, *notes))
     if batch is not None:
         _refuse("a module and a batch, whose structure is the module's", shape=shape, node_devices=node_devices)
         from lightning_amp.data.batch import batch_of_shapes
         from lightning_amp.footprint.inner_run import BY_ITSELF, Around
         from lightning_amp.lightning.profiling.plan_of_module import plan_of_module
 
-        return plan_of_module(
+        planned = plan_of_module(
             what,
             batch_of_shapes(batch) if isinstance(batch, str) else batch,
             around=BY_ITSELF if precision is None else Around(precision=str(precision)),
@@ -219,6 +222,7 @@ def plan(
             options={"blocks": blocks},
             batch_size=batch_size,
         )
+        return replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, *notes)))
     counted = getattr(what, "counted", None)
     if not isinstance(counted, Counted):
         raise PlanError(

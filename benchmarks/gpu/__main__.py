@@ -37,6 +37,7 @@ PARTS = (
     Part(name="memory", title="Memory, predicted and measured", file="memory", seconds=75, run=memory.run),
     Part(name="at_peak", title="What the peak holds", file="memory", seconds=40, run=memory.at_peak),
     Part(name="one_rank", title="One rank of the Trainer", file="trainer", seconds=35, run=trainer.one_rank),
+    Part(name="budget", title="A budget, held by the allocator", file="trainer", seconds=20, run=trainer.budget),
     Part(name="kernels", title="Kernels and gaps", file="kernels", seconds=30, run=kernels.run),
     Part(name="calibrate", title="Rates of the device", file="calibration", seconds=30, run=rates.calibrated),
     Part(name="determinism", title="Two equal runs", file="trainer", seconds=30, run=trainer.determinism),

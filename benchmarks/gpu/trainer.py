@@ -17,9 +17,11 @@ from torch.utils.data import DataLoader
 
 from benchmarks.decoders import Size
 from benchmarks.gpu.device import wait
-from benchmarks.gpu.runner import Work
+from benchmarks.gpu.runner import SkipPart, Work
 from benchmarks.gpu.subject import EAGER, OURS, CellsInMemory, decoder_batch
+from lightning_amp.costs.device_rates import TENSORS_SHARE
 from lightning_amp.lightning.callbacks.memory_monitor import WHOLE_STEP, StratumMemoryMonitor
+from lightning_amp.lightning.strategy.hardware import take_workspaces
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 from lightning_amp.simulation.models_without_values import DecoderAlone
@@ -60,7 +62,7 @@ def trainer_for(
 ) -> tuple[pl.Trainer, AMPStrategy]:
     """A quiet Trainer on the one device, for so many steps of optimisers; `amp` are the strategy's options."""
     chosen = None if strategies is None else list(strategies)
-    strategy = AMPStrategy(strategies=chosen, on_predicted_oom="warn", **(amp or {}))
+    strategy = AMPStrategy(strategies=chosen, **{"on_predicted_oom": "warn", **(amp or {})})
     place = work.device
     trainer = pl.Trainer(
         **QUIET,
@@ -118,6 +120,53 @@ def one_rank(work: Work) -> None:
         )
     if wrong:
         raise AssertionError(f"losses are not finite, or the process group is not {wanted!r}, with {wrong!r}")
+
+
+class Grows(pl.LightningModule):
+    """A layer that makes four times its rows from the third step on, which no plan foresees: it reads the step."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(width, width)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """More work later."""
+        return self.layer(batch.repeat(4 if self.global_step >= 2 else 1, 1)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """As a user writes it."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def budget(work: Work) -> None:
+    """What no plan has foreseen ends at the budget, with the plan's words, and the limit ends with the run."""
+    if work.device.type != "cuda":
+        raise SkipPart("torch's allocator holds a budget on CUDA only; on a CPU batches are counted")
+    width, rows = 1024, 2**16
+    # a step of plain size takes seven such tensors; of four times the rows it takes twenty and more
+    named = 8 * 4 * width * rows
+    torch.cuda.reset_peak_memory_stats(work.device)
+    amp, said = {"device_memory": named, "on_predicted_oom": "refuse"}, ""
+    trainer, strategy = trainer_for(work, strategies=("S1",), steps=8, amp=amp)
+    try:
+        trainer.fit(Grows(width), DataLoader([torch.ones(rows, width)] * 8, batch_size=None))
+    except torch.OutOfMemoryError as error:
+        said = str(error)
+    assert strategy.plan is not None, "there is a plan"
+    reserved = torch.cuda.max_memory_reserved(work.device)
+    work.record.row(
+        budget_bytes=named,
+        predicted_bytes=strategy.plan.predicted_peak_bytes,
+        reserved_bytes=reserved,
+        free_bytes=torch.cuda.mem_get_info(work.device)[0],
+        steps=trainer.global_step,
+        error=said.partition(". Of the allocated")[0],
+    )
+    allowed = named / TENSORS_SHARE + take_workspaces(work.device)
+    if "was predicted for" not in said or reserved > allowed or trainer.global_step != 2:
+        raise AssertionError(f"the budget of {named} was not held: {reserved} reserved, {said!r}")
+    if torch.cuda.get_per_process_memory_fraction(work.device) != 1.0:
+        raise AssertionError("the allocator is limited after the run")
 
 
 def determinism(work: Work) -> None:

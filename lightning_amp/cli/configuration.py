@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from lightning_amp.cli.request import OF_DATA, rates_asked, refuse, request_of
+from lightning_amp.cli.request import OF_DATA, rates_asked, refuse, request_of, with_memory_of_device
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.table import options_of_techniques, parse_strategies
@@ -115,19 +115,15 @@ def _plan_of_step(
     if grid is not None:
         options["tensor_grid"] = _grid(grid, request["strategies"])
     del request["batch_size"]
+    rates = rates_asked(told, around.precision)
+    request, notes = with_memory_of_device(request, rates)
     made = plan_of_module(
-        module,
-        batch,
-        around=around,
-        rates=rates_asked(told, around.precision),
-        request=request,
-        options=options,
-        batch_size=arguments.batch_size,
+        module, batch, around=around, rates=rates, request=request, options=options, batch_size=arguments.batch_size
     )
     code = made.code() if getattr(arguments, "show_code", False) else ""
-    if (found := made.answers()) is None:
-        return PlannedStep(made.plan, {}, code)
-    return PlannedStep(replace(made.plan, notes=(*made.plan.notes, *found.said)), found.to_dict(), code)
+    plan, found = made.plan, made.answers()
+    plan = replace(plan, notes=(*plan.notes, *notes, *(() if found is None else found.said)))
+    return PlannedStep(plan, {} if found is None else found.to_dict(), code)
 
 
 def _grid(text: str, strategies: Any) -> tuple[int, ...] | None:

@@ -42,7 +42,11 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latent-dim", type=int, default=None, help="latent dimension of the model (default: 64)")
     parser.add_argument("--window", type=int, default=None, help="attention window in bins (default: 20 per stratum)")
     parser.add_argument("--model-parallel-size", help='ranks of the model axis (default: "auto")')
-    parser.add_argument("--device", help="whose rates predict times, such as A100, H100 or cpu (default: one CPU core)")
+    parser.add_argument(
+        "--device",
+        help="whose rates predict times, and whose memory is the budget unless one is given, such as H100, A100-80GB or"
+        " cpu (default: one CPU core)",
+    )
     parser.add_argument("--rates", metavar="FILE.json", help="rates that `calibrate` has measured, instead")
     parser.add_argument(
         "--shape",
@@ -84,6 +88,14 @@ def rates_asked(arguments: argparse.Namespace, precision: str = "32-true") -> "R
     if arguments.device is None:
         return CPU_CORE
     return rates_for(arguments.device, products=products_under(precision))
+
+
+def with_memory_of_device(request: dict[str, Any], rates: "Rates") -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the request with the memory of a named device, unless one is given, and a note that says so."""
+    from lightning_amp.costs.device_rates import budget_on
+
+    memory, notes = budget_on(rates, request["device_memory"])
+    return request | {"device_memory": memory}, notes
 
 
 def read(arguments: argparse.Namespace) -> "Profile":

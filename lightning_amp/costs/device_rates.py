@@ -13,6 +13,9 @@ No device reaches its data sheet, but a plan needs only order and ratios; `calib
 step, and `to_json` saves them. A device that is not in the table gets the rates of the one with the nearest memory
 size, and `nearest_rates` says so.
 
+A plan for a device by name has that device's memory as its budget: what CUDA reports (98.5 % of the data sheet's
+GiB or more, of all four), less the context, times the share that steps may take; `calibrate` measures it instead.
+
 Ring collectives depend on the bandwidth between the ranks. A group of G ranks has alpha seconds per message, and beta
 bytes per second to the next rank of the ring:
 
@@ -38,14 +41,15 @@ links; libraries that spread a ring over several adapters are faster between nod
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf, isfinite, log
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lightning_amp.errors import PlanError
-from lightning_amp.quantities import is_number
+from lightning_amp.errors import PlanError, meant
+from lightning_amp.quantities import format_bytes, is_number
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "exchange", "all_to_all"]
 WITHIN, BETWEEN = "within a node", "between nodes"
@@ -149,6 +153,7 @@ class Rates:
         launches: Whether a host launches operators asynchronously, as on a GPU.
         sdpa_share: Share of matmul_flops that attention in torch's fused kernels reaches.
         host_bandwidth: Bytes per second between device and host memory, one way.
+        usable_bytes: Bytes of tensors that one process may have on a GPU that is otherwise free; None if unknown.
     """
 
     matmul_flops: float
@@ -160,6 +165,7 @@ class Rates:
     launches: bool = False
     sdpa_share: float = 0.5
     host_bandwidth: float = 31.5e9
+    usable_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Validate the numbers.
@@ -175,6 +181,8 @@ class Rates:
             )
         if not (is_number(self.overhead_seconds) and 0 <= self.overhead_seconds < inf):
             raise PlanError(f"{self!r} is invalid; overhead_seconds is 0 or more: correct it")
+        if self.usable_bytes is not None and not (type(self.usable_bytes) is int and self.usable_bytes > 0):
+            raise PlanError(f"{self!r} is invalid; usable_bytes is a whole number above 0, or null: correct it")
         if type(self.launches) is not bool:
             raise PlanError(f"{self!r} is invalid; launches is true or false: correct it")
         if not isinstance(self.device, str) or not self.device.strip():
@@ -253,11 +261,30 @@ def rates_for(device_name: str, *, products: str = "float32") -> Rates:
     if found is None:
         raise PlanError(
             f"rates of {device_name!r} are not known; supported are names that contain one of"
-            f" {', '.join(DEVICES)}: choose the one most like it and calibrate"
+            f" {', '.join(DEVICES)}: choose the one most like it and calibrate{meant(device_name, DEVICES)}"
         )
     rates = DEVICES[found]
+    # devices of one name with other memory say so, as "NVIDIA A100-SXM4-80GB" does
+    size = re.search(r"(\d+) ?GB", device_name, re.IGNORECASE)
+    if size and found in MEMORY_GIB and (gib := int(size.group(1))) != MEMORY_GIB[found]:
+        rates = replace(rates, usable_bytes=usable_bytes(gib), device=f"{rates.device} of {gib} GB")
     flops = PRODUCTS.get(products, {}).get(found)
     return rates if flops is None else replace(rates, matmul_flops=flops)
+
+
+def usable_bytes(gib: int) -> int:
+    """Return the bytes of tensors that a step may have on a GPU with this memory by its data sheet."""
+    return int(TENSORS_SHARE * (REPORTED_SHARE * gib * 2**30 - CONTEXT_BYTES))
+
+
+def budget_on(rates: Rates, device_memory: Any) -> tuple[Any, tuple[str, ...]]:
+    """Return the requested memory of a device, else that of the device with these rates, which a note explains."""
+    if device_memory is not None or rates.usable_bytes is None:
+        return device_memory, ()
+    return rates.usable_bytes, (
+        f"the budget is the memory of {rates.device} without CUDA's context and {100 - 100 * TENSORS_SHARE:.0f} % for"
+        f" fragments: {format_bytes(rates.usable_bytes)}; --device-memory, or device_memory=, sets another",
+    )
 
 
 def nearest_rates(device_name: str, *, memory_bytes: int, products: str = "float32") -> tuple[Rates, str]:
@@ -277,7 +304,9 @@ def nearest_rates(device_name: str, *, memory_bytes: int, products: str = "float
 
 
 def _known(device_name: str) -> str | None:
-    return next((name for name in DEVICES if name.lower() in device_name.lower()), None)
+    # whole words: an A1000 is no A100, and a GH200 no H200
+    words = (rf"(?<![a-z0-9]){name}(?![a-z0-9])" for name in DEVICES)
+    return next((name for name, word in zip(DEVICES, words, strict=True) if re.search(word, device_name, re.I)), None)
 
 
 def calibrated(rates: Rates, predicted_seconds: float, measured_seconds: float) -> Rates:
@@ -295,7 +324,16 @@ def calibrated(rates: Rates, predicted_seconds: float, measured_seconds: float) 
     )
 
 
-def _gpu(device: str, *, teraflops: float, memory: float, link: float, network: float, host: float = 31.5) -> Rates:
+CONTEXT_BYTES = 749 * 2**20
+"""Bytes of CUDA's context with torch's kernels, as measured on an H100 and an H200 (docs/reports/gpu.md)."""
+REPORTED_SHARE = 0.985
+"""Share of the GiB of a data sheet that CUDA reports."""
+TENSORS_SHARE = 0.97
+"""Usable share of CUDA's free memory: on an H100 steps of 95 % ran, and steps of 99 % ran out of memory."""
+MEMORY_GIB = {"RTX 3090": 24, "A100": 40, "H100": 80, "H200": 141}
+
+
+def _gpu(name: str, *, teraflops: float, memory: float, link: float, network: float, host: float = 31.5) -> Rates:
     """Return the rates of a GPU from its data sheet; bandwidths in gigabytes per second, one way."""
     links = Links(
         intra_bandwidth=link * 1e9, inter_bandwidth=8 * network * 1e9, latency=1e-5, ranks_per_node=8, adapters=8
@@ -306,8 +344,9 @@ def _gpu(device: str, *, teraflops: float, memory: float, link: float, network: 
         attention_share=0.7,
         overhead_seconds=5e-6,
         links=links,
-        device=device,
+        device=f"an {name}",
         launches=True,
+        usable_bytes=usable_bytes(MEMORY_GIB[name]),
         host_bandwidth=host * 1e9,
     )
 
@@ -323,13 +362,12 @@ CPU_CORE = Rates(
 )
 DEVICES = {
     "cpu": CPU_CORE,
-    "RTX 3090": _gpu("an RTX 3090", teraflops=35.6, memory=936, link=31.5, network=25),
-    "A100": _gpu("an A100", teraflops=19.5, memory=1555, link=300, network=25),
-    "H100": _gpu("an H100", teraflops=67, memory=3350, link=450, network=50, host=63),
-    "H200": _gpu("an H200", teraflops=67, memory=4800, link=450, network=50, host=63),
+    "RTX 3090": _gpu("RTX 3090", teraflops=35.6, memory=936, link=31.5, network=25),
+    "A100": _gpu("A100", teraflops=19.5, memory=1555, link=300, network=25),
+    "H100": _gpu("H100", teraflops=67, memory=3350, link=450, network=50, host=63),
+    "H200": _gpu("H200", teraflops=67, memory=4800, link=450, network=50, host=63),
 }
 """Rates by a part of the device's name."""
-MEMORY_GIB = {"RTX 3090": 24, "A100": 40, "H100": 80, "H200": 141}
 PRODUCTS = {
     "tf32": {"A100": 156e12, "H100": 494e12, "H200": 494e12},
     "half": {"RTX 3090": 71e12, "A100": 312e12, "H100": 989e12, "H200": 989e12},

@@ -6,13 +6,12 @@ configuration has written.
 """
 
 import argparse
-import difflib
 import importlib
 import inspect
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -27,7 +26,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_amp.errors import PlanError
+from lightning_amp.errors import PlanError, meant
 from lightning_amp.lightning.strategy.registration import START_METHODS
 from lightning_amp.models.glue import GLUE
 
@@ -187,12 +186,6 @@ def _with_class_of_strategy(parser: LightningArgumentParser, words: list[str]) -
         )
     made = [OPTION[:-1], "lightning_amp.AMPStrategy", f"{OPTION}start_method", START_METHODS[name.lower()]]
     return [*others, *made, *options]
-
-
-def meant(name: str, known: Iterable[str]) -> str:
-    """Return the closest known name as the end of a message; "" if none is close."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f". Did you mean {near[0]!r}?" if near else ""
 
 
 SHOWN = 5

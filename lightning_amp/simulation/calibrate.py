@@ -24,6 +24,7 @@ from lightning_amp.costs.model_shape import WINDOW_PER_STRATUM, DecoderShape, pr
 from lightning_amp.errors import PlanError
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
+from lightning_amp.lightning.strategy.hardware import device_budget
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import techniques
@@ -107,6 +108,8 @@ def calibrate(
     measured = [min(found) for found in rounds]
     predicted = [made.predicted_step_seconds or 0.0 for made in plans]
     after = replace(calibrated(before, predicted[0], measured[0]), device=f"{name}, calibrated")
+    if place.type == "cuda":
+        after = replace(after, usable_bytes=device_budget(place, node_ranks=1))
     again = [_plan(decoder, cells, after, made.strategies or "S1").predicted_step_seconds for made in plans]
     timings = [
         Timing(strategies=made.strategies, before=b, measured=min(found), slowest=max(found), after=a or 0.0)

@@ -5,6 +5,7 @@ For a data directory or `--shape`, neither imports torch.
 
 import argparse
 import json
+from dataclasses import replace
 
 from lightning_amp.cli.configuration import (
     add_configuration,
@@ -22,6 +23,7 @@ from lightning_amp.cli.request import (
     read,
     refuse,
     request_of,
+    with_memory_of_device,
 )
 from lightning_amp.errors import DoesNotFitError, PlanError
 
@@ -89,6 +91,7 @@ def _run(arguments: argparse.Namespace) -> int:
     request = request_of(arguments)
     check_request(**request)
     asked, rates = decoder_asked(arguments), rates_asked(arguments)
+    request, notes = with_memory_of_device(request, rates)
     if asked:
         request["batch_size"] = asked.batch_size or request["batch_size"]
         shape = shape_of_decoder(asked.decoder, batch_size=request["batch_size"])
@@ -100,6 +103,7 @@ def _run(arguments: argparse.Namespace) -> int:
         )
         of_data = f"{profile_report(profile)}\n\n"
     made = plan(profile, **request, shape=shape, rates=rates)
+    made = replace(made, notes=(*made.notes, *notes))
     print(plan_as_json(made, {}) if arguments.format == "json" else f"{of_data}{plan_report(made)}")
     return NOTHING_FITS if made.fits is False else 0
 
@@ -113,14 +117,15 @@ def _recommend(arguments: argparse.Namespace) -> int:
     refuse(arguments, "--recommend-devices", DECIDED, "which it decides, or cannot use")
     if arguments.data_dir is None:
         raise PlanError("--recommend-devices requires DIR, the folder of the data; name it")
-    budget = None if arguments.device_memory is None else parse_bytes(arguments.device_memory)
+    rates = rates_asked(arguments)
+    budget = rates.usable_bytes if arguments.device_memory is None else parse_bytes(arguments.device_memory)
     profile, dim = read(arguments), latent_dim(arguments)
     found = recommend_devices(
         profile,
         lambda n: reference_shape(profile, batch_size=n, latent_dim=dim, window=arguments.window),
         cells=BATCH_SIZE if arguments.batch_size is None else arguments.batch_size,
         budget=budget,
-        rates=rates_asked(arguments),
+        rates=rates,
     )
     as_json = arguments.format == "json"
     print(json.dumps(found.to_dict(), indent=2) if as_json else recommendation_report(found))

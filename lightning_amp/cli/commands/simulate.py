@@ -6,7 +6,15 @@ from pathlib import Path
 
 from lightning_amp.cli.commands.calibrate import check_target
 from lightning_amp.cli.configuration import add_configuration, plan_of_configuration
-from lightning_amp.cli.request import add_request, decoder_asked, rates_asked, read, refuse, request_of
+from lightning_amp.cli.request import (
+    add_request,
+    decoder_asked,
+    rates_asked,
+    read,
+    refuse,
+    request_of,
+    with_memory_of_device,
+)
 from lightning_amp.data.files.directory import written_aside
 
 
@@ -50,6 +58,7 @@ def _run(arguments: argparse.Namespace) -> None:
     request = request_of(arguments)
     check_request(**request)
     asked, rates = decoder_asked(arguments), rates_asked(arguments)
+    request, _ = with_memory_of_device(request, rates)
     if arguments.plot is not None:
         check_target("--plot", arguments.plot, "memory.png", overwrite=True)
     source = asked or read(arguments)

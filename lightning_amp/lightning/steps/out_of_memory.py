@@ -29,7 +29,6 @@ from traceback import walk_tb
 from typing import Any
 
 import lightning.pytorch as pl
-import psutil
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
@@ -42,6 +41,7 @@ from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE,
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.faults.activity import is_out_of_memory
 from lightning_amp.lightning.steps.counted_batches import CountedBatches, called_in, run_batches_by
+from lightning_amp.lightning.steps.process_memory import resident_bytes
 from lightning_amp.lightning.steps.state_of_batch import StateOfBatch
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import batch_text
@@ -128,7 +128,7 @@ def advice_on_memory(plan: Plan | None, device: torch.device) -> str:
     if device.type == "cuda":
         measured = f"{format_bytes(torch.cuda.max_memory_allocated(device))} were in use at most"
     else:
-        measured = f"the process has {format_bytes(psutil.Process().memory_info().rss)}"
+        measured = f"the process has {format_bytes(resident_bytes())}"
     if plan is None:
         return f"{measured}. No plan was made yet: the module itself, or the data, do not fit"
     least = " at least" if plan.uncounted else ""

@@ -26,7 +26,7 @@ from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.profiling.loaders import Cells, cells_per_step
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
-from lightning_amp.lightning.strategy.hardware import device_budget, measured_speeds
+from lightning_amp.lightning.strategy.hardware import least_budget, measured_speeds
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.refusals import without_stages
 from lightning_amp.lightning.strategy.request import Request
@@ -209,10 +209,11 @@ class PlanningContext:
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
-        """Bytes of each device; a single number if all are equal."""
+        """Bytes of each device; a single number if all are equal, or not named: then the first access is collective."""
         if self.request.device_memory is not None:
             return memory_of_ranks(self.request.device_memory, self.strategy.world_size)
-        return (device_budget(self.strategy.root_device, node_ranks=self.strategy.num_processes),)
+        run = self.strategy
+        return (least_budget(run.root_device, node_ranks=run.num_processes, n_ranks=run.world_size),)
 
     @property
     def budget(self) -> int:

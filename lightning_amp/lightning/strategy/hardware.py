@@ -1,8 +1,9 @@
-"""Measure the device of a rank: usable memory, matrix products per second, and CUDA allocator settings."""
+"""Measure the device of a rank: usable memory, products per second; and set CUDA's allocator, also to a budget."""
 
 import os
 import time
 from collections.abc import Callable
+from functools import cache, partial
 from statistics import median
 
 import psutil
@@ -10,9 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_amp._torch import ALLOCATOR_VARIABLES, set_allocator
-
-TENSORS_SHARE = 0.97
-"""Usable share of CUDA's free memory: on an H100 steps of 95 % ran, and steps of 99 % ran out of memory."""
+from lightning_amp.costs.device_rates import TENSORS_SHARE
 
 
 def device_budget(device: torch.device, *, node_ranks: int) -> int:
@@ -25,6 +24,32 @@ def device_budget(device: torch.device, *, node_ranks: int) -> int:
     return int(psutil.virtual_memory().total) // max(1, node_ranks)
 
 
+def least_budget(device: torch.device, *, node_ranks: int, n_ranks: int) -> int:
+    """Return the least budget of the ranks, because others may use the GPU of one of them; a collective on CUDA."""
+    own = device_budget(device, node_ranks=node_ranks)
+    if device.type != "cuda" or n_ranks == 1:
+        return own
+    everyones = [own] * n_ranks
+    dist.all_gather_object(everyones, own)
+    return min(everyones)
+
+
+def hold_budget(device: torch.device, budget: int) -> Callable[[], None]:
+    """Let CUDA's allocator refuse what exceeds a budget of tensors; return an undo. On a CPU it does nothing.
+
+    The allocator counts what it has reserved. So it may have the workspaces too, and the share that fragments take:
+    it may have what `device_budget` derives the same budget from.
+    """
+    if device.type != "cuda":
+        return lambda: None
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    total = int(torch.cuda.get_device_properties(device).total_memory)
+    allowed = budget / TENSORS_SHARE + take_workspaces(device)
+    torch.cuda.set_per_process_memory_fraction(min(before, allowed / total), device)
+    return partial(torch.cuda.set_per_process_memory_fraction, before, device)
+
+
+@cache
 def take_workspaces(device: torch.device) -> int:
     """Let cuBLAS allocate its workspaces, at the first product of each thread (forward, backward); return the bytes."""
     before = int(torch.cuda.memory_allocated(device))

@@ -32,9 +32,11 @@ from lightning_amp.lightning.profiling.loaders import UNKNOWN
 from lightning_amp.lightning.steps.cells import count_replicas_once
 from lightning_amp.lightning.steps.counted_batches import refuse_beyond
 from lightning_amp.lightning.steps.out_of_memory import LEANER, Rescue, largest, rescue_batches
+from lightning_amp.lightning.steps.process_memory import watch_process
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy import refusals
 from lightning_amp.lightning.strategy.context import PlanningContext
+from lightning_amp.lightning.strategy.hardware import hold_budget
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.plan_run import resolve_plan
 from lightning_amp.lightning.strategy.validation_of_fit import ValidationOfFit, with_validation
@@ -78,6 +80,11 @@ class InstalledPlan:
             self._facts.forget_step()
         if self._is_shown(plan):
             refusals.announce(plan, self._request, held=self._holds(plan), report=self._report_path())
+        if self._enforces:
+            memory = self._facts.memory
+            self._undo.append(hold_budget(self._strategy.root_device, memory[self._strategy.global_rank % len(memory)]))
+        if self._enforces and self._counts and trainer.state.fn == TrainerFn.FITTING:
+            self._undo.append(watch_process(trainer, self._facts.budget))
         self._install(plan)
         self._undo.append(count_replicas_once(self._model, self._strategy.mesh))
         # callbacks are checked here, because the replaced modules and buffers are known only now
@@ -161,6 +168,11 @@ class InstalledPlan:
         )
         step.before_averaging = rescue.gradients_are_there
         return rescue_batches(self._trainer, rescue)
+
+    @property
+    def _enforces(self) -> bool:
+        """Whether a step beyond the budget ends: not if the user has asked to train anyway."""
+        return self._request.refuses or (self._request.rescue and self._request.device_memory is not None)
 
     @property
     def _counts(self) -> bool:

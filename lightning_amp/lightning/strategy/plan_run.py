@@ -41,7 +41,7 @@ def resolve_plan(
         AmpError: The error that rank 0 raised.
         PlanError: The plan is for another number of ranks, or ranks differ in its inputs.
     """
-    request, strategy, _ = facts.request, facts.strategy, facts.speeds
+    request, strategy, _ = facts.request, facts.strategy, (facts.speeds, facts.memory)
     if request.device_memory is not None and facts.step is not None and given is None:
         # for long loops planning takes ten seconds and more
         rank_zero_info(f"planning a step within {format_bytes(facts.budget)}; nothing is trained yet")

@@ -1,0 +1,156 @@
+"""Claim: a device by name has its memory as budget; on CUDA the allocator holds a fit's budget until teardown, and is
+given no more than what is free on every rank; on a CPU the process is watched between steps.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import lightning_amp
+from lightning_amp.cli.main import main
+from lightning_amp.costs.device_rates import CONTEXT_BYTES, DEVICES, TENSORS_SHARE, rates_for
+from lightning_amp.data.prepare.synthetic import synthesize
+from lightning_amp.errors import PlanError
+from lightning_amp.lightning.steps import process_memory
+from lightning_amp.lightning.strategy import hardware, install_plan
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.planning.plan.plan import Plan
+from tests.lightning.steps.test_end_of_memory import ROWS, Small, fitted
+
+GIB = 2**30
+CUDA = torch.device("cuda", 0)
+
+
+def test_a_device_by_name_has_its_memory_less_the_context_and_a_margin() -> None:
+    h100 = rates_for("H100").usable_bytes
+    assert h100 == int(TENSORS_SHARE * (0.985 * 80 * GIB - CONTEXT_BYTES))
+    assert 75 * GIB < h100 < 76 * GIB
+    assert rates_for("cpu").usable_bytes is None
+    # devices of one name and several sizes
+    assert rates_for("NVIDIA A100-SXM4-40GB") is DEVICES["A100"]
+    larger = rates_for("A100-80GB", products="tf32")
+    assert larger.usable_bytes == h100
+    assert (larger.device, larger.matmul_flops) == ("an A100 of 80 GB", 156e12)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("H10O", "'H100'"), ("rtx3090", "'RTX 3090'"), ("A1000", "'A100'"), ("GH200", "'H200'"), ("gpu", "'cpu'")],
+)
+def test_a_device_that_is_not_known_is_refused_with_the_nearest_names(name: str, near: str, capsys: Any) -> None:
+    assert main(["plan", "--shape", "anchors=60,dim=8,strata=2,batch=1", "--device", name]) == 2
+    said = capsys.readouterr().err
+    assert f"rates of {name!r} are not known" in said
+    assert f"Did you mean {near}" in said
+    with pytest.raises(PlanError, match=f"Did you mean {near}"):
+        lightning_amp.plan(Small(), ROWS[0], rates=name)
+
+
+def test_a_plan_for_a_device_by_name_is_compared_with_its_memory(tmp_path: Path, capsys: Any) -> None:
+    synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
+
+    def planned(*words: str) -> Plan:
+        assert main(["plan", str(tmp_path / "data"), *words, "--format", "json"]) == 0
+        return Plan.from_json(capsys.readouterr().out)
+
+    made = planned("--device", "H100")
+    assert (made.budget_bytes, made.fits) == (rates_for("H100").usable_bytes, True)
+    assert (
+        "the budget is the memory of an H100 without CUDA's context and 3 % for fragments: 75.7 GiB" in made.notes[-1]
+    )
+    assert planned("--device", "H100", "--device-memory", "1GiB").budget_bytes == GIB
+    assert planned("--device", "cpu").budget_bytes is None
+    # a decoder that no H100 holds
+    words = ["plan", "--shape", "anchors=113505,dim=4096,strata=32,batch=64", "--strategies", "S1", "--device", "H100"]
+    assert main(words) == 3
+    assert " of 75.7 GiB (does NOT fit)" in capsys.readouterr().out
+    profile = lightning_amp.profile(tmp_path / "data")
+    assert lightning_amp.plan(profile, rates="H100").budget_bytes == made.budget_bytes
+    assert lightning_amp.plan(profile).budget_bytes is None
+    found = lightning_amp.plan(Small(), ROWS[0], rates="H100")
+    assert found.plan.budget_bytes == made.budget_bytes
+    assert "the memory of an H100" in str(found)
+
+
+class Cuda:
+    """What the allocator of a GPU with 80 GiB was told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, before: float = 1.0) -> None:
+        self.fractions = [before]
+        replaced = {
+            "get_per_process_memory_fraction": lambda device: self.fractions[-1],
+            "set_per_process_memory_fraction": lambda fraction, device: self.fractions.append(fraction),
+            "get_device_properties": lambda device: SimpleNamespace(total_memory=80 * GIB),
+            "mem_get_info": lambda device: (60 * GIB, 80 * GIB),
+            "memory_reserved": lambda device: 2 * GIB,
+        }
+        for name, call in replaced.items():
+            monkeypatch.setattr(torch.cuda, name, call)
+        monkeypatch.setattr(hardware, "take_workspaces", lambda device: GIB // 8)
+
+
+def test_the_allocator_holds_a_budget_until_it_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+    undo = hardware.hold_budget(CUDA, 24 * GIB)
+    # fragments and workspaces are no tensors
+    assert cuda.fractions[-1] * 80 == pytest.approx(24 / TENSORS_SHARE + 1 / 8)
+    undo()
+    assert cuda.fractions[-1] == 1.0
+    # the budget of a device is what is free there: not beside another job
+    undo = hardware.hold_budget(CUDA, hardware.device_budget(CUDA, node_ranks=1))
+    assert cuda.fractions[-1] * 80 == pytest.approx(60 + 2)
+    # a user's own limit stays
+    for budget in (79, 200):
+        cuda = Cuda(monkeypatch, before=0.5)
+        undo = hardware.hold_budget(CUDA, budget * GIB)
+        assert cuda.fractions == [0.5, 0.5]
+    hardware.hold_budget(torch.device("cpu"), 1)()
+    assert len(cuda.fractions) == 2
+
+
+def test_the_least_of_the_ranks_devices_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cuda(monkeypatch)
+
+    def gather(everyones: list[int], own: int) -> None:
+        everyones[:] = [own, own // 2]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    own = hardware.device_budget(CUDA, node_ranks=2)
+    assert hardware.least_budget(CUDA, node_ranks=2, n_ranks=1) == own
+    assert hardware.least_budget(CUDA, node_ranks=2, n_ranks=2) == own // 2
+
+
+@pytest.mark.parametrize(
+    ("options", "held"),
+    [
+        ({"device_memory": "1GiB"}, GIB),
+        ({"device_memory": ["1GiB"]}, GIB),
+        ({"device_memory": "1GiB", "on_predicted_oom": "warn"}, None),
+        ({"device_memory": "1GiB", "on_predicted_oom": "warn", "rescue": True}, GIB),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_a_fit_holds_a_budget_unless_it_may_train_anyway(monkeypatch: Any, options: Any, held: int | None) -> None:
+    said = list[Any]()
+
+    def hold(device: torch.device, budget: int) -> Any:
+        said.append(budget)
+        return lambda: said.append("undone")
+
+    monkeypatch.setattr(install_plan, "hold_budget", hold)
+    fitted(Small(), DataLoader(ROWS, batch_size=None), AMPStrategy(strategies="S1", **options))
+    assert said == ([] if held is None else [held, "undone"])
+
+
+def test_a_process_that_grows_beyond_the_budget_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = iter([3 * GIB, 3 * GIB, 3 * GIB + 2**20, 5 * GIB, 6 * GIB, 7 * GIB])
+    monkeypatch.setattr(process_memory, "resident_bytes", lambda: next(sizes))
+    data = DataLoader([ROWS[0]] * 5, batch_size=None)
+    with pytest.warns(UserWarning, match=r"after step 3 the process has 2\.00 GiB more than .* budget is 1\.00 GiB"):
+        fitted(Small(), data, AMPStrategy(strategies="S1", device_memory="1GiB"))
+    assert next(sizes) == 6 * GIB
