@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from lightning_amp.cli.request import OF_DATA, rates_asked, refuse, request_of, with_memory_of_device
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.progress import shown_if_long
 from lightning_amp.techniques.table import options_of_techniques, parse_strategies
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def use_step(arguments: argparse.Namespace, named: "Callable[..., Step] | None",
     return use(*prepare(values=True))
 
 
+@shown_if_long("planning")
 def _plan_of_step(
     arguments: argparse.Namespace,
     model: str,

@@ -26,12 +26,15 @@ from lightning_amp.planning.modules.plan_module import Counted, base_plan, plan_
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import without_shared_statistics
 from lightning_amp.planning.reports.step_report import step_report
+from lightning_amp.progress import shown_if_long
 from lightning_amp.quantities import memory_of_ranks
 from lightning_amp.techniques.table import STRATEGIES, parse_strategies, requested_specs, with_steps
 from lightning_amp.techniques.technique import function_at
 
 COUNTED_ON = (1, 2, 4, 8, 16)
 """Numbers of devices on which a plan is made to find the fewest: each takes counts of the step."""
+PLANNING = "planning"
+"""What is shown of planning that takes seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +153,7 @@ class ModulePlan:
         return self.plan.budget_bytes
 
 
+@shown_if_long(PLANNING)
 def plan_of_module(
     module: LightningModule,
     batch: Any,
@@ -196,7 +200,8 @@ def plan_of_module(
 
     @contextmanager
     def counting() -> Iterator[None]:
-        with named_blocks(module, options.get("blocks")), settings_of(rates.device_type):
+        blocks = named_blocks(module, options.get("blocks"))
+        with blocks, settings_of(rates.device_type), shown_if_long(PLANNING):
             yield
 
     step = step_at(batch_size)

@@ -33,6 +33,7 @@ from lightning_amp.installing.install import install_rules, overlap
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of, read_streams_ahead
 from lightning_amp.planning.plan.plan import Explanation
+from lightning_amp.progress import counting
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.contract.protocol import INSIDE, find_decoders
 from lightning_amp.techniques.data.batch_norm import statistics_bytes
@@ -188,6 +189,9 @@ class StepOfModule:
     def run_with(self, rules: Sequence[Rule], count: Callable[..., T], rows: int | None = None) -> T:
         """Return `count(module, batch, batch_size=, around=)` while rules are installed."""
         size = self._batch_size if rows is None else rows
+        names = ", ".join(dict.fromkeys(rule.strategy for rule in rules))
+        batch = "" if size is None else f", a batch of {size:,}"
+        counting(f"{f'with {names}' if names else 'as it is'}{batch}")
         with ExitStack() as undo:
             # rules are installed on the module, not on its counted copy, so that later counts reuse chunk plans
             undo.callback(install_rules(self.module, rules, chunks=self._chunk_plans).undo)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 
 from lightning_amp.errors import AmpError, PlanError
-from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.consistency.replicas import decide_on_rank_zero
 from lightning_amp.lightning.profiling.blocks_outside import DecoderPlan, with_blocks_outside, within_budget
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
@@ -18,6 +17,7 @@ from lightning_amp.planning.plan.plan import Axes, Plan
 from lightning_amp.planning.policies import build_rules
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.time.step_seconds import predicted_times
+from lightning_amp.progress import shown_if_long
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.table import EVALUATED, PREDICTIONS, STRATEGIES, in_order, is_of_block, parse_strategies
 
@@ -42,10 +42,8 @@ def resolve_plan(
         PlanError: The plan is for another number of ranks, or ranks differ in its inputs.
     """
     request, strategy, _ = facts.request, facts.strategy, (facts.speeds, facts.memory)
-    if request.device_memory is not None and facts.step is not None and given is None:
-        # for long loops planning takes ten seconds and more
-        rank_zero_info(f"planning a step within {format_bytes(facts.budget)}; nothing is trained yet")
 
+    @shown_if_long("planning", show=facts.trainer.progress_bar_callback is not None)
     def decide() -> Plan:
         asked = request.given_plan if given is None else given
         if asked is None or strategies is not None:
