@@ -69,6 +69,7 @@ def profile(
     if isinstance(what, str | Path):
         _refuse("a directory, which has no training step", batch=batch, batch_size=batch_size)
         return profile_data(what, setting=setting, attention=attention)
+    what = _of_compiled(what)
     if batch is None:
         raise ModelError(
             f"profiling {type(what).__name__!r} requires a batch, an example of what its training_step receives:"
@@ -209,6 +210,7 @@ def plan(
         return replace(made, notes=(*made.notes, *notes))
     if batch is not None:
         _refuse("a module and a batch, whose structure is the module's", shape=shape, node_devices=node_devices)
+        what = _of_compiled(what)
         from lightning_amp.data.batch import batch_of_shapes
         from lightning_amp.footprint.inner_run import BY_ITSELF, Around
         from lightning_amp.lightning.profiling.plan_of_module import plan_of_module
@@ -239,6 +241,16 @@ def plan(
     )
     made = plan_step(counted, **request)
     return replace(made, notes=(*made.notes, NOT_LOOKED_FOR))
+
+
+def _of_compiled(what: Any) -> Any:
+    """Return the LightningModule in what `torch.compile` returned for one, as a Trainer does; else the argument."""
+    inner = getattr(what, "_orig_mod", None)
+    if inner is None or vars(inner).get("_compiler_ctx"):
+        return inner or what
+    from lightning.pytorch.utilities.compile import from_compiled
+
+    return from_compiled(what)
 
 
 def _refuse(what: str, **given: Any) -> None:

@@ -14,6 +14,7 @@ limited to batches whose bytes may differ from those before:
         the larger dims
     batches number 4, 8, 16, ...   for steps that do more work later, for a reason that nothing here sees
 
+A counted batch runs uncompiled, also of a module that torch.compile has wrapped; the others run compiled.
 Tensors that a counted batch keeps, as in accumulation by hand, count in the next one too.
 
 Known limit: work that a step adds without any of these signs is found at the next power of two.
@@ -26,6 +27,7 @@ from math import inf, prod
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from lightning_amp.footprint.bounded_step import BoundedStep, StepOverBudget
 from lightning_amp.footprint.confirm_count import Shape, StepMakes, difference, shapes_of
@@ -91,7 +93,9 @@ class CountedBatches:
         after = self._last if self._kept_bytes > GROWS * self._budget else None
         self._step.start(batch, trainer.optimizers, after=after, averaged=copies_in_callbacks(trainer))
         try:
-            yield
+            # operators are counted one by one. Dynamo would compile the counter, and never again what it skips here
+            with torch.compiler.set_stance("force_eager"):
+                yield
             self._confirm(self._step, batch)
         except StepOverBudget as error:
             if self._why:
