@@ -4,11 +4,11 @@ import difflib
 from collections.abc import Iterable
 
 
-def meant(name: str, known: Iterable[str]) -> str:
-    """Return the nearest known names as the end of a message; "" if none is close."""
+def meant(name: str, known: Iterable[str], *, most: int = 1) -> str:
+    """Return the nearest known names, `most` of them, as the end of a message; "" if none is close."""
     # case does not count
     names = {one.lower(): one for one in known}
-    near = [repr(names[one]) for one in difflib.get_close_matches(name.lower(), list(names))]
+    near = [repr(names[one]) for one in difflib.get_close_matches(name.lower(), list(names), n=most)]
     return f". Did you mean {' or '.join(near)}?" if near else ""
 
 

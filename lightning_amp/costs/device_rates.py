@@ -261,7 +261,7 @@ def rates_for(device_name: str, *, products: str = "float32") -> Rates:
     if found is None:
         raise PlanError(
             f"rates of {device_name!r} are not known; supported are names that contain one of"
-            f" {', '.join(DEVICES)}: choose the one most like it and calibrate{meant(device_name, DEVICES)}"
+            f" {', '.join(DEVICES)}: choose the one most like it and calibrate{meant(device_name, DEVICES, most=3)}"
         )
     rates = DEVICES[found]
     # devices of one name with other memory say so, as "NVIDIA A100-SXM4-80GB" does
