@@ -18,7 +18,6 @@ from lightning_amp.planning.policies import build_rules
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.time.step_seconds import predicted_times
 from lightning_amp.progress import shown_if_long
-from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.table import EVALUATED, PREDICTIONS, STRATEGIES, in_order, is_of_block, parse_strategies
 
 
