@@ -59,7 +59,8 @@ class CountedBatches:
     ) -> None:
         self._module, self._budget, self._why, self._trains = module, budget, why, trains
         self._predicted, self._reads = predicted, None if predicted is None else predicted.reads
-        self._noted = predicted is not None and predicted.noted
+        self.noted = predicted is not None and predicted.noted
+        """Whether every batch is counted, because values decide its bytes."""
         self._parameters = list(module.parameters())
         self._step: BoundedStep | None = None
         self._last: BoundedStep | None = None
@@ -129,7 +130,7 @@ class CountedBatches:
             why = "an optimiser has stepped parameters since that it had not stepped before"
         elif self._may_exceed(shapes):
             why = "no batch before it was as large in all of its dims"
-        elif self._noted:
+        elif self.noted:
             why = "values decide its shapes, and the plan was counted for the first batch"
         elif n >= 4 and n & (n - 1) == 0:
             why = f"{n} batches ran before it, of which not all were counted"

@@ -4,8 +4,8 @@
     in its first batch counted then, if its loader cannot be read ahead, such as an iterator
     while it runs      its first batches, and larger ones, are counted against a budget that was named (CPU only)
 
-Known limits: of loaders that are read one after the other, the first one is counted; a validation with parameters that
-are sharded, or with blocks on other ranks, is not counted.
+Known limits: of loaders that are read one after the other, those after the first are not counted if they cannot be read
+ahead; a validation with parameters that are sharded, or with blocks on other ranks, is not counted.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,11 +22,12 @@ from lightning_amp.installing.install import Installed, install_rules
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.steps.counted_batches import CountedBatches, run_validation_by
 from lightning_amp.lightning.strategy.context import PlanningContext
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.reports.plan_report import shortfall
 from lightning_amp.techniques.table import STRATEGIES
 
 NOT_COUNTED = "the validation is not a part of the predicted peak"
+BY_VALUES = "the validation was counted for its first batch, whose values decide shapes or branches"
 LATER = f"{NOT_COUNTED} yet, and is counted when its first batch comes"
 
 
@@ -40,7 +41,9 @@ def with_validation(plan: Plan, facts: PlanningContext) -> Plan:
         what = elsewhere[0] if elsewhere else "a model axis"
         return _noting(plan, f"{NOT_COUNTED}: with {what} it is not counted")
     try:
-        return found.beside_training(plan, _kept_bytes(plan, facts), facts.rates[0])
+        plan = found.beside_training(plan, _kept_bytes(plan, facts), facts.rates[0])
+        told = f"{BY_VALUES}; another batch can take more: {found.noted}"
+        return replace(plan, notes=(*plan.notes, Explanation(told))) if found.noted else plan
     except DataError as error:
         return _noting(plan, f"{LATER}: {error}" if facts.strategy.world_size == 1 else f"{NOT_COUNTED}: {error}")
     except AmpError as error:
@@ -77,6 +80,7 @@ class ValidationOfFit:
         self._waits = any(note.startswith(LATER) for note in plan.notes)
         budget = plan.budget_bytes if held else None
         self._counted = None if budget is None else CountedBatches(trainer.lightning_module, budget, trains=False)
+        self._note_values(plan)
         self._installed = Installed()
         self._install(plan)
 
@@ -90,6 +94,11 @@ class ValidationOfFit:
             for change in self._installed.changes:
                 change.take()
 
+    def _note_values(self, plan: Plan) -> None:
+        """Count every batch from now on if values decide what a batch takes."""
+        if self._counted is not None and any(note.startswith(BY_VALUES) for note in plan.notes):
+            self._counted.noted = True
+
     def _run(self, plain: Callable[..., Any], *args: Any) -> Any:
         if self._waits:
             self._waits = False
@@ -101,6 +110,7 @@ class ValidationOfFit:
     def _count_late(self, batch: Any) -> None:
         """Count the validation with its first batch; all that was said about the plan before it holds without."""
         plan = self._count(batch)
+        self._note_values(plan)
         self._install(plan)
         if plan.fits is False:
             said = f"{shortfall(plan)}. It was counted with its first batch, which could not be read before"
