@@ -11,6 +11,7 @@ ahead; a validation with parameters that are sharded, or with blocks on other ra
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,13 +38,19 @@ def with_validation(plan: Plan, facts: PlanningContext) -> Plan:
     if found is None or plan.fits is False:
         return plan
     elsewhere = [name for name in plan.strategies if STRATEGIES[name].data_axis]
-    if elsewhere or plan.mesh.model > 1:
-        what = elsewhere[0] if elsewhere else "a model axis"
-        return _noting(plan, f"{NOT_COUNTED}: with {what} it is not counted")
+    row = STRATEGIES[elsewhere[0]] if elsewhere else None
     try:
-        plan = found.beside_training(plan, _kept_bytes(plan, facts), facts.rates[0])
-        told = f"{BY_VALUES}; another batch can take more: {found.noted}"
-        return replace(plan, notes=(*plan.notes, Explanation(told))) if found.noted else plan
+        if plan.mesh.model > 1 or (row is not None and row.validation is None):
+            what = elsewhere[0] if elsewhere else "a model axis"
+            return _noting(plan, f"{NOT_COUNTED}: with {what} it is not counted")
+        step = facts.seen[0]
+        if row is not None and row.validation is not None and step is not None:
+            ranks, bytes_of = plan.mesh.data, partial(row.validation, step, plan.spec_of(elsewhere[0]))
+            plan = found.sharded(plan, lambda validation: bytes_of(validation, ranks))
+        else:
+            plan = found.beside_training(plan, _kept_bytes(plan, facts), facts.rates[0])
+        told = f"{BY_VALUES}; another batch can take more: {found.counter.noted}"
+        return replace(plan, notes=(*plan.notes, Explanation(told))) if found.counter.noted else plan
     except DataError as error:
         return _noting(plan, f"{LATER}: {error}" if facts.strategy.world_size == 1 else f"{NOT_COUNTED}: {error}")
     except AmpError as error:
