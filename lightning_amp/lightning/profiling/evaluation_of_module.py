@@ -26,7 +26,7 @@ from torch import nn
 
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.rule import Rule
-from lightning_amp.errors import AmpError, DataError
+from lightning_amp.errors import AmpError, DataError, PlanError
 from lightning_amp.footprint.copies.fake_copy import length_of
 from lightning_amp.footprint.live_bytes import has_storage
 from lightning_amp.footprint.module_profile import ModuleProfile
@@ -111,11 +111,12 @@ class EvaluationOfModule:
         )
         return plan, rules
 
-    def beside_training(self, made: Plan, kept_bytes: int, rates: Rates) -> Plan:
+    def beside_training(self, made: Plan, kept_bytes: int, rates: Rates, *, no_chunks: str = "") -> Plan:
         """Return a fit's plan with its validation: its peak, and rules that run it in chunks within the budget.
 
         Args:
             kept_bytes: What training keeps during validation: parameters, buffers, optimizer state.
+            no_chunks: Why it cannot run in chunks.
 
         Raises:
             AmpError: As in `within`.
@@ -127,6 +128,8 @@ class EvaluationOfModule:
         more = max(0, kept_bytes - sum(own.values()))
         installed = tuple(rule for rule in made.rules if rule.strategy == EVALUATED)
         try:
+            if no_chunks:
+                raise PlanError(no_chunks)
             _, _, peak, rules = self._chunked(batches, made.budget_bytes - more, rates, installed)
             why = ""
         except AmpError as error:
