@@ -13,7 +13,6 @@ that cuDNN's RNNs keep for the backward pass is not counted.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -27,6 +26,7 @@ from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data, fake
 from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.footprint.copies.noted_values import Answers, NoteTaker
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
+from lightning_amp.footprint.copies.take_notes import copy_with_values, notes_of, room_of_pass
 from lightning_amp.footprint.inner_run import BY_ITSELF, Around, run_two_steps
 from lightning_amp.footprint.module_profile import REAL, Life, ModuleProfile, summarize
 from lightning_amp.footprint.step_recorder import StepRecorder
@@ -138,7 +138,7 @@ class _Count:
                 f"cannot profile {self._name!r}: its step needs values ({reason}), and its parameters have none (device"
                 " 'meta'): pass a module on the CPU, of which a real step is measured"
             ) from failed
-        if answers is None and (answers := self._noted(reason)) is not None:
+        if answers is None and (answers := notes_of(self._module, reason, self._pass)) is not None:
             found, failed = self._run(QuickFakes(valid=True), answers)
             if failed is None:
                 if self._around.answers is not None:
@@ -179,22 +179,18 @@ class _Count:
             self._makers.pop(0)
             fake = fake and QuickFakes(valid=True)
 
-    def _two_steps(self, fake: QuickFakes | None, answers: Answers | None, taker: NoteTaker | None = None) -> Any:
+    def _two_steps(self, fake: QuickFakes | None, answers: Answers | None) -> Any:
         module, around = self._module, self._around
         given = resized(self._batch, self._size) if fake is None else fake_batch(self._batch, fake, self._size)
         with as_guest(module, around.datamodule):
-            twin = copy_of(module, fake, shares=taker is not None)
-            data = copy_of_data(around.datamodule, module, twin, fake)
-            make, around = self._makers[0] if taker is None else StepRecorder, replace(around, datamodule=data)
-            return run_two_steps(twin, given, fake, make, around, answers=answers, taker=taker)
+            twin = copy_of(module, fake)
+            around = replace(around, datamodule=copy_of_data(around.datamodule, module, twin, fake))
+            return run_two_steps(twin, given, fake, self._makers[0], around, answers=answers)
 
-    def _noted(self, why: str) -> Answers | None:
-        """Return what values decide in the forward pass; None if it fails by itself, as without its backward pass."""
-        tensors = [tensor for child in self._module.modules() for tensor in own_tensors(child)]
-        # with a graph, if the step takes gradients by itself
-        for gradients in (False, True):
-            taker = NoteTaker(tensors, gradients=gradients)
-            with suppress(Exception):
-                self._two_steps(None, None, taker)
-                return Answers(taker, why)
-        return None
+    def _pass(self, taker: NoteTaker, on_host: bool) -> None:
+        module, around = self._module, self._around
+        with as_guest(module, around.datamodule):
+            twin = copy_with_values(module, on_host=on_host)
+            data, limit = copy_of_data(around.datamodule, module, twin, None), room_of_pass(twin, around.limit_bytes)
+            around = replace(around, datamodule=data, limit_bytes=limit)
+            run_two_steps(twin, resized(self._batch, self._size), None, StepRecorder, around, taker=taker)

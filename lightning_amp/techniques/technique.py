@@ -14,6 +14,7 @@ from lightning_amp.costs.model_shape import DecoderShape, ModelShape
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.costs.rule import Spec
 from lightning_amp.errors import AmpError
+from lightning_amp.footprint.module_profile import ModuleProfile
 
 T = TypeVar("T")
 UNEXPECTED = "an unexpected error occurred"
@@ -106,6 +107,8 @@ class Technique:
             "module:function" that does so, (model, rules, mesh, groups_of) -> units.
         evaluation: (bytes, rates of the device) -> the spec with which a module stays within these bytes also in steps
             without gradients; None for techniques of training steps only.
+        validation: For a technique that shards parameters: (profiled step, its spec, profile of the validation step on
+            one device, ranks of the data axis) -> peak bytes of a rank in the validation of a fit.
         code: "module:function": (step to plan, rules) -> Python source of what the modules of its rules run.
         registered: Whether it was added by `register_technique`.
         steps: Module whose `install(module, spec, mesh)` returns replacements of a LightningModule's steps, by name; ""
@@ -144,6 +147,7 @@ class Technique:
     remark: Callable[[Any, bool], str] | None = None
     split_parameters: str = ""
     evaluation: Callable[[int, Rates], Spec] | None = None
+    validation: Callable[[ProfiledStep, Any, ModuleProfile, int], int] | None = None
     code: str = ""
     registered: bool = False
     steps: str = ""

@@ -11,6 +11,10 @@ from torch.nn import functional
 
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import PlanError
+from lightning_amp.techniques.replay.choose_cuts import ONE_BY_ONE
+from lightning_amp.techniques.replay.install import recorded
+from lightning_amp.techniques.replay.segment import Segment
+from lightning_amp.techniques.replay.tape import Tape
 from tests.optimised import Optimised
 from tests.techniques.replay.models import MODELS, Trained, difference, fit
 
@@ -102,3 +106,25 @@ def test_a_step_of_which_nothing_can_be_replayed_is_refused_with_its_reason(
     monkeypatch.setitem(MODELS, "odd", (kind, lambda n: torch.randn(64 * n, 6, 16)))
     with pytest.raises(PlanError, match=why):
         fit("odd", AMPStrategy(strategies="replay"), steps=2, double=True)
+
+
+def test_a_replay_for_one_tensor_also_makes_those_before_it_in_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = nn.GRUCell(8, 8).double(), torch.randn(4, 8, dtype=torch.float64)
+    needed, ran, gradients = Segment._needed, list[int](), list[list[Tensor]]()
+    monkeypatch.setattr(Segment, "_needed", lambda *args: ran.append(len(found := needed(*args))) or found)
+    times = list[int]()
+    for window in (None, 0, 5 * x.nbytes, 20 * x.nbytes):
+        layer.zero_grad()
+        ran.clear()
+        tape = Tape([] if window is None else [(1000, ONE_BY_ONE)], window=window or 0)
+        with recorded(tape, layer):
+            h = x
+            for _ in range(20):
+                h = layer(x, h)
+            loss = h.square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        times.append(sum(ran))
+        gradients.append([p.grad.clone() for p in layer.parameters() if p.grad is not None])
+        assert all(map(torch.equal, gradients[0], gradients[-1]))
+    plain, alone, some, many = times
+    assert (plain, alone > 3 * some, some > 2 * many) == (0, True, True)

@@ -12,28 +12,26 @@ that the Trainer keeps, such as predictions on a CPU, are not counted; computati
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.rule import Rule
-from lightning_amp.errors import AmpError, ModelError
-from lightning_amp.footprint.copies.fake_copy import copy_of, fake_batch, length_of, without_values
-from lightning_amp.footprint.copies.guest import as_guest
-from lightning_amp.footprint.copies.quick_fakes import QuickFakes
-from lightning_amp.footprint.live_bytes import LiveBytes, has_storage
-from lightning_amp.installing.install import install_rules, overlap
+from lightning_amp.errors import AmpError, DataError, PlanError
+from lightning_amp.footprint.copies.fake_copy import length_of
+from lightning_amp.footprint.live_bytes import has_storage
+from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.installing.install import overlap
+from lightning_amp.lightning.profiling.count_evaluation import Batch, EvaluationCount
 from lightning_amp.lightning.profiling.loaders import each, example_batch, loaders_of, read_streams_ahead
 from lightning_amp.planning.plan.plan import Explanation, Plan, Validation
 from lightning_amp.quantities import format_bytes
@@ -51,14 +49,15 @@ COARSE = 16
 
 
 class EvaluationOfModule:
-    """The step of an evaluation: a method of the module, and a function that returns a batch for it.
+    """The step of an evaluation: a method of the module, and a function for each loader that returns a batch for it.
 
-    Attributes:
-        take_batch: The function; it may be replaced.
+    Loaders are read one after the other, each by a step; several that are read together count as one.
     """
 
-    def __init__(self, trainer: pl.Trainer, step: str, take_batch: Callable[[], Any], *, several: bool) -> None:
-        self._trainer, self._step, self.take_batch, self._several = trainer, step, take_batch, several
+    def __init__(self, trainer: pl.Trainer, step: str, takes: Sequence[Callable[[], Any]]) -> None:
+        self._trainer, self._step, self._takes = trainer, step, takes
+        self._late: Any = None
+        self.counter = EvaluationCount(trainer, step, several=len(takes) > 1)
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> "EvaluationOfModule | None":
@@ -82,10 +81,10 @@ class EvaluationOfModule:
     def _of(cls, trainer: pl.Trainer, step: str, loop: Any) -> "EvaluationOfModule":
         loaders, why = loaders_of(trainer, loop)
         together = isinstance(loaders, CombinedLoader) and loaders._mode != "sequential"
-        # sequential loaders are read one after the other: the first one is counted
-        first, *others = [loaders] if together else each(loaders) or [None]
-        read_streams_ahead(first)
-        return cls(trainer, step, partial(example_batch, first, why), several=bool(others))
+        in_turn = [loaders] if together else each(loaders) or [None]
+        for loader in in_turn:
+            read_streams_ahead(loader)
+        return cls(trainer, step, [partial(example_batch, loader, why) for loader in in_turn])
 
     def within(self, budget: int, made: Plan, rates: Rates, notes: Sequence[str]) -> tuple[Plan, tuple[Rule, ...]]:
         """Return the plan with the bytes of this step and `notes`, and rules that run it in chunks within the budget.
@@ -95,14 +94,16 @@ class EvaluationOfModule:
         Raises:
             AmpError: No batch can be read, the step fails on fake tensors, or a module cannot run in chunks.
         """
-        batch = self._batch()
-        held, whole, peak, rules = self._chunked(batch, budget, rates)
+        batches = self._batches()
+        held, whole, peak, rules = self._chunked(batches, budget, rates)
         without = f": {format_bytes(whole)} without chunks" if rules else ""
-        note = Explanation(f"{self._step} was counted with the first batch, without values{without}")
+        noted = self.counter.noted
+        how = f"and its shapes or branches depend on values: {noted}" if noted else "without values"
+        note = Explanation(f"{self._step} was counted with the first batch, {how}{without}")
         plan = replace(
             made,
             evaluates=self._step,
-            batch_size=length_of(batch) or made.batch_size,
+            batch_size=length_of(batches[0].tensors) or made.batch_size,
             predicted_base_bytes=held,
             predicted_peak_bytes=peak,
             # notes on training steps do not apply
@@ -110,47 +111,92 @@ class EvaluationOfModule:
         )
         return plan, rules
 
-    def beside_training(self, made: Plan, kept_bytes: int, rates: Rates) -> Plan:
+    def beside_training(self, made: Plan, kept_bytes: int, rates: Rates, *, no_chunks: str = "") -> Plan:
         """Return a fit's plan with its validation: its peak, and rules that run it in chunks within the budget.
 
         Args:
             kept_bytes: What training keeps during validation: parameters, buffers, optimizer state.
+            no_chunks: Why it cannot run in chunks.
 
         Raises:
             AmpError: As in `within`.
         """
         assert made.budget_bytes is not None, "the plan of a run has a budget"
-        batch = self._batch()
+        batches = self._batches()
         module: Any = self._trainer.lightning_module
         own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _own_tensors(module)}
         more = max(0, kept_bytes - sum(own.values()))
         installed = tuple(rule for rule in made.rules if rule.strategy == EVALUATED)
         try:
-            _, _, peak, rules = self._chunked(batch, made.budget_bytes - more, rates, installed)
-        except AmpError:
+            if no_chunks:
+                raise PlanError(no_chunks)
+            _, _, peak, rules = self._chunked(batches, made.budget_bytes - more, rates, installed)
+            why = ""
+        except AmpError as error:
             # chunks are not possible, or not within the budget; or the step cannot be counted at all
-            (_, peak), rules = self._count(batch, installed), ()
-        largest = None
-        if peak + more > made.budget_bytes and made.fits:
-            largest = self._largest_batch(batch, made.budget_bytes - more, (*installed, *rules))
-        found = Validation(
-            peak_bytes=peak + more,
-            training_bytes=made.predicted_peak_bytes,
-            batch_size=length_of(batch),
-            largest_batch=largest,
-            rules=rules,
-        )
-        return replace(made, validation=found, predicted_peak_bytes=max(made.predicted_peak_bytes, found.peak_bytes))
+            peak, rules, why = self._count_all(batches, installed)[1], (), str(error)
+        left, all_rules = made.budget_bytes - more, (*installed, *rules)
 
-    def _batch(self) -> Any:
-        return self._trainer.precision_plugin.convert_input(self.take_batch())
+        def peak_of(batch: Batch, rows: int | None = None) -> int:
+            return self.counter.count(batch, all_rules, rows=rows)[1]
+
+        worst = max(batches, key=peak_of) if len(batches) > 1 else batches[0]
+        largest = None
+        if peak > left and made.fits:
+            largest = _largest_batch(worst, left, peak_of, chunks=bool(all_rules))
+        found = self._found(made, worst, peak + more, largest)
+        return _with_peak(made, replace(found, no_chunks=why, rules=rules))
+
+    def sharded(self, made: Plan, bytes_of: Callable[[ModuleProfile], int]) -> Plan:
+        """Return a fit's plan with its validation on a rank that has a part of the parameters.
+
+        Args:
+            bytes_of: Returns the bytes of such a rank for a step that was counted on one device.
+
+        Raises:
+            AmpError: As in `within`.
+        """
+        assert made.budget_bytes is not None, "the plan of a run has a budget"
+
+        def peak_of(batch: Batch, rows: int | None = None) -> int:
+            return bytes_of(self.counter.profile(batch, rows=rows))
+
+        worst = max(self._batches(), key=peak_of)
+        peak, largest = peak_of(worst), None
+        if peak > made.budget_bytes and made.fits:
+            largest = _largest_batch(worst, made.budget_bytes, peak_of, chunks=False)
+        return _with_peak(made, self._found(made, worst, peak, largest))
+
+    def _found(self, made: Plan, batch: Batch, peak: int, largest: int | None) -> Validation:
+        return Validation(
+            peak_bytes=peak,
+            training_bytes=made.predicted_peak_bytes,
+            batch_size=length_of(batch.tensors),
+            largest_batch=largest,
+            loader=batch.loader if len(self._takes) > 1 else None,
+        )
+
+    def take_late(self, batch: Any) -> None:
+        """Use a batch of the first loader, which could not be read before; others are counted if they can be."""
+        self._late = batch
+
+    def _batches(self) -> list[Batch]:
+        self.counter.forget()
+        if self._late is None:
+            taken = [(loader, take()) for loader, take in enumerate(self._takes)]
+        else:
+            taken = [(0, self._late)]
+            for loader, take in enumerate(self._takes[1:], 1):
+                with suppress(DataError):
+                    taken.append((loader, take()))
+        return [Batch(loader, self._trainer.precision_plugin.convert_input(batch)) for loader, batch in taken]
 
     def _chunked(
-        self, batch: Any, budget: int, rates: Rates, installed: Sequence[Rule] = ()
+        self, batches: Sequence[Batch], budget: int, rates: Rates, installed: Sequence[Rule] = ()
     ) -> tuple[int, int, int, tuple[Rule, ...]]:
         """Return the bytes before the step, its peak without chunks and with them, and their rules, if needed."""
         calls: dict[str, tuple[int, int]] = {}
-        held, whole = self._count(batch, installed, calls)
+        held, whole = self._count_all(batches, installed, calls)
         rules = tuple(
             Rule(
                 fqn=fqn,
@@ -167,100 +213,40 @@ class EvaluationOfModule:
             with warnings.catch_warnings():
                 # the plan reports chunks that exceed the budget
                 warnings.simplefilter("ignore")
-                _, peak = self._count(batch, (*installed, *rules))
+                _, peak = self._count_all(batches, (*installed, *rules))
         return held, whole, peak, rules
 
-    def _largest_batch(self, batch: Any, budget: int, rules: Sequence[Rule]) -> int | None:
-        """Return the most rows of a batch whose step stays within the budget; 0 for none, None if it has no length.
-
-        In chunks, each number of rows is planned anew, so that the result is only exact to a part of the batch.
-        """
-        rows = length_of(batch)
-        if rows is None:
-            return None
-        # fits and does not fit
-        least, most = 0, rows
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            while most - least > (max(1, rows // COARSE) if rules else 1):
-                middle = (least + most) // 2
-                _, peak = self._count(batch, rules, rows=middle)
-                least, most = (middle, most) if peak <= budget else (least, middle)
-        return least
-
-    def _count(
-        self,
-        batch: Any,
-        rules: Sequence[Rule],
-        calls: dict[str, tuple[int, int]] | None = None,
-        *,
-        rows: int | None = None,
+    def _count_all(
+        self, batches: Sequence[Batch], rules: Sequence[Rule], calls: dict[str, tuple[int, int]] | None = None
     ) -> tuple[int, int]:
-        """Return the bytes before the step and its peak; `calls` receives bytes before, and peak of, each module."""
-        fake = QuickFakes(valid=True)
-        twin: Any = copy_of(self._trainer.lightning_module, fake).eval()
-        install_rules(twin, rules)
-        for child in twin.modules():
-            if isinstance(child, LightningModule):
-                child.log = child.log_dict = lambda *_, **__: None  # type: ignore[method-assign, assignment]
-        live, given = LiveBytes(), fake_batch(batch, fake, rows)
-        peak = _Outermost(twin, live, calls) if calls is not None else None
-        try:
-            with ExitStack() as stack:
-                forward = self._trainer.precision_plugin.forward_context()
-                for context in (as_guest(twin), fake, without_values(), torch.no_grad(), forward):
-                    stack.enter_context(context)
-                given = twin._apply_batch_transfer_handler(given, self._trainer.strategy.root_device)
-                live.watch([*twin.parameters(), *twin.buffers(), given])
-                held = live.current
-                with live:
-                    step = getattr(twin, self._step)
-                    n_indices = is_param_in_hook_signature(step, "batch_idx", min_args=2) + self._several
-                    step(given, *[0] * n_indices)
-        except AmpError:
-            raise
-        except Exception as error:
-            raise ModelError(
-                f"the memory of {self._step} of {type(twin).__name__!r} cannot be counted: on tensors "
-                f"without values it fails with {type(error).__name__}: {error}"
-            ) from error
-        # `_Outermost` resets the peak at every call, so `live` has only the peak after the last one
-        return held, live.peak if peak is None else max(peak.most, live.peak)
+        """Return the most bytes of the steps of all loaders, as `_count`."""
+        counts = [self.counter.count(batch, rules, calls) for batch in batches]
+        return max(held for held, _ in counts), max(peak for _, peak in counts)
+
+
+def _largest_batch(
+    batch: Batch, budget: int, peak_of: Callable[[Batch, int | None], int], *, chunks: bool
+) -> int | None:
+    """Return the most rows of a batch whose step stays within the budget; 0 for none, None if it has no length.
+
+    In chunks, each number of rows is planned anew, so that the result is only exact to a part of the batch.
+    """
+    rows = length_of(batch.tensors)
+    if rows is None:
+        return None
+    # fits and does not fit
+    least, most = 0, rows
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        while most - least > (max(1, rows // COARSE) if chunks else 1):
+            middle = (least + most) // 2
+            least, most = (middle, most) if peak_of(batch, middle) <= budget else (least, middle)
+    return least
+
+
+def _with_peak(made: Plan, found: Validation) -> Plan:
+    return replace(made, validation=found, predicted_peak_bytes=max(made.predicted_peak_bytes, found.peak_bytes))
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
     return [tensor for tensor in (*module.parameters(), *module.buffers()) if has_storage(tensor)]
-
-
-class _Outermost:
-    """Record the bytes at calls of outermost modules: those that only the root module calls.
-
-    Attributes:
-        most: Peak bytes of the step, up to the last call.
-    """
-
-    def __init__(self, module: nn.Module, live: LiveBytes, calls: dict[str, tuple[int, int]]) -> None:
-        self._live, self._calls = live, calls
-        self._depth = self._before = self.most = 0
-        for fqn, child in module.named_modules():
-            if fqn:
-                child.register_forward_pre_hook(self._enter)
-                child.register_forward_hook(partial(self._leave, fqn))
-
-    def __deepcopy__(self, _: dict[int, Any]) -> "_Outermost":
-        """Return itself: chunks are planned on copies of modules that have its hooks."""
-        return self
-
-    def _enter(self, *_: Any) -> None:
-        if not self._depth:
-            self.most, self._before = max(self.most, self._live.peak), self._live.current
-            self._live.reset_peak()
-        self._depth += 1
-
-    def _leave(self, fqn: str, *_: Any) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self.most = max(self.most, self._live.peak)
-            before, most = self._calls.get(fqn, (0, 0))
-            self._calls[fqn] = max(before, self._before), max(most, self._live.peak)
-            self._live.reset_peak()

@@ -228,7 +228,8 @@ class StepOfModule:
         if step.profile.noted:
             yield Explanation(
                 "the step was counted for the first batch; its shapes or branches depend on values, which its forward"
-                f" pass without gradients was run for, and another batch can take more: {step.profile.reason}"
+                " pass without gradients was run for, and another batch, or other random draws, can take more:"
+                f" {step.profile.reason}"
             )
         elif step.profile.reason:
             yield Explanation(f"the step was measured with real values before it was planned: {step.profile.reason}")

@@ -42,6 +42,9 @@ GROWS = 1 / 1000
 """Share of the budget by which batches have to keep more than those before."""
 
 
+BY_VALUES = "values decide its shapes, and the plan was counted for the first batch, that of the first rank"
+
+
 class CountedBatches:
     """Count the batches of a plan whose bytes are not known yet, while they run.
 
@@ -61,7 +64,8 @@ class CountedBatches:
     ) -> None:
         self._module, self._budget, self._why, self._trains = module, budget, why, trains
         self._predicted, self._reads = predicted, None if predicted is None else predicted.reads
-        self._noted = predicted is not None and predicted.noted
+        self.noted = predicted is not None and predicted.noted
+        """Whether every batch is counted, because values decide its bytes."""
         self._parameters = list(module.parameters())
         self._step: BoundedStep | None = None
         self._last: BoundedStep | None = None
@@ -127,14 +131,14 @@ class CountedBatches:
             self._left = max(self._left, 1)
             return f"the step reads other values of {', '.join(self._reads.names)} than of batches before"
         if self._left:
-            return ""
+            return BY_VALUES if self.noted else ""
         n = self._n_batches
         if before != self._states:
             why = "an optimiser has stepped parameters since that it had not stepped before"
         elif self._may_exceed(shapes):
             why = "no batch before it was as large in all of its dims"
-        elif self._noted:
-            why = "values decide its shapes, and the plan was counted for the first batch"
+        elif self.noted:
+            why = BY_VALUES
         elif n >= 4 and n & (n - 1) == 0:
             why = f"{n} batches ran before it, of which not all were counted"
         else:

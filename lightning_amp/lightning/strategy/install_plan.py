@@ -136,7 +136,7 @@ class InstalledPlan:
     def _with_validation(self, batch: Any) -> Plan:
         """Count the validation with a batch, which could not be read before, and keep the plan."""
         assert self._facts.validation is not None, "there is a validation"
-        self._facts.validation.take_batch = lambda: batch
+        self._facts.validation.take_late(batch)
         with _as_in_setup(self._strategy.root_device), self._installed.aside():
             self._keep(with_validation(self._plan, self._facts))
         return self._plan

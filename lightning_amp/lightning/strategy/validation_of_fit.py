@@ -4,13 +4,14 @@
     in its first batch counted then, if its loader cannot be read ahead, such as an iterator
     while it runs      its first batches, and larger ones, are counted against a budget that was named (CPU only)
 
-Known limits: of loaders that are read one after the other, the first one is counted; a validation with parameters that
-are sharded, or with blocks on other ranks, is not counted.
+Known limits: of loaders that are read one after the other, those after the first are not counted if they cannot be read
+ahead; a validation under tensor3d, or with blocks on other ranks, is not counted.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,13 +21,17 @@ from lightning_amp.errors import AmpError, DataError, DoesNotFitError
 from lightning_amp.footprint.module_profile import GRADIENTS, HELD
 from lightning_amp.installing.install import Installed, install_rules
 from lightning_amp.lightning._compat import rank_zero_warn
+from lightning_amp.lightning.profiling.dry_steps import DrySteps
+from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.steps.counted_batches import CountedBatches, run_validation_by
 from lightning_amp.lightning.strategy.context import PlanningContext
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.reports.plan_report import shortfall
-from lightning_amp.techniques.table import STRATEGIES
+from lightning_amp.techniques.table import STRATEGIES, with_steps
 
 NOT_COUNTED = "the validation is not a part of the predicted peak"
+BY_VALUES = "the validation was counted for its first batch, whose values decide shapes or branches"
+UNCOUNTED = "it is not counted: give it no longer batches than training; on a CPU a budget that was named is held in it"
 LATER = f"{NOT_COUNTED} yet, and is counted when its first batch comes"
 
 
@@ -35,16 +40,40 @@ def with_validation(plan: Plan, facts: PlanningContext) -> Plan:
     found = facts.validation
     if found is None or plan.fits is False:
         return plan
-    elsewhere = [name for name in plan.strategies if STRATEGIES[name].data_axis]
-    if elsewhere or plan.mesh.model > 1:
-        what = elsewhere[0] if elsewhere else "a model axis"
-        return _noting(plan, f"{NOT_COUNTED}: with {what} it is not counted")
+    elsewhere, name = [name for name in plan.strategies if STRATEGIES[name].data_axis], with_steps(plan.strategies)
+    row = STRATEGIES[elsewhere[0]] if elsewhere else None
     try:
-        return found.beside_training(plan, _kept_bytes(plan, facts), facts.rates[0])
+        if name and not elsewhere:
+            steps = DrySteps(name, plan.spec_of(name), plan.mesh.model, run_ranks=plan.mesh.data * plan.mesh.model)
+            undo = steps.put(facts.trainer.lightning_module)
+            try:
+                return _counted(found, plan, facts, no_chunks=f"{name} has steps of its own")
+            finally:
+                undo()
+        if plan.mesh.model > 1 or (row is not None and row.validation is None):
+            split = elsewhere[0] if elsewhere else next(name for name in plan.strategies if name != "S1")
+            return _noting(plan, f"{NOT_COUNTED}: with {split} {UNCOUNTED}")
+        step = facts.seen[0]
+        if row is not None and row.validation is not None and step is not None:
+            ranks, bytes_of = plan.mesh.data, partial(row.validation, step, plan.spec_of(elsewhere[0]))
+            plan = found.sharded(plan, lambda validation: bytes_of(validation, ranks))
+            return _told(plan, found)
+        return _counted(found, plan, facts)
     except DataError as error:
         return _noting(plan, f"{LATER}: {error}" if facts.strategy.world_size == 1 else f"{NOT_COUNTED}: {error}")
     except AmpError as error:
         return _noting(plan, f"{NOT_COUNTED}: {error}")
+
+
+def _counted(found: EvaluationOfModule, plan: Plan, facts: PlanningContext, *, no_chunks: str = "") -> Plan:
+    kept = _kept_bytes(plan, facts)
+    return _told(found.beside_training(plan, kept, facts.rates[0], no_chunks=no_chunks), found)
+
+
+def _told(plan: Plan, found: EvaluationOfModule) -> Plan:
+    """Add that values decide what a validation batch takes."""
+    told = f"{BY_VALUES}; another batch can take more: {found.counter.noted}"
+    return replace(plan, notes=(*plan.notes, Explanation(told))) if found.counter.noted else plan
 
 
 def _noting(plan: Plan, note: str) -> Plan:
@@ -77,6 +106,7 @@ class ValidationOfFit:
         self._waits = any(note.startswith(LATER) for note in plan.notes)
         budget = plan.budget_bytes if held else None
         self._counted = None if budget is None else CountedBatches(trainer.lightning_module, budget, trains=False)
+        self._note_values(plan)
         self._installed = Installed()
         self._install(plan)
 
@@ -90,6 +120,11 @@ class ValidationOfFit:
             for change in self._installed.changes:
                 change.take()
 
+    def _note_values(self, plan: Plan) -> None:
+        """Count every batch from now on if values decide what a batch takes."""
+        if self._counted is not None and any(note.startswith(BY_VALUES) for note in plan.notes):
+            self._counted.noted = True
+
     def _run(self, plain: Callable[..., Any], *args: Any) -> Any:
         if self._waits:
             self._waits = False
@@ -101,6 +136,7 @@ class ValidationOfFit:
     def _count_late(self, batch: Any) -> None:
         """Count the validation with its first batch; all that was said about the plan before it holds without."""
         plan = self._count(batch)
+        self._note_values(plan)
         self._install(plan)
         if plan.fits is False:
             said = f"{shortfall(plan)}. It was counted with its first batch, which could not be read before"

@@ -140,6 +140,8 @@ class Validation:
         training_bytes: Peak of a training step.
         batch_size: Length of the batch that it was counted with; None if its tensors have none in common.
         largest_batch: Longest batch that fits, if this one does not; None if it does, or is not known.
+        loader: Index of its loader, the one that needs most; None if there is one.
+        no_chunks: Why it cannot run in chunks where it should; "" if it can, or need not.
         rules: Rules that run it in chunks; they are installed during validation only.
     """
 
@@ -147,6 +149,8 @@ class Validation:
     training_bytes: int
     batch_size: int | None
     largest_batch: int | None = None
+    loader: int | None = None
+    no_chunks: str = ""
     rules: tuple[Rule, ...] = ()
 
 

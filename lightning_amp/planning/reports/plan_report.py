@@ -220,6 +220,7 @@ def _of_validation(plan: Plan, found: Validation) -> str:
     if found.largest_batch:
         about = "about " if found.rules else ""
         help_ = f"the largest validation batch that fits is {about}{found.largest_batch:,}, of {found.batch_size:,}"
+        help_ += "" if found.loader is None else f" (loader {found.loader})"
     elif found.largest_batch == 0:
         help_ = "no validation batch fits, not even of 1 sample; allow that much, or use more devices"
     else:
@@ -227,6 +228,7 @@ def _of_validation(plan: Plan, found: Validation) -> str:
     return (
         f"validation_step is predicted to need {format_bytes(found.peak_bytes)} at least {kept}, of"
         f" {format_bytes(plan.budget_bytes or 0)}, and a training step {format_bytes(found.training_bytes)}; {help_}"
+        + (f". Chunks are not possible: {found.no_chunks}" if found.no_chunks else "")
     )
 
 

@@ -107,6 +107,22 @@ def fsdp_held_bytes(
     return _FsdpWalk(profile, units, ranks, offload=offload).held()
 
 
+def fsdp_validation_bytes(
+    profile: ModuleProfile,
+    validation: ModuleProfile,
+    units: Sequence[ParameterUnit],
+    ranks: int,
+    *,
+    offload: bool = False,
+) -> int:
+    """Peak bytes of a rank's device in the validation of a fit, which has the optimiser state of training.
+
+    `validation`: profile of its step on one device; the other arguments are those of `fsdp_peak_bytes`.
+    """
+    state = _FsdpWalk(profile, units, ranks, offload=offload).state()
+    return max(_FsdpWalk(validation, units, ranks, offload=offload).forward()) + state
+
+
 class _FsdpWalk:
     """Replay of a step: bytes alive at its moments, and between them where FSDP has more."""
 
@@ -133,6 +149,10 @@ class _FsdpWalk:
         """Bytes between steps."""
         last = self._timeline[-1]
         return self._held(last) + self._share(last, GRADIENTS)
+
+    def state(self) -> int:
+        """Bytes of the optimiser's state between steps."""
+        return self._held(self._timeline[-1]) - self._rows - self._buffers
 
     def forward(self) -> Iterator[int]:
         """Bytes during the forward pass, with the last step's gradients until they are freed."""

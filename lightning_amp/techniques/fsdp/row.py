@@ -22,9 +22,14 @@ from lightning_amp.costs.device_rates import CPU_CORE, collective_seconds
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.footprint.chain.chain import peak_bytes
-from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
+from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE, ModuleProfile
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterUnit, fsdp_held_bytes, fsdp_peak_bytes
+from lightning_amp.techniques.fsdp.bytes_of_ranks import (
+    ParameterUnit,
+    fsdp_held_bytes,
+    fsdp_peak_bytes,
+    fsdp_validation_bytes,
+)
 from lightning_amp.techniques.option_checks import one_of, whole_number
 from lightning_amp.techniques.technique import Prediction, Technique
 
@@ -123,6 +128,12 @@ def add(step: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     )
 
 
+def validation_bytes(step: ProfiledStep, spec: FullyShard, validation: ModuleProfile, ranks: int) -> int:
+    """Peak bytes of a rank in the validation of a fit."""
+    shard, offload = spec.shard_ranks or ranks, spec.offload and step.rates.launches
+    return fsdp_validation_bytes(step.profile, validation, units_in(step), shard, offload=offload)
+
+
 def _asked(spec: FullyShard, request: Any) -> tuple[FullyShard, bool]:
     """Return the spec with `fsdp_ranks` and `fsdp_offload` of a request."""
     ranks = getattr(request, "fsdp_ranks", spec.shard_ranks)
@@ -170,6 +181,7 @@ ROW = Technique(
     options=_asked,
     contradictions=_contradictions,
     remark=lambda spec, launches: ON_HOST if spec.offload and not launches else "",
+    validation=validation_bytes,
     split_parameters="lightning_amp.techniques.fsdp.fully_sharded:split_parameters",
     prediction=Prediction(
         add=add,

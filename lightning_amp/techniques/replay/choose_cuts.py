@@ -7,7 +7,7 @@ For a segment [p, q) of operators the following is known (`stretches_of` in inst
             is replayed, only while the backward pass is in it
     time    time of its operators, if it is replayed
     at work peak of its operators, and the time of those that lead to each saved tensor: if it is replayed for one
-            tensor at a time
+            tensor at a time, or for several that were saved one after the other, up to a window of bytes
 
 Every segment must satisfy held + saved (or at work) <= bound, where held is what the segments before it hold. The
 choice is a shortest path over (place, bytes held), found by dynamic programming. Places are positions between operators
@@ -28,6 +28,9 @@ from numpy.typing import NDArray
 
 KEPT, AT_ONCE, ONE_BY_ONE = 0, 1, 2
 """Kinds of segments: not replayed, replayed as a whole, or replayed for each tensor that the backward pass reads."""
+KINDS = KEPT, AT_ONCE, ONE_BY_ONE
+WINDOWS = 0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4
+"""Windows that are tried, as shares of the bound."""
 PARTS = 256
 """Number of units in which bytes held are counted, up to the bound."""
 CLOSE = 0.01
@@ -45,6 +48,7 @@ class Stretches:
         seconds: [p, q] time of its operators.
         at_work: [p, q] bytes while the backward pass is in it, replayed for one tensor at a time.
         one_by_one_seconds: [p, q] time of all replays in that case.
+        saved_each: [p, q] mean bytes of its saved storages.
         borders: Indices of places at which a backward pass frees saved tensors.
         views: Whether operators that only return views have places.
         why_nothing: Why a replay may have nothing to free.
@@ -56,20 +60,27 @@ class Stretches:
     seconds: Array
     at_work: Array
     one_by_one_seconds: Array
+    saved_each: Array
     borders: tuple[int, ...] = ()
     views: bool = True
     why_nothing: str = "autograd keeps nothing that a replay would make"
 
-    def of_kind(self, kind: int) -> tuple[Array, Array, Array]:
-        """Return for segments of a kind, [p, q]: bytes in their backward pass, bytes held afterwards, replay time."""
+    def of_kind(self, kind: int, window: float = 0) -> tuple[Array, Array, Array]:
+        """Return for segments of a kind, [p, q]: bytes in their backward pass, bytes held afterwards, replay time.
+
+        `window`: bytes of saved tensors that a replay for one tensor also makes.
+        """
         if kind == KEPT:
             return self.saved, self.saved, np.zeros_like(self.seconds)
         # a segment without operators is not replayed
         empty = self.seconds == 0
         if kind == AT_ONCE:
             return self.saved, self.out, np.where(empty, np.inf, self.seconds)
-        inside = np.minimum(self.at_work, self.saved)
-        return inside, self.out, np.where(empty, np.inf, self.one_by_one_seconds)
+        inside = np.minimum(self.at_work + window, self.saved)
+        # as many replays less as tensors are in the window; the segment runs at least once
+        each = np.maximum(self.saved_each, 1)
+        seconds = np.maximum(self.one_by_one_seconds * each / (each + window), self.seconds)
+        return inside, self.out, np.where(empty, np.inf, seconds)
 
     @property
     def all_saved(self) -> int:
@@ -85,23 +96,27 @@ class Cuts:
         segments: Their ends and kinds.
         n_bytes: Most bytes of activations that are held at once.
         seconds: Time of all replays.
+        window: Bytes of saved tensors that a replay for one tensor also makes.
     """
 
     segments: list[tuple[int, int]]
     n_bytes: int
     seconds: float
+    window: int = 0
 
 
-def fastest(stretches: Stretches, bound: float, *, kinds: Sequence[int] = (KEPT, AT_ONCE)) -> Cuts | None:
+def fastest(
+    stretches: Stretches, bound: float, *, kinds: Sequence[int] = (KEPT, AT_ONCE), window: int = 0
+) -> Cuts | None:
     """Return the segments with the least time whose activations fit a bound; None if none fit."""
     aim = bound
     # bytes held are rounded, so a choice may exceed the bound slightly: then the aim is lowered
-    while (found := _fastest(stretches, aim, kinds)) is not None and found.n_bytes > bound:
+    while (found := _fastest(stretches, aim, kinds, window)) is not None and found.n_bytes > bound:
         aim -= max(found.n_bytes - bound, aim / PARTS)
     return found
 
 
-def _fastest(stretches: Stretches, bound: float, kinds: Sequence[int]) -> Cuts | None:
+def _fastest(stretches: Stretches, bound: float, kinds: Sequence[int], window: int) -> Cuts | None:
     k, unit, n = len(stretches.places), max(bound, 1) / PARTS, len(kinds)
     # the last column represents impossible states
     time = np.full((k, PARTS + 2), np.inf)
@@ -109,7 +124,9 @@ def _fastest(stretches: Stretches, bound: float, kinds: Sequence[int]) -> Cuts |
     before = np.zeros((k, PARTS + 1, 3), int)
     held = np.arange(PARTS + 1)
     # [p, q, kind]
-    inside, held_on, took = (np.stack(x, -1) for x in zip(*map(stretches.of_kind, kinds), strict=True))
+    inside, held_on, took = (
+        np.stack(x, -1) for x in zip(*(stretches.of_kind(kind, window) for kind in kinds), strict=True)
+    )
     # rounded, so that a choice may exceed the bound by a few units, which `fastest` checks
     more = np.rint(held_on / unit).astype(int)
     # the segment itself has to fit in addition to what is held
@@ -148,12 +165,13 @@ def _fastest(stretches: Stretches, bound: float, kinds: Sequence[int]) -> Cuts |
     while segments and segments[-1][1] == KEPT:
         # the rest of the step is kept anyway
         segments.pop()
-    return Cuts(segments=segments, n_bytes=_most(stretches, segments), seconds=seconds)
+    most = _most(stretches, segments, window)
+    return Cuts(segments=segments, n_bytes=most, seconds=seconds, window=window)
 
 
-def _most(stretches: Stretches, segments: list[tuple[int, int]]) -> int:
+def _most(stretches: Stretches, segments: list[tuple[int, int]], window: int = 0) -> int:
     held, most, p = 0.0, 0.0, 0
-    of = {kind: stretches.of_kind(kind) for kind in {KEPT, *(kind for _, kind in segments)}}
+    of = {kind: stretches.of_kind(kind, window) for kind in {KEPT, *(kind for _, kind in segments)}}
     ends = [(int(np.searchsorted(stretches.places, end)), kind) for end, kind in segments]
     # after the last segment everything is kept, up to each border and the end
     kept_from = ends[-1][0] if ends else 0
@@ -206,9 +224,12 @@ class Replays:
         if isinstance(stretches, str):
             return stretches
         if bound is not None and bound > 0:
-            for some in ((KEPT, AT_ONCE), (KEPT, AT_ONCE, ONE_BY_ONE)):
-                if (cuts := fastest(stretches, bound, kinds=some)) and cuts.segments:
-                    return cuts
+            if (cuts := fastest(stretches, bound)) and cuts.segments:
+                return cuts
+            # a wider window needs fewer replays, of shorter segments
+            some = [fastest(stretches, bound, kinds=KINDS, window=int(share * bound)) for share in WINDOWS]
+            if fitting := [cuts for cuts in some if cuts and cuts.segments]:
+                return min(fitting, key=lambda cuts: cuts.seconds)
         # kept segments also add to the forward pass, which the bound does not include
         kinds: tuple[int, ...] = (KEPT, AT_ONCE) if bound is None else (ONE_BY_ONE,)
         if kinds not in self._least:

@@ -155,11 +155,11 @@ def stretches_of(look: Look) -> Stretches:
     # took[i] is the time of the operators before i; made + 1 includes the operator that makes a storage
     took = np.concatenate([[0], np.cumsum(seconds)])
     since = took[places]
-    # for every saved storage, the time of the operators from the beginning of its stretch up to it
-    until, n_saved = (
-        _between(np.tile(np.bincount(birth[saved], weights, k)[:, None], k))
-        for weights in (took[made[saved] + 1], None)
+    saved_bytes, n_saved = (
+        _between(np.tile(np.bincount(birth[saved], weights, k)[:, None], k)) for weights in (n_bytes[saved], None)
     )
+    # for every saved storage, the time of the operators from the beginning of its stretch up to it
+    until = _between(np.tile(np.bincount(birth[saved], took[made[saved] + 1], k)[:, None], k))
     return Stretches(
         places=places,
         out=out,
@@ -167,6 +167,7 @@ def stretches_of(look: Look) -> Stretches:
         seconds=since[None, :] - since[:, None],
         at_work=_at_work(places, made, last, n_bytes),
         one_by_one_seconds=until - n_saved * since[:, None],
+        saved_each=saved_bytes / np.maximum(n_saved, 1),
         borders=tuple(np.searchsorted(places, borders).tolist()),
         views=look.views,
         why_nothing=look.why_nothing,
@@ -223,7 +224,8 @@ def install(module: nn.Module, spec: ReplayOperators, mesh: object) -> Change:
     def run(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return step(module, *args, **kwargs)
-        with recorded(Tape(spec.segments, views=spec.views, compares=next(first, False)), module):
+        tape = Tape(spec.segments, views=spec.views, window=spec.window, compares=next(first, False))
+        with recorded(tape, module):
             return step(module, *args, **kwargs)
 
     return Change({}, methods={"training_step": run})

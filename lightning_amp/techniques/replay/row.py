@@ -25,10 +25,12 @@ class ReplayOperators:
             tensors.
         views: Whether operators that only return views are counted as places. They are not in a step that writes to
             views in place: autograd makes these views again, by other operators on fake tensors than on real ones.
+        window: Bytes of tensors saved before it that a replay for one tensor also makes.
     """
 
     ends: str
     views: bool = True
+    window: int = 0
 
     @property
     def segments(self) -> list[tuple[int, int]]:
@@ -66,7 +68,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     took = format_seconds(max(seconds, LEAST_SECONDS))
     what = f"{n} stretch{'es' * (n > 1)} of the step run again"
     why = f"{what}, which keeps {format_bytes(saved)} less and takes {took} more"
-    spec = ReplayOperators(ends=written(cuts.segments), views=stretches.views)
+    spec = ReplayOperators(ends=written(cuts.segments), views=stretches.views, window=cuts.window)
     return replace(
         draft,
         peak_bytes=max(draft.peak_bytes - saved, seen.held_bytes),

@@ -222,18 +222,24 @@ class Segment:
     Args:
         alive: Tensors that segments read and did not make, by their storage.
         kind: AT_ONCE or ONE_BY_ONE.
+        window: Bytes of tensors saved before it that a replay for one tensor also makes.
         compares: Whether handles have digests, with which the replay is compared.
     """
 
     def __init__(
-        self, alive: "dict[int, list[weakref.ref[Outside]]]", *, kind: int = AT_ONCE, compares: bool = False
+        self,
+        alive: "dict[int, list[weakref.ref[Outside]]]",
+        *,
+        kind: int = AT_ONCE,
+        window: int = 0,
+        compares: bool = False,
     ) -> None:
         self.operators: list[Operator] = []
         self.slots: list[Slot] = []
         self.handles: list[weakref.ref[Handle]] = []
         self.outside: dict[Any, Outside] = {}
         self.replayed = False
-        self.kind, self.compares = kind, compares
+        self.kind, self.window, self.compares = kind, window, compares
         self._alive = alive
 
     def value(self, handle: Handle) -> Tensor:
@@ -258,9 +264,10 @@ class Segment:
                 handle.value = alias.as_strided(shape, strides, offset)
 
     def _replay(self, slot: int) -> None:
-        """Set the values of all handles, or of those of one storage."""
+        """Set the values of all handles, or of those of one storage and of storages made before it."""
         left = [handle for ref in self.handles if (handle := ref()) is not None and handle.value is None]
-        handles = left if self.kind == AT_ONCE else [handle for handle in left if handle.ref.slot == slot]
+        made = {slot, *self._before(slot, {handle.ref.slot for handle in left})}
+        handles = left if self.kind == AT_ONCE else [handle for handle in left if handle.ref.slot in made]
         values: dict[tuple[int, torch.dtype], Tensor] = {}
         keep = {handle.ref.slot for handle in handles}
         needed = self._needed(keep, values)
@@ -286,6 +293,15 @@ class Segment:
         if not self.handles:
             # only the values of handles are still needed
             self.operators, self.outside = [], {}
+
+    def _before(self, slot: int, slots: set[int]) -> Iterator[int]:
+        """Yield the last storages made before one, up to the bytes of the window: the backward pass reads them next."""
+        left = self.window
+        for one in sorted((one for one in slots if one < slot), reverse=True):
+            left -= self.slots[one].n_bytes
+            if left < 0:
+                return
+            yield one
 
     def _needed(self, slots: set[int], values: dict[tuple[int, torch.dtype], Tensor]) -> list[Operator]:
         """Return the operators that make storages; tensors of storages that still exist unchanged go to `values`."""

@@ -61,15 +61,18 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ends: Places among the operators of the step at which segments end, and the kinds of the segments; the rest of
             the step is kept.
         views: Whether an operator that only returns views has a place.
+        window: Bytes of tensors saved before it that a replay for one tensor also makes.
         compares: Whether replays must equal the saved values; this detects writes that torch does not record, such as
             by a Triton kernel.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, ends: Sequence[tuple[int, int]], *, views: bool = True, compares: bool = False) -> None:
+    def __init__(
+        self, ends: Sequence[tuple[int, int]], *, views: bool = True, window: int = 0, compares: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._ends, self._views, self._compares = list(ends), views, compares
+        self._ends, self._views, self._window, self._compares = list(ends), views, window, compares
         self._just_saved: list[tuple[Handle, Tensor]] = []
         self.at = 0
         self._inside = 0
@@ -105,8 +108,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _begin(self) -> None:
         kind = self._ends[0][1] if self._ends else KEPT
-        again = kind != KEPT
-        self.segment = Segment(self._alive, kind=kind, compares=self._compares) if again else None
+        again, settings = kind != KEPT, {"window": self._window, "compares": self._compares}
+        self.segment = Segment(self._alive, kind=kind, **settings) if again else None  # type: ignore[arg-type]
 
     def _pack(self, x: Tensor) -> Any:
         self._note_versions()

@@ -25,6 +25,7 @@ def chain(n: int) -> Stretches:
         seconds=np.where(q > p, took[q] - took[p], 0.0),
         at_work=saved,
         one_by_one_seconds=saved,
+        saved_each=np.full_like(saved, made.mean()),
     )
 
 
@@ -68,3 +69,14 @@ def test_a_plan_counts_each_stretch_once() -> None:
         None,
     )
     assert draft.targets[0].why.startswith(f"{len(cuts.segments)} stretch")
+
+
+def test_a_wider_window_takes_more_bytes_and_less_time() -> None:
+    stretches = replace(chain(40), at_work=chain(40).saved / 4)
+    whole, seconds = stretches.saved[0, 40], np.inf
+    for window in (0, whole / 16, whole / 8):
+        inside, _, took = stretches.of_kind(ONE_BY_ONE, window)
+        assert inside[0, 40] == whole / 4 + window
+        assert stretches.seconds[0, 40] <= took[0, 40] < seconds
+        seconds = took[0, 40]
+    assert stretches.of_kind(ONE_BY_ONE, whole)[0][0, 40] == whole

@@ -1,0 +1,57 @@
+"""Run a forward pass with values, to note what they decide (noted_values.py): on its device, or on the host.
+
+The pass takes the parameters, the batch and what is alive at once without gradients, hardly ever more than a budget.
+A pass that does not fit a device runs on the host, with copies of the parameters there. A host's budget is for
+training, which is not running yet: the pass may take what the host has free.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import psutil
+from torch import nn
+
+from lightning_amp.footprint.copies.fake_copy import M, copy_of, own_tensors
+from lightning_amp.footprint.copies.noted_values import Answers, NoteTaker
+
+HOST_SHARE = 0.75
+"""Share of the host's free memory that a pass may take; what needs more cannot be trained there."""
+
+
+def notes_of(module: nn.Module, why: str, run: Callable[[NoteTaker, bool], Any]) -> Answers | None:
+    """Return what values decide in a pass; None if it fails, as without its backward pass.
+
+    Args:
+        module: The module; its tensors are as before at the end.
+        why: Why the notes are needed.
+        run: Runs the pass with a taker, on the module's device or, if true is given, on the host.
+    """
+    tensors = [tensor for child in module.modules() for tensor in own_tensors(child)]
+    for on_host in (False, True) if is_elsewhere(module) else (False,):
+        # with a graph, if the step takes gradients by itself
+        for gradients in (False, True):
+            taker = NoteTaker(tensors, gradients=gradients)
+            with suppress(Exception):
+                run(taker, on_host)
+                return Answers(taker, why)
+    return None
+
+
+def is_elsewhere(module: nn.Module) -> bool:
+    """Whether a module has tensors on a device that is not the host."""
+    return any(tensor.device.type != "cpu" for child in module.modules() for tensor in own_tensors(child))
+
+
+def copy_with_values(module: M, *, on_host: bool) -> M:
+    """Return a copy of a module that shares its parameters' memory, or has all tensors on the host."""
+    twin = copy_of(module, None, shares=True)
+    return twin.to("cpu") if on_host else twin
+
+
+def room_of_pass(module: nn.Module, limit_bytes: int | None) -> int | None:
+    """Return the most bytes of a pass of a copied module, with its own: `limit_bytes` on a device."""
+    if is_elsewhere(module):
+        return limit_bytes
+    own = sum(tensor.nbytes for child in module.modules() for tensor in own_tensors(child))
+    return own + int(HOST_SHARE * psutil.virtual_memory().available)

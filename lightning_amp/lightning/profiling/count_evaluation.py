@@ -1,0 +1,216 @@
+"""Count the bytes of a step without gradients, on a copy of the module with fake tensors, and with rules installed.
+
+A step that needs values gets what they decide in a pass with values (noted_values.py), which is run for it once.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+
+from lightning_amp.costs.rule import Rule
+from lightning_amp.errors import AmpError, ModelError
+from lightning_amp.footprint.bounded_step import BoundedStep, why_values
+from lightning_amp.footprint.copies.fake_copy import copy_of, fake_batch, length_of, resized, without_values
+from lightning_amp.footprint.copies.guest import as_guest
+from lightning_amp.footprint.copies.noted_values import Answers, NoteTaker
+from lightning_amp.footprint.copies.quick_fakes import QuickFakes
+from lightning_amp.footprint.copies.take_notes import copy_with_values, notes_of, room_of_pass
+from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.footprint.profile_module import lacks_values, profile_of
+from lightning_amp.footprint.step_recorder import StepRecorder
+from lightning_amp.installing.install import install_rules
+
+T = TypeVar("T")
+
+
+class Batch(NamedTuple):
+    """A batch with the index of its loader."""
+
+    loader: int
+    tensors: Any
+
+
+class EvaluationCount:
+    """Counts of a step: a method of the module of a Trainer.
+
+    `several`: whether the method is also called with the index of a loader.
+    """
+
+    def __init__(self, trainer: pl.Trainer, step: str, *, several: bool) -> None:
+        self._trainer, self._step, self._several = trainer, step, several
+        self._answers: dict[tuple[int, int | None], Answers] = {}
+
+    @property
+    def noted(self) -> str:
+        """Why the step was counted with notes of what values decide; "" if it needs none."""
+        return next((answers.why for answers in self._answers.values()), "")
+
+    def forget(self) -> None:
+        """Forget the notes, which belong to the batches counted so far."""
+        self._answers.clear()
+
+    def count(
+        self,
+        batch: Batch,
+        rules: Sequence[Rule],
+        calls: dict[str, tuple[int, int]] | None = None,
+        *,
+        rows: int | None = None,
+    ) -> tuple[int, int]:
+        """Return the bytes before the step and its peak; `calls` receives bytes before, and peak of, each module."""
+        return self._noted(batch, rows, partial(self._measured, batch, rules, calls, rows))
+
+    def profile(self, batch: Batch, *, rows: int | None = None) -> ModuleProfile:
+        """Return the profile of the step."""
+        return self._noted(batch, rows, partial(self._recorded, batch, rows))
+
+    def _noted(self, batch: Batch, rows: int | None, run: Callable[[Answers | None], T]) -> T:
+        """Run the step on fake tensors; if it needs values, with what they decide."""
+        module, key = self._trainer.lightning_module, (batch.loader, rows)
+        answers = self._answers.get(key)
+        try:
+            return run(answers)
+        except AmpError:
+            raise
+        except Exception as error:
+            failed = error
+        if answers is None and not lacks_values(module):
+            answers = notes_of(module, why_values(failed), partial(self._with_values, batch, rows))
+        if answers is not None and key not in self._answers:
+            self._answers[key] = answers
+            return self._noted(batch, rows, run)
+        raise ModelError(
+            f"the memory of {self._step} of {type(module).__name__!r} cannot be counted: on tensors "
+            f"without values it fails with {type(failed).__name__}: {failed}"
+        ) from failed
+
+    def _measured(
+        self,
+        batch: Batch,
+        rules: Sequence[Rule],
+        calls: dict[str, tuple[int, int]] | None,
+        rows: int | None,
+        answers: Answers | None,
+    ) -> tuple[int, int]:
+        with self._on_fakes(batch, rules, rows, answers) as (twin, given):
+            live = LiveBytes()
+            peak = _Outermost(twin, live, calls) if calls is not None else None
+            live.watch([*twin.parameters(), *twin.buffers(), given])
+            held = live.current
+            with live:
+                self._run(twin, given, batch.loader)
+        # `_Outermost` resets the peak at every call, so `live` has only the peak after the last one
+        return held, live.peak if peak is None else max(peak.most, live.peak)
+
+    def _recorded(self, batch: Batch, rows: int | None, answers: Answers | None) -> ModuleProfile:
+        with self._on_fakes(batch, (), rows, answers) as (twin, given):
+            recorder = StepRecorder(twin)
+            recorder.start(given, ())
+            try:
+                self._run(twin, given, batch.loader)
+            finally:
+                recorder.stop()
+        return profile_of(recorder, recorder.lives, "", length_of(given))
+
+    @contextmanager
+    def _on_fakes(
+        self, batch: Batch, rules: Sequence[Rule], rows: int | None, answers: Answers | None
+    ) -> Iterator[tuple[Any, Any]]:
+        """Give a copy of the module, and the batch, both of fake tensors and on the device of the run."""
+        fake = QuickFakes(valid=True)
+        twin: Any = copy_of(self._trainer.lightning_module, fake).eval()
+        install_rules(twin, rules)
+        given = fake_batch(batch.tensors, fake, rows)
+        with ExitStack() as stack:
+            for context in (as_guest(twin), fake, without_values()):
+                stack.enter_context(context)
+            if answers is not None:
+                stack.enter_context(answers.given())
+                answers.restart()
+            yield twin, _moved(twin, given, self._trainer.strategy.root_device)
+
+    def _with_values(self, batch: Batch, rows: int | None, taker: NoteTaker, on_host: bool) -> None:
+        """Run the step of a copy with values, for notes."""
+        module = self._trainer.lightning_module
+        with as_guest(module):
+            twin: Any = copy_with_values(module, on_host=on_host).eval()
+            device = torch.device("cpu") if on_host else self._trainer.strategy.root_device
+            given, limit = resized(batch.tensors, rows), room_of_pass(twin, None)
+            bounded = None if limit is None else BoundedStep(twin, limit)
+            if bounded is not None:
+                bounded.start(given, ())
+            try:
+                with taker.taking():
+                    self._run(twin, _moved(twin, given, device), batch.loader)
+            finally:
+                if bounded is not None:
+                    bounded.stop()
+
+    def _without_loggers(self) -> pl.Trainer:
+        """Return a copy of the Trainer for the copied step to read, such as whether it runs in a sanity check."""
+        trainer = copy.copy(self._trainer)
+        trainer.loggers = [DummyLogger() for _ in self._trainer.loggers]
+        trainer.state = copy.copy(self._trainer.state)
+        if trainer.state.fn == TrainerFn.FITTING:
+            trainer.state.stage = RunningStage.VALIDATING
+        return trainer
+
+    def _run(self, twin: Any, batch: Any, loader: int) -> None:
+        for child in twin.modules():
+            if isinstance(child, LightningModule):
+                child.log = child.log_dict = lambda *_, **__: None  # type: ignore[method-assign, assignment]
+        step = getattr(twin, self._step)
+        twin.trainer = self._without_loggers()
+        index = [0] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []
+        with torch.no_grad(), self._trainer.precision_plugin.forward_context():
+            step(batch, *index, *([loader] if self._several else []))
+
+
+class _Outermost:
+    """Record the bytes at calls of outermost modules: those that only the root module calls.
+
+    Attributes:
+        most: Peak bytes of the step, up to the last call.
+    """
+
+    def __init__(self, module: nn.Module, live: LiveBytes, calls: dict[str, tuple[int, int]]) -> None:
+        self._live, self._calls = live, calls
+        self._depth = self._before = self.most = 0
+        for fqn, child in module.named_modules():
+            if fqn:
+                child.register_forward_pre_hook(self._enter)
+                child.register_forward_hook(partial(self._leave, fqn))
+
+    def __deepcopy__(self, _: dict[int, Any]) -> "_Outermost":
+        """Return itself: chunks are planned on copies of modules that have its hooks."""
+        return self
+
+    def _enter(self, *_: Any) -> None:
+        if not self._depth:
+            self.most, self._before = max(self.most, self._live.peak), self._live.current
+            self._live.reset_peak()
+        self._depth += 1
+
+    def _leave(self, fqn: str, *_: Any) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.most = max(self.most, self._live.peak)
+            before, most = self._calls.get(fqn, (0, 0))
+            self._calls[fqn] = max(before, self._before), max(most, self._live.peak)
+            self._live.reset_peak()
+
+
+def _moved(twin: Any, batch: Any, device: torch.device) -> Any:
+    with torch.no_grad():
+        return twin._apply_batch_transfer_handler(batch, device)
