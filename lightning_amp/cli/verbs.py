@@ -82,6 +82,13 @@ VERBS: dict[str, tuple[str, str, str]] = {
         " pictures. All flags are Lightning's.",
         "--config config.yaml --ckpt_path last",
     ),
+    "report": (
+        "check a trained model: pictures and a table of its losses, embedding and maps",
+        "Read a run's newest checkpoint and its data, and write to a folder: losses, the embedding by type, batch and"
+        " modality, contact maps of one cell of each type beside the mean of its type, contacts by distance, and a"
+        " table that compares each with a baseline, such as a PCA of the counts.",
+        "lightning_logs/version_0",
+    ),
 }
 
 

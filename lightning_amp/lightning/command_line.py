@@ -12,6 +12,7 @@ import inspect
 import pickle
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
@@ -121,6 +122,9 @@ class CommandLine(LightningCLI):
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         arguments = super()._prepare_subcommand_kwargs(subcommand)
+        if isinstance(self.model, GLUE):
+            # its losses are logged for every epoch, however few batches one has
+            warnings.filterwarnings("ignore", message=".*is smaller than the logging interval")
         if isinstance(asked := arguments.get("ckpt_path"), str | Path):
             path = find_checkpoint(str(asked), self.trainer, self._same_configuration)
             arguments["ckpt_path"] = path

@@ -241,7 +241,7 @@ def test_each_resolution_has_its_own_file(tmp_path: Path) -> None:
     )
     names = ["1:0-2000", "1:2000-4000", *(f"1:{i}000-{i + 1}000" for i in range(4))]
     layout = FeatureLayout(strata, np.array(names))
-    paths = write_imputed(tmp_path, layout=layout, contacts={"a": np.arange(9, dtype=np.float32)})
+    paths = write_imputed(tmp_path, layout=layout, contacts=[("a", np.arange(9, dtype=np.float32))], n_cells=1)
     assert [path.name for path in paths] == ["imputed_2kb.scool", "imputed_1kb.scool"]
     coarse, fine = (cooler.Cooler(f"{path}::/cells/a") for path in paths)
     assert (coarse.binsize, fine.binsize) == (2000, 1000)
@@ -292,9 +292,9 @@ def test_what_the_files_do_not_show_is_remarked(root: Path, tmp_path: Path) -> N
     writer = PredictionWriter(tmp_path)
     predict(root, writer)
     cells, share = writer.remarks
-    assert "imputed.scool holds 4 of 30 Hi-C cells; all with contact_map_cells: 30" in cells
+    assert "imputed.scool holds 2 of 30 Hi-C cells; all with contact_map_cells: all" in cells
     assert re.match(r"same-type share 0\.\d\d: of a cell's 15 nearest .*, 50% by chance", share)
-    predict(root, writer := PredictionWriter(tmp_path, contact_map_cells=30))
+    predict(root, writer := PredictionWriter(tmp_path, contact_map_cells="all"))
     assert "imputed" not in " ".join(writer.remarks)
     predict(root, writer := PredictionWriter(tmp_path, contact_map_cells=0))
     assert writer.remarks[-1].endswith("did not write, as of another model: ['contact_map.png', 'imputed.scool']")
