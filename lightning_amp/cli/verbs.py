@@ -79,8 +79,9 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "predict": (
         "Lightning's predict, with strategy amp",
         "Predict with the weights of a checkpoint; the callback PredictionWriter writes embeddings, contact maps and"
-        " pictures. All flags are Lightning's.",
-        "--config config.yaml --ckpt_path last",
+        " pictures. --data DIR predicts the cells of another data directory, and --out DIR names the folder to write"
+        " to. All other flags are Lightning's.",
+        "--config config.yaml --ckpt_path last --data new --out predictions_new",
     ),
     "report": (
         "check a trained model: pictures and a table of its losses, embedding and maps",

@@ -240,13 +240,13 @@ def _contacts(
     width = int(end) - int(start)
     checks = [_decay(expected, measured, [s.k * width / 1e6 for s in strata])]
     if near["expected"]:
-        share, beside = np.mean(near["expected"]), np.mean(near["measured"])
+        share, beside = (float(np.mean(near[kind])) for kind in ("expected", "measured"))
         checks.append(
             Check(
                 what="maps nearest to own type's sum",
                 found=f"{share:.0%}",
                 beside=f"{beside:.0%} of the measured cells",
-                good=bool(share >= max(beside - ALIKE, 0.0)),
+                good=share >= beside - ALIKE,
             )
         )
     files = [out / "decay.png", out / "maps.png"]

@@ -7,7 +7,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import permutations
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +113,7 @@ def write_imputed(
         for tail, strata in _resolutions(layout):
             paths.append(out_dir / f"imputed{tail}.scool")
             n_pixels = n_cells * sum(stratum.n_features for stratum in strata)
-            aside = files.enter_context(written_aside(paths[-1], lambda n=n_pixels: n * PIXEL_BYTES))
+            aside = files.enter_context(written_aside(paths[-1], partial(mul, n_pixels, PIXEL_BYTES)))
             new = new_scool(aside, bin_table(layout, strata[0]), n_cells=n_cells, assembly=assembly)
             writers.append((strata, files.enter_context(new)))
         for name, values in contacts:
