@@ -29,7 +29,7 @@ PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F
 MARKERS = ("o", "^", "s", "D", "v", "P")
 BUDGET_IN_SIGHT = 20
 ROOM_ABOVE = 1.05
-COLOUR_RANGE = 1_000
+COLOUR_RANGE, COLOUR_TOP = 1_000, 0.98
 MAP_TICKS = 6
 LEGEND_ROWS = 18
 LEGEND_LETTERS = 24
@@ -229,10 +229,11 @@ def contact_maps(
         for name, maps in rows.items()
         for heading, contacts in maps.items()
     ]
-    # from the largest value of all maps down to the smallest, but over a factor of COLOUR_RANGE (1,000) at most
+    # from a large value of all maps down to the smallest, but over a factor of COLOUR_RANGE (1,000) at most; not from
+    # the largest: the main diagonal may have a hundred times as many contacts as the others, which would stay white
     scale, positive = LogNorm(0.1, 1.0), np.concatenate([found[found > 0] for *_, found in values])
     if len(positive):
-        top = float(positive.max())
+        top = float(np.quantile(positive, COLOUR_TOP, method="higher"))
         scale = LogNorm(min(max(float(positive.min()), top / COLOUR_RANGE), top / 2), top)
     n_columns = len(values) // len(rows)
     figure = new_figure(4.6 * n_columns + 0.6, 4.7 * len(rows))
@@ -244,7 +245,7 @@ def contact_maps(
         image = axes.imshow(shown, cmap=colours, norm=scale, interpolation="nearest")
         axes.set_title(f"{name}: {heading}" if name else heading, fontsize=11)
         _name_bins(axes, np.asarray(chromosomes), np.asarray(starts))
-    figure.colorbar(image, ax=panels, shrink=0.8 / len(rows), label="contacts")
+    figure.colorbar(image, ax=panels, shrink=0.8 / len(rows), label="contacts", extend="max")
     if any(np.isnan(contacts).any() for *_, contacts in values):
         figure.legend(handles=[Patch(color=NO_DATA, label="no data")], loc="lower right", frameon=False)
     figure.suptitle(title)

@@ -145,10 +145,11 @@ class CommandLine(LightningCLI):
         """Write predictions to the folder of `--out`; those of new cells by default beside the configuration's."""
         if self._new_data is None and self._out is None:
             return
-        writers = [callback for callback in self.trainer.callbacks if isinstance(callback, PredictionWriter)]
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        writers = [callback for callback in callbacks if isinstance(callback, PredictionWriter)]
         writer = next(iter(writers), None) or PredictionWriter("predictions")
         if not writers:
-            self.trainer.callbacks.append(writer)
+            callbacks.append(writer)
         if self._out is None and self._new_data is not None:
             name = f"{writer.out_dir.name}_{self._new_data.resolve().name}"
             self._out = writer.out_dir.with_name(name)

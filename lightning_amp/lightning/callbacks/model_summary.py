@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
-from lightning.pytorch.utilities.model_summary import get_human_readable_count
+from lightning.pytorch.utilities.model_summary.model_summary import get_human_readable_count
 
 from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.text_table import table
@@ -51,6 +51,6 @@ def _summarize(
         return
     columns = {name: values for name, values in summary_data if name.strip() and name != FLOPS}
     rows = [[str(cell) for cell in row] for row in zip(*columns.values(), strict=True)]
-    trained, every = map(get_human_readable_count, (trainable_parameters, total_parameters))
+    trained, every = (get_human_readable_count(n).strip() for n in (trainable_parameters, total_parameters))
     text = table([name.lower() for name in columns], rows)
     rank_zero_info(f"{text}\n\n{trained} of {every} parameters are trained, {model_size:.3g} MB in all\n")
