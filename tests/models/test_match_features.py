@@ -118,6 +118,7 @@ def test_missing_genes_are_refused_in_python_and_on_the_command_line(
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_new_cells_are_predicted_into_a_folder_of_their_own(
     root: Path, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
