@@ -29,7 +29,7 @@ PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F
 MARKERS = ("o", "^", "s", "D", "v", "P")
 BUDGET_IN_SIGHT = 20
 ROOM_ABOVE = 1.05
-COLOUR_RANGE = 1_000
+COLOUR_RANGE, COLOUR_TOP = 1_000, 0.98
 MAP_TICKS = 6
 LEGEND_ROWS = 18
 LEGEND_LETTERS = 24
@@ -210,32 +210,43 @@ def embedding(
 
 
 def contact_maps(
-    path: Path, *, maps: Mapping[str, ArrayLike], chromosomes: Sequence[str], starts: Sequence[int], title: str
+    path: Path,
+    *,
+    rows: Mapping[str, Mapping[str, ArrayLike]],
+    chromosomes: Sequence[str],
+    starts: Sequence[int],
+    title: str,
 ) -> None:
-    """Draw contact maps side by side on one logarithmic colour scale: white without contacts, grey without data.
+    """Draw contact maps in rows on one logarithmic colour scale: white without contacts, grey without data.
 
     Args:
-        maps: heading -> [bin, bin] contacts, NaN where there are no data
+        rows: name of a row, or "" -> heading -> [bin, bin] contacts, NaN where there are no data; rows are equally long
         chromosomes: chromosome of each bin; bins of a chromosome are consecutive
         starts: start of each bin, in base pairs
     """
-    values = {heading: np.asarray(contacts, dtype=np.float64) for heading, contacts in maps.items()}
-    # from the largest value of all maps down to the smallest, but over a factor of COLOUR_RANGE (1,000) at most
-    scale, positive = LogNorm(0.1, 1.0), np.concatenate([found[found > 0] for found in values.values()])
+    values = [
+        (name, heading, np.asarray(contacts, dtype=np.float64))
+        for name, maps in rows.items()
+        for heading, contacts in maps.items()
+    ]
+    # from a large value of all maps down to the smallest, but over a factor of COLOUR_RANGE (1,000) at most; not from
+    # the largest: the main diagonal may have a hundred times as many contacts as the others, which would stay white
+    scale, positive = LogNorm(0.1, 1.0), np.concatenate([found[found > 0] for *_, found in values])
     if len(positive):
-        top = float(positive.max())
+        top = float(np.quantile(positive, COLOUR_TOP, method="higher"))
         scale = LogNorm(min(max(float(positive.min()), top / COLOUR_RANGE), top / 2), top)
-    figure = new_figure(4.6 * len(maps) + 0.6, 4.7)
-    panels = list(figure.subplots(1, len(maps), squeeze=False)[0])
+    n_columns = len(values) // len(rows)
+    figure = new_figure(4.6 * n_columns + 0.6, 4.7 * len(rows))
+    panels = figure.subplots(len(rows), n_columns, squeeze=False)
     colours = colormaps["Reds"].with_extremes(under="white", bad=NO_DATA)
-    for axes, (heading, contacts) in zip(panels, values.items(), strict=True):
+    for axes, (name, heading, contacts) in zip(panels.ravel(), values, strict=True):
         # a logarithmic scale would mask zeros like missing data
         shown = np.ma.masked_invalid(np.where(contacts == 0, (scale.vmin or 1.0) / 2, contacts))
         image = axes.imshow(shown, cmap=colours, norm=scale, interpolation="nearest")
-        axes.set_title(heading, fontsize=11)
+        axes.set_title(f"{name}: {heading}" if name else heading, fontsize=11)
         _name_bins(axes, np.asarray(chromosomes), np.asarray(starts))
-    figure.colorbar(image, ax=panels, shrink=0.8, label="contacts")
-    if any(np.isnan(contacts).any() for contacts in values.values()):
+    figure.colorbar(image, ax=panels, shrink=0.8 / len(rows), label="contacts", extend="max")
+    if any(np.isnan(contacts).any() for *_, contacts in values):
         figure.legend(handles=[Patch(color=NO_DATA, label="no data")], loc="lower right", frameon=False)
     figure.suptitle(title)
     save_figure(figure, path)

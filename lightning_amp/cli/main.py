@@ -12,13 +12,13 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
-from lightning_amp.cli.commands import calibrate, convert, demo, plan, prepare, profile, simulate, tune, verify
+from lightning_amp.cli.commands import calibrate, convert, demo, plan, prepare, profile, report, simulate, tune, verify
 from lightning_amp.cli.verbs import PROGRAM, VERBS, described
 from lightning_amp.data.files.directory import FULL, cannot_write
 from lightning_amp.errors import STATUS_OF_INTERRUPT, AmpError
 
 TRAINING = ("fit", "validate", "test", "predict")
-COMMANDS = (demo, prepare, profile, plan, simulate, calibrate, tune, convert, verify)
+COMMANDS = (demo, prepare, profile, plan, simulate, calibrate, tune, convert, verify, report)
 """Modules that define a command: `add_flags` sets its flags and its function. All other commands are Lightning's."""
 
 

@@ -79,8 +79,16 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "predict": (
         "Lightning's predict, with strategy amp",
         "Predict with the weights of a checkpoint; the callback PredictionWriter writes embeddings, contact maps and"
-        " pictures. All flags are Lightning's.",
-        "--config config.yaml --ckpt_path last",
+        " pictures. --data DIR predicts the cells of another data directory, and --out DIR names the folder to write"
+        " to. All other flags are Lightning's.",
+        "--config config.yaml --ckpt_path last --data new --out predictions_new",
+    ),
+    "report": (
+        "check a trained model: pictures and a table of its losses, embedding and maps",
+        "Read a run's newest checkpoint and its data, and write to a folder: losses, the embedding by type, batch and"
+        " modality, contact maps of one cell of each type beside the mean of its type, contacts by distance, and a"
+        " table that compares each with a baseline, such as a PCA of the counts.",
+        "lightning_logs/version_0",
     ),
 }
 

@@ -11,6 +11,7 @@ import inspect
 import pickle
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
@@ -27,6 +28,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_amp.errors import PlanError, meant
+from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter
 from lightning_amp.lightning.strategy.registration import START_METHODS
 from lightning_amp.models.glue import GLUE
 
@@ -55,6 +57,8 @@ class CommandLine(LightningCLI):
         help_of: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         **options: Any,
     ) -> None:
+        self._new_data: Path | None = None  # of predict: a directory with other cells than the configuration's
+        self._out: Path | None = None
         # as `python -m` does: a console script has only its own folder on the path
         if str(Path.cwd()) not in sys.path:
             sys.path.insert(0, str(Path.cwd()))
@@ -78,6 +82,8 @@ class CommandLine(LightningCLI):
             PlanError: A key, class or argument does not exist, or a value is not valid.
         """
         words = sys.argv[1:] if args is None else list(args)
+        if words[:1] == ["predict"]:
+            words, self._new_data, self._out = _with_new_cells(words)
         try:
             self.config = parser.parse_args(_with_class_of_strategy(parser, words))
         except argparse.ArgumentError as error:
@@ -120,6 +126,10 @@ class CommandLine(LightningCLI):
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         arguments = super()._prepare_subcommand_kwargs(subcommand)
+        if isinstance(self.model, GLUE):
+            # its losses are logged for every epoch, however few batches one has
+            warnings.filterwarnings("ignore", message=".*is smaller than the logging interval")
+        self._place_predictions()
         if isinstance(asked := arguments.get("ckpt_path"), str | Path):
             path = find_checkpoint(str(asked), self.trainer, self._same_configuration)
             arguments["ckpt_path"] = path
@@ -130,15 +140,30 @@ class CommandLine(LightningCLI):
                     self.model.on_load_checkpoint(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
         return arguments
 
+    def _place_predictions(self) -> None:
+        """Write predictions to the folder of `--out`; those of new cells by default beside the configuration's."""
+        if self._new_data is None and self._out is None:
+            return
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        writers = [callback for callback in callbacks if isinstance(callback, PredictionWriter)]
+        writer = next(iter(writers), None) or PredictionWriter("predictions")
+        if not writers:
+            callbacks.append(writer)
+        if self._out is None and self._new_data is not None:
+            name = f"{writer.out_dir.name}_{self._new_data.resolve().name}"
+            self._out = writer.out_dir.with_name(name)
+        assert self._out is not None, "one of the two is given"
+        writer.out_dir = self._out
+
     def _same_configuration(self, logs: Path) -> bool:
-        """Whether the run with these logs used the same model and data configuration as this one."""
+        """Whether the run with these logs used the same model as this one, and the same data unless cells are new."""
         path = logs / CONFIG_USED
         if not path.is_file():
             return False
         verb = str(self.subcommand)
         text = self._subcommand_parsers[verb].dump(self.config[verb], skip_none=False)
         then, now = yaml.safe_load(path.read_text()), yaml.safe_load(text)
-        return all(then.get(part) == now.get(part) for part in ("model", "data"))
+        return all(then.get(part) == now.get(part) for part in ("model", "data")[: 1 if self._new_data else 2])
 
     def _told(self, message: str) -> str:
         if found := re.search(r"'(\w+)' does not accept option '([\w.]+)'", message):
@@ -186,6 +211,30 @@ def _with_class_of_strategy(parser: LightningArgumentParser, words: list[str]) -
         )
     made = [OPTION[:-1], "lightning_amp.AMPStrategy", f"{OPTION}start_method", START_METHODS[name.lower()]]
     return [*others, *made, *options]
+
+
+def _with_new_cells(words: list[str]) -> tuple[list[str], Path | None, Path | None]:
+    """Take `--data DIR` and `--out DIR` out of the words of `predict`; return the others and both folders.
+
+    A data directory of `--data` replaces that of the configuration; the name of a class is left to Lightning.
+    """
+    found: dict[str, Path] = {}
+    others, rest = [], iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name not in ("--data", "--out"):
+            others.append(word)
+            continue
+        value = value if equals else next(rest, "")
+        if name == "--data" and re.fullmatch(r"[\w.]+", value) and not Path(value).exists() and "." in value:
+            others += [name, value]
+        elif not value or (name == "--data" and not Path(value).is_dir()):
+            raise PlanError(f"{name} {value!r} was given; {name} DIR names a folder, for --data one that exists")
+        else:
+            found[name] = Path(value)
+    if "--data" in found:
+        others += ["--data.init_args.data_dir", str(found["--data"])]
+    return others, found.get("--data"), found.get("--out")
 
 
 SHOWN = 5

@@ -11,18 +11,17 @@ Legend: cell, feature, dim; M modalities, F_m features of modality m, V vertices
 
 from typing import Any, Literal, Self, cast, get_args
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
-from lightning_amp.data.batch import Batch, CellBatch, datamodule_of, hash_integers
+from lightning_amp.data.batch import Batch, CellBatch, hash_integers
 from lightning_amp.errors import ModelError
 from lightning_amp.models.decoders.likelihoods import Output, PlainDecoder
 from lightning_amp.models.decoders.stratified import KeyKind, StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import Variant
 from lightning_amp.models.graph_encoder import GraphEncoder
-from lightning_amp.models.inputs import CHECKPOINT_KEY, HIC, TOTALS, ModelInputs, inputs_from
+from lightning_amp.models.inputs import HIC, TOTALS, ModelInputs
 from lightning_amp.models.latents import (
     Discriminator,
     Encoder,
@@ -33,7 +32,7 @@ from lightning_amp.models.latents import (
     normal_kl,
     sample,
 )
-from lightning_amp.models.match_features import match_features
+from lightning_amp.models.trained_model import TrainedModel
 from lightning_amp.shapes import Counts, PerCell, PerVertex, Scalar
 
 STREAMS_PER_MODALITY = 64  # of random numbers: dropout layers from the first on, latent and burn-in noise at the end
@@ -43,7 +42,7 @@ VALIDATION_SEED = 0  # of the edges that are drawn for `val_loss`: the same ones
 BURN_IN_NOISE = 1.5  # deviation of the first epoch's noise on the discriminator's inputs; the latent's prior has 1
 
 
-class GLUE(pl.LightningModule):
+class GLUE(TrainedModel):
     """Graph-linked autoencoders of Hi-C, RNA, ATAC and methylation cells; independent of devices and ranks.
 
     Networks are built from the trainer's data module before `fit`, from a checkpoint, or by `build(inputs)`. Random
@@ -177,40 +176,6 @@ class GLUE(pl.LightningModule):
         self.inputs = inputs
         return self
 
-    def setup(self, stage: str) -> None:
-        """Put the trainer's data in the order of the features that the networks were built for, by name."""
-        if self.inputs is not None:
-            match_features(datamodule_of(self._trainer), self.inputs, predicts=stage == "predict")
-
-    def configure_model(self) -> None:
-        """Build the networks from the trainer's data module, unless they exist."""
-        # `self.trainer` raises without a Trainer, and Lightning has no public check
-        if self.inputs is not None or self._trainer is None:
-            return
-        datamodule = datamodule_of(self.trainer)
-        if datamodule is None:
-            raise ModelError(
-                f"{type(self).__name__} was given to a Trainer without a data module, so its sizes are unknown; pass "
-                "datamodule=SingleCellDataModule(...), or call build(inputs) first"
-            )
-        self.build(inputs_from(datamodule))
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the inputs, so that the networks can be built without the data."""
-        if self.inputs is not None:
-            checkpoint[CHECKPOINT_KEY] = self.inputs.to_plain()
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Build the networks from the checkpoint's inputs, or check that the existing inputs are equal."""
-        inputs = ModelInputs.from_checkpoint(checkpoint, type(self).__name__)
-        if self.inputs is None:
-            self.build(inputs)
-        elif (name := self.inputs.difference(inputs)) is not None:
-            raise ModelError(
-                f"the checkpoint was trained on other data: {name!r} differs; use the data it was trained on, "
-                "or train anew"
-            )
-
     def encode(self, modality: str, cells: CellBatch) -> tuple[PerCell, PerCell]:
         """Return mean and standard deviation of the latents of some cells."""
         self.stream(modality)
@@ -284,14 +249,14 @@ class GLUE(pl.LightningModule):
             # detached: the discriminator's step must not change the encoders. It runs before `terms`, because it writes
             # to parameters that `terms` would otherwise have saved for the second backward pass
             detached = {label: u.detach() for label, u in shown.items()}
+            self.leave_uncounted(critic)
             self._step(critic, alignment_loss(self.discriminator, detached, frozen=False))
         # seeded by the step, so that a resumed run draws the same noise and edges
         random = self._generator(self._seed, self.current_epoch, batch_idx)
         terms = self.terms(batch, latents, shown=shown, generator=random)
         self._step(generator, terms["loss"])
         n_cells = len(next(iter(batch.values()))["index"])
-        self.log("loss", terms.pop("loss"), prog_bar=True, batch_size=n_cells)
-        self.log_dict(terms, batch_size=n_cells)
+        self.log_losses(terms, n_cells=n_cells)
 
     def latents(self, batch: Batch) -> dict[str, Latent]:
         """Sample the latents of all cells of a batch."""

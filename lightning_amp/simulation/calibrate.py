@@ -28,11 +28,11 @@ from lightning_amp.lightning.strategy.hardware import device_budget
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import techniques
-from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_seconds
 from lightning_amp.simulation.models_without_values import DecoderAlone
 from lightning_amp.techniques.rates_of import rates_of
+from lightning_amp.text_table import WIDTH, table
 
 SCHEMA = 1
 WARM_UP, ROUNDS = 2, 7

@@ -13,10 +13,10 @@ from lightning_amp.footprint.module_profile import KINDS
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.auto import LOCAL_ATTENTION_ONLY, NEEDS_ATTENTION
 from lightning_amp.planning.reports.plan_report import batch_text, sample_word
-from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes
 from lightning_amp.simulation.simulate import Simulation
 from lightning_amp.techniques.table import STRATEGIES, conflicts, label
+from lightning_amp.text_table import WIDTH, table
 
 STRATA_PER_LINE = 5
 GLUED = "\u00a0"

@@ -6,7 +6,7 @@ from math import isnan
 from textwrap import fill, indent
 from typing import Any
 
-from lightning_amp.planning.reports.table import WIDTH, table
+from lightning_amp.text_table import WIDTH, table
 
 NAMED = 4
 """Most places listed for a suspect."""

@@ -23,6 +23,7 @@ from lightning_amp.data.prepare.read_scool import ScoolFile, parse_resolution
 from lightning_amp.errors import DataError
 from tests.data.tiny_data import (
     CELLS,
+    GENES,
     Files,
     edit,
     make_bins,
@@ -106,6 +107,14 @@ def repeat(path: Path, axis: str) -> None:
     table.write_h5ad(path)
 
 
+def place_genes(files: Files, shift: int, chrom: str | None = None) -> None:
+    """Write positions into the file of RNA, those of the annotation but for a shift or the chromosome."""
+    table, genes = anndata.read_h5ad(files.rna), read_genes(files.genes).reindex([*GENES, "?", "?"])
+    table.var["chrom"] = [chrom or f"chr{name}" for name in genes["chrom"]]
+    table.var["chromStart"], table.var["chromEnd"] = genes["start"].to_numpy() + shift, genes["end"].to_numpy() + shift
+    table.write_h5ad(files.rna)
+
+
 def lines(path: Path, text: str) -> None:
     path.write_text(text)
 
@@ -123,6 +132,8 @@ def only(key: str, value: Any) -> Callable[[Files], dict[str, Any]]:
 PREPARE: dict[str, tuple[Callable[[Files], Any], str]] = {
     "scool absent": (lambda f: f.hic.unlink(), r"cells\.scool: expected a \.scool file, found nothing"),
     "scool not HDF5": (lambda f: lines(f.hic, "chr1\t0"), r"cells\.scool: .*found a file that starts with"),
+    "scool compressed": (lambda f: f.hic.write_bytes(gzip.compress(f.hic.read_bytes())),
+        r"found a file that is compressed with gzip; decompress it first: gunzip .*cells\.scool"),
     "scool truncated": (lambda f: truncate(f.hic), r"cells\.scool: the \.scool file is truncated or damaged"),
     "scool chunk damaged": (damage_chunk, r"cells\.scool: the \.scool file is damaged"),
     "scool before 0.8.9": (old_layout, r"cells\.scool: cells are at the root.*'cell_1'.*before 0\.8\.9"),
@@ -162,6 +173,10 @@ PREPARE: dict[str, tuple[Callable[[Files], Any], str]] = {
     "genes of another assembly": (lambda f: lines(f.genes,
         "".join(f"chr1\t{90 + i}000000\t{90 + i}000009\tG{i}\n" for i in range(3))),
         r"genes\.bed: .*3 of 3 are behind the end of their chromosome, such as 'G0' at 90,000,000 of chromosome 1"),
+    "genes shifted in the file": (lambda f: place_genes(f, 300_000),
+        r"rna\.h5ad: its genes are at other .* 10 genes differ by 300,000 bp \(median\), such as 'G0' at chr1:400,000"),
+    "genes on other chromosomes in the file": (lambda f: place_genes(f, 0, chrom="chr7"),
+        r"rna\.h5ad: .*10 of 10 genes are on another chromosome, such as 'G0' at chr7:100,000 and 1:100,000"),
     "genes absent": (lambda f: f.genes.unlink(), r"genes\.bed: expected the gene annotation, found nothing"),
     "genes of another kind": (lambda f: {"genes": f.labels}, r"labels\.tsv: .*allowed: \.gtf, \.bed"),
     "bed of text": (lambda f: lines(f.genes, "#c\nchr1\tone\t9\tG0\n"), r"genes\.bed: line 2 is malformed"),
@@ -172,9 +187,10 @@ PREPARE: dict[str, tuple[Callable[[Files], Any], str]] = {
     "labels incomplete": (lambda f: lines(f.labels, "cell\n" + "\n".join(CELLS[:4])),
         r"labels\.tsv: 2 of 6 cells have no label, e\.g\. \['cell_11', 'cell_12'\].* may be empty"),
     "output a file": (lambda f: f.out.touch(), r"out: expected a directory to write, found a file"),
-    "output occupied": (lambda f: occupied(f, "hic"), r"out: the output exists and holds \['hic'\]"),
+    "output occupied": (lambda f: occupied(f, "hic"), r"out: the output exists and holds \['hic'\].*--overwrite"),
     "output foreign": (lambda f: occupied(f, "thesis.tex") or {"overwrite": True}, "out: does not overwrite"),
-    "output below nothing": (lambda f: {"out": f.out / "a" / "b"}, r"b: cannot write there \(No such file"),
+    "output below nothing": (lambda f: {"out": f.rna / "a" / "b"}, r"b: cannot write there \(Not a directory"),
+    "output below nothing, again": (lambda f: {"out": f.out / "a" / "b", "min_depth": 10**6}, "no cell is left"),
     "scool without bins": (lambda f: edit(f.hic, lambda h: h.pop("bins")), r"has no \['bins/chrom', 'bins/start'"),
     "cell without pixels": (lambda f: edit(f.hic, lambda h: h.pop("cells/cell_2/pixels")), r"'cell_2' has no \['pix"),
     "bed of 3 columns": (lambda f: lines(f.genes, "chr1\t1\t9\n"),
@@ -210,7 +226,14 @@ def _cells(path: Path) -> list[str]:
 
 
 def test_the_same_files_unharmed_are_accepted(files: Files) -> None:
-    assert prepare(**files.arguments(), labels=files.labels).graph is not None
+    place_genes(files, 500)
+    place = files.out / "new" / "data"
+    found = prepare(**files.arguments() | {"out": place}, labels=files.labels)
+    assert found.graph == place / "graphs" / found.graph.name  # type: ignore[union-attr]
+    assert found.table.loc["genes"].tolist() == [12, 10, "2 without a position in the annotation"]
+    for printed in (str(found), repr(found)):
+        assert "genes        12    10    2 without a position in the annotation" in printed
+        assert printed.endswith(f"wrote {found.hic}\nwrote {found.rna}\nwrote {found.graph}")
 
 
 def given(path: Path, text: str | bytes) -> Path:

@@ -15,6 +15,7 @@ from lightning_amp.cli.main import main
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import ModelError
+from lightning_amp.lightning.command_line import _with_new_cells
 from lightning_amp.models.glue import GLUE
 from lightning_amp.models.inputs import CHECKPOINT_KEY
 
@@ -114,6 +115,44 @@ def test_missing_genes_are_refused_in_python_and_on_the_command_line(
     words = ["predict", "--config", str(tmp_path / "config.yaml"), "--ckpt_path", str(checkpoint)]
     assert main(words) != 0
     assert text in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_new_cells_are_predicted_into_a_folder_of_their_own(
+    root: Path, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rewrite(root, tmp_path / "new", "rna", lambda table: table[3:9].copy())
+    writer = {"class_path": "lightning_amp.PredictionWriter", "init_args": {"out_dir": "predictions"}}
+    config = {
+        "seed_everything": 1,
+        "trainer": QUIET | {"callbacks": [writer]},
+        "model": {"class_path": "lightning_amp.GLUE", "init_args": {"latent_dim": 4, "hidden_dim": 8, "window": 4}},
+        "data": {"class_path": "lightning_amp.SingleCellDataModule", "init_args": {"data_dir": str(root)}},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    words = ["predict", "--config", "config.yaml", "--ckpt_path", str(checkpoint), "--data"]
+    assert main([*words, "new"]) == 0
+    assert anndata.read_h5ad("predictions_new/embeddings_rna.h5ad").n_obs == 6
+    assert not (tmp_path / "predictions").exists()
+    assert main([*words, "absent"]) == 2
+    assert "--data 'absent' was given; --data DIR names a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    ("--config c --data d --out o", ("--config c --data.init_args.data_dir d", "d", "o")),
+    ("--data=d --config c", ("--config c --data.init_args.data_dir d", "d", None)),
+    ("--data my.Data --data.path d", ("--data my.Data --data.path d", None, None)),
+])  # fmt: skip
+def test_folders_are_told_from_classes(
+    words: str, expected: tuple[str, str | None, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d").mkdir()
+    others, *folders = _with_new_cells(words.split())
+    assert (" ".join(others), *(None if x is None else str(x) for x in folders)) == expected
 
 
 def test_other_bins_are_refused(root: Path, checkpoint: Path, tmp_path: Path) -> None:

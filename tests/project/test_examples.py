@@ -120,6 +120,6 @@ def test_two_ranks_learn_the_cell_types_of_the_cortex(
     assert scores["embedding"] >= 0.75, scores
     assert scores["depth alone"] < 0.5, scores
     cells = cooler.fileops.list_scool_cells(str(tmp_path / "predictions" / "imputed.scool"))
-    assert len(cells) == 4
+    assert len(cells) == 4  # one of each type
     for name in ("memory/memory.csv", "memory/memory.png", "predictions/embedding.png", "checkpoints/last.ckpt"):
         assert (tmp_path / name).stat().st_size > 0

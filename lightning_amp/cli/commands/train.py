@@ -13,8 +13,8 @@ from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import rank_zero_only
 from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor
 from lightning_amp.lightning.command_line import CommandLine
-from lightning_amp.planning.reports.table import table
 from lightning_amp.quantities import format_bytes
+from lightning_amp.text_table import table
 
 
 def train(words: Sequence[str]) -> CommandLine:
@@ -53,6 +53,8 @@ def _print_results(cli: CommandLine) -> None:
             print(f"wrote {_short(path)}")
         for remark in getattr(callback, "remarks", []):
             print(fill(remark, 80))
+    for path in getattr(cli.model, "written", []):
+        print(f"wrote {_short(path)}")
     best = getattr(cli.trainer.checkpoint_callback, "best_model_path", "")
     if cli.subcommand == "fit" and best:
         print(f"wrote {_short(Path(best))}")

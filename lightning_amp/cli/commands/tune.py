@@ -14,8 +14,8 @@ from lightning_amp.cli.commands.calibrate import check_target
 from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.reports.table import table
 from lightning_amp.quantities import format_seconds
+from lightning_amp.text_table import table
 
 TIMER = "lightning_amp.lightning.steps.step_time.StepSeconds"
 OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")

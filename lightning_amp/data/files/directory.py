@@ -9,12 +9,13 @@ As HiGLUE writes it. Its intermediate files (hic_base_*, rna_base_*) are ignored
 import errno
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_amp.errors import DataError
+from lightning_amp.quantities import format_bytes
 
 MODALITIES = ("hic", "rna", "atac", "methyl")
 FOLDERS = frozenset({*MODALITIES, "graphs"})
@@ -103,11 +104,14 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 @contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
-    """Yield a temporary name; the file written there becomes `path` on success and is removed on any error."""
+def written_aside(path: Path, needed: Callable[[], int] | None = None) -> Iterator[Path]:
+    """Yield a temporary name; the file written there becomes `path` on success and is removed on any error.
+
+    `needed` returns about how many bytes are written, for the message of a full disk.
+    """
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with _refusing(path):
+        with _refusing(path, needed):
             yield aside
             aside.replace(path)
     finally:
@@ -117,10 +121,10 @@ def written_aside(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def write_aside(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary directory that becomes `out` on success and is removed on any error; the parent must exist.
+def write_aside(out: str | Path, *, overwrite: bool = False, needed: Callable[[], int] | None = None) -> Iterator[Path]:
+    """Yield a temporary directory that becomes `out` on success and is removed on any error; parents are made.
 
-    `overwrite` replaces a data directory; nothing else is ever replaced.
+    `overwrite` replaces a data directory; nothing else is ever replaced. `needed` as for `written_aside`.
     """
     out = Path(out)
     if out.exists():
@@ -129,8 +133,8 @@ def write_aside(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
             raise DataError(f"{out}: expected a directory to write, found a file; choose another path")
         if found and not overwrite:
             raise DataError(
-                f"{out}: the output exists and holds {found[:5]!r}; choose another path, or pass overwrite to replace"
-                " it"
+                f"{out}: the output exists and holds {found[:5]!r}; choose another path, or pass --overwrite, in"
+                " Python overwrite=True, to replace it"
             )
         # A mistyped path must not cost a home directory.
         if foreign := [name for name in found if name not in FOLDERS]:
@@ -140,14 +144,16 @@ def write_aside(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
             )
     place = out.resolve()  # "." has neither a name nor a parent
     aside = place.parent / f".{place.name}.{secrets.token_hex(4)}.partial"
+    made = [folder for folder in aside.parents if not folder.exists()]
     try:
-        aside.mkdir()
+        aside.mkdir(parents=True)
     except OSError as error:
+        _remove_empty(made)
         raise DataError(
-            f"{out}: cannot write there ({error.strerror}); give a path in an existing directory that you may write to"
+            f"{out}: cannot write there ({error.strerror}); give a path in a directory that you may write to"
         ) from error
     try:
-        with _refusing(out):
+        with _refusing(out, needed):
             yield aside
             if place.exists():
                 # a directory cannot be renamed to one that is not empty
@@ -159,21 +165,34 @@ def write_aside(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
                 aside.rename(place)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        _remove_empty(made)
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove folders, innermost first, as far as they are empty."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 @contextmanager
-def _refusing(path: Path) -> Iterator[None]:
+def _refusing(path: Path, needed: Callable[[], int] | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         if error.errno not in FULL:
             raise
         raise DataError(
-            f"{cannot_write(path, error)}. Nothing half-written is left, and what was there before is untouched"
+            f"{cannot_write(path, error, needed)}. Nothing half-written is left, and what was there before is untouched"
         ) from error
 
 
-def cannot_write(path: str | Path | None, error: OSError) -> str:
-    """Say that a disk is full or read-only, and what to do."""
+def cannot_write(path: str | Path | None, error: OSError, needed: Callable[[], int] | None = None) -> str:
+    """Say that a disk is full or read-only, how much is needed if that is known, and what to do."""
     what = "a file" if path is None else f"{str(path)!r}"
-    return f"cannot write {what}: {error.strerror}; make room or choose another folder"
+    room = "make room"
+    if needed is not None and path is not None:
+        folder = next(place for place in Path(path).resolve().parents if place.exists())
+        free = shutil.disk_usage(folder).free
+        room = f"up to {format_bytes(needed())} are needed, {format_bytes(free)} are free: make room"
+    return f"cannot write {what}: {error.strerror}; {room} or choose another folder"

@@ -129,20 +129,21 @@ URL = "https://github.com/open2c/cooler"
 UNKNOWN_ASSEMBLY = "unknown"
 
 
-def write_scool(
+@contextmanager
+def new_scool(
     path: Path,
     bins: pd.DataFrame,  # chrom, start, end, in the order of the genome
-    cells: Iterable[tuple[str, pd.DataFrame]],  # name and pixels of each cell
     *,
     n_cells: int,
     assembly: str = UNKNOWN_ASSEMBLY,
-) -> None:
-    """Write a .scool: one bin table, and one cooler for every cell; one cell is in memory at a time."""
+) -> Iterator[Callable[[str, pd.DataFrame], None]]:
+    """Yield a function that adds a cell, its name and pixels, to a .scool with one bin table for all cells."""
     about = _about(bins, assembly)
     with new_hdf5(path) as (file, check):
         _write_bins(file, bins)
         file.attrs.update(about | {"format": "HDF5::SCOOL", "format-version": 1, "ncells": n_cells})
-        for name, pixels in cells:
+
+        def add(name: str, pixels: pd.DataFrame) -> None:
             group = file.create_group(f"cells/{name}")
             # hard links: all cells share one bin table
             group["chroms"] = file["chroms"]
@@ -150,6 +151,22 @@ def write_scool(
                 group[f"bins/{column}"] = file[f"bins/{column}"]
             _write_pixels(group, pixels, about)
             check()
+
+        yield add
+
+
+def write_scool(
+    path: Path,
+    bins: pd.DataFrame,
+    cells: Iterable[tuple[str, pd.DataFrame]],  # name and pixels of each cell
+    *,
+    n_cells: int,
+    assembly: str = UNKNOWN_ASSEMBLY,
+) -> None:
+    """Write a .scool, with one cell in memory at a time."""
+    with new_scool(path, bins, n_cells=n_cells, assembly=assembly) as add:
+        for name, pixels in cells:
+            add(name, pixels)
 
 
 def write_cool(

@@ -24,6 +24,7 @@ from scipy import sparse
 from lightning_amp.data.files.new_hdf5 import PACKED, new_hdf5
 from lightning_amp.errors import DataError
 
+GZIP_MAGIC = b"\x1f\x8b"
 DEPTH_COLUMNS = ("depth", "read_depth", "n_counts")
 
 
@@ -40,9 +41,10 @@ def open_hdf5(path: Path, *, what: str) -> Iterator[Any]:
         if not h5py.is_hdf5(path):
             with path.open("rb") as raw:
                 start = raw.read(8)
-            raise DataError(
-                f"{path}: expected a {what}, which is HDF5; found a file that starts with {start!r}"
-            ) from error
+            found = f"a file that starts with {start!r}"
+            if start.startswith(GZIP_MAGIC):
+                found = f"a file that is compressed with gzip; decompress it first: gunzip {path}"
+            raise DataError(f"{path}: expected a {what}, which is HDF5; found {found}") from error
         raise DataError(f"{path}: the {what} is truncated or damaged ({error}); copy it again") from error
     with file:
         try:
@@ -155,9 +157,6 @@ def fault_of_counts(values: NDArray[Any], *, whole: bool = True) -> tuple[str, A
             if wrong.any():
                 return fault, block[wrong.argmax()].item()
     return None
-
-
-GZIP_MAGIC = b"\x1f\x8b"
 
 
 @contextmanager

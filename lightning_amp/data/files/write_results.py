@@ -6,7 +6,10 @@ Every file is written under a temporary name and renamed at the end, so that a f
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import permutations
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,15 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from lightning_amp.data.files.directory import written_aside
-from lightning_amp.data.files.new_hdf5 import UNKNOWN_ASSEMBLY, new_hdf5, write_annotations, write_cool, write_scool
+from lightning_amp.data.files.new_hdf5 import UNKNOWN_ASSEMBLY, new_hdf5, new_scool, write_annotations, write_cool
 from lightning_amp.data.files.read_h5ad import first_column, open_h5ad
 from lightning_amp.data.files.strata_layout import BIN, FeatureLayout, StratumLayout
 from lightning_amp.errors import DataError
 
+UNKNOWN = "Unknown"
 CELLTYPE_COLUMNS = ("celltype", "cell_type")
+PIXEL_BYTES = 24
+"""Of two bins and a count, before compression."""
 NO_FEATURES = pd.DataFrame(index=pd.Index([], dtype=str))
 
 
@@ -31,7 +37,16 @@ def celltype_column(obs: pd.DataFrame, key: str | None = None) -> str | None:
 
 def labels_of(obs: pd.DataFrame, column: str | None) -> NDArray[np.str_]:
     """Return the labels of a column as text, "Unknown" where they are missing."""
-    found: NDArray[np.str_] = first_column(obs, [column] if column else [], "Unknown").to_numpy().astype(str)
+    found: NDArray[np.str_] = first_column(obs, [column] if column else [], UNKNOWN).to_numpy().astype(str)
+    return found
+
+
+def cells_of_types(types: NDArray[np.str_], depth: NDArray[np.float64], names: Iterable[str]) -> list[int]:
+    """Return the row of one cell of each of some types, of median depth."""
+    found = []
+    for name in names:
+        rows = np.flatnonzero(types == name)
+        found.append(int(rows[np.argsort(depth[rows], kind="stable")[len(rows) // 2]]))
     return found
 
 
@@ -88,18 +103,22 @@ def write_imputed(
     out_dir: Path,
     *,
     layout: FeatureLayout,
-    contacts: Mapping[str, NDArray[np.float32]],
+    contacts: Iterable[tuple[str, NDArray[np.float32]]],  # name and [feature] of each cell, read once
+    n_cells: int,
     assembly: str = UNKNOWN_ASSEMBLY,
 ) -> list[Path]:
-    """Write expected contacts (name -> [feature]) to imputed.scool, or imputed_<resolution>.scool; return the files."""
-    paths = []
-    for tail, strata in _resolutions(layout):
-        path = out_dir / f"imputed{tail}.scool"
-        with written_aside(path) as aside:
-            cells = ((name, _pixels(strata, values)) for name, values in contacts.items())
-            bins = bin_table(layout, strata[0])
-            write_scool(aside, bins, cells, n_cells=len(contacts), assembly=assembly)
-        paths.append(path)
+    """Write expected contacts to imputed.scool, or imputed_<resolution>.scool, a cell at a time; return the files."""
+    paths, writers = [], []
+    with ExitStack() as files:
+        for tail, strata in _resolutions(layout):
+            paths.append(out_dir / f"imputed{tail}.scool")
+            n_pixels = n_cells * sum(stratum.n_features for stratum in strata)
+            aside = files.enter_context(written_aside(paths[-1], partial(mul, n_pixels, PIXEL_BYTES)))
+            new = new_scool(aside, bin_table(layout, strata[0]), n_cells=n_cells, assembly=assembly)
+            writers.append((strata, files.enter_context(new)))
+        for name, values in contacts:
+            for strata, add in writers:
+                add(name, _pixels(strata, values))
     return paths
 
 

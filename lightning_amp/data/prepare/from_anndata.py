@@ -18,7 +18,7 @@ from lightning_amp.data.files.read_h5ad import DEPTH_COLUMNS
 from lightning_amp.data.files.strata_layout import FeatureLayout, read_layout
 from lightning_amp.data.prepare.gene_positions import as_genes, bin_names, build_graph, read_genes
 from lightning_amp.data.prepare.hic_modality import Pseudobulk
-from lightning_amp.data.prepare.rna_modality import RnaCounts, check_raw, choose_genes
+from lightning_amp.data.prepare.rna_modality import RnaCounts, check_raw, choose_genes, positions_in
 from lightning_amp.errors import DataError
 
 BIN_COLUMNS = {"chrom": "chrom", "chromStart": "start", "chromEnd": "end"}
@@ -64,7 +64,9 @@ def write_objects(
         assert layout is not None, "genes are refused without Hi-C"
         bins = _bins(objects["hic"].var, layout)
         table = as_genes(genes) if isinstance(genes, pd.DataFrame) else read_genes(genes)
-        read = RnaCounts(counts["rna"], objects["rna"].obs, objects["rna"].var_names, "rna")
+        read = RnaCounts(
+            counts["rna"], objects["rna"].obs, objects["rna"].var_names, "rna", positions_in(objects["rna"].var)
+        )
         source = "genes" if isinstance(genes, pd.DataFrame) else genes
         chosen, positions = choose_genes(read, table, bins, n_genes=n_genes, annotation=source)
         _write_matrix(root, "rna", chosen.counts, objects["rna"].obs, objects["rna"].var.loc[chosen.genes])

@@ -1,11 +1,12 @@
 """Prepare a data directory from single-cell contacts (.scool), RNA counts (.h5ad), gene positions and cell labels."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 
-from lightning_amp.data.files.directory import DataDirectory, find, write_aside
+from lightning_amp.data.files.directory import find, write_aside
 from lightning_amp.data.files.graphml import write_graph
 from lightning_amp.data.files.new_hdf5 import UNKNOWN_ASSEMBLY
 from lightning_amp.data.files.read_h5ad import first_column, open_stream, store_by_columns
@@ -13,11 +14,10 @@ from lightning_amp.data.prepare import read_scool
 from lightning_amp.data.prepare.earlier_features import read_earlier_features
 from lightning_amp.data.prepare.gene_positions import build_graph, read_genes
 from lightning_amp.data.prepare.hic_modality import FeatureGrid, build_grid, write_hic
-from lightning_amp.data.prepare.rna_modality import RnaCounts, choose_genes, read_rna, write_rna
+from lightning_amp.data.prepare.prepared import CELLTYPES, PreparedDirectory, describe
+from lightning_amp.data.prepare.rna_modality import RnaCounts, check_same_positions, choose_genes, read_rna, write_rna
 from lightning_amp.errors import DataError
 from lightning_amp.progress import track
-
-CELLTYPES = ("celltype", "cell_type", "cluster")
 
 
 def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
@@ -76,7 +76,7 @@ def prepare(
     loop_quantile: float = 0.98,
     by_columns: bool = False,
     overwrite: bool = False,
-) -> DataDirectory:
+) -> PreparedDirectory:
     """Prepare a data directory; Hi-C cells are streamed, so memory grows with the genome and the RNA alone.
 
     Args:
@@ -99,6 +99,10 @@ def prepare(
             contacts are read once more for every 64 million of them.
         overwrite: Replace an existing data directory.
 
+    Returns:
+        The files. Printed, it shows how many cells, genes and chromosomes were read and kept, and why the others were
+        left out; `.table` has the same as a DataFrame.
+
     Raises:
         DataError: Any of the files cannot be used; nothing is then left behind.
     """
@@ -116,7 +120,7 @@ def prepare(
             raise DataError(f"{name}={value!r} is too small; at least {least} is allowed")
     if not 0 <= loop_quantile < 1:
         raise DataError(f"loop_quantile={loop_quantile!r} is out of range; allowed is 0 <= loop_quantile < 1")
-    with write_aside(out, overwrite=overwrite) as aside:
+    with write_aside(out, overwrite=overwrite, needed=partial(_bytes_needed, hic, rna)) as aside:
         scool = read_scool.ScoolFile(Path(hic))
         width = scool.resolution()
         if resolution is not None and read_scool.parse_resolution(resolution) != width:
@@ -141,7 +145,10 @@ def prepare(
             marks = table.loc[list(named)]
         if earlier is not None:
             earlier.check_bins(grid, scool.path)
-            counts, positions = earlier.take(read_rna(rna))
+            read = read_rna(rna)
+            if read.positions is not None:
+                check_same_positions(read.positions, earlier.genes, source=read.source, annotation=earlier.root)
+            counts, positions = earlier.take(read)
         else:
             assert genes is not None, "checked above"
             found = read_rna(rna), read_genes(genes)
@@ -163,7 +170,16 @@ def prepare(
         if by_columns:
             for path in find(aside).modalities.values():
                 store_by_columns(path)
-    return find(Path(out))
+    return describe(find(Path(out)))
+
+
+ENTRY_BYTES = 8
+"""Of a count and its column, before compression."""
+
+
+def _bytes_needed(hic: str | Path, rna: str | Path) -> int:
+    """Return about how many bytes `prepare` writes at most: the contacts, and RNA counts twice, before compression."""
+    return ENTRY_BYTES * read_scool.ScoolFile(Path(hic)).n_pixels() + 2 * Path(rna).stat().st_size
 
 
 def write_modalities(

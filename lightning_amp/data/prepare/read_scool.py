@@ -128,6 +128,11 @@ class ScoolFile:
             named[name] = cell
         return named
 
+    def n_pixels(self) -> int:
+        """Return the number of pixels of all cells."""
+        with open_hdf5(self.path, what=".scool file") as file:
+            return sum(int(cell["pixels/count"].shape[0]) for cell in file["cells"].values())
+
     def resolution(self) -> int:
         """Return the bin width in base pairs."""
         widths = self.bins["end"] - self.bins["start"]

@@ -33,6 +33,27 @@ class RnaCounts:
     obs: pd.DataFrame  # celltype and batch, then all other columns of the file, indexed by cell
     genes: pd.Index  # symbols, of shape [gene]
     source: str
+    positions: pd.DataFrame | None = None  # chrom, start and end in the file, indexed by gene, where it has them
+
+
+POSITIONS = {
+    "chrom": ("chrom", "chromosome", "chromosome_name", "chr", "seqname"),
+    "start": ("chromStart", "start", "start_position", "txStart", "gene_start"),
+    "end": ("chromEnd", "end", "end_position", "txEnd", "gene_end"),
+}
+"""Usual names of columns of `var` with the positions of genes."""
+
+
+def positions_in(var: pd.DataFrame) -> pd.DataFrame | None:
+    """Return chrom, start and end of the genes for which a table of features has them; None if it has no columns."""
+    columns = {name: next((c for c in usual if c in var), None) for name, usual in POSITIONS.items()}
+    if None in columns.values():
+        return None
+    table = pd.DataFrame({name: var[column] for name, column in columns.items()}).set_axis(var.index.astype(str))
+    for name in ("start", "end"):
+        table[name] = pd.to_numeric(table[name], errors="coerce")
+    table = table.dropna()
+    return table.assign(chrom=table["chrom"].astype(str))
 
 
 def read_rna(path: str | Path) -> RnaCounts:
@@ -53,7 +74,7 @@ def read_rna(path: str | Path) -> RnaCounts:
     check_raw(counts, obs.index, var.index, where=str(path), place=place, others=others)
     known = pd.DataFrame({name: first_column(obs, *of).astype(str) for name, of in CELL_COLUMNS.items()})
     cells = known.join(obs.drop(columns=list(known), errors="ignore")).set_axis(obs.index.astype(str))
-    return RnaCounts(counts.astype(np.float32), cells, var.index.astype(str), str(path))
+    return RnaCounts(counts.astype(np.float32), cells, var.index.astype(str), str(path), positions_in(var))
 
 
 def check_raw(
@@ -159,6 +180,37 @@ def _short(genes: pd.DataFrame, chroms: pd.Series, ends: dict[str, int]) -> str:
     )
 
 
+SHIFTED_BP, MOVED = 5_000, 0.1
+"""Median distance of the starts, and share of genes on other chromosomes, above which positions are not the same."""
+
+
+def check_same_positions(own: pd.DataFrame, genes: pd.DataFrame, *, source: str, annotation: str | Path) -> None:
+    """Raise a DataError if the positions that a file has of its genes are not those of the annotation.
+
+    Annotations of one assembly differ in single genes, so medians are compared.
+    """
+    shared = own.index[own.index.isin(genes.index) & ~own.index.duplicated(keep=False)]
+    if len(shared) < FEW:
+        return
+    one, other = own.loc[shared], genes.loc[shared]
+    same = one["chrom"].map(bare_name).to_numpy() == other["chrom"].map(bare_name).to_numpy()
+    shift = np.abs(one["start"].to_numpy() - other["start"].to_numpy())
+    where = ""
+    if (~same).mean() > MOVED:
+        first = int((~same).argmax())
+        where = f"{int((~same).sum()):,} of {len(shared):,} genes are on another chromosome"
+    elif same.any() and np.median(shift[same]) > SHIFTED_BP:
+        first = int(np.argmax(same & (shift > SHIFTED_BP)))
+        where = f"starts of {len(shared):,} genes differ by {int(np.median(shift[same])):,} bp (median)"
+    if where:
+        name, a, b = shared[first], one.iloc[first], other.iloc[first]
+        raise DataError(
+            f"{source}: its genes are at other positions than in {annotation}: {where}, such as {name!r} at"
+            f" {a['chrom']}:{int(a['start']):,} and {b['chrom']}:{int(b['start']):,}. Give the annotation of the"
+            " assembly of both files, or remove the columns of positions from var if these are wrong"
+        )
+
+
 N_TREND_BINS = 20
 
 
@@ -183,6 +235,8 @@ def choose_genes(
             f"{rna.genes[:3].tolist()!r} and {genes.index[:3].tolist()!r}; set var_names to the annotation's "
             "names (gene_name of a GTF)"
         )
+    if rna.positions is not None:
+        check_same_positions(rna.positions, genes, source=rna.source, annotation=annotation)
     present = bins["chrom"].drop_duplicates().tolist()
     positions = genes.loc[shared]
     # genes get the chromosome spelling of the contacts' file, which the vertex names use

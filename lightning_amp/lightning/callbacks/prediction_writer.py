@@ -12,7 +12,7 @@ sampler: a loader of complete steps has none. `index` gives the rows of the cell
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import numpy as np
@@ -24,6 +24,8 @@ from lightning_amp.data.batch import datamodule_of, hash_integers
 from lightning_amp.data.files.directory import written_aside
 from lightning_amp.data.files.write_results import (
     NEIGHBOURS,
+    UNKNOWN,
+    cells_of_types,
     celltype_column,
     check_maps,
     describe_embedding,
@@ -52,6 +54,11 @@ RNA = "rna"
 NO_ROWS = np.empty(0, dtype=np.int64)
 Imputed = Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]
 """Batches of rows of a modality and their expected counts [row, feature]."""
+CellContacts = Iterator[tuple[str, NDArray[np.float32]]]
+"""Names of cells and their expected contacts [feature]."""
+Chosen = Literal["by_label", "all"]
+DRAWN = 4
+"""Cells in the picture of contact maps."""
 PROJECTIONS = ("pca", "umap")
 OURS = ("embeddings_*.h5ad", "imputed*.scool", "pseudobulk/*.cool", "embedding.png", "contact_map.png")
 ALIGNED = 1.25
@@ -69,13 +76,14 @@ class PredictionWriter(pl.Callback):
         pseudobulk/<type>.cool: sum of the expected contacts of a type's cells, with `celltype_key`, if
             there is Hi-C that has this column and the model has `impute`; every rank imputes all cells
         embedding.png: all modalities in two dims, by PCA or by UMAP
-        contact_map.png: the first imputed cell, measured and expected
+        contact_map.png: up to four imputed cells, measured and expected
 
     `written` lists the files, and `remarks` has notes that the files do not show; both on rank 0.
 
     Args:
         out_dir: folder for the files; created if absent
-        contact_map_cells: names of the cells to impute, or the number of first cells of the file; 0 for none
+        contact_map_cells: which cells to impute: "by_label", one of each type, of median depth (the first four where
+            cells have no types); "all"; a list of names; or the number of first cells of the file, 0 for none
         projection: "pca", or "umap" with the package umap-learn, which takes half a minute to compile
         celltype_key: column of obs with the cells' types, for colours and pseudobulk; by default "celltype" or
             "cell_type", for colours alone
@@ -92,16 +100,17 @@ class PredictionWriter(pl.Callback):
         self,
         out_dir: str | Path,
         *,
-        contact_map_cells: int | list[str] = 4,
+        contact_map_cells: Chosen | int | list[str] = "by_label",
         projection: Literal["pca", "umap"] = "pca",
         celltype_key: str | None = None,
         batch_key: str | None = None,
         impute_rna: bool = False,
     ) -> None:
-        if isinstance(contact_map_cells, int) and contact_map_cells < 0:
+        named = isinstance(contact_map_cells, str) and contact_map_cells not in get_args(Chosen)
+        if named or (isinstance(contact_map_cells, int) and contact_map_cells < 0):
             raise DataError(
-                f"contact_map_cells={contact_map_cells!r} is not supported; give names of cells, or a number"
-                " of at least 0"
+                f"contact_map_cells={contact_map_cells!r} is not supported; give 'by_label', 'all', a list of names of"
+                " cells, or a number of at least 0"
             )
         if projection not in PROJECTIONS or (projection == "umap" and find_spec("umap") is None):
             raise DataError(
@@ -169,8 +178,12 @@ class PredictionWriter(pl.Callback):
         known = {name: np.flatnonzero(np.isfinite(x).all(axis=1)) for name, x in embeddings.items()}
         # on all ranks: a decoder that is sharded over ranks requires them
         maps: Embeddings = {}
-        for rows, contacts in _impute(HIC, self._rows_to_impute(data), data, trainer, pl_module):
-            maps.update(zip(data.tables[HIC].obs_names[rows].tolist(), contacts, strict=True))
+        chosen = self._rows_to_impute(data)
+        contacts = _of_cells(_impute(HIC, chosen, data, trainer, pl_module), data, maps)
+        if trainer.is_global_zero:
+            self._write_maps(contacts, len(chosen), data)
+        for _ in contacts:
+            pass
         # for each label: number of cells, and sum [feature]
         sums: dict[str, tuple[int, NDArray[np.float64]]] = {}
         if self.celltype_key in tables.get(HIC, ()) and hasattr(pl_module, "impute"):
@@ -189,7 +202,7 @@ class PredictionWriter(pl.Callback):
                 pass
             return
         self._write_cells(embeddings, tables, expression, trainer, data)
-        self._write_maps(maps, sums, data)
+        self._write_sums(sums, data)
         self._draw(embeddings, tables, maps, data)
         others = {path for files in OURS for path in self.out_dir.glob(files)} - set(self.written)
         if others:
@@ -210,6 +223,15 @@ class PredictionWriter(pl.Callback):
         if HIC not in data.tables:
             return NO_ROWS
         names = data.tables[HIC].obs_names.tolist()
+        if self.contact_map_cells == "all":
+            return np.arange(len(names))
+        if self.contact_map_cells == "by_label":
+            obs = data.tables[HIC].read_obs()
+            types = labels_of(obs, celltype_column(obs, self.celltype_key))
+            if set(types) == {UNKNOWN}:
+                return np.arange(min(DRAWN, len(names)))
+            rows = cells_of_types(types, data.tables[HIC].contacts, np.unique(types).tolist())
+            return np.array(rows, dtype=np.int64)
         if isinstance(self.contact_map_cells, int):
             return np.arange(min(self.contact_map_cells, len(names)))
         row_of = {name: row for row, name in enumerate(names)}
@@ -245,29 +267,32 @@ class PredictionWriter(pl.Callback):
             )
             self.written.append(path)
 
-    def _write_maps(
-        self, maps: Embeddings, sums: dict[str, tuple[int, NDArray[np.float64]]], data: SingleCellDataModule
-    ) -> None:
-        if data.layout is None:
+    def _write_maps(self, contacts: CellContacts, n_written: int, data: SingleCellDataModule) -> None:
+        if data.layout is None or not n_written:
             return
-        assembly = read_assembly(data.tables[HIC].path)
-        if maps:
-            self.written += write_imputed(self.out_dir, layout=data.layout, contacts=maps, assembly=assembly)
-            if len(maps) < (n_cells := data.tables[HIC].n_cells):
-                self.remarks.append(
-                    f"imputed.scool holds {len(maps)} of {n_cells} Hi-C cells; all with contact_map_cells: {n_cells}"
-                    " under PredictionWriter, chosen ones with a list of their names"
-                )
-        if self.celltype_key is not None and not sums:
+        assembly, n_cells = read_assembly(data.tables[HIC].path), data.tables[HIC].n_cells
+        self.written += write_imputed(
+            self.out_dir, layout=data.layout, contacts=contacts, n_cells=n_written, assembly=assembly
+        )
+        if n_written < n_cells:
+            self.remarks.append(
+                f"imputed.scool holds {n_written} of {n_cells} Hi-C cells; all with contact_map_cells: all under"
+                " PredictionWriter, chosen ones with a list of their names"
+            )
+
+    def _write_sums(self, sums: dict[str, tuple[int, NDArray[np.float64]]], data: SingleCellDataModule) -> None:
+        if data.layout is None or self.celltype_key is None:
+            return
+        if not sums:
             self.remarks.append(
                 f"no pseudobulk is written: it requires a model with impute, and {self.celltype_key!r} in obs of Hi-C"
             )
-        if self.celltype_key is not None and sums:
-            folder = self.out_dir / "pseudobulk"
-            folder.mkdir(exist_ok=True)
-            self.written += write_pseudobulk(
-                folder, layout=data.layout, sums=sums, key=self.celltype_key, assembly=assembly
-            )
+            return
+        folder, assembly = self.out_dir / "pseudobulk", read_assembly(data.tables[HIC].path)
+        folder.mkdir(exist_ok=True)
+        self.written += write_pseudobulk(
+            folder, layout=data.layout, sums=sums, key=self.celltype_key, assembly=assembly
+        )
 
     def _draw(
         self, embeddings: Embeddings, tables: dict[str, pd.DataFrame], maps: Embeddings, data: SingleCellDataModule
@@ -282,10 +307,14 @@ class PredictionWriter(pl.Callback):
             with written_aside(path) as aside:
                 draw_cells(aside, embeddings, labels, projection=self.projection)
             self.written.append(path)
-        for cell in list(maps)[:1]:
-            path = self.out_dir / "contact_map.png"
+        if maps:
+            table, path = data.tables[HIC], self.out_dir / "contact_map.png"
+            rows = {
+                cell: {"measured": table.counts[table.obs_names == cell].toarray()[0], "expected": values}
+                for cell, values in maps.items()
+            }
             with written_aside(path) as aside:
-                draw_maps(aside, cell, maps[cell], data)
+                draw_maps(aside, rows, data, title="Contacts, measured and expected by the model,")
             self.written.append(path)
 
 
@@ -318,6 +347,15 @@ def _impute(
         with trainer.precision_plugin.forward_context():
             expected: torch.Tensor = module.impute(modality, batch[modality])
         yield chunk, expected.float().cpu().numpy()
+
+
+def _of_cells(imputed: Imputed, data: SingleCellDataModule, first: Embeddings) -> CellContacts:
+    """Yield name and contacts of each cell; the first ones are also put into `first`."""
+    for rows, contacts in imputed:
+        for name, values in zip(data.tables[HIC].obs_names[rows].tolist(), contacts, strict=True):
+            if len(first) < DRAWN:
+                first[name] = values
+            yield name, values
 
 
 def _data_of(trainer: pl.Trainer) -> SingleCellDataModule:

@@ -1,7 +1,7 @@
 """Gather the predictions of all ranks, as AnnData in memory or as arrays for files, and draw them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,13 +11,15 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
 from numpy.typing import NDArray
 
 from lightning_amp import figures
+from lightning_amp.data.batch import hash_integers
 from lightning_amp.data.files.strata_layout import FeatureLayout
 from lightning_amp.data.files.write_results import NO_FEATURES, bin_table, describe_embedding, principal_components
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
-from lightning_amp.data.loading.dataset import CellTable
+from lightning_amp.data.loading.dataset import CellTable, MultiModalDataset, StepIndices
 from lightning_amp.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -29,7 +31,9 @@ Parts = dict[str, list[tuple[NDArray[np.int64], NDArray[np.float32]]]]
 """Modality -> rows and embeddings of some cells."""
 
 
-def collect_predictions(outputs: list[Any] | None, data: SingleCellDataModule) -> "dict[str, AnnData]":
+def collect_predictions(
+    outputs: list[Any] | None, data: SingleCellDataModule, *, impute: Collection[str] = ()
+) -> "dict[str, AnnData]":
     """Return the predictions of all ranks as AnnData; every rank must call it.
 
         outputs = trainer.predict(model, datamodule=data)
@@ -38,15 +42,18 @@ def collect_predictions(outputs: list[Any] | None, data: SingleCellDataModule) -
     Args:
         outputs: result of `trainer.predict`
         data: the data module of that call
+        impute: modalities, such as ["rna"], whose expected counts are computed and put into layers["imputed"]; every
+            cell has a value for every feature
 
     Returns:
-        modality -> all cells in the data's order with their obs and, except for Hi-C, var, without X; obsm["X_amp"] is
+        modality -> all cells in the data's order with their obs and, except for Hi-C that is not imputed, var, without
+        X; obsm["X_amp"] is
         NaN for a cell that was not predicted (`limit_predict_batches`). Principal components and
         uns["lightning_amp"] are the same as in the files of `PredictionWriter`
 
     Raises:
-        DataError: there are no outputs, or the data module has no trainer
-        ModelError: `predict_step` does not return {modality: {"index", "embedding"}}
+        DataError: there are no outputs, the data module has no trainer, or a modality to impute does not exist
+        ModelError: `predict_step` does not return {modality: {"index", "embedding"}}, or there is no `impute`
     """
     if outputs is None or data.trainer is None:
         raise DataError(
@@ -54,6 +61,8 @@ def collect_predictions(outputs: list[Any] | None, data: SingleCellDataModule) -
             " trainer.predict(model, datamodule=data) returned, and the same data. Strategies that spawn or fork ranks"
             " return nothing: predict on one device, or let the callback PredictionWriter write files"
         )
+    if absent := sorted(set(impute) - set(data.tables)):
+        raise DataError(f"collect_predictions: impute has {absent!r}, and the data have {sorted(data.tables)!r}")
     from anndata import AnnData
 
     parts: Parts = {}
@@ -65,8 +74,28 @@ def collect_predictions(outputs: list[Any] | None, data: SingleCellDataModule) -
     for modality, values in embeddings.items():
         table, described = data.tables[modality], describe_embedding(values)
         described["uns"]["lightning_amp"] = run
-        found[modality] = AnnData(obs=table.read_obs(), var=features_of(table), **described)
+        asked = modality in impute
+        var = table.read_var() if asked else features_of(table)
+        found[modality] = AnnData(obs=table.read_obs(), var=var, **described)
+        if asked:
+            found[modality].layers["imputed"] = _impute_all(data.trainer.lightning_module, modality, data)
     return found
+
+
+@torch.no_grad()
+def _impute_all(module: Any, modality: str, data: SingleCellDataModule) -> NDArray[np.float32]:
+    """Return the expected counts of all cells, [cell, feature], after the trainer has ended."""
+    if not hasattr(module, "impute"):
+        raise ModelError(
+            f"impute={modality!r} is not supported: {type(module).__name__!r} has no method impute; add it"
+        )
+    dataset, rows, parts = MultiModalDataset(data.tables), np.arange(data.tables[modality].n_cells), []
+    module.eval()
+    for start in range(0, len(rows), data.batch_size):
+        chunk = {modality: rows[start : start + data.batch_size]}
+        batch = move_data_to_device(dataset[StepIndices(rows=chunk, draw_key=hash_integers(data.seed))], module.device)
+        parts.append(module.impute(modality, batch[modality]).float().cpu().numpy())
+    return np.concatenate(parts)
 
 
 def features_of(table: CellTable) -> pd.DataFrame:
@@ -167,31 +196,32 @@ def draw_cells(
     figures.embedding(path, xy=xy, labels=shown, title=title, axis_names=axis_names)
 
 
-def draw_maps(path: Path, cell: str, imputed: NDArray[np.float32], data: SingleCellDataModule) -> None:
-    """Draw the measured contacts of one cell and the contacts that the model expects, at the coarsest resolution.
+def draw_maps(
+    path: Path, rows: Mapping[str, Mapping[str, NDArray[Any]]], data: SingleCellDataModule, *, title: str
+) -> None:
+    """Draw contacts [feature] as maps of the coarsest resolution; `rows`: name of a row, or "" -> heading -> contacts.
 
     Pairs of bins that are not features, and bins without a contact in any cell, stay empty.
     """
-    table = data.tables["hic"]
     assert data.layout is not None, "a data module with Hi-C cells has their layout"
-    row = int(np.flatnonzero(table.obs_names == cell)[0])
-    measured = table.counts[[row]].toarray()[0]
-    maps = {"measured": _map(measured, data.layout), "expected by the model": _map(imputed, data.layout)}
-    empty = np.nansum(_map(np.asarray(table.counts.sum(axis=0)).ravel(), data.layout), axis=0) == 0
-    for contacts in maps.values():
-        contacts[empty] = contacts[:, empty] = np.nan
-    bins = bin_table(data.layout, data.layout.strata[0])[: len(empty)]
-    figures.contact_maps(
-        path,
-        maps=maps,
-        chromosomes=bins["chrom"].tolist(),
-        starts=bins["start"].tolist(),
-        title=f"{cell}: contacts of the first {len(bins)} bins",
-    )
+    layout = data.layout
+    empty = np.nansum(_map(np.asarray(data.tables["hic"].counts.sum(axis=0)).ravel(), layout), axis=0) == 0
+    drawn = {
+        name: {heading: _map(contacts, layout, empty=empty) for heading, contacts in maps.items()}
+        for name, maps in rows.items()
+    }
+    bins = bin_table(layout, layout.strata[0])[: len(empty)]
+    chromosomes, starts = bins["chrom"].tolist(), bins["start"].tolist()
+    title = f"{title} of the first {len(bins)} bins"
+    figures.contact_maps(path, rows=drawn, chromosomes=chromosomes, starts=starts, title=title)
 
 
-def _map(contacts: NDArray[np.float32], layout: FeatureLayout) -> NDArray[np.float32]:
-    """Return the symmetric matrix [bin, bin] of a cell's features [feature]; NaN for pairs that are not features."""
+def _map(
+    contacts: NDArray[Any], layout: FeatureLayout, *, empty: NDArray[np.bool_] | None = None
+) -> NDArray[np.float32]:
+    """Return the symmetric matrix [bin, bin] of a cell's features [feature]; NaN for pairs that are not features, and
+    for the empty bins.
+    """
     strata = [s for s in layout.strata if s.resolution == layout.strata[0].resolution]
     size = min(MAP_BINS, strata[0].n_features)
     matrix = np.full((size, size), np.nan, dtype=np.float32)
@@ -199,4 +229,7 @@ def _map(contacts: NDArray[np.float32], layout: FeatureLayout) -> NDArray[np.flo
         inside = stratum.anchors + stratum.k < size
         first = stratum.anchors[inside]
         matrix[first, first + stratum.k] = contacts[stratum.start : stratum.stop][inside]
-    return np.fmax(matrix, matrix.T)
+    whole: NDArray[np.float32] = np.fmax(matrix, matrix.T)
+    if empty is not None:
+        whole[empty] = whole[:, empty] = np.nan
+    return whole

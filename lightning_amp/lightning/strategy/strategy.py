@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from lightning_amp.footprint.find_blocks import named_blocks
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.lightning._compat import broadcast_module, default_pg_timeout, optimizers_to_device, trainer_of
+from lightning_amp.lightning.callbacks.model_summary import leave_out_flops
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.checkpoints.write_checkpoint import AtomicCheckpointIO
 from lightning_amp.lightning.consistency.replicas import check_replicas, take_buffers_of_first
@@ -268,6 +269,7 @@ class AMPStrategy(MeshStrategy):
             # registered one by one, because each call may raise
             self._undo.append(self._shards.watch(trainer))
             self._undo.append(time_steps(trainer, self.plan))
+            self._undo.append(leave_out_flops(trainer))
             self._undo.append(rescue(self._step))
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING and not self._shards.on_host:

@@ -141,7 +141,7 @@ class ValidationOfFit:
         if plan.fits is False:
             said = f"{shortfall(plan)}. It was counted with its first batch, which could not be read before"
             if self._refuses:
-                raise DoesNotFitError(f"{said}; AMPStrategy(unfit='train') runs it anyway")
+                raise DoesNotFitError(f"{said}; AMPStrategy(on_predicted_oom='warn') runs it anyway")
             rank_zero_warn(said)
 
     @contextmanager

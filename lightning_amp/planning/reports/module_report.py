@@ -5,8 +5,8 @@ from textwrap import fill, wrap
 
 from lightning_amp.footprint.module_profile import KINDS, PHASES, ModuleProfile, TensorBytes
 from lightning_amp.planning.plan.plan import NEEDLESS, ModuleDiagnosis
-from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes
+from lightning_amp.text_table import WIDTH, table
 
 SHOWN = 8
 """Number of modules and tensors in the text, largest first."""

@@ -12,10 +12,10 @@ from lightning_amp.planning.modules.min_memory_plan import LEAST
 from lightning_amp.planning.plan.plan import Candidate, Explanation, Plan, Validation
 from lightning_amp.planning.reports.module_report import alone, diagnosis_sections, shortened
 from lightning_amp.planning.reports.stages_report import stages_section
-from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.table import label
+from lightning_amp.text_table import WIDTH, table
 
 SHOWN = 10
 """Candidates in the text; of more candidates, only useful alternatives are shown."""

@@ -10,10 +10,10 @@ from matplotlib.patches import Patch
 
 from lightning_amp.figures import PALETTE, new_figure, save_figure
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.schedule.schedules import Timeline, schedule, timeline
+from lightning_amp.text_table import WIDTH, table
 
 
 def pipeline_rule(plan: Plan) -> tuple[str, PipelineStages]:

@@ -9,9 +9,9 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.recommend_devices import WORTH, Recommendation, Scale, ratio
 from lightning_amp.planning.reports.module_report import advice_table, called, peak_lines, share_of, shortened
 from lightning_amp.planning.reports.plan_report import note_lines, techniques
-from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.table import label
+from lightning_amp.text_table import WIDTH, table
 
 T = TypeVar("T", ModuleBytes, TensorBytes)
 SHOWN = 5

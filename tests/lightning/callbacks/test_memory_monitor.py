@@ -261,8 +261,8 @@ def test_pictures_are_drawn_and_not_cut_off(tmp_path: Path) -> None:
     figures.embedding(tmp_path / "cells.png", xy=rng.normal(size=(60, 2)), labels={"type": many, "b": many}, title="t")
     maps = {"observed": rng.poisson(3, (9, 9)), "imputed": np.ones((9, 9))}
     bins = {"chromosomes": ["chr1"] * 5 + ["chr2"] * 4, "starts": [10**6 * i for i in (*range(5), *range(4))]}
-    figures.contact_maps(tmp_path / "maps.png", maps=maps, **bins, title="Contacts")
-    figures.contact_maps(tmp_path / "none.png", maps={"observed": np.zeros((9, 9))}, **bins, title="Contacts")
+    figures.contact_maps(tmp_path / "maps.png", rows={"": maps}, **bins, title="Contacts")
+    figures.contact_maps(tmp_path / "none.png", rows={"": {"observed": np.zeros((9, 9))}}, **bins, title="Contacts")
     for path in tmp_path.iterdir():
         picture = image(path)
         assert picture.std() > 0.05

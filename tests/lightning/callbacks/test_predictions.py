@@ -101,7 +101,7 @@ def source(root: Path, modality: str) -> anndata.AnnData:
 def test_the_files_have_embeddings_in_the_order_of_the_cells_genes_and_settings(root: Path, tmp_path: Path) -> None:
     writer = PredictionWriter(tmp_path / "new" / "out", impute_rna=True, **KEYS)
     outputs, data = predict(root, writer)
-    collected = collect_predictions(outputs, data)
+    collected = collect_predictions(outputs, data, impute=["rna", "hic"])
     names = ["embeddings_hic.h5ad", "embeddings_rna.h5ad", "imputed.scool", "embedding.png", "contact_map.png"]
     assert {*names} <= {path.name for path in writer.written}
     assert sorted(writer.written) == sorted(p for p in (tmp_path / "new" / "out").rglob("*") if p.is_file())
@@ -121,15 +121,33 @@ def test_the_files_have_embeddings_in_the_order_of_the_cells_genes_and_settings(
         assert (about["model"], about["checkpoint"], about["strategy"]) == ("Halves", "none", "SingleDeviceStrategy")
         assert dict(about["settings"]) == KEYS
         assert json.loads(about["hyper_parameters"]) == {}
-        pd.testing.assert_frame_equal(found.var, collected[modality].var)
+        np.testing.assert_array_equal(collected[modality].layers["imputed"], cells.X.toarray() / 2)
+        np.testing.assert_array_equal(collected[modality].var_names, cells.var_names)
     np.testing.assert_array_equal(found.var_names, cells.var_names)
     assert {"chrom", "chromStart", "chromEnd"} <= set(found.var)
     assert found.layers["imputed"].dtype == np.float32
     np.testing.assert_array_equal(found.layers["imputed"], cells.X.toarray() / 2)
 
 
+def test_one_cell_of_each_type_is_imputed_by_default(root: Path, tmp_path: Path) -> None:
+    predict(root, writer := PredictionWriter(tmp_path))
+    cells = source(root, "hic").obs
+    found = [name.removeprefix("/cells/") for name in cooler.fileops.list_scool_cells(str(tmp_path / "imputed.scool"))]
+    assert sorted(cells.loc[found, "celltype"]) == sorted(set(cells["celltype"]))
+    for name in found:
+        same = cells[cells["celltype"] == cells.loc[name, "celltype"]]
+        assert sorted(same["depth"]).index(cells.loc[name, "depth"]) == len(same) // 2
+    assert tmp_path / "contact_map.png" in writer.written
+    predict(root, PredictionWriter(tmp_path, contact_map_cells="all"))
+    assert len(cooler.fileops.list_scool_cells(str(tmp_path / "imputed.scool"))) == len(cells)
+    with pytest.raises(DataError, match="contact_map_cells='each' is not supported; give 'by_label', 'all'"):
+        PredictionWriter(tmp_path, contact_map_cells="each")  # type: ignore[arg-type]
+
+
 def test_what_is_no_prediction_becomes_no_anndata(root: Path) -> None:
     data = SingleCellDataModule(root, batch_size=8)
+    with pytest.raises(DataError, match=r"impute has \['atac'\], and the data have \['hic', 'rna'\]"):
+        collect_predictions(*predict(root, PredictionWriter(root.parent / "out", contact_map_cells=0)), impute=["atac"])
     with pytest.raises(DataError, match=r"outputs=\[\] of trainer=None were given; call it with what trainer"):
         collect_predictions([], data)
     outputs = trainer_of().predict(Halves(), datamodule=data, return_predictions=False)
@@ -241,7 +259,7 @@ def test_each_resolution_has_its_own_file(tmp_path: Path) -> None:
     )
     names = ["1:0-2000", "1:2000-4000", *(f"1:{i}000-{i + 1}000" for i in range(4))]
     layout = FeatureLayout(strata, np.array(names))
-    paths = write_imputed(tmp_path, layout=layout, contacts={"a": np.arange(9, dtype=np.float32)})
+    paths = write_imputed(tmp_path, layout=layout, contacts=[("a", np.arange(9, dtype=np.float32))], n_cells=1)
     assert [path.name for path in paths] == ["imputed_2kb.scool", "imputed_1kb.scool"]
     coarse, fine = (cooler.Cooler(f"{path}::/cells/a") for path in paths)
     assert (coarse.binsize, fine.binsize) == (2000, 1000)
@@ -292,9 +310,9 @@ def test_what_the_files_do_not_show_is_remarked(root: Path, tmp_path: Path) -> N
     writer = PredictionWriter(tmp_path)
     predict(root, writer)
     cells, share = writer.remarks
-    assert "imputed.scool holds 4 of 30 Hi-C cells; all with contact_map_cells: 30" in cells
+    assert "imputed.scool holds 2 of 30 Hi-C cells; all with contact_map_cells: all" in cells
     assert re.match(r"same-type share 0\.\d\d: of a cell's 15 nearest .*, 50% by chance", share)
-    predict(root, writer := PredictionWriter(tmp_path, contact_map_cells=30))
+    predict(root, writer := PredictionWriter(tmp_path, contact_map_cells="all"))
     assert "imputed" not in " ".join(writer.remarks)
     predict(root, writer := PredictionWriter(tmp_path, contact_map_cells=0))
     assert writer.remarks[-1].endswith("did not write, as of another model: ['contact_map.png', 'imputed.scool']")
