@@ -9,7 +9,7 @@ the discriminator on the detached u first, then the rest; both use one pass thro
 Legend: cell, feature, dim; M modalities, F_m features of modality m, V vertices of the graph.
 """
 
-from typing import Any, Literal, Self, cast, get_args
+from typing import Any, Self, cast
 
 import lightning.pytorch as pl
 import torch
@@ -34,11 +34,13 @@ from lightning_amp.models.latents import (
     sample,
 )
 from lightning_amp.models.match_features import match_features
+from lightning_amp.models.representation import projection_of
+from lightning_amp.models.settings import Representation, Stage, check_settings, check_weights
+from lightning_amp.models.start_values import start_from
 from lightning_amp.shapes import Counts, PerCell, PerVertex, Scalar
 
 STREAMS_PER_MODALITY = 64  # of random numbers: dropout layers from the first on, latent and burn-in noise at the end
 LATENT_STREAM, BURN_IN_STREAM = STREAMS_PER_MODALITY - 1, STREAMS_PER_MODALITY - 2
-Stage = Literal["finetune", "pretrain"]
 VALIDATION_SEED = 0  # of the edges that are drawn for `val_loss`: the same ones after every epoch
 BURN_IN_NOISE = 1.5  # deviation of the first epoch's noise on the discriminator's inputs; the latent's prior has 1
 
@@ -54,6 +56,9 @@ class GLUE(pl.LightningModule):
         hidden_dim: channels of the encoders' hidden layers.
         hidden_depth: hidden layers of the encoders.
         dropout: of the encoders.
+        use_rep: what the encoders read: "counts", or "pca", the components of normalised counts (representation.py),
+            which the latents begin as.
+        rep_dim: components of "pca".
         key: "attention" (local), "full_attention" or "convolution" keys of the Hi-C strata.
         variant: form of the attention key, "higlue" or "paper".
         chained: whether the attention key of a stratum reads the previous one's projected anchors.
@@ -88,6 +93,8 @@ class GLUE(pl.LightningModule):
         *,
         hidden_depth: int = 2,
         dropout: float = 0.2,
+        use_rep: Representation = "counts",
+        rep_dim: int = 50,
         key: KeyKind = "attention",
         variant: Variant = "higlue",
         chained: bool = False,
@@ -107,11 +114,9 @@ class GLUE(pl.LightningModule):
     ):
         super().__init__()
         self.inputs: ModelInputs | None = None  # inputs of `build`; None until the networks exist
-        for name, value, allowed in (("stage", stage, Stage), ("key", key, KeyKind), ("variant", variant, Variant)):
-            if value not in get_args(allowed):
-                raise ModelError(f"GLUE({name}={value!r}): choose one of {get_args(allowed)!r}")
-        if hidden_depth < 1:
-            raise ModelError(f"GLUE(hidden_depth={hidden_depth!r}): an encoder needs at least one hidden layer")
+        check_settings(
+            stage=stage, key=key, variant=variant, use_rep=use_rep, hidden_depth=hidden_depth, rep_dim=rep_dim
+        )
         self.save_hyperparameters()
         self.automatic_optimization = False
         # the buffer below is int64
@@ -131,12 +136,7 @@ class GLUE(pl.LightningModule):
                 f"{type(self).__name__} for other data"
             )
         h = self.settings
-        strangers = sorted(set(h.modality_weights or {}) - set(inputs.modalities))
-        if strangers:
-            raise ModelError(
-                f"GLUE(modality_weights={h.modality_weights!r}) names {strangers!r}, but the data have "
-                f"{list(inputs.modalities)!r}; name these only"
-            )
+        check_weights(h.modality_weights, inputs.modalities)
         encoders: dict[str, nn.Module] = {}
         decoders: dict[str, nn.Module] = {}
         for i, (name, modality) in enumerate(inputs.modalities.items()):
@@ -148,6 +148,7 @@ class GLUE(pl.LightningModule):
                 dropout=h.dropout,
                 total=TOTALS[name],
                 stream=STREAMS_PER_MODALITY * i,
+                projection=projection_of(name, inputs, h.rep_dim) if h.use_rep == "pca" else None,
             )
         # created after all encoders: the order determines the initial weights
         for name, modality in inputs.modalities.items():
@@ -194,6 +195,7 @@ class GLUE(pl.LightningModule):
                 "datamodule=SingleCellDataModule(...), or call build(inputs) first"
             )
         self.build(inputs_from(datamodule))
+        start_from(self.encoders, self.decoders, datamodule)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the inputs, so that the networks can be built without the data."""
