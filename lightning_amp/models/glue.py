@@ -36,7 +36,7 @@ from lightning_amp.models.latents import (
 from lightning_amp.models.match_features import match_features
 from lightning_amp.models.representation import projection_of
 from lightning_amp.models.settings import Representation, Stage, check_settings, check_weights
-from lightning_amp.models.start_values import start_from
+from lightning_amp.models.start_values import parameter_sets, start_from
 from lightning_amp.shapes import Counts, PerCell, PerVertex, Scalar
 
 STREAMS_PER_MODALITY = 64  # of random numbers: dropout layers from the first on, latent and burn-in noise at the end
@@ -166,6 +166,7 @@ class GLUE(pl.LightningModule):
                 variant=h.variant,
                 chained=h.chained,
                 window=h.window,
+                shares=inputs.strata.shares,
             )
         self.encoders, self.decoders = nn.ModuleDict(encoders), nn.ModuleDict(decoders)
         graph = inputs.graph
@@ -194,8 +195,8 @@ class GLUE(pl.LightningModule):
                 f"{type(self).__name__} was given to a Trainer without a data module, so its sizes are unknown; pass "
                 "datamodule=SingleCellDataModule(...), or call build(inputs) first"
             )
-        self.build(inputs_from(datamodule))
-        start_from(self.encoders, self.decoders, datamodule)
+        self.build(inputs := inputs_from(datamodule))
+        start_from(self.encoders, self.decoders, inputs, datamodule)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the inputs, so that the networks can be built without the data."""
@@ -268,9 +269,8 @@ class GLUE(pl.LightningModule):
         return STREAMS_PER_MODALITY * modalities.index(modality)
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return one optimizer for the discriminator and one for all other parameters."""
-        rest = [p for n, p in self.named_parameters() if not n.startswith("discriminator.")]
-        sets = (list(self.discriminator.parameters()), rest)
+        """Return one optimizer for the discriminator and one for the rest, with known shares of strata as they are."""
+        sets = parameter_sets(self.named_parameters(), self.inputs)
         return [torch.optim.RMSprop(parameters, lr=self.settings.lr) for parameters in sets]
 
     def on_train_start(self) -> None:

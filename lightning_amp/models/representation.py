@@ -77,18 +77,35 @@ class Projection(nn.Module):
     @torch.no_grad()
     def fit(self, counts: Any) -> None:
         """Set the components from the counts of the training cells, a SciPy CSR matrix [cell, feature]."""
-        z, depth = counts.astype(np.float64), self.depth.double().cpu().numpy()
-        if self.counts:
-            first = list(accumulate(self.groups, initial=0))
-            sums = np.stack([np.asarray(z[:, a:b].sum(axis=1)).ravel() for a, b in pairwise(first)], axis=1)
-            depth = sums.mean(axis=0) if self.total is None else depth
-            cell = np.repeat(np.arange(z.shape[0]), np.diff(z.indptr))
-            group = np.repeat(np.arange(len(self.groups)), self.groups)[z.indices]
-            z.data = np.log1p(z.data * depth[group] / np.maximum(sums[cell, group], 1))
-        components, mean = principal_axes(z, len(self.weight))
-        self.depth.copy_(torch.from_numpy(depth))
+        if self.counts and self.total is None:
+            sums = self._sums(counts)
+            self.depth.copy_(torch.from_numpy(sums.mean(axis=0)))
+        components, mean = principal_axes(self.normalised(counts), len(self.weight))
         self.weight.zero_()[: len(components)].copy_(torch.from_numpy(components))
         self.bias.zero_()[: len(components)].copy_(torch.from_numpy(-components @ mean))
+
+    def normalised(self, counts: Any) -> Any:
+        """Return the same as `normalise`, of a SciPy CSR matrix."""
+        z = counts.astype(np.float64)
+        if self.counts:
+            cell = np.repeat(np.arange(z.shape[0]), np.diff(z.indptr))
+            group = self.group.cpu().numpy()[z.indices]
+            depth = self.depth.double().cpu().numpy()
+            z.data = np.log1p(z.data * depth[group] / np.maximum(self._sums(counts)[cell, group], 1))
+        return z
+
+    @torch.no_grad()
+    def rotate(self, rotation: NDArray[np.float64]) -> None:
+        """Rotate the first components, as many as the orthogonal matrix has."""
+        turned, own = torch.from_numpy(rotation).to(self.weight), slice(len(rotation))
+        self.weight[own] = turned @ self.weight[own]
+        self.bias[own] = turned @ self.bias[own]
+
+    def _sums(self, counts: Any) -> NDArray[np.float64]:
+        """Return the sums of a SciPy matrix over groups, [cell, group]."""
+        first = list(accumulate(self.groups, initial=0))
+        sums = (counts[:, a:b].sum(axis=1, dtype=np.float64) for a, b in pairwise(first))
+        return np.stack([np.asarray(one).ravel() for one in sums], axis=1)
 
 
 def projection_of(modality: str, inputs: ModelInputs, dim: int) -> Projection:

@@ -1,14 +1,14 @@
 """Set the initial values of a new reference model from the cells that it will be trained on.
 
     bias of a feature          log of its share of the contacts of its stratum, or of a cell's counts
-    weights of the strata      log of their share of all contacts
     zero inflation of Hi-C     hardly any, so that expected contacts begin with the sums of the cells
-    projections of encoders    principal components (representation.py)
+    projections of encoders    principal components (representation.py), rotated towards each other (rotate.py)
 
 RMSprop changes an entry of a table by about the learning rate a step, so that from zero the decay of contacts with
 distance is learnt only after thousands of steps, and expected contacts are wrong until then.
 """
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import numpy as np
@@ -21,13 +21,16 @@ from lightning_amp.errors import ModelError
 from lightning_amp.models.decoders.likelihoods import PlainDecoder
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.models.decoders.stratum import Stratum
+from lightning_amp.models.inputs import HIC, ModelInputs
 from lightning_amp.models.latents import Encoder
+from lightning_amp.models.rotate import rotate
 
+STRATA_WEIGHTS = f"decoders.{HIC}.strata_weights"
 FEW_DROPOUTS = -5.0
 """Logit of an additional zero, a probability of 0.7 %."""
 
 
-def start_from(encoders: nn.ModuleDict, decoders: nn.ModuleDict, data: object) -> None:
+def start_from(encoders: nn.ModuleDict, decoders: nn.ModuleDict, inputs: ModelInputs, data: object) -> None:
     """Set tables and projections, by modality, from the training cells of a data module.
 
     Raises:
@@ -41,24 +44,31 @@ def start_from(encoders: nn.ModuleDict, decoders: nn.ModuleDict, data: object) -
                 " use_rep='counts'"
             )
         return
+    rows = data.training_rows()
+    matrices = {name: table.counts[rows[name]] for name, table in data.tables.items()}
+    _project(cast(dict[str, Encoder], dict(encoders.items())), matrices, inputs)
     for name, table in data.tables.items():
-        rows = data.training_rows()[name]
-        counts, batch = table.counts[rows], table.batch[rows]
-        cast(Encoder, encoders[name]).start_from(counts)
+        counts, batch = matrices[name], table.batch[rows[name]]
         decoder = cast(StratifiedDecoder | PlainDecoder, decoders[name])
         if isinstance(decoder, PlainDecoder):
             if decoder.counts:
                 bias = decoder.get_parameter("bias")
                 _set(bias, log_shares(counts, batch, len(bias)))
             continue
-        totals = []
         for module in decoder.strata:
             stratum = cast(Stratum, module)
             own = counts[:, slice(*stratum.columns)]
             _set(stratum.bias, log_shares(own, batch, len(stratum.bias)))
             _set(stratum.zi_logits, np.full(stratum.zi_logits.shape, FEW_DROPOUTS))
-            totals.append(own.sum() + 1.0)
-        _set(decoder.strata_weights, np.log(np.array(totals) / np.sum(totals)))
+
+
+def _project(encoders: dict[str, Encoder], counts: dict[str, Any], inputs: ModelInputs) -> None:
+    """Set the projections of the encoders that have one, and rotate them towards each other."""
+    projections = {name: one.projection for name, one in encoders.items() if one.projection is not None}
+    for name, projection in projections.items():
+        projection.fit(counts[name])
+    if len(projections) > 1:
+        rotate(projections, counts, inputs, dim=next(iter(encoders.values())).loc.out_features)
 
 
 def log_shares(counts: Any, batch: NDArray[np.int64], n_batches: int) -> NDArray[np.float64]:
@@ -72,6 +82,21 @@ def log_shares(counts: Any, batch: NDArray[np.int64], n_batches: int) -> NDArray
     added = np.stack(of_batch) + n * pooled / pooled.sum()
     found: NDArray[np.float64] = np.log(added / added.sum(axis=1, keepdims=True))
     return found
+
+
+def parameter_sets(named: Iterable[tuple[str, nn.Parameter]], inputs: ModelInputs | None) -> list[list[dict[str, Any]]]:
+    """Return parameter groups of the discriminator's optimizer, and of the other one.
+
+    If the strata's shares of the contacts are known, their weights have learning rate 0. The likelihood would move
+    them by up to a fifth, for it counts cells of many contacts less, and sums of expected contacts with them.
+    """
+    known = inputs is not None and inputs.strata is not None and inputs.strata.shares is not None
+    critic, rest, fixed = list[nn.Parameter](), list[nn.Parameter](), list[nn.Parameter]()
+    for name, parameter in named:
+        of = critic if name.startswith("discriminator.") else fixed if known and name == STRATA_WEIGHTS else rest
+        of.append(parameter)
+    groups: list[dict[str, Any]] = [{"params": rest}]
+    return [[{"params": critic}], groups + ([{"params": fixed, "lr": 0.0}] if fixed else [])]
 
 
 @torch.no_grad()

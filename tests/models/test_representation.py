@@ -122,3 +122,30 @@ def test_unknown_settings_are_refused():
         lightning_amp.GLUE(use_rep="lsi")
     with pytest.raises(ModelError, match="rep_dim=0"):
         lightning_amp.GLUE(rep_dim=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*max_epochs=0.*")
+def test_types_of_both_modalities_meet_before_the_first_step_and_distances_stay(cells, monkeypatch):
+    model, data, _ = fitted(cells)
+    latents = {name: model.encode(name, part)[0].detach().numpy() for name, part in rows_of(data).items()}
+    types = {name: table.read_obs()["celltype"].to_numpy() for name, table in data.tables.items()}
+    near = np.linalg.norm(latents["hic"][:, None] - latents["rna"], axis=2).argsort(axis=1)[:, :5]
+    assert (types["rna"][near] == types["hic"][:, None]).mean() > 0.9
+    monkeypatch.setattr("lightning_amp.models.start_values.rotate", lambda *args, **kwargs: None)
+    other, _, _ = fitted(cells)
+    plain = other.encode("rna", rows_of(data)["rna"])[0].detach()
+    torch.testing.assert_close(torch.pdist(plain), torch.pdist(torch.from_numpy(latents["rna"])), rtol=1e-3, atol=1e-4)
+    assert (plain.numpy() - latents["rna"]).std() > 0.1
+
+
+def test_sums_by_distance_stay_those_of_the_cells_in_training(cells):
+    model, data, _ = fitted(cells, epochs=6, lr=0.01)
+    part = rows_of(data)["hic"]
+    expected, x = model.impute("hic", part).detach(), part["x"]
+    for stratum in data.layout.strata:
+        own = slice(stratum.start, stratum.stop)
+        assert abs(float(expected[:, own].sum() / x[:, own].sum()) - 1) < 0.03
+    shares = model.inputs.strata.shares
+    torch.testing.assert_close(model.decoders["hic"].strata_weights.exp(), torch.tensor(shares))
+    # a step without the data module's sums trains the weights
+    assert len(model.configure_optimizers()[1].param_groups) == 2
