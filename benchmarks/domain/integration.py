@@ -13,6 +13,8 @@ docs/reports/integration.md.
     same type  share of a cell's 15 nearest cells in the other modality that are of its type; a type has to be in both
     neighbours share of the 30 nearest cells that are of the other modality; about 0.5 if modalities mix
     PC1        share of the first component's variance that the modality explains
+    own type   share of Hi-C cells whose expected contacts, each stratum divided by its sum and by that of all cells,
+               correlate most with the sum of the other cells of their type; measured: the same of the counts
     expected   sums of expected contacts over those of the counts, at distances of 0, 1, 2, 5, 10, 20 and 30 bins
 """
 
@@ -94,6 +96,8 @@ def scores(model: Any, data: Any) -> dict[str, Any]:
     found["same type"] = same_type(embeddings, labels)
     found["neighbours"], found["PC1"] = mixing(together, modality)
     measured, expected = cells["hic"]["x"].numpy(), model.impute("hic", cells["hic"]).numpy()
+    found["own type"] = own_type(expected, measured, labels["hic"], data.layout)
+    found["measured"] = own_type(measured, measured, labels["hic"], data.layout)
     strata = [data.layout.strata[k] for k in DISTANCES if k < len(data.layout.strata)]
     runs = [slice(one.start, one.stop) for one in strata]
     found["expected"] = [float(expected[:, run].sum() / measured[:, run].sum()) for run in runs]
@@ -140,6 +144,30 @@ def same_type(embeddings: dict[str, NDArray[Any]], labels: dict[str, NDArray[np.
     return float(np.mean(shares))
 
 
+def own_type(maps: NDArray[Any], counts: NDArray[Any], labels: NDArray[np.str_], layout: Any) -> float:
+    """Return the share of cells whose maps correlate most with the other cells of their type."""
+    types, own = np.unique(labels, return_inverse=True)
+    sums = np.stack([counts[own == one].sum(axis=0) for one in range(len(types))])
+    found = []
+    for cell, (one, values) in enumerate(zip(own, maps, strict=True)):
+        others = sums.copy()
+        others[one] -= counts[cell]
+        shapes = within_strata(np.concatenate([values[None], others]), sums.sum(axis=0), layout)
+        found.append(np.corrcoef(shapes)[0, 1:].argmax() == one)
+    return float(np.mean(found))
+
+
+def within_strata(maps: NDArray[Any], all_cells: NDArray[Any], layout: Any) -> NDArray[Any]:
+    """Return maps divided by the sums of their strata and by those of all cells, for features that have contacts."""
+    parts = []
+    for stratum in layout.strata[1:]:
+        own = slice(stratum.start, stratum.stop)
+        seen = all_cells[own] > 0
+        share = maps[:, own] / np.maximum(maps[:, own].sum(axis=1, keepdims=True), 1e-9)
+        parts.append((share / np.maximum(all_cells[own] / max(all_cells[own].sum(), 1), 1e-9))[:, seen])
+    return np.concatenate(parts, axis=1)
+
+
 def baselines(data: Any) -> dict[str, float]:
     """Return the Rand indices of principal components of the same counts."""
     from sklearn.decomposition import PCA
@@ -156,6 +184,7 @@ def baselines(data: Any) -> dict[str, float]:
 def row(name: str, seed: object, found: dict[str, Any], base: dict[str, float], seconds: float) -> list[str]:
     """Return a row of the table."""
     shown = [f"{found['hic']:.2f}", f"{base['hic']:.2f}", f"{found['rna']:.2f}", f"{base['rna']:.2f}"]
+    own = [f"{found['own type']:.2f}", f"{found['measured']:.2f}"]
     ratios = " ".join(f"{one:.2f}" for one in found["expected"])
     return [
         name,
@@ -164,6 +193,7 @@ def row(name: str, seed: object, found: dict[str, Any], base: dict[str, float], 
         f"{found['same type']:.2f}",
         f"{found['neighbours']:.2f}",
         f"{found['PC1']:.2f}",
+        *own,
         ratios,
         f"{seconds:.0f}",
     ]
