@@ -171,7 +171,10 @@ def inputs_from(datamodule: "SingleCellDataModule") -> ModelInputs:
 def _shares(datamodule: "SingleCellDataModule") -> list[float] | None:
     """Return the strata's shares of the contacts of the training cells; None if not all of them are in memory."""
     table = datamodule.tables.get(HIC)
-    if datamodule.layout is None or not hasattr(table, "counts") or table.columns is not None:
+    # of a data module of another class only the names above are needed
+    if datamodule.layout is None or table is None or not hasattr(datamodule, "training_rows"):
+        return None
+    if getattr(table, "columns", None) is not None or not hasattr(table, "counts"):
         return None
     counts = table.counts[datamodule.training_rows()[HIC]]
     # one more contact each: none has the share 0
