@@ -9,7 +9,7 @@ the discriminator on the detached u first, then the rest; both use one pass thro
 Legend: cell, feature, dim; M modalities, F_m features of modality m, V vertices of the graph.
 """
 
-from typing import Any, Literal, Self, cast, get_args
+from typing import Any, Self, cast
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -32,12 +32,14 @@ from lightning_amp.models.latents import (
     normal_kl,
     sample,
 )
+from lightning_amp.models.representation import projection_of
+from lightning_amp.models.settings import Representation, Stage, check_settings, check_weights
+from lightning_amp.models.start_values import parameter_sets
 from lightning_amp.models.trained_model import TrainedModel
 from lightning_amp.shapes import Counts, PerCell, PerVertex, Scalar
 
 STREAMS_PER_MODALITY = 64  # of random numbers: dropout layers from the first on, latent and burn-in noise at the end
 LATENT_STREAM, BURN_IN_STREAM = STREAMS_PER_MODALITY - 1, STREAMS_PER_MODALITY - 2
-Stage = Literal["finetune", "pretrain"]
 VALIDATION_SEED = 0  # of the edges that are drawn for `val_loss`: the same ones after every epoch
 BURN_IN_NOISE = 1.5  # deviation of the first epoch's noise on the discriminator's inputs; the latent's prior has 1
 
@@ -53,6 +55,9 @@ class GLUE(TrainedModel):
         hidden_dim: channels of the encoders' hidden layers.
         hidden_depth: hidden layers of the encoders.
         dropout: of the encoders.
+        use_rep: what the encoders read: "counts", or "pca", the components of normalised counts (representation.py),
+            which the latents begin as.
+        rep_dim: components of "pca".
         key: "attention" (local), "full_attention" or "convolution" keys of the Hi-C strata.
         variant: form of the attention key, "higlue" or "paper".
         chained: whether the attention key of a stratum reads the previous one's projected anchors.
@@ -87,6 +92,8 @@ class GLUE(TrainedModel):
         *,
         hidden_depth: int = 2,
         dropout: float = 0.2,
+        use_rep: Representation = "counts",
+        rep_dim: int = 50,
         key: KeyKind = "attention",
         variant: Variant = "higlue",
         chained: bool = False,
@@ -106,11 +113,9 @@ class GLUE(TrainedModel):
     ):
         super().__init__()
         self.inputs: ModelInputs | None = None  # inputs of `build`; None until the networks exist
-        for name, value, allowed in (("stage", stage, Stage), ("key", key, KeyKind), ("variant", variant, Variant)):
-            if value not in get_args(allowed):
-                raise ModelError(f"GLUE({name}={value!r}): choose one of {get_args(allowed)!r}")
-        if hidden_depth < 1:
-            raise ModelError(f"GLUE(hidden_depth={hidden_depth!r}): an encoder needs at least one hidden layer")
+        check_settings(
+            stage=stage, key=key, variant=variant, use_rep=use_rep, hidden_depth=hidden_depth, rep_dim=rep_dim
+        )
         self.save_hyperparameters()
         self.automatic_optimization = False
         # the buffer below is int64
@@ -130,12 +135,7 @@ class GLUE(TrainedModel):
                 f"{type(self).__name__} for other data"
             )
         h = self.settings
-        strangers = sorted(set(h.modality_weights or {}) - set(inputs.modalities))
-        if strangers:
-            raise ModelError(
-                f"GLUE(modality_weights={h.modality_weights!r}) names {strangers!r}, but the data have "
-                f"{list(inputs.modalities)!r}; name these only"
-            )
+        check_weights(h.modality_weights, inputs.modalities)
         encoders: dict[str, nn.Module] = {}
         decoders: dict[str, nn.Module] = {}
         for i, (name, modality) in enumerate(inputs.modalities.items()):
@@ -147,6 +147,7 @@ class GLUE(TrainedModel):
                 dropout=h.dropout,
                 total=TOTALS[name],
                 stream=STREAMS_PER_MODALITY * i,
+                projection=projection_of(name, inputs, h.rep_dim) if h.use_rep == "pca" else None,
             )
         # created after all encoders: the order determines the initial weights
         for name, modality in inputs.modalities.items():
@@ -164,6 +165,7 @@ class GLUE(TrainedModel):
                 variant=h.variant,
                 chained=h.chained,
                 window=h.window,
+                shares=inputs.strata.shares,
             )
         self.encoders, self.decoders = nn.ModuleDict(encoders), nn.ModuleDict(decoders)
         graph = inputs.graph
@@ -231,9 +233,8 @@ class GLUE(TrainedModel):
         return STREAMS_PER_MODALITY * modalities.index(modality)
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return one optimizer for the discriminator and one for all other parameters."""
-        rest = [p for n, p in self.named_parameters() if not n.startswith("discriminator.")]
-        sets = (list(self.discriminator.parameters()), rest)
+        """Return one optimizer for the discriminator and one for the rest, with known shares of strata as they are."""
+        sets = parameter_sets(self.named_parameters(), self.inputs)
         return [torch.optim.RMSprop(parameters, lr=self.settings.lr) for parameters in sets]
 
     def on_train_start(self) -> None:

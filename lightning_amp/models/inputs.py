@@ -3,7 +3,7 @@
 Kept in checkpoints as plain tensors, numbers and lists, so that a checkpoint can be loaded without the data.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +43,8 @@ class StrataInputs:
     # for each stratum, the anchor of each of its features, int64; the name is part of the checkpoint format
     nodes: list[NDArray[np.int64]]
     distances: list[int]  # for each stratum, its distance k in anchors
+    # for each stratum, its share of the contacts of the training cells; None if they are not known
+    shares: list[float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -110,6 +112,10 @@ class ModelInputs:
             for field in ("features", "batches"):
                 if one[field] is None or two.get(field) is None:
                     one[field] = two[field] = None
+        for strata in (a["strata"], b["strata"]):
+            if strata is not None:
+                # a value, not a size: other cells may be held out
+                strata["shares"] = None
         return difference(a, b)
 
 
@@ -134,7 +140,7 @@ def inputs_from(datamodule: "SingleCellDataModule") -> ModelInputs:
             "build(inputs) before the trainer starts"
         )
     layout, graph = datamodule.layout, datamodule.graph
-    strata = None if layout is None else strata_from(layout)
+    strata = None if layout is None else replace(strata_from(layout), shares=_shares(datamodule))
     modalities = {}
     for name, table in datamodule.tables.items():
         alone = strata.n_anchors if name == HIC and strata is not None else table.n_features
@@ -160,6 +166,21 @@ def inputs_from(datamodule: "SingleCellDataModule") -> ModelInputs:
             sign=graph.sign.astype(np.float32),
         )
     return ModelInputs(modalities=modalities, strata=strata, graph=found)
+
+
+def _shares(datamodule: "SingleCellDataModule") -> list[float] | None:
+    """Return the strata's shares of the contacts of the training cells; None if not all of them are in memory."""
+    table = datamodule.tables.get(HIC)
+    # of a data module of another class only the names above are needed
+    if datamodule.layout is None or table is None or not hasattr(datamodule, "training_rows"):
+        return None
+    if getattr(table, "columns", None) is not None or not hasattr(table, "counts"):
+        return None
+    counts = table.counts[datamodule.training_rows()[HIC]]
+    # one more contact each: none has the share 0
+    sums = [counts[:, stratum.start : stratum.stop].sum() + 1.0 for stratum in datamodule.layout.strata]
+    shares: list[float] = (np.array(sums) / np.sum(sums)).tolist()
+    return shares
 
 
 def _feature_names(table: Any, layout: "FeatureLayout | None") -> list[str] | None:

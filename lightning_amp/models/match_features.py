@@ -5,7 +5,7 @@ strata or resolution, is an error.
 """
 
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.loading.dataset import CellTable
@@ -88,7 +88,7 @@ def _check_strata(data: SingleCellDataModule, inputs: ModelInputs) -> None:
         )
     assert inputs.strata is not None, "ModelInputs checks that Hi-C comes with strata"
     found = strata_from(data.layout)
-    if (where := difference(asdict(found), asdict(inputs.strata))) is not None:
+    if (where := difference(asdict(found), asdict(replace(inputs.strata, shares=None)))) is not None:
         raise ModelError(
             f"{path}: the model was built for strata at the distances {inputs.strata.distances!r}, found"
             f" {found.distances!r} ({where!r} differs); {REMEDY}"

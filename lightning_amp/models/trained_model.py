@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_amp.data.batch import CellBatch, datamodule_of
 from lightning_amp.data.files.directory import written_aside
@@ -21,6 +21,7 @@ from lightning_amp.errors import ModelError
 from lightning_amp.models.draw_losses import draw_losses
 from lightning_amp.models.inputs import CHECKPOINT_KEY, HIC, ModelInputs, inputs_from
 from lightning_amp.models.match_features import match_features
+from lightning_amp.models.start_values import start_from
 from lightning_amp.shapes import Counts, PerCell
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class TrainedModel(pl.LightningModule):
     """Base class of the reference model: what is done with it before, beside and after its training."""
 
     inputs: ModelInputs | None
+    encoders: nn.ModuleDict
+    decoders: nn.ModuleDict
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +94,8 @@ class TrainedModel(pl.LightningModule):
                 f"{type(self).__name__} was given to a Trainer without a data module, so its sizes are unknown; pass "
                 "datamodule=SingleCellDataModule(...), or call build(inputs) first"
             )
-        self.build(inputs_from(datamodule))
+        self.build(inputs := inputs_from(datamodule))
+        start_from(self.encoders, self.decoders, inputs, datamodule)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the inputs, so that the networks can be built without the data, and the losses."""

@@ -209,6 +209,10 @@ class SingleCellDataModule(pl.LightningDataModule):
         """Take every cell once."""
         return self._once(None)
 
+    def training_rows(self) -> CellRowsOf:
+        """Return the rows of the cells that are not held out, by modality."""
+        return self._split()[0]
+
     def vertices(self, modality: str) -> NDArray[np.int64]:
         """Return the graph vertex of each feature, for Hi-C of each anchor.
 

@@ -62,6 +62,7 @@ class StratifiedDecoder(nn.Module):
         window: anchors per bucket of local attention; 20 times the number of strata when None.
         strata_weight_head: whether the weights of the strata depend on the cell.
         binarized: Bernoulli likelihood of x > 0 instead of ZINB.
+        shares: the strata's shares of all contacts, the first weights; None for a decrease as 1 / distance.
 
     Raises:
         ModelError: settings that contradict each other or the strata.
@@ -81,6 +82,7 @@ class StratifiedDecoder(nn.Module):
         window: int | None = None,
         strata_weight_head: bool = False,
         binarized: bool = False,
+        shares: Sequence[float] | None = None,
     ):
         super().__init__()
         _check_settings(key, chained, window)
@@ -111,7 +113,9 @@ class StratifiedDecoder(nn.Module):
         self.region = StrataRegion()
         self.walk = EveryStratum()
         # contacts decrease about as 1 / distance
-        self.strata_weights = nn.Parameter(-torch.tensor(stratum_index, dtype=torch.get_default_dtype()).log1p())
+        float_type = torch.get_default_dtype()
+        first = -torch.tensor(stratum_index, dtype=float_type).log1p()
+        self.strata_weights = nn.Parameter(first if shares is None else torch.tensor(shares, dtype=float_type).log())
         self.head = nn.Linear(dim, self.n_strata) if strata_weight_head else None
         if self.head is not None:
             # initially all cells have the same weights
