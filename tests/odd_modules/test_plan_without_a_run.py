@@ -99,4 +99,6 @@ def test_samples_are_split_where_they_have_to_be(tmp_path: Path) -> None:
     on_one = lightning_amp.plan(Images(), batch, device_memory=memory)
     assert on_one.plan.fits is False
     assert on_one.fewest_devices() == 2
-    assert on_one.answers()[0].startswith("the fewest devices for this step with a batch of 1 on each: 2, ")
+    found = on_one.answers()
+    assert found is not None
+    assert found.said[0].startswith("the fewest devices for this step with a batch of 1 on each: 2, ")
