@@ -191,10 +191,7 @@ def rows(names: list[str]) -> Iterator[list[str]]:
         least = min((one for one in budgets if isinstance(one, int)), default=budgets[0])
         ways: dict[str, tuple[int | str, int]] = {
             "plain": (whole, 0),
-            "FSDP2 and a checkpoint for each module, by hand": (
-                run(fsdp2, name),
-                lines_of(checkpoint_and_shard),
-            ),
+            "FSDP2 and a checkpoint for each module, by hand": (run(fsdp2, name), lines_of(checkpoint_and_shard)),
             "activation_memory_budget": (least, lines_of(keep_a_share)),
             "amp, least": (run(amp, name), 1),
         }
@@ -209,9 +206,7 @@ def rows(names: list[str]) -> Iterator[list[str]]:
 
 def main() -> None:
     """Measure, and print or write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--write", action="store_true", help="put the table into docs/reports/any_module.md")
     asked = parser.parse_args()

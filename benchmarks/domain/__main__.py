@@ -24,9 +24,7 @@ def counted(case: Case, ranks: int) -> dict[str, Any]:
     """Bytes of rank 0: at its peak, of activations beside the batch, which every rank has, and sent in a step."""
     batch = case.batch()
     steps = DrySteps("sequence", SequenceParallel(dims=case.dims), ranks) if ranks > 1 else None
-    profile = (
-        StepOfModule(case.make(), lambda: batch, around=BY_ITSELF, steps=steps).profiled(CPU_CORE).profile
-    )
+    profile = StepOfModule(case.make(), lambda: batch, around=BY_ITSELF, steps=steps).profiled(CPU_CORE).profile
     sent = sum(one.n_bytes for one in steps.sent) if steps is not None else 0
     most = max(moment.by_kind["activations"] for moment in profile.timeline) - batch.nbytes
     return {"ranks": ranks, "peak": profile.peak_bytes, "activations": most, "sent": sent}
@@ -34,9 +32,7 @@ def counted(case: Case, ranks: int) -> dict[str, Any]:
 
 def main() -> None:
     """Count, and print a table for the docs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--weak", action="store_true", help="samples that grow with the ranks")
     parser.add_argument("--format", choices=("table", "json"), default="table")
@@ -53,9 +49,7 @@ def main() -> None:
     if asked.format == "json":
         print(json.dumps(found, indent=2))
         return
-    print(
-        "| one sample | ranks | peak of a rank | activations x ranks, of one device | sent by a rank in a step |"
-    )
+    print("| one sample | ranks | peak of a rank | activations x ranks, of one device | sent by a rank in a step |")
     print("|---|---|---|---|---|")
     for name, rows in found.items():
         for row in rows:

@@ -51,14 +51,9 @@ MODULES = {
     "U-Net 2D": Small(lambda: UNet(4), lambda b: torch.randn(b, 3, 16, 12), "batch:2", 16),
     "U-Net 3D": Small(lambda: UNet(4, 3), lambda b: torch.randn(b, 3, 16, 8, 4), "batch:2", 16),
     "Transolver": Small(lambda: Points(8, 4, 2), lambda b: torch.randn(b, 29, 3), "batch:1", 29),
-    "neighbourhood attention": Small(
-        lambda: Neighbours(8), lambda b: torch.randn(b, 3, 17, 9), "batch:2", 17
-    ),
+    "neighbourhood attention": Small(lambda: Neighbours(8), lambda b: torch.randn(b, 3, 17, 9), "batch:2", 17),
     "encoder-decoder": Small(
-        Translate,
-        lambda b: {"source": _words(b, 15), "target": _words(b, 15)},
-        "source:1,target:1",
-        15,
+        Translate, lambda b: {"source": _words(b, 15), "target": _words(b, 15)}, "source:1,target:1", 15
     ),
 }
 
@@ -103,9 +98,7 @@ def _double(batch: Any) -> Any:
 
 def apart(found: list[Tensor], right: list[Tensor]) -> float:
     """The largest difference, of a tensor's largest entry where that is above 1."""
-    return max(
-        float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in zip(found, right, strict=True)
-    )
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in zip(found, right, strict=True))
 
 
 def combinations(only: str, ranks: list[int]) -> Iterator[tuple[str, int, str, int]]:
@@ -131,9 +124,7 @@ def _on_rank(rank: int, world: int, folder: str, only: str, ranks: list[int]) ->
             worst[name, n] = max(worst.get((name, n), 0.0), error)
             failed += error > BOUND
             if rank == 0 and error > BOUND:
-                print(
-                    f"{name}, {n} ranks, {how} ({sizes}), {rows} samples: differs by {error:.1e}", flush=True
-                )
+                print(f"{name}, {n} ranks, {how} ({sizes}), {rows} samples: differs by {error:.1e}", flush=True)
         dist.barrier()
     if rank == 0:
         print("| module | " + " | ".join(f"{n} ranks" if n > 1 else "1 rank" for n in ranks) + " |")
@@ -147,9 +138,7 @@ def _on_rank(rank: int, world: int, folder: str, only: str, ranks: list[int]) ->
 
 def main() -> None:
     """Start the ranks; rank 0 prints a table for the docs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--only", default="")
     asked = parser.parse_args()

@@ -21,9 +21,7 @@ class Causal(nn.Module):
         super().__init__()
         self.heads, self.norm, self.mix = heads, nn.LayerNorm(dim), nn.Linear(dim, 3 * dim)
         self.back = nn.Linear(dim, dim)
-        self.feed = nn.Sequential(
-            nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
-        )
+        self.feed = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def forward(self, x: Tensor) -> Tensor:
         b, n, d = x.shape
@@ -49,9 +47,7 @@ class GPT(Net):
 class ViT(Net):
     """Full attention over patches of an image, or of a volume."""
 
-    def __init__(
-        self, side: int, dim: int = 64, depth: int = 4, patch: int = 4, dims: int = 2, heads: int = 4
-    ) -> None:
+    def __init__(self, side: int, dim: int = 64, depth: int = 4, patch: int = 4, dims: int = 2, heads: int = 4) -> None:
         super().__init__()
         self.patch = (nn.Conv2d if dims == 2 else nn.Conv3d)(3, dim, patch, patch)
         self.positions = nn.Parameter(torch.zeros(1, dim, *[side // patch] * dims))
@@ -128,9 +124,7 @@ class Neighbours(Net):
         self.embed, self.head = nn.Conv2d(3, dim, 1), nn.Conv2d(dim, 3, 1)
         self.mix = nn.ModuleList(nn.Conv2d(dim, 3 * dim, 1) for _ in range(depth))
         self.feed = nn.ModuleList(
-            nn.Sequential(
-                nn.GroupNorm(2, dim), nn.Conv2d(dim, 2 * dim, 1), nn.GELU(), nn.Conv2d(2 * dim, dim, 1)
-            )
+            nn.Sequential(nn.GroupNorm(2, dim), nn.Conv2d(dim, 2 * dim, 1), nn.GELU(), nn.Conv2d(2 * dim, dim, 1))
             for _ in range(depth)
         )
 
@@ -168,9 +162,7 @@ class Translate(Net):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         source, target = batch["source"], batch["target"]
         seen = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=self.head.weight.dtype)
-        x = self.net(
-            self.source(source), self.target(target), tgt_mask=seen, src_key_padding_mask=source == 0
-        )
+        x = self.net(self.source(source), self.target(target), tgt_mask=seen, src_key_padding_mask=source == 0)
         return F.cross_entropy(self.head(x).flatten(0, 1), target.flatten())
 
 

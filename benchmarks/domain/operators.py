@@ -17,13 +17,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightning_amp.dist.splits import MeshAxis
-
 from tests.dist.test_operators import CASES, REST, grid_axes, judged, ways
 from tests.ranks import run_ranks
 
 TABLES = {"operators": CASES, "odd expressions": REST}
 Judged = tuple[str, str, str, str]
 """Table, case, "exact", "refused" or "wrong", and why."""
+
 
 def judge(rank: int, size: int) -> list[Judged]:
     """Every case in its own splits; the worst of them where there are several."""
@@ -38,11 +38,10 @@ def judge(rank: int, size: int) -> list[Judged]:
                 found.append((name, case.name, *judged(case, splits, axes)))
     return found
 
+
 def main() -> None:
     """Print one line for each table and number of ranks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--list", choices=("refused", "wrong"), default="wrong", help="print these cases")
     asked = parser.parse_args()
@@ -62,6 +61,7 @@ def main() -> None:
             if kind == asked.list:
                 print(f"{size} ranks, {table}, {name!r}: {why}", file=sys.stderr)
     sys.exit(n_wrong > 0)
+
 
 if __name__ == "__main__":
     main()

@@ -71,9 +71,7 @@ def rows(sides: Sequence[int], volumes: Sequence[int], numbers: Sequence[int]) -
 
 def main() -> None:
     """Count, and print a table for the docs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--sides", type=int, nargs="*", default=[1024, 2048, 4096])
     parser.add_argument("--volume", type=int, nargs="*", default=[1024])

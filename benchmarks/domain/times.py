@@ -37,9 +37,7 @@ class Timed(NamedTuple):
 
 
 CASES = {
-    "GPT, 16,384 tokens": Timed(
-        lambda: GPT(16384), lambda: torch.randint(256, (1, 16384)), "batch:1", "causal"
-    ),
+    "GPT, 16,384 tokens": Timed(lambda: GPT(16384), lambda: torch.randint(256, (1, 16384)), "batch:1", "causal"),
     "ViT, 384 x 384": Timed(lambda: ViT(384), lambda: torch.randn(1, 3, 384, 384), "batch:2"),
     "U-Net, 512 x 512": Timed(UNet, lambda: torch.randn(1, 3, 512, 512), "batch:2"),
     "Transolver, 65,536 points": Timed(Points, lambda: torch.randn(1, 65536, 3), "batch:1"),
@@ -60,10 +58,7 @@ def _on_rank(rank: int, world: int, folder: str, rounds: int, only: str) -> None
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
-    both, alone = (
-        MeshAxis("model", world, rank, dist.group.WORLD),
-        MeshAxis("model", 1, 0, dist.new_group([0])),
-    )
+    both, alone = (MeshAxis("model", world, rank, dist.group.WORLD), MeshAxis("model", 1, 0, dist.new_group([0])))
     if rank == 0:
         print("| one sample | plain step | through the dispatcher | speed of 2 ranks |\n|---|---|---|---|")
     for name, case in ((name, case) for name, case in CASES.items() if only in name):
@@ -89,9 +84,7 @@ def _on_rank(rank: int, world: int, folder: str, rounds: int, only: str) -> None
 
 def main() -> None:
     """Start the ranks; rank 0 prints a table for the docs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="")
     asked = parser.parse_args()

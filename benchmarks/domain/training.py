@@ -129,9 +129,7 @@ def storm(domain: int) -> None:
 
 def main() -> None:
     """Run what is named; each run in a process, whose launcher starts the other ranks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("transolver", "storm"))
     parser.add_argument("--ranks", type=int)
     asked = parser.parse_args()
@@ -151,11 +149,7 @@ def main() -> None:
         if done.returncode:
             sys.exit(done.stderr)
         lines = done.stdout.splitlines()
-        print(
-            *[line for line in lines if line.startswith("| ")],
-            sep="\n",
-            end="\n" * (asked.what == "transolver"),
-        )
+        print(*[line for line in lines if line.startswith("| ")], sep="\n", end="\n" * (asked.what == "transolver"))
         losses.append([float(line.split()[1]) for line in lines if line.startswith("loss ")])
     if asked.what == "storm":
         apart = max(abs(a - b) / abs(a) for a, b in zip(*losses, strict=True))

@@ -25,8 +25,8 @@ from benchmarks.side_by_side.cases import OURS, Case, Method, Size
 from benchmarks.side_by_side.plans import plan_of
 from benchmarks.side_by_side.training import Training
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.planning.reports.table import table
 from lightning_amp.footprint.target_device import settings_of
+from lightning_amp.planning.reports.table import table
 
 ANCHORS, WINDOW, DIM = 5400, 640, 128
 CELLS = (8, 256)
@@ -77,22 +77,10 @@ class Count:
     waits: list[str]
 
 
-def count(
-    strategies: tuple[str, ...],
-    *,
-    cells: int,
-    anchors: int,
-    window: int,
-    dim: int,
-    device_type: str,
-) -> Count:
+def count(strategies: tuple[str, ...], *, cells: int, anchors: int, window: int, dim: int, device_type: str) -> Count:
     """What one more stratum costs."""
     few, many = (
-        _step(
-            Size(anchors=anchors, strata=k, cells=cells, dim=dim, window=window),
-            strategies,
-            device_type,
-        )
+        _step(Size(anchors=anchors, strata=k, cells=cells, dim=dim, window=window), strategies, device_type)
         for k in STRATA
     )
     more = STRATA[1] - STRATA[0]
@@ -136,18 +124,14 @@ def _step(size: Size, strategies: tuple[str, ...], device_type: str) -> Operator
 
 def main() -> None:
     """Count and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--cells", type=int, nargs="+", default=CELLS)
     parser.add_argument("--anchors", type=int, default=ANCHORS)
     parser.add_argument("--window", type=int, default=WINDOW)
     parser.add_argument("--dim", type=int, default=DIM)
     parser.add_argument("--device-type", default="cuda")
-    parser.add_argument(
-        "--lines", metavar="STRATEGIES", help='list the operators of one plan; "" is the eager one'
-    )
+    parser.add_argument("--lines", metavar="STRATEGIES", help='list the operators of one plan; "" is the eager one')
     parser.add_argument("--write", action="store_true", help="put the counts into docs/reports/gpu.md")
     arguments = parser.parse_args()
     sizes = {name: getattr(arguments, name) for name in ("anchors", "window", "dim", "device_type")}
@@ -161,9 +145,7 @@ def main() -> None:
     rows = [_row(one) for one in counts]
     if arguments.write:
         write_part(
-            ROOT / "docs" / "reports" / "gpu.md",
-            "kernel_count",
-            markdown(HEADER[:-1], [row[:-1] for row in rows]),
+            ROOT / "docs" / "reports" / "gpu.md", "kernel_count", markdown(HEADER[:-1], [row[:-1] for row in rows])
         )
         return
     print(table(HEADER, rows))

@@ -45,18 +45,14 @@ class Watch(Meter):
         super().on_train_batch_start(trainer, module, batch, batch_idx)
         self._begun = time.process_time()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End."""
         if batch_idx != self.at:
             self.seconds.append(time.process_time() - self._begun)
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
 
 
-def fit(
-    name: str, strategy: Any, *, steps: int, double: bool = False, **options: Any
-) -> tuple[Trained, Watch, Any]:
+def fit(name: str, strategy: Any, *, steps: int, double: bool = False, **options: Any) -> tuple[Trained, Watch, Any]:
     """Train a module; returns it, the meter and the plan."""
     make, batches = MODELS[name]
     torch.manual_seed(0)
@@ -84,9 +80,7 @@ def difference(one: Trained, other: Trained) -> float:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--shares", nargs="*", type=float, default=[0.75, 0.5])
     parser.add_argument("--steps", type=int, default=10)
@@ -103,9 +97,7 @@ def main() -> None:
             try:
                 _, meter, plan = fit(name, AMPStrategy(**options), steps=asked.steps)
             except AmpError as error:
-                print(
-                    f"| {name} | {share:.0%} | {format_bytes(plain.peak)} | {str(error).partition(';')[0]} |"
-                )
+                print(f"| {name} | {share:.0%} | {format_bytes(plain.peak)} | {str(error).partition(';')[0]} |")
                 continue
             double = {"device_memory": int(2 * share * plain.peak)} if share else memory
             module = fit(name, AMPStrategy(**{**options, **double}), steps=STEPS, double=True)[0]

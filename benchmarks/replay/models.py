@@ -34,9 +34,7 @@ class Residual(nn.Module):
         super().__init__()
         self.one, self.two = nn.Conv2d(before, after, 3, stride, 1), nn.Conv2d(after, after, 3, 1, 1)
         self.norm1, self.norm2 = nn.BatchNorm2d(after), nn.BatchNorm2d(after)
-        self.shortcut = (
-            nn.Conv2d(before, after, 1, stride) if (before, stride) != (after, 1) else nn.Identity()
-        )
+        self.shortcut = nn.Conv2d(before, after, 1, stride) if (before, stride) != (after, 1) else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """Same channels or more, of each place or each other one."""
@@ -166,9 +164,7 @@ class Llama(Trained):
         """Of words [b, n]."""
         x, n = self.embed(batch[:, :-1]), batch.shape[1] - 1
         size = x.shape[-1] // self.layer0.heads
-        steps = torch.arange(n, dtype=x.dtype)[:, None] / 10 ** (
-            torch.arange(size // 2, dtype=x.dtype) / size
-        )
+        steps = torch.arange(n, dtype=x.dtype)[:, None] / 10 ** (torch.arange(size // 2, dtype=x.dtype) / size)
         angles = torch.cat([steps, steps], -1)
         for i in range(4):
             x = getattr(self, f"layer{i}")(x, angles.cos(), angles.sin())

@@ -42,9 +42,7 @@ def show(goal: Goal) -> str:
 
 def main() -> None:
     """Print the goals, write the document and its pictures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few and small sizes")
     parser.add_argument("--out", type=Path, default=Path("docs/reports"), help="folder to write to")
     arguments = parser.parse_args()

@@ -70,9 +70,7 @@ def median_of(rounds: Sequence[Sequence[Mapping[str, Any]]]) -> Measured:
     """Several rounds of a case's ranks as one."""
     first = rounds[0]
     return Measured(
-        seconds=median(
-            max(steps) for ranks in rounds for steps in zip(*(r["seconds"] for r in ranks), strict=True)
-        ),
+        seconds=median(max(steps) for ranks in rounds for steps in zip(*(r["seconds"] for r in ranks), strict=True)),
         peak_bytes=median(max(rank["peak_bytes"] for rank in ranks) for ranks in rounds),
         loss=sum(rank["loss"] for rank in first) / len(first),
         norm=first[0]["norm"],

@@ -69,13 +69,7 @@ def draw_all(folder: Path, results: Results) -> None:
 
 
 def memory_against(
-    path: Path,
-    results: Results,
-    sizes: Sequence[Size],
-    value: Callable[[Size], float],
-    *,
-    label: str,
-    title: str,
+    path: Path, results: Results, sizes: Sequence[Size], value: Callable[[Size], float], *, label: str, title: str
 ) -> None:
     """Simulated peaks of one device, on logarithmic axes.
 
@@ -134,9 +128,7 @@ def _curve(axes: Axes, method: Method, points: Curve) -> None:
     axes.plot(list(points), list(points.values()), f"{marker}-", color=colour, label=method.name)
 
 
-def _finish(
-    axes: Axes, places: Sequence[float], label: str, what: str, title: str, *, legend: bool = True
-) -> None:
+def _finish(axes: Axes, places: Sequence[float], label: str, what: str, title: str, *, legend: bool = True) -> None:
     axes.set(xlabel=label, ylabel=what)
     axes.set_title(title, fontsize=10)
     if not axes.lines:

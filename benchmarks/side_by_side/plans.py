@@ -5,13 +5,12 @@ from dataclasses import replace
 from benchmarks.side_by_side.cases import Case
 from benchmarks.side_by_side.subject import subject_of
 from lightning_amp.costs.device_rates import CPU_CORE
+from lightning_amp.costs.model_shape import profile_of_module
 from lightning_amp.costs.rule import Spec
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.plan.plan import Axes, Plan
-from lightning_amp.costs.model_shape import profile_of_module
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.techniques.hic.rows import ChunkedAttention
-from lightning_amp.techniques.hic.rows import HiddenParallel
+from lightning_amp.techniques.hic.rows import ChunkedAttention, HiddenParallel
 
 
 def plan_of(case: Case, *, launched: bool = False) -> Plan:
@@ -22,8 +21,7 @@ def plan_of(case: Case, *, launched: bool = False) -> Plan:
         launched: As for a device that has its operators launched.
     """
     shape = describe(
-        subject_of(case.size.decoder(), batch_size=case.size.cells, graph=case.graph).module,
-        batch_size=case.size.cells,
+        subject_of(case.size.decoder(), batch_size=case.size.cells, graph=case.graph).module, batch_size=case.size.cells
     )
     assert shape.decoder is not None, "the subject is a decoder"
     shape = replace(shape, decoder=replace(shape.decoder, threads=case.threads))

@@ -120,16 +120,12 @@ def _ranks(results: Results) -> Iterator[str]:
         cases += [suite.split_over(size, method, 2) for method in (*TWO_RANKS, SPLIT[-1])]
         yield f"{size}:"
         yield ""
-        yield from table(
-            RANKS_HEADER, [_ranks_row(results, case) for case in cases if case in results.measured]
-        )
+        yield from table(RANKS_HEADER, [_ranks_row(results, case) for case in cases if case in results.measured])
     yield from paragraph(
         """DDP and FSDP2 give every rank half of the cells, and each computes all keys. *Sent* is what a rank hands to
         collectives in a step."""
     )
-    yield from _picture(
-        pictures.RANKS, "Memory and communication of a rank against the number of ranks, simulated."
-    )
+    yield from _picture(pictures.RANKS, "Memory and communication of a rank against the number of ranks, simulated.")
 
 
 def _ranks_row(results: Results, case: Case) -> list[str]:
@@ -181,9 +177,7 @@ def _simulated_growth(results: Results) -> Iterator[str]:
         for ranks in suite.ranks:
             found = results.simulation(Case(size=suite.split, method=method, ranks=ranks))
             numbers = (found.peak_bytes, found.sent_bytes) if found else ()
-            rows.append(
-                [method.name, str(ranks), *(map(format_bytes, numbers) if numbers else ("failed", ""))]
-            )
+            rows.append([method.name, str(ranks), *(map(format_bytes, numbers) if numbers else ("failed", ""))])
     yield from table(["method", "ranks", "peak", "sent"], rows)
 
 

@@ -45,17 +45,7 @@ from tests.any_module import Meter
 from tests.lightning.strategy.strategy_cases import RunningRanks
 
 Grid = tuple[int, int, int]
-GRIDS: list[Grid] = [
-    (2, 1, 1),
-    (1, 2, 1),
-    (1, 1, 2),
-    (2, 2, 1),
-    (2, 1, 2),
-    (1, 2, 2),
-    (2, 2, 2),
-    (4, 2, 1),
-    (2, 4, 2),
-]
+GRIDS: list[Grid] = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2), (4, 2, 1), (2, 4, 2)]
 ROWS, WIDTH, BYTES = 24, 64, 4
 
 
@@ -141,10 +131,7 @@ class Held(Callback):
 
 MODELS: dict[str, tuple[Callable[[], Net], Callable[[], Tensor]]] = {
     "GPT": (lambda: GPT(64, 4, 2, 256, 16), lambda: torch.randint(256, (8, 17))),
-    "GPT-2, tied head, 3 heads": (
-        lambda: GPT(48, 3, 2, 301, 16, tied=True),
-        lambda: torch.randint(301, (8, 17)),
-    ),
+    "GPT-2, tied head, 3 heads": (lambda: GPT(48, 3, 2, 301, 16, tied=True), lambda: torch.randint(301, (8, 17))),
     "U-Net, group norm": (lambda: UNet(16), lambda: torch.randn(8, 6, 12, 16)),
     "wide MLP": (lambda: MLP(301, 203, 50), lambda: torch.randn(8, 301)),
 }
@@ -161,11 +148,7 @@ def held(rank: int, ranks: int, name: str, grid: Grid) -> dict[str, float]:
     seen, meter = Held(), Meter()
     strategy = AMPStrategy(strategies="tensor3d", tensor_grid=grid)
     trainer = Trainer(
-        **QUIET,
-        strategy=strategy,
-        devices=ranks,
-        plugins=[RunningRanks(rank, ranks)],
-        callbacks=[seen, meter],
+        **QUIET, strategy=strategy, devices=ranks, plugins=[RunningRanks(rank, ranks)], callbacks=[seen, meter]
     )
     module = make()
     trainer.fit(module, DataLoader([batch()[rows] for _ in range(3)], batch_size=None))  # type: ignore[arg-type]
@@ -184,9 +167,7 @@ def held(rank: int, ranks: int, name: str, grid: Grid) -> dict[str, float]:
 
 def all_held() -> int:
     """Print shares of 1 / ranks of the grid; returns how many runs are beyond 3 % and 5 %."""
-    print(
-        "| model | grid of ranks | parameters | gradients | Adam | peak, of the predicted | Eq. 8, of its bytes |"
-    )
+    print("| model | grid of ranks | parameters | gradients | Adam | peak, of the predicted | Eq. 8, of its bytes |")
     print("|---" * 7 + "|")
     beyond = 0
     for ranks, grids in {
@@ -216,9 +197,7 @@ def all_held() -> int:
 
 def main() -> None:
     """Print one of the tables; exit status 1 where a figure is beyond its bound."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--held", action="store_true")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -107,16 +107,10 @@ def draw(path: Path, found: dict[str, dict[int, list[float]]]) -> None:
     """One panel for each model."""
     figure = Figure(figsize=(3.4 * len(found), 2.6), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (name, curves) in zip(
-        figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True
-    ):
+    for axes, (name, curves) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
         for i, (ranks, losses) in enumerate(curves.items()):
             label = "one process" if ranks == 1 else f"{ranks} ranks, 2 x 2 x 2"
-            style = (
-                {"color": INK, "lw": 2.5, "alpha": 0.35}
-                if ranks == 1
-                else {"color": PALETTE[i - 1], "lw": 0.9}
-            )
+            style = {"color": INK, "lw": 2.5, "alpha": 0.35} if ranks == 1 else {"color": PALETTE[i - 1], "lw": 0.9}
             axes.plot(losses, label=label, **style, ls="-" if ranks != 16 else "--")
         axes.set(title=name, xlabel="step", ylabel="training loss")
         axes.spines[["top", "right"]].set_visible(False)
@@ -126,9 +120,7 @@ def draw(path: Path, found: dict[str, dict[int, list[float]]]) -> None:
 
 def main() -> None:
     """Train, print the largest differences, draw."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--only", default="")

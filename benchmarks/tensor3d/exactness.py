@@ -79,9 +79,7 @@ def difference(rank: int, ranks: int, name: str, bias: bool, grid: Grid, options
     """The largest on this rank, of a tensor's largest entry where that is above 1."""
     found = trained(rank, ranks, name, bias, grid, options)
     assert len(found) == len(right), "as many gradients"
-    return max(
-        float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in zip(found, right, strict=True)
-    )
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in zip(found, right, strict=True))
 
 
 def grids_of(ranks: int, every: bool) -> list[Grid]:
@@ -96,9 +94,7 @@ def grids_of(ranks: int, every: bool) -> list[Grid]:
 
 def main() -> None:
     """Run all, and print a table of the worst differences."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--all", action="store_true", help="all grids of 8 ranks")
     parser.add_argument("--only", default="")
@@ -123,9 +119,7 @@ def main() -> None:
             error = float("inf") if bad else max(value for _, value in found)
             if not error <= BOUND:
                 failed += 1
-                print(
-                    f"{name} on {grid} of {ranks}, bias {bias}: {bad or error}", file=sys.stderr, flush=True
-                )
+                print(f"{name} on {grid} of {ranks}, bias {bias}: {bad or error}", file=sys.stderr, flush=True)
             if asked.each:
                 print(f"{name} on {grid} of {ranks}, bias {bias}: {error:.0e}", flush=True)
             # each fit makes process groups, whose threads stay

@@ -42,9 +42,7 @@ class Net(pl.LightningModule):
 class Block(nn.Module):
     """Attention and an MLP, each after a norm."""
 
-    def __init__(
-        self, width: int, heads: int, *, bias: bool = True, causal: bool = True, wide: int = 4
-    ) -> None:
+    def __init__(self, width: int, heads: int, *, bias: bool = True, causal: bool = True, wide: int = 4) -> None:
         super().__init__()
         self.heads, self.causal = heads, causal
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -111,16 +109,10 @@ class Residual(nn.Module):
 class UNet(Net):
     """Residual blocks on levels of width `channels` times 1, 2, 2, ... with skips by cat; it is trained on noise."""
 
-    def __init__(
-        self, channels: int, levels: int = 2, blocks: int = 1, groups: int = 4, *, bias: bool = True
-    ) -> None:
+    def __init__(self, channels: int, levels: int = 2, blocks: int = 1, groups: int = 4, *, bias: bool = True) -> None:
         super().__init__()
         widths = [channels * min(2**i, 2) for i in range(levels)]
-        self.start, self.down, self.up = (
-            nn.Conv2d(3, channels, 3, padding=1),
-            nn.ModuleList(),
-            nn.ModuleList(),
-        )
+        self.start, self.down, self.up = (nn.Conv2d(3, channels, 3, padding=1), nn.ModuleList(), nn.ModuleList())
         skips, now = [channels], channels
         for i, width in enumerate(widths):
             for _ in range(blocks):

@@ -67,7 +67,7 @@ class Block(Net):
 
     def configure_optimizers(self) -> Any:
         """Plain descent, which shows a gradient of the wrong size."""
-        return torch.optim.SGD(self.parameters(), 10.0)
+        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 class Gated(Block):
@@ -97,10 +97,7 @@ class Fused(Block):
         return self.last(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, 8))
 
 
-MEGATRON: dict[str, Any] = {
-    **dict.fromkeys(("q", "k", "v", "up"), COLUMNS),
-    **dict.fromkeys(("o", "down"), LINES),
-}
+MEGATRON: dict[str, Any] = {**dict.fromkeys(("q", "k", "v", "up"), COLUMNS), **dict.fromkeys(("o", "down"), LINES)}
 ODD: dict[str, tuple[Callable[[], Block], dict[str, Any], tuple[int, ...]]] = {
     "a gated layer, by chunk": (Gated, {"both": COLUMNS, "last": LINES}, (4, 8)),
     "q, k and v in one layer": (Fused, {"qkv": COLUMNS, "last": LINES}, (4, 5, 8)),
@@ -120,11 +117,7 @@ class Sending(TorchDispatchMode):
         if func.namespace == "c10d":
             pgs = [a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
             n = dist.ProcessGroup.unbox(pgs[0]).size() if pgs else 1
-            given = {
-                "allreduce_": lambda: args[0],
-                "alltoall_base_": lambda: [args[1]],
-                "alltoall_": lambda: args[1],
-            }
+            given = {"allreduce_": lambda: args[0], "alltoall_base_": lambda: [args[1]], "alltoall_": lambda: args[1]}
             given |= {"_allgather_base_": lambda: [args[1]], "_reduce_scatter_base_": lambda: [args[1]]}
             if name in given:
                 self.total += ring(name, sum(t.nbytes for t in given[name]()), n)
@@ -221,15 +214,11 @@ def run() -> None:
     shape = (ROWS, LENGTH, WIDTH)
     right = on_rank(0, 1, "", "tensor3d", None, shape)
     whole = sum(p.nbytes for p in right.state)
-    print(
-        "| ranks | way | parameters held | sent by a rank | a step | differs by |\n|---|---|---|---|---|---|"
-    )
+    print("| ranks | way | parameters held | sent by a rank | a step | differs by |\n|---|---|---|---|---|---|")
     print(f"| 1 | one process | 1.000 | 0 | {right.seconds:.2f} s | |", flush=True)
     for ranks in (2, 4):
         grids: list[Grid] = (
-            [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
-            if ranks == 2
-            else [(2, 1, 2), (1, 2, 2), (2, 2, 1), (1, 4, 1), (1, 1, 4)]
+            [(2, 1, 1), (1, 2, 1), (1, 1, 2)] if ranks == 2 else [(2, 1, 2), (1, 2, 2), (2, 2, 1), (1, 4, 1), (1, 1, 4)]
         )
         pool = Ranks(ranks, on_rank, patience=200)
         ways: list[tuple[str, Grid | None]] = [("parallelize_module", None), ("fully_shard", None)]
@@ -305,9 +294,7 @@ def autoparallel() -> None:
 
 def main() -> None:
     """Print what is asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "odd", "autoparallel"))
     asked = parser.parse_args()
     warnings.simplefilter("ignore")

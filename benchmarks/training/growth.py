@@ -92,9 +92,7 @@ FULL = Suite(
     bins=(60, 120, 240, 480, 960),
     strata=(4, 8, 16, 32),
 )
-QUICK = Suite(
-    base={"bins": 120, "strata": 8, "cells": 64}, cells=(32, 64, 128), bins=(60, 120, 240), strata=(4, 8, 16)
-)
+QUICK = Suite(base={"bins": 120, "strata": 8, "cells": 64}, cells=(32, 64, 128), bins=(60, 120, 240), strata=(4, 8, 16))
 
 
 def in_places(size: dict[str, int], cores: int) -> list[Run]:
@@ -145,12 +143,7 @@ def measure_all(file: Path, head: dict[str, Any], suite: Suite, *, seconds: floa
             if time.monotonic() > end:
                 return False
             data = _cells(Path(folder), run)
-            request = {
-                "data": str(data),
-                "cells": run.cells // run.ranks,
-                "ranks": run.ranks,
-                "threads": run.threads,
-            }
+            request = {"data": str(data), "cells": run.cells // run.ranks, "ranks": run.ranks, "threads": run.threads}
             got = measure(METHODS[run.method], request)
             found["runs"].append({"run": asdict(run), "round": number, **got})
             file.write_text(json.dumps(found, indent=0) + "\n")
@@ -211,10 +204,7 @@ class Results:
     def panel(self, axis: str, *, epoch: bool = False) -> Panel:
         """Seconds against an axis."""
         seconds = self.epoch if epoch else self.step
-        found = {
-            name: {getattr(run, axis): seconds(run) for run in runs}
-            for name, runs in self.curves(axis).items()
-        }
+        found = {name: {getattr(run, axis): seconds(run) for run in runs} for name, runs in self.curves(axis).items()}
         curves = {
             name: {x: y for x, y in points.items() if y is not None}  # what a stopped command has not reached
             for name, points in found.items()
@@ -240,8 +230,7 @@ def legend(cores: int) -> dict[str, str]:
     """What the curves are, in words."""
     process, ranks = f"one process of {cores} threads", f"{cores} ranks"
     return {
-        name: f"{text}, {process if name in ALONE else ranks}" if cores > 1 else text
-        for name, text in WORDS.items()
+        name: f"{text}, {process if name in ALONE else ranks}" if cores > 1 else text for name, text in WORDS.items()
     }
 
 
@@ -313,9 +302,7 @@ def write(folder: Path, found: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure what is missing, then write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few and small sizes, one round")
     parser.add_argument("--cores", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--rounds", type=int, help="3, or 1 with --quick")
@@ -326,9 +313,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     file = arguments.out / NUMBERS
-    read_part(
-        arguments.out / "growth.md", PART
-    )  # a page without markers is refused before anything is measured
+    read_part(arguments.out / "growth.md", PART)  # a page without markers is refused before anything is measured
     if not arguments.redraw:
         command = "python -m benchmarks.training.growth" + " --quick" * arguments.quick
         known = read(file)["head"]["origin"] if file.exists() else origin(command)

@@ -104,9 +104,7 @@ def sentence(found: Waiting, *, size: int, bins: int, strata: int, cells: int, t
 
 def main() -> None:
     """Write data, train, and print or write what was found."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--cells", type=int, default=64, help="of a step")
     parser.add_argument("--threads", type=int, default=1)

@@ -69,14 +69,7 @@ batch statistics (ddp, and where it is said) are another model."""
 
 
 def prepared(
-    data: str | Path,
-    *,
-    cells: int,
-    threads: int,
-    strategy: Any,
-    callback: Any,
-    ranks: int = 1,
-    **options: Any,
+    data: str | Path, *, cells: int, threads: int, strategy: Any, callback: Any, ranks: int = 1, **options: Any
 ) -> Callable[[], None]:
     """The call of `fit` of the reference model, by a Trainer that writes nothing and goes on until it is stopped.
 
@@ -96,9 +89,7 @@ def prepared(
     seed_everything(0, verbose=False)
     module = lightning_amp.GLUE(lr=0.01, hidden_depth=1, lam_graph=0.02, window=25)
     loader = lightning_amp.SingleCellDataModule(data, batch_size=cells, **options)
-    trainer = Trainer(
-        **QUIET, strategy=strategy, devices=ranks, accelerator="cpu", max_epochs=-1, callbacks=[callback]
-    )
+    trainer = Trainer(**QUIET, strategy=strategy, devices=ranks, accelerator="cpu", max_epochs=-1, callbacks=[callback])
     return partial(trainer.fit, module, datamodule=loader)
 
 
@@ -191,18 +182,11 @@ def write(page: Path, data: dict[str, str], *, cells: int, quick: bool) -> None:
         cells: of a step, over all ranks
         quick: few methods, one round
     """
-    lines = [
-        *paragraph(
-            f"{origin('python -m benchmarks.training.whole_step --write' + ' --quick' * quick)} {ABOUT}"
-        )
-    ]
+    lines = [*paragraph(f"{origin('python -m benchmarks.training.whole_step --write' + ' --quick' * quick)} {ABOUT}")]
     for heading, directory in data.items():
         for ranks, threads in PLACES:
             count = "one process" if ranks == 1 else f"{ranks} ranks"
-            lines += [
-                f"{heading}, {cells} cells a step, {count}, {threads} thread{'s' * (threads > 1)} each:",
-                "",
-            ]
+            lines += [f"{heading}, {cells} cells a step, {count}, {threads} thread{'s' * (threads > 1)} each:", ""]
             rows = compare(directory, cells=cells, ranks=ranks, threads=threads, quick=quick)
             lines += markdown(HEADER, rows)
             write_part(page, "whole_step", lines)
@@ -210,9 +194,7 @@ def write(page: Path, data: dict[str, str], *, cells: int, quick: bool) -> None:
 
 def main() -> None:
     """Measure all methods by turns, and print or write the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few methods, one round")
     parser.add_argument("--data", help="a data directory; synthetic cells without")
     parser.add_argument("--name", default="real cells", help="how --write calls the cells of --data")

@@ -72,11 +72,7 @@ def _assigned(m: Any, x: Tensor) -> Tensor:
 
 MIXED = [
     attack(
-        "a gated layer",
-        X,
-        lambda m, x: m.b(F.silu((h := m.a(x).chunk(2, -1))[0]) * h[1]),
-        a=lin(6, 14),
-        b=lin(7, 3),
+        "a gated layer", X, lambda m, x: m.b(F.silu((h := m.a(x).chunk(2, -1))[0]) * h[1]), a=lin(6, 14), b=lin(7, 3)
     ),
     attack(
         "a gated layer, every second feature",
@@ -95,13 +91,7 @@ MIXED = [
         over_tokens=lambda: nn.Sequential(lin(5, 7)(), nn.GELU(), lin(7, 5)()),
         over_features=lambda: nn.Sequential(lin(8, 9)(), nn.GELU(), lin(9, 8)()),
     ),
-    attack(
-        "highway",
-        X,
-        lambda m, x: (g := m.g(x).sigmoid()) * m.a(x).relu() + (1 - g) * x,
-        g=lin(6, 6),
-        a=lin(6, 6),
-    ),
+    attack("highway", X, lambda m, x: (g := m.g(x).sigmoid()) * m.a(x).relu() + (1 - g) * x, g=lin(6, 6), a=lin(6, 6)),
     attack(
         "dense connections",
         X,
@@ -132,12 +122,7 @@ MIXED = [
     ),
     attack("capsules", SEQ, _capsules, w=par(5, 3, 4, 8)),
     attack(
-        "dropout of features",
-        SEQ,
-        lambda m, x: m.b(F.dropout(m.a(x), 0.3)),
-        drawn=True,
-        a=lin(8, 10),
-        b=lin(10, 3),
+        "dropout of features", SEQ, lambda m, x: m.b(F.dropout(m.a(x), 0.3)), drawn=True, a=lin(8, 10), b=lin(10, 3)
     ),
     attack(
         "dropout of channels",
@@ -174,12 +159,6 @@ MIXED = [
         mean=buf(8),
     ),
     attack(
-        "running mean, assigned",
-        X,
-        lambda m, x: m.b(_assigned(m, m.a(x))),
-        True,
-        a=lin(6, 8),
-        b=lin(8, 3),
-        mean=buf(8),
+        "running mean, assigned", X, lambda m, x: m.b(_assigned(m, m.a(x))), True, a=lin(6, 8), b=lin(8, 3), mean=buf(8)
     ),
 ]

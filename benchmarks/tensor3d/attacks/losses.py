@@ -14,9 +14,7 @@ X, SEQ = features(6), features(5, 8)
 def _loss(name: str, call: Any, n: int = 5, target: Any = None, by_rows: bool = False) -> Attack:
     """A loss of features that a layer has split; of the batch's second tensor."""
     batch = both(X, target or features(n))
-    return attack(
-        name, batch, lambda m, xy: call(m.b(m.a(xy[0]).tanh()), xy[1]), by_rows, a=lin(6, 8), b=lin(8, n)
-    )
+    return attack(name, batch, lambda m, xy: call(m.b(m.a(xy[0]).tanh()), xy[1]), by_rows, a=lin(6, 8), b=lin(8, n))
 
 
 def _crf(m: Any, x: Tensor) -> Tensor:
@@ -145,18 +143,12 @@ LOSSES = [
     attack(
         "uncertainty of two tasks",
         X,
-        lambda m, x: (
-            torch.exp(-m.s) * torch.stack([m.a(x).square().mean(), m.b(x).square().mean()]) + m.s
-        ).sum(),
+        lambda m, x: (torch.exp(-m.s) * torch.stack([m.a(x).square().mean(), m.b(x).square().mean()]) + m.s).sum(),
         a=lin(6, 8),
         b=lin(6, 5),
         s=lambda: nn.Parameter(torch.zeros(2)),
     ),
-    _loss(
-        "cross-entropy, smoothed",
-        lambda h, y: F.cross_entropy(h, y, label_smoothing=0.1),
-        target=words(most=5),
-    ),
+    _loss("cross-entropy, smoothed", lambda h, y: F.cross_entropy(h, y, label_smoothing=0.1), target=words(most=5)),
     _loss(
         "cross-entropy with weights",
         lambda h, y: F.cross_entropy(h, y, weight=torch.arange(1.0, 6).double()),
@@ -169,18 +161,12 @@ LOSSES = [
         target=words(most=5),
         by_rows=True,
     ),
-    _loss(
-        "cross-entropy, summed",
-        lambda h, y: F.cross_entropy(h, y, reduction="none").mean(),
-        target=words(most=5),
-    ),
+    _loss("cross-entropy, summed", lambda h, y: F.cross_entropy(h, y, reduction="none").mean(), target=words(most=5)),
     _loss("cross-entropy of shares", lambda h, y: F.cross_entropy(h, y.softmax(-1))),
     _loss("negative likelihood", lambda h, y: F.nll_loss(h.log_softmax(-1), y), target=words(most=5)),
     _loss(
         "binary cross-entropy",
-        lambda h, y: F.binary_cross_entropy_with_logits(
-            h, y.sigmoid(), pos_weight=torch.arange(1.0, 6).double()
-        ),
+        lambda h, y: F.binary_cross_entropy_with_logits(h, y.sigmoid(), pos_weight=torch.arange(1.0, 6).double()),
     ),
     _loss("divergence", lambda h, y: F.kl_div(h.log_softmax(-1), y.softmax(-1), reduction="batchmean")),
     _loss("cosine embedding", lambda h, y: F.cosine_embedding_loss(h, y, torch.ones(len(h)))),
@@ -188,24 +174,16 @@ LOSSES = [
     _loss("many margins", lambda h, y: F.multi_margin_loss(h, y), target=words(most=5)),
     _loss(
         "Huber, Poisson and Gaussian",
-        lambda h, y: (
-            F.huber_loss(h, y) + F.poisson_nll_loss(h, y.abs()) + F.gaussian_nll_loss(h, y, h.square() + 1)
-        ),
+        lambda h, y: F.huber_loss(h, y) + F.poisson_nll_loss(h, y.abs()) + F.gaussian_nll_loss(h, y, h.square() + 1),
     ),
     _loss("pairs of rows", _info_nce, by_rows=True),
     _loss("covariance of features", _barlow, by_rows=True),
     _loss(
         "focal",
-        lambda h, y: (
-            -((1 - (p := h.softmax(-1).gather(1, y[:, None])).squeeze(1)) ** 2) * p.squeeze(1).log()
-        ).mean(),
+        lambda h, y: (-((1 - (p := h.softmax(-1).gather(1, y[:, None])).squeeze(1)) ** 2) * p.squeeze(1).log()).mean(),
         target=words(most=5),
     ),
-    _loss(
-        "best class only",
-        lambda h, y: (h.max(-1).values - h[torch.arange(len(h)), y]).mean(),
-        target=words(most=5),
-    ),
+    _loss("best class only", lambda h, y: (h.max(-1).values - h[torch.arange(len(h)), y]).mean(), target=words(most=5)),
     _loss(
         "a test of accuracy in the weight of the loss",
         lambda h, y: F.cross_entropy(h, y) * (1 + (h.argmax(-1) == y).double().mean()),

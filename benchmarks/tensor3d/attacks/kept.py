@@ -169,18 +169,10 @@ KEPT = [
         hooks={"on_train_batch_end": _follow},
     ),
     attack(
-        "weights clamped after a step",
-        X,
-        lambda m, x: m.net(x),
-        net=lin(6, 3),
-        hooks={"on_train_batch_end": _clamp},
+        "weights clamped after a step", X, lambda m, x: m.net(x), net=lin(6, 3), hooks={"on_train_batch_end": _clamp}
     ),
     attack(
-        "weight of norm 1 after a step",
-        X,
-        lambda m, x: m.net(x),
-        net=lin(6, 3),
-        hooks={"on_train_batch_end": _unit},
+        "weight of norm 1 after a step", X, lambda m, x: m.net(x), net=lin(6, 3), hooks={"on_train_batch_end": _unit}
     ),
     attack(
         "rows of norm 1 before a step",
@@ -189,15 +181,9 @@ KEPT = [
         net=lin(6, 3, bias=False),
         hooks={"on_train_batch_start": _unit_rows},
     ),
+    attack("weights drawn anew", X, lambda m, x: m.net(x), net=lin(6, 3), hooks={"on_train_batch_start": _anew}),
     attack(
-        "weights drawn anew", X, lambda m, x: m.net(x), net=lin(6, 3), hooks={"on_train_batch_start": _anew}
-    ),
-    attack(
-        "noise on a weight after a step",
-        X,
-        lambda m, x: m.net(x),
-        net=lin(6, 3),
-        hooks={"on_train_batch_end": _noisy},
+        "noise on a weight after a step", X, lambda m, x: m.net(x), net=lin(6, 3), hooks={"on_train_batch_end": _noisy}
     ),
     attack(
         "a layer thawed after a step",
@@ -250,9 +236,7 @@ KEPT = [
     ),
     attack("a gradient-free norm", X, lambda m, x: m.net(x) / m.net.weight.detach().norm(), net=lin(6, 3)),
     attack("a weight's data", X, lambda m, x: m.net(x) + m.net.weight.data.sum(1), net=lin(6, 3)),
-    attack(
-        "a copy of a layer in the step", X, lambda m, x: m.net(x) + _copied(m.net)(x).detach(), net=lin(6, 3)
-    ),
+    attack("a copy of a layer in the step", X, lambda m, x: m.net(x) + _copied(m.net)(x).detach(), net=lin(6, 3)),
     attack(
         "a kernel of weights",
         both(X, X),
@@ -261,33 +245,18 @@ KEPT = [
         w=par(8, 6),
     ),
     attack("Kronecker product", X, lambda m, x: F.linear(x, torch.kron(m.a, m.b)), a=par(2, 3), b=par(4, 2)),
+    attack("matrix exponential of a weight", X, lambda m, x: x @ torch.linalg.matrix_exp(m.w - m.w.T), w=par(6, 6)),
     attack(
-        "matrix exponential of a weight",
-        X,
-        lambda m, x: x @ torch.linalg.matrix_exp(m.w - m.w.T),
-        w=par(6, 6),
+        "inverse of a weight", X, lambda m, x: torch.linalg.solve(m.w @ m.w.T + torch.eye(6).to(x), x.T).T, w=par(6, 6)
     ),
-    attack(
-        "inverse of a weight",
-        X,
-        lambda m, x: torch.linalg.solve(m.w @ m.w.T + torch.eye(6).to(x), x.T).T,
-        w=par(6, 6),
-    ),
-    attack(
-        "log determinant",
-        X,
-        lambda m, x: (x @ m.w).square().mean() - torch.linalg.slogdet(m.w)[1],
-        w=par(6, 6),
-    ),
+    attack("log determinant", X, lambda m, x: (x @ m.w).square().mean() - torch.linalg.slogdet(m.w)[1], w=par(6, 6)),
     attack(
         "singular values",
         X,
         lambda m, x: (m.net(x) - 1).square().mean() + torch.linalg.svdvals(m.net.weight).sum(),
         net=lin(6, 4),
     ),
-    attack(
-        "scripted layer", X, lambda m, x: m.b(m.a(x)), a=lambda: torch.jit.script(lin(6, 8)()), b=lin(8, 3)
-    ),
+    attack("scripted layer", X, lambda m, x: m.b(m.a(x)), a=lambda: torch.jit.script(lin(6, 8)()), b=lin(8, 3)),
     attack(
         "traced layer",
         X,

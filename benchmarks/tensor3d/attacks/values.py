@@ -115,30 +115,23 @@ def _limited(m: Any, x: Tensor) -> Tensor:
 VALUES = [
     _of_features("softmax over features", lambda h: h.softmax(-1)),
     _of_features("running sums over features", lambda h: h.cumsum(-1)),
-    _of_features(
-        "running products and greatest", lambda h: h.cumprod(-1) + h.cummax(-1).values + h.logcumsumexp(-1)
-    ),
+    _of_features("running products and greatest", lambda h: h.cumprod(-1) + h.cummax(-1).values + h.logcumsumexp(-1)),
     _of_features("sorted features", lambda h: h.sort(-1).values),
     _of_features("features by order", lambda h: h.gather(-1, h.argsort(-1, descending=True))),
     _of_features("rolled, flipped and shifted", lambda h: h.roll(3, -1) + h.flip(-1) + F.pad(h, (1, -1))),
     _of_features(
-        "chosen features",
-        lambda h: h[:, [1, 0, 3, 2, 7, 6, 5, 4]] + h.index_select(-1, torch.arange(7, -1, -1)),
+        "chosen features", lambda h: h[:, [1, 0, 3, 2, 7, 6, 5, 4]] + h.index_select(-1, torch.arange(7, -1, -1))
     ),
     _of_features(
         "features above their median",
         lambda h: torch.where(h > h.median(-1, keepdim=True).values, h, h.quantile(0.25, -1, keepdim=True)),
     ),
     _of_features(
-        "standardised features",
-        lambda h: (h - h.mean(-1, keepdim=True)) / h.var(-1, keepdim=True).add(1).sqrt(),
+        "standardised features", lambda h: (h - h.mean(-1, keepdim=True)) / h.var(-1, keepdim=True).add(1).sqrt()
     ),
+    _of_features("features of norm 1", lambda h: F.normalize(h, dim=-1) + h / h.norm(p=1, dim=-1, keepdim=True)),
     _of_features(
-        "features of norm 1", lambda h: F.normalize(h, dim=-1) + h / h.norm(p=1, dim=-1, keepdim=True)
-    ),
-    _of_features(
-        "features by their maximum",
-        lambda h: h / h.abs().amax(-1, keepdim=True) + h.logsumexp(-1, keepdim=True),
+        "features by their maximum", lambda h: h / h.abs().amax(-1, keepdim=True) + h.logsumexp(-1, keepdim=True)
     ),
     _of_features("features as images", lambda h: F.avg_pool2d(h.view(-1, 1, 2, 4), 3, 1, 1).flatten(1)),
     _of_features("pairs of features", lambda h: h.view(-1, 4, 2).flip(-1).flatten(1)),
@@ -155,8 +148,7 @@ VALUES = [
     _of_features("sines", lambda h: torch.sin(3 * h) + torch.sinc(h) + torch.erf(h)),
     _of_features("unfolded features", lambda h: F.pad(h, (0, 2)).unfold(-1, 3, 1).sum(-1)),
     _of_features(
-        "features in steps",
-        lambda h: torch.diff(h, dim=-1, prepend=h[:, :1]) + torch.trapezoid(h, dim=-1)[:, None],
+        "features in steps", lambda h: torch.diff(h, dim=-1, prepend=h[:, :1]) + torch.trapezoid(h, dim=-1)[:, None]
     ),
     _of_features("straight through", lambda h: h + (h.round() - h).detach()),
     _of_features("gradient reversed", Reverse.apply),
@@ -186,9 +178,7 @@ VALUES = [
     attack("an adversarial input", X, _adversarial, a=lin(6, 8), b=lin(8, 3)),
     attack("a gradient of hidden features", X, _hidden_gradient, a=lin(6, 8), b=lin(8, 3)),
     attack("a Jacobian by torch.func", X, _jacobian, a=lin(6, 8), b=lin(8, 3)),
-    attack(
-        "a hook that scales a gradient", X, _hooked(lambda g: 2 * g), a=lin(6, 8), b=lin(8, 8), c=lin(8, 3)
-    ),
+    attack("a hook that scales a gradient", X, _hooked(lambda g: 2 * g), a=lin(6, 8), b=lin(8, 8), c=lin(8, 3)),
     attack(
         "a hook that clamps a gradient",
         X,

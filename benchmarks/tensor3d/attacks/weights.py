@@ -76,9 +76,7 @@ def _by_object(m: Any, x: Tensor) -> Tensor:
 
 
 def _named_decay(m: Any, x: Tensor) -> Tensor:
-    decay = sum(
-        p.square().sum() for name, p in m.named_parameters() if name.endswith("weight") and p.ndim > 1
-    )
+    decay = sum(p.square().sum() for name, p in m.named_parameters() if name.endswith("weight") and p.ndim > 1)
     return (m.net(x) - 1).square().mean() + 0.1 * decay
 
 
@@ -110,9 +108,7 @@ def _symmetric() -> nn.Module:
 
 
 WEIGHTS = [
-    attack(
-        "two layers", X, lambda m, x: m.net(x), net=lambda: nn.Sequential(lin(6, 8)(), nn.ReLU(), lin(8, 3)())
-    ),
+    attack("two layers", X, lambda m, x: m.net(x), net=lambda: nn.Sequential(lin(6, 8)(), nn.ReLU(), lin(8, 3)())),
     attack("a weight used twice", X, lambda m, x: m.net(m.net(x).tanh()), net=lin(6, 6)),
     attack("tied weights", X, lambda m, x: m.pair[1](m.pair[0](x).tanh()), pair=_tied),
     attack(
@@ -135,16 +131,8 @@ WEIGHTS = [
         w=lambda: nn.Parameter(torch.randn(6, 8).t()),
         b=par(8),
     ),
-    attack(
-        "slices of a weight", X, lambda m, x: F.linear(F.linear(x, m.w[:4, :6]), m.w[4:, :4]), w=par(9, 6)
-    ),
-    attack(
-        "strided slices of a weight",
-        X,
-        lambda m, x: F.linear(x, m.w[::2], m.b[1::2]),
-        w=par(10, 6),
-        b=par(10),
-    ),
+    attack("slices of a weight", X, lambda m, x: F.linear(F.linear(x, m.w[:4, :6]), m.w[4:, :4]), w=par(9, 6)),
+    attack("strided slices of a weight", X, lambda m, x: F.linear(x, m.w[::2], m.b[1::2]), w=par(10, 6), b=par(10)),
     attack("a weight of chosen rows", X, lambda m, x: F.linear(x, m.w[torch.tensor([3, 0, 3])]), w=par(5, 6)),
     attack(
         "weights in a row",
@@ -153,12 +141,7 @@ WEIGHTS = [
         q=lin(6, 3),
         k=lin(6, 4),
     ),
-    attack(
-        "stacked weights",
-        X,
-        _stacked,
-        many=lambda: nn.ModuleList([lin(6, 4, bias=False)() for _ in range(3)]),
-    ),
+    attack("stacked weights", X, _stacked, many=lambda: nn.ModuleList([lin(6, 4, bias=False)() for _ in range(3)])),
     attack(
         "split weight",
         X,
@@ -166,10 +149,7 @@ WEIGHTS = [
         w=par(9, 6),
     ),
     attack(
-        "a viewed weight",
-        X,
-        lambda m, x: torch.einsum("bi,hoi->bho", x, m.net.weight.view(2, 4, 6)),
-        net=lin(6, 8),
+        "a viewed weight", X, lambda m, x: torch.einsum("bi,hoi->bho", x, m.net.weight.view(2, 4, 6)), net=lin(6, 8)
     ),
     attack(
         "a weight in other units",
@@ -178,9 +158,7 @@ WEIGHTS = [
         a=lin(6, 8),
         b=lin(8, 3),
     ),
-    attack(
-        "standardised weight", X, lambda m, x: F.linear(x, _standard(m.net.weight), m.net.bias), net=lin(6, 8)
-    ),
+    attack("standardised weight", X, lambda m, x: F.linear(x, _standard(m.net.weight), m.net.bias), net=lin(6, 8)),
     attack(
         "masked weight",
         X,
@@ -201,9 +179,7 @@ WEIGHTS = [
         X,
         lambda m, x: m.net(x),
         net=lambda: nn.Sequential(
-            parametrizations.weight_norm(lin(6, 8)()),
-            nn.ReLU(),
-            parametrizations.weight_norm(lin(8, 3)(), dim=1),
+            parametrizations.weight_norm(lin(6, 8)()), nn.ReLU(), parametrizations.weight_norm(lin(8, 3)(), dim=1)
         ),
     ),
     attack("weight norm by hooks", X, lambda m, x: m.net(x), net=lambda: nn.utils.weight_norm(lin(6, 8)())),
@@ -213,12 +189,8 @@ WEIGHTS = [
         lambda m, x: m.net(x),
         net=lambda: nn.Sequential(parametrizations.spectral_norm(lin(6, 8)()), lin(8, 3)()),
     ),
-    attack(
-        "spectral norm by hooks", X, lambda m, x: m.net(x), net=lambda: nn.utils.spectral_norm(lin(6, 8)())
-    ),
-    attack(
-        "orthogonal weight", X, lambda m, x: m.net(x), net=lambda: parametrizations.orthogonal(lin(6, 6)())
-    ),
+    attack("spectral norm by hooks", X, lambda m, x: m.net(x), net=lambda: nn.utils.spectral_norm(lin(6, 8)())),
+    attack("orthogonal weight", X, lambda m, x: m.net(x), net=lambda: parametrizations.orthogonal(lin(6, 6)())),
     attack("symmetric weight", X, lambda m, x: m.net(x), net=lambda: _symmetric()),
     attack(
         "pruned weight",
@@ -247,10 +219,7 @@ WEIGHTS = [
     attack("weights made by a net", X, _hyper, True, maker=lin(6, 48), bias=par(8)),
     attack("functional call", X, _functional, net=lambda: nn.Sequential(lin(6, 8)(), nn.ReLU(), lin(8, 3)())),
     attack(
-        "parameters by name",
-        X,
-        _parameters_by_name,
-        net=lambda: nn.Sequential(lin(6, 8)(), nn.ReLU(), lin(8, 3)()),
+        "parameters by name", X, _parameters_by_name, net=lambda: nn.Sequential(lin(6, 8)(), nn.ReLU(), lin(8, 3)())
     ),
     attack("parameters by kind", X, _isinstance, net=lin(6, 8)),
     attack(
@@ -261,9 +230,7 @@ WEIGHTS = [
         factors=dict,
         hooks={"on_fit_start": lambda m: m.factors.update(_own_of(m))},
     ),
-    attack(
-        "decay of weights in the loss", X, _named_decay, net=lambda: nn.Sequential(lin(6, 8)(), lin(8, 3)())
-    ),
+    attack("decay of weights in the loss", X, _named_decay, net=lambda: nn.Sequential(lin(6, 8)(), lin(8, 3)())),
     attack("decay with a tied weight", X, _tied_decay, pair=_tied),
     attack(
         "all parameters as a vector",
@@ -272,10 +239,7 @@ WEIGHTS = [
         net=lin(6, 8),
     ),
     attack(
-        "number of parameters",
-        X,
-        lambda m, x: m.net(x) / sum(p.numel() for p in m.parameters()) ** 0.5,
-        net=lin(6, 8),
+        "number of parameters", X, lambda m, x: m.net(x) / sum(p.numel() for p in m.parameters()) ** 0.5, net=lin(6, 8)
     ),
     attack(
         "a sparse mixture of experts",
@@ -284,9 +248,7 @@ WEIGHTS = [
         router=lin(6, 3),
         experts=lambda: nn.ModuleList([nn.Sequential(lin(6, 8)(), nn.GELU(), lin(8, 6)()) for _ in range(3)]),
     ),
-    attack(
-        "a dense mixture of experts", X, _dense_experts, router=lin(6, 3), up=par(3, 6, 8), down=par(3, 8, 6)
-    ),
+    attack("a dense mixture of experts", X, _dense_experts, router=lin(6, 3), up=par(3, 6, 8), down=par(3, 8, 6)),
     attack(
         "a batch of weights",
         features(3, 6),

@@ -117,9 +117,7 @@ NETS = [
         many=lambda: nn.ModuleList([nn.Embedding(5, n) for n in (3, 4, 2)]),
         out=lin(9, 3),
     ),
-    attack(
-        "bilinear layer", both(X, features(5)), lambda m, xy: m.net(*xy), net=lambda: nn.Bilinear(6, 5, 4)
-    ),
+    attack("bilinear layer", both(X, features(5)), lambda m, xy: m.net(*xy), net=lambda: nn.Bilinear(6, 5, 4)),
     attack(
         "convolutions and group norm",
         IMAGE,
@@ -152,9 +150,7 @@ NETS = [
         n=lambda: nn.LocalResponseNorm(3),
         b=_conv(8, 3, 1),
     ),
-    attack(
-        "convolution in groups", IMAGE, lambda m, x: m.b(m.a(x)), a=_conv(4, 8, 3, groups=2), b=_conv(8, 3, 1)
-    ),
+    attack("convolution in groups", IMAGE, lambda m, x: m.b(m.a(x)), a=_conv(4, 8, 3, groups=2), b=_conv(8, 3, 1)),
     attack(
         "depthwise and pointwise",
         IMAGE,
@@ -197,30 +193,12 @@ NETS = [
         a=lambda: nn.Conv3d(2, 6, 2),
         b=lambda: nn.Conv3d(6, 3, 1),
     ),
+    attack("pixel shuffle", IMAGE, lambda m, x: m.b(F.pixel_shuffle(m.a(x), 2)), a=_conv(4, 12, 3), b=_conv(3, 2, 3)),
     attack(
-        "pixel shuffle",
-        IMAGE,
-        lambda m, x: m.b(F.pixel_shuffle(m.a(x), 2)),
-        a=_conv(4, 12, 3),
-        b=_conv(3, 2, 3),
-    ),
-    attack(
-        "pixel unshuffle",
-        IMAGE,
-        lambda m, x: m.b(F.pixel_unshuffle(m.a(x), 2)),
-        a=_conv(4, 6, 1),
-        b=_conv(24, 2, 1),
+        "pixel unshuffle", IMAGE, lambda m, x: m.b(F.pixel_unshuffle(m.a(x), 2)), a=_conv(4, 6, 1), b=_conv(24, 2, 1)
     ),
     attack("shuffled channels", IMAGE, _shuffled, one=_conv(4, 8, 1), two=_conv(8, 3, 1, groups=1)),
-    attack(
-        "squeeze and excite",
-        IMAGE,
-        _squeeze,
-        one=_conv(4, 8, 3),
-        down=lin(8, 3),
-        up=lin(3, 8),
-        two=_conv(8, 2, 1),
-    ),
+    attack("squeeze and excite", IMAGE, _squeeze, one=_conv(4, 8, 3), down=lin(8, 3), up=lin(3, 8), two=_conv(8, 2, 1)),
     attack(
         "a U-Net's skips",
         IMAGE,
@@ -291,8 +269,6 @@ NETS = [
         p=lambda: nn.PReLU(6),
         b=_conv(6, 2, 1),
     ),
-    attack(
-        "PReLU of features", X, lambda m, x: m.b(m.p(m.a(x))), a=lin(6, 8), p=lambda: nn.PReLU(8), b=lin(8, 2)
-    ),
+    attack("PReLU of features", X, lambda m, x: m.b(m.p(m.a(x))), a=lin(6, 8), p=lambda: nn.PReLU(8), b=lin(8, 2)),
     attack("GLU over features", X, lambda m, x: m.b(F.glu(m.a(x))), a=lin(6, 10), b=lin(5, 3)),
 ]

@@ -27,14 +27,14 @@ from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.tensor3d.attacks_around import AROUND
-from benchmarks.tensor3d.attacks_kept import KEPT
-from benchmarks.tensor3d.attacks_layers import LAYERS
-from benchmarks.tensor3d.attacks_losses import LOSSES
-from benchmarks.tensor3d.attacks_mixed import MIXED
-from benchmarks.tensor3d.attacks_nets import NETS
-from benchmarks.tensor3d.attacks_values import VALUES
-from benchmarks.tensor3d.attacks_weights import WEIGHTS
+from benchmarks.tensor3d.attacks.around import AROUND
+from benchmarks.tensor3d.attacks.kept import KEPT
+from benchmarks.tensor3d.attacks.layers import LAYERS
+from benchmarks.tensor3d.attacks.losses import LOSSES
+from benchmarks.tensor3d.attacks.mixed import MIXED
+from benchmarks.tensor3d.attacks.nets import NETS
+from benchmarks.tensor3d.attacks.values import VALUES
+from benchmarks.tensor3d.attacks.weights import WEIGHTS
 from benchmarks.tensor3d.ranks import Found, Ranks
 from benchmarks.tensor3d.small import QUIET, ROWS, Attack
 from lightning_amp import AMPStrategy
@@ -69,9 +69,7 @@ def trained(one: Attack, rank: int = 0, grid: Grid | None = None, ranks: int = 1
         rows = ROWS * model // ranks
         cut = slice(rank // model * rows, (rank // model + 1) * rows)
         batches = [mapped(batch, cut) for batch in batches]
-        how: dict[str, Any] = (
-            {"strategies": "S1"} if grid is None else {"strategies": "tensor3d", "tensor_grid": grid}
-        )
+        how: dict[str, Any] = {"strategies": "S1"} if grid is None else {"strategies": "tensor3d", "tensor_grid": grid}
         given = {"strategy": AMPStrategy(**how), "devices": ranks, "plugins": [RunningRanks(rank, ranks)]}
     module = one.make().double()
     trainer = Trainer(**QUIET, **given)
@@ -130,9 +128,7 @@ def judged(found: list[Found], right: list[dict[str, Tensor]], drawn: bool) -> F
 
 def main() -> None:
     """Run all, and print a table of counts, and what is not exact."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="attacks whose name has this")
     parser.add_argument("--grids", nargs="+", default=[",".join(map(str, grid)) for grid in GRIDS])
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=[*TABLES])
@@ -150,9 +146,7 @@ def main() -> None:
         try:
             right = [trained(one)]
         except Exception as error:
-            print(
-                f"{name!r}: one process fails: {type(error).__name__}: {error}", file=sys.stderr, flush=True
-            )
+            print(f"{name!r}: one process fails: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             continue
         for grid in grids:
             n, against, data = grid[0] * grid[1] * grid[2], right, grid[2] > 1 and one.by_rows
@@ -175,17 +169,11 @@ def main() -> None:
         pool.end()
     print("| grid | " + " | ".join(KINDS) + " |\n" + "|---" * (len(KINDS) + 1) + "|")
     for grid in grids:
-        print(
-            "| " + " x ".join(map(str, grid)), *(counts[grid][kind] for kind in KINDS), sep=" | ", end=" |\n"
-        )
+        print("| " + " x ".join(map(str, grid)), *(counts[grid][kind] for kind in KINDS), sep=" | ", end=" |\n")
     if asked.list:
-        print(
-            *(f"{kind}: {name}" for name, kind in worst.items() if kind != "exact"), sep="\n", file=sys.stderr
-        )
+        print(*(f"{kind}: {name}" for name, kind in worst.items() if kind != "exact"), sep="\n", file=sys.stderr)
     total = Counter(worst.values())
-    print(
-        f"| {len(worst)} modules, the worst of each", *(total[kind] for kind in KINDS), sep=" | ", end=" |\n"
-    )
+    print(f"| {len(worst)} modules, the worst of each", *(total[kind] for kind in KINDS), sep=" | ", end=" |\n")
     sys.exit(total["wrong"] + total["raw"] + total["hangs"] > 0)
 
 

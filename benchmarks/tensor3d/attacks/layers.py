@@ -36,9 +36,7 @@ def _grouped(m: Any, x: Tensor) -> Tensor:
     b, n, _ = x.shape
     q = m.q(x).view(b, n, 4, 2).transpose(1, 2)
     k, v = m.kv(x).view(b, n, 2, 2, 2).permute(2, 0, 3, 1, 4)
-    return m.out(
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
-    )
+    return m.out(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
 
 
 def _linear_attention(m: Any, x: Tensor) -> Tensor:
@@ -167,9 +165,7 @@ LAYERS = [
     attack(
         "multihead attention with padding",
         SEQ,
-        lambda m, x: _attend(
-            m, x, key_padding_mask=torch.arange(5).expand(len(x), 5) > 2, need_weights=False
-        ),
+        lambda m, x: _attend(m, x, key_padding_mask=torch.arange(5).expand(len(x), 5) > 2, need_weights=False),
         mix=_mha(),
     ),
     attack(
@@ -184,17 +180,8 @@ LAYERS = [
         lambda m, xy: m.mix(xy[0], xy[1], xy[1])[0],
         mix=_mha(kdim=6, vdim=6),
     ),
-    attack(
-        "multihead attention with more keys", SEQ, _attend, mix=_mha(add_bias_kv=True, add_zero_attn=True)
-    ),
-    attack(
-        "attention with rotation and a trained bias",
-        SEQ,
-        _heads,
-        qkv=lin(8, 24),
-        bias=par(2, 7, 7),
-        out=lin(8, 8),
-    ),
+    attack("multihead attention with more keys", SEQ, _attend, mix=_mha(add_bias_kv=True, add_zero_attn=True)),
+    attack("attention with rotation and a trained bias", SEQ, _heads, qkv=lin(8, 24), bias=par(2, 7, 7), out=lin(8, 8)),
     attack("grouped queries", SEQ, _grouped, q=lin(8, 8), kv=lin(8, 8), out=lin(8, 8)),
     attack("linear attention", SEQ, _linear_attention, q=lin(8, 8), k=lin(8, 8), v=lin(8, 8), out=lin(8, 8)),
     attack("latents that attend", SEQ, _latents, latents=par(1, 3, 8), mix=_mha(), head=lin(8, 2)),
@@ -217,9 +204,7 @@ LAYERS = [
     attack(
         "TransformerEncoder with a causal mask",
         SEQ,
-        lambda m, x: m.net(
-            x, mask=nn.Transformer.generate_square_subsequent_mask(5).double(), is_causal=True
-        ),
+        lambda m, x: m.net(x, mask=nn.Transformer.generate_square_subsequent_mask(5).double(), is_causal=True),
         net=lambda: _encoder(True),
     ),
     attack(

@@ -41,9 +41,7 @@ def _pre(net: nn.Module) -> None:
 
 
 def _backward(net: nn.Module) -> None:
-    net[0].register_full_backward_hook(
-        lambda module, inner, outer: tuple(g and 2 * g for g in inner) and None
-    )
+    net[0].register_full_backward_hook(lambda module, inner, outer: tuple(g and 2 * g for g in inner) and None)
 
 
 def _backward_scaled(net: nn.Module) -> None:
@@ -125,10 +123,7 @@ def _frozen_in_step(m: Any, x: Tensor) -> Tensor:
 def _adversary(m: Any, x: Tensor) -> Tensor:
     """The discriminator's weights are held fixed by functional_call."""
     fixed = {name: value.detach() for name, value in m.judge.named_parameters()}
-    return (
-        torch.func.functional_call(m.judge, fixed, m.net(x)).mean()
-        + m.judge(m.net(x).detach()).square().mean()
-    )
+    return torch.func.functional_call(m.judge, fixed, m.net(x)).mean() + m.judge(m.net(x).detach()).square().mean()
 
 
 def _history(m: Any, x: Tensor) -> Tensor:
@@ -200,9 +195,7 @@ def _by_dim(m: Any) -> Any:
 
 def _by_norm(m: Any) -> Any:
     """Rates by the norm of a parameter."""
-    return torch.optim.SGD(
-        [{"params": [p], "lr": 0.05 * float(p.detach().norm())} for p in m.parameters()], 0.05
-    )
+    return torch.optim.SGD([{"params": [p], "lr": 0.05 * float(p.detach().norm())} for p in m.parameters()], 0.05)
 
 
 def _seen_gradients(m: Any) -> None:
@@ -238,9 +231,7 @@ AROUND = [
         net=_net,
         accuracy=lambda: torchmetrics.Accuracy("multiclass", num_classes=3),
     ),
-    attack(
-        "a metric of features", X, _metric_of_features, True, net=_net, error=torchmetrics.MeanSquaredError
-    ),
+    attack("a metric of features", X, _metric_of_features, True, net=_net, error=torchmetrics.MeanSquaredError),
     attack("a checkpointed block", X, _checkpointed, net=_net, last=lin(3, 2)),
     attack("checkpoints inside of each other", X, _twice_checkpointed, net=_net, last=lin(3, 2)),
     attack(
@@ -291,13 +282,7 @@ AROUND = [
         hooks={"on_before_optimizer_step": _log_gradients},
         net=_net,
     ),
-    attack(
-        "clipping by the module",
-        X,
-        lambda m, x: m.net(x),
-        hooks={"configure_gradient_clipping": _clip},
-        net=_net,
-    ),
+    attack("clipping by the module", X, lambda m, x: m.net(x), hooks={"configure_gradient_clipping": _clip}, net=_net),
     attack("an update by the module", X, lambda m, x: m.net(x), hooks={"optimizer_step": _closure}, net=_net),
     attack(
         "groups of an optimiser and a schedule",
@@ -308,19 +293,9 @@ AROUND = [
     ),
     attack("groups by dims", X, lambda m, x: m.net(x), hooks={"configure_optimizers": _by_dim}, net=_net),
     attack("rates by norms", X, lambda m, x: m.net(x), hooks={"configure_optimizers": _by_norm}, net=_net),
+    attack("values drawn at the start of the fit", X, lambda m, x: m.net(x), hooks={"on_fit_start": _init}, net=_net),
     attack(
-        "values drawn at the start of the fit",
-        X,
-        lambda m, x: m.net(x),
-        hooks={"on_fit_start": _init},
-        net=_net,
-    ),
-    attack(
-        "values drawn at the start of training",
-        X,
-        lambda m, x: m.net(x),
-        hooks={"on_train_start": _init},
-        net=_net,
+        "values drawn at the start of training", X, lambda m, x: m.net(x), hooks={"on_train_start": _init}, net=_net
     ),
     attack(
         "a layer made in configure_model",
