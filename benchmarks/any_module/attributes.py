@@ -157,7 +157,7 @@ def amp(name: str, **options: Any) -> int:
                 found[0].__exit__(None, None, None)
 
     trainer = Trainer(
-        strategy=AMPStrategy(device_memory="1KiB", unfit="train", **options),
+        strategy=AMPStrategy(device_memory="1KiB", on_predicted_oom="warn", **options),
         max_epochs=1,
         callbacks=[Tracked()],
         accelerator="cpu",

@@ -26,7 +26,7 @@ from benchmarks.side_by_side.plans import plan_of
 from benchmarks.side_by_side.training import Training
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.footprint.target_device import settings_of
-from lightning_amp.planning.reports.table import table
+from lightning_amp.text_table import table
 
 ANCHORS, WINDOW, DIM = 5400, 640, 128
 CELLS = (8, 256)

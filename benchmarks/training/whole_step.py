@@ -27,9 +27,9 @@ from typing import Any
 
 from benchmarks.page import ROOT, origin, paragraph, read_part, write_part
 from benchmarks.page import table as markdown
-from lightning_amp.planning.reports.table import table
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_seconds
+from lightning_amp.text_table import table
 
 WARM_UP, STEPS, ROUNDS = 4, 12, 3
 ONE: dict[str, dict[str, Any] | str] = {
