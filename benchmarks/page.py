@@ -36,6 +36,12 @@ def paragraph(text: str) -> Iterator[str]:
     yield ""
 
 
+def empty_part(name: str) -> list[str]:
+    """The two markers, for a page that is written anew."""
+    begin, end = _markers(name)
+    return [begin, "", end, ""]
+
+
 def write_part(page: Path, name: str, lines: Iterable[str]) -> None:
     """Put lines in the place of those between the markers.
 

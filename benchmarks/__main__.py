@@ -1,0 +1,53 @@
+"""List the benchmarks, or run one.
+
+    python -m benchmarks [--list]
+    python -m benchmarks NAME [ARGUMENTS]      the same as python -m benchmarks.NAME [ARGUMENTS]
+
+A benchmark is a module with a `main` that is called when it runs, such as `tensor3d.exactness`. The list has its name
+and the first sentence of its docstring; `python -m benchmarks NAME --help` has the rest.
+"""
+
+import ast
+import difflib
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import fill
+
+FOLDER = Path(__file__).resolve().parent
+WIDTH = 88
+
+
+def found() -> Iterator[tuple[str, str]]:
+    """Yield the name and the first sentence of every benchmark, in the order of names."""
+    for path in sorted(FOLDER.rglob("*.py")):
+        module = ast.parse(path.read_text())
+        runs = any(isinstance(part, ast.If) and "__main__" in ast.unparse(part.test) for part in module.body)
+        if runs and path.parent != FOLDER:
+            parts = path.relative_to(FOLDER).with_suffix("").parts
+            name = ".".join(part for part in parts if part != "__main__")
+            yield name, " ".join((ast.get_docstring(module) or "").split("\n\n")[0].split())
+
+
+def main() -> None:
+    """List, or run; a name that is not known ends with status 2 and the nearest names."""
+    known, given = dict(found()), sys.argv[1:]
+    if given in ([], ["--list"]):
+        for name, about in known.items():
+            print(fill(f"{name:<26} {about}", WIDTH, subsequent_indent=" " * 27))
+        return
+    if given[0] in ("-h", "--help"):
+        print((__doc__ or "").strip())
+        return
+    name, sys.argv = given[0], sys.argv[1:]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "--list shows them"
+        print(f"no benchmark is called {name!r}: {hint}", file=sys.stderr)
+        sys.exit(2)
+    runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What replay of operators makes of modules whose parts are attributes, functions and lists."""

@@ -1,0 +1,1 @@
+"""Harmless-looking modules by what they do, each trained on grids of ranks."""
