@@ -10,7 +10,17 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Net(pl.LightningModule):
-    """Trained by Adam."""
+    """Trained by Adam.
+
+    Attributes:
+        losses: Of all steps, where `keep` is set.
+    """
+
+    keep = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses = list[Tensor]()
 
     def loss(self, batch: Any) -> Tensor:
         """The loss of a batch."""
@@ -18,7 +28,10 @@ class Net(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The loss."""
-        return self.loss(batch)
+        loss = self.loss(batch)
+        if self.keep:
+            self.losses.append(loss.detach().clone())
+        return loss
 
     def configure_optimizers(self) -> Any:
         """Adam, also of what is on the device meta."""

@@ -52,6 +52,21 @@ def write_part(page: Path, name: str, lines: Iterable[str]) -> None:
     page.write_text("\n".join([before, "", *lines]).rstrip() + f"\n\n{after}")
 
 
+def write_as_it_grows(
+    page: Path, name: str, first: str, header: list[str], rows: Iterable[list[str]], *, write: bool
+) -> None:
+    """Print a paragraph and a table; with `write` the page has them after every row, as far as they are known."""
+    if write:
+        # a page without markers is refused before anything is measured
+        read_part(page, name)
+    lines, known = list(paragraph(first)), list[list[str]]()
+    for row in rows:
+        known.append(row)
+        if write:
+            write_part(page, name, [*lines, *table(header, known)])
+    print("\n".join([*lines, *table(header, known)]))
+
+
 def read_part(page: Path, name: str) -> list[str]:
     """The lines between the markers; none where there is no such page.
 

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 
 from benchmarks.any_module.by_hand import lines_of
 from benchmarks.any_module.one_run import Found, Wanted, run
-from benchmarks.page import ROOT, origin, paragraph, read_part, table, write_part
+from benchmarks.page import ROOT, origin, write_as_it_grows
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_bytes, format_seconds
 from tests.any_module import NAMES
@@ -118,15 +118,9 @@ def main() -> None:
     names, absent = available(asked.only or list(QUICK if asked.quick else NAMES))
     if absent:
         print(f"left out, for they need the package transformers: {', '.join(absent)}")
-    if asked.write:
-        read_part(PAGE, PART)  # a page without markers is refused before anything is measured
     command = f"python -m benchmarks.any_module{' --quick' * asked.quick} --write"
-    lines, rows = list(paragraph(f"{origin(command)} Bytes of the second step; the most of any rank.")), []
-    for row in peer_rows(names, quick=asked.quick):
-        rows.append(row)
-        if asked.write:
-            write_part(PAGE, PART, [*lines, *table(HEADER, rows)])
-    print("\n".join([*lines, *table(HEADER, rows)]))
+    first = f"{origin(command)} Bytes of the second step; the most of any rank."
+    write_as_it_grows(PAGE, PART, first, HEADER, peer_rows(names, quick=asked.quick), write=asked.write)
 
 
 if __name__ == "__main__":

@@ -26,11 +26,12 @@ from torch import nn
 
 from benchmarks.chunks.measure import memory_profile, most_allocated
 from benchmarks.page import ROOT, origin, paragraph, table, write_part
-from benchmarks.replay.models import MODELS, Residual, Rotary
+from benchmarks.replay.models import MODELS
 from benchmarks.training.whole_step import QUIET
 from lightning_amp import AMPStrategy
 from lightning_amp.quantities import format_bytes
 from tests.any_module import Meter
+from tests.techniques.replay.models import Residual, Rotary
 
 HEADER = ["module", "by", "peak", "share of plain", "lines of code"]
 SHARES = (0.5, 0.0)

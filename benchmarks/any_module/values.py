@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.any_module.value_models import MODELS
-from benchmarks.page import ROOT, origin, paragraph, read_part, table, write_part
+from benchmarks.page import ROOT, origin, write_as_it_grows
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import AmpError
 from lightning_amp.planning.plan.plan import Plan
@@ -128,18 +128,11 @@ def main() -> None:
     absent = [name for name in names if MODELS[name][1] and find_spec(MODELS[name][1]) is None]
     if absent:
         print(f"left out, for their packages are not there: {', '.join(absent)}")
-    if asked.write:
-        # a page without markers is refused before anything is measured
-        read_part(PAGE, PART)
     command = f"python -m benchmarks.any_module.values{' --quick' * asked.quick} --write"
-    lines, rows = list(paragraph(f"{origin(command)} Bytes of the second of {STEPS} steps.")), list[list[str]]()
-    for name in names:
-        if name not in absent:
-            for row in rows_of(name, SHARES[1:2] if asked.quick else SHARES):
-                rows.append(row)
-                if asked.write:
-                    write_part(PAGE, PART, [*lines, *table(HEADER, rows)])
-    print("\n".join([*lines, *table(HEADER, rows)]))
+    shares = SHARES[1:2] if asked.quick else SHARES
+    rows = (row for name in names if name not in absent for row in rows_of(name, shares))
+    first = f"{origin(command)} Bytes of the second of {STEPS} steps."
+    write_as_it_grows(PAGE, PART, first, HEADER, rows, write=asked.write)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from benchmarks.domain.models import GPT, Neighbours, Net, Points, Translate, UNet, ViT
+from benchmarks.domain.models import GPT, Neighbours, Points, Translate, UNet
+from benchmarks.models import Net, ViT
 from lightning_amp.dist.splits import MeshAxis
 from lightning_amp.techniques.sequence.install import install
 from lightning_amp.techniques.sequence.row import SequenceParallel

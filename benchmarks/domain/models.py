@@ -3,15 +3,11 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-class Net(pl.LightningModule):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters())
+from benchmarks.models import Net, ViT
 
 
 class Causal(nn.Module):
@@ -42,27 +38,6 @@ class GPT(Net):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = self.blocks(self.embed(batch) + self.positions)
         return F.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
-
-
-class ViT(Net):
-    """Full attention over patches of an image, or of a volume."""
-
-    def __init__(self, side: int, dim: int = 64, depth: int = 4, patch: int = 4, dims: int = 2, heads: int = 4) -> None:
-        super().__init__()
-        self.patch = (nn.Conv2d if dims == 2 else nn.Conv3d)(3, dim, patch, patch)
-        self.positions = nn.Parameter(torch.zeros(1, dim, *[side // patch] * dims))
-        layer = {"dropout": 0.0, "batch_first": True, "norm_first": True}
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(dim, heads, 4 * dim, **layer)  # type: ignore[arg-type]
-            for _ in range(depth)
-        )
-        self.head = nn.Linear(dim, 1)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = (self.patch(batch) + self.positions).flatten(2).transpose(1, 2)
-        for block in self.blocks:
-            x = block(x)
-        return (self.head(x.mean(1)) - 1).square().mean()
 
 
 class UNet(Net):

@@ -12,42 +12,10 @@ of GB200.
 import argparse
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import torch
-
-from benchmarks.domain.models import ViT
+from benchmarks.domain.paper import counted
 from benchmarks.page import table
-from lightning_amp.costs.device_rates import rates_for
-from lightning_amp.footprint.inner_run import BY_ITSELF
-from lightning_amp.lightning.profiling.dry_steps import DrySteps
-from lightning_amp.lightning.profiling.step_of_module import StepOfModule
-from lightning_amp.planning.modules.candidates import as_it_is
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.sequence.row import SequenceParallel
-
-H100 = rates_for("H100", products="tf32").on_nodes_of(16)
-
-
-def counted(side: int, dims: int, ranks: int) -> dict[str, Any]:
-    """Seconds, peak and bytes sent of rank 0; parameters and the batch are on the device "meta"."""
-    with torch.device("meta"):
-        module, batch = ViT(side, 768, 16, 16, dims, 12), torch.empty(1, 3, *[side] * dims)
-    return step_of(module, batch, "batch:2", ranks)
-
-
-def step_of(module: Any, batch: torch.Tensor, dims: str, ranks: int) -> dict[str, Any]:
-    """The same of any module whose batch is split."""
-    steps = DrySteps("sequence", SequenceParallel(dims=dims), ranks) if ranks > 1 else None
-    step = StepOfModule(module, lambda: batch, around=BY_ITSELF, steps=steps)
-    seen = step.profiled(H100)
-    return {
-        "seconds": as_it_is(seen, 1).seconds,
-        "peak": seen.profile.peak_bytes,
-        "activations": max(moment.by_kind["activations"] for moment in seen.profile.timeline),
-        "sent": sum(one.n_bytes for one in steps.sent) if steps is not None else 0,
-    }
-
 
 HEADER = ["one sample", "ranks", "a step", "faster than 1 rank", "peak of a rank", "sent by a rank"]
 

@@ -21,7 +21,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from benchmarks.domain.models import GPT, Net, Points, UNet, ViT
+from benchmarks.domain.models import GPT, Points, UNet
+from benchmarks.models import Net, ViT
 from lightning_amp.dist.splits import MeshAxis
 from lightning_amp.techniques.sequence.install import install
 from lightning_amp.techniques.sequence.row import SequenceParallel

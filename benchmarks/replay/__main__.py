@@ -18,12 +18,13 @@ import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from benchmarks.replay.models import MODELS, Trained
+from benchmarks.replay.models import MODELS
 from benchmarks.training.whole_step import QUIET
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import AmpError
 from lightning_amp.quantities import format_bytes
 from tests.any_module import Meter
+from tests.techniques.replay.models import Trained, difference
 
 STEPS = 3
 
@@ -72,12 +73,6 @@ def fit(name: str, strategy: Any, *, steps: int, double: bool = False, **options
     return module, meter, getattr(trainer.strategy, "plan", None)
 
 
-def difference(one: Trained, other: Trained) -> float:
-    """The largest of a parameter or buffer."""
-    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
-    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
-
-
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -93,7 +88,7 @@ def main() -> None:
         exact = fit(name, "auto", steps=STEPS, double=True)[0]
         for share in (None, *asked.shares, 0.0):
             memory = {} if share is None else {"device_memory": int(share * plain.peak) or "1KiB"}
-            options = {"strategies": "replay", "unfit": "refuse" if share else "train", **memory}
+            options = {"strategies": "replay", "on_predicted_oom": "refuse" if share else "warn", **memory}
             try:
                 _, meter, plan = fit(name, AMPStrategy(**options), steps=asked.steps)
             except AmpError as error:

@@ -12,12 +12,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from benchmarks.decoders import flops
 from benchmarks.page import read_part, write_part
 from benchmarks.side_by_side.fresh_process import matmul_rate, measure_all
 from benchmarks.side_by_side.goals import Goal, Results, goals
 from benchmarks.side_by_side.pictures import draw_all
 from benchmarks.side_by_side.report import document
-from benchmarks.side_by_side.simulated import flops, simulate_all
+from benchmarks.side_by_side.simulated import simulate_all
 from benchmarks.side_by_side.suite import FULL, QUICK, Suite
 
 DOCUMENT = "benchmarks.md"

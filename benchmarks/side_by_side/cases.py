@@ -6,48 +6,12 @@ Legend: N anchors, K strata, B cells in a step over all ranks, D channels, w anc
 import json
 from dataclasses import asdict, dataclass, field, replace
 
-from lightning_amp.costs.model_shape import WINDOW_PER_STRATUM, DecoderShape
+from benchmarks.decoders import Size
 
 OURS = ("S4", "fused", "sparse", "stream")
 """Strategies of our rows on one device."""
 PAPER = ("S2", "S3", "S4", "S5")
 """Strategies of the policy `paper` beside S1 where its budget is exceeded; S2 and S5 need ranks."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Size:
-    """A decoder and its batch.
-
-    Attributes:
-        anchors: N.
-        strata: K.
-        cells: B, over all ranks.
-        dim: D.
-        window: w; HiGLUE's default of 20 K if 0.
-        features: Features of every stratum; those of one chromosome, N - k, if 0.
-    """
-
-    anchors: int
-    strata: int
-    cells: int
-    dim: int = 128
-    window: int = 0
-    features: int = 0
-
-    def decoder(self) -> DecoderShape:
-        """The decoder."""
-        return DecoderShape(
-            fqn="decoder",
-            anchors=self.anchors,
-            dim=self.dim,
-            features=tuple(self.features or self.anchors - k for k in range(self.strata)),
-            distances=tuple(range(self.strata)),
-            attention=True,
-            window=self.window or WINDOW_PER_STRATUM * self.strata,
-        )
-
-    def __str__(self) -> str:
-        return f"N {self.anchors:,}, K {self.strata}, B {self.cells}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

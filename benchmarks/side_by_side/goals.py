@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from benchmarks.side_by_side.cases import EAGER, OURS_ALONE, OURS_NODES, OURS_STRATA, PAPER_FORM, Case, Method, Size
+from benchmarks.decoders import Size
+from benchmarks.side_by_side.cases import EAGER, OURS_ALONE, OURS_NODES, OURS_STRATA, PAPER_FORM, Case, Method
 from benchmarks.side_by_side.fresh_process import Measured
 from benchmarks.side_by_side.simulated import Simulated
 from benchmarks.side_by_side.suite import PAPER_GPUS, Suite

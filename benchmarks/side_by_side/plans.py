@@ -2,15 +2,14 @@
 
 from dataclasses import replace
 
+from benchmarks.decoders import in_forms
 from benchmarks.side_by_side.cases import Case
 from benchmarks.side_by_side.subject import subject_of
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.costs.model_shape import profile_of_module
-from lightning_amp.costs.rule import Spec
 from lightning_amp.installing.describe_module import describe
-from lightning_amp.planning.plan.plan import Axes, Plan
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.techniques.hic.rows import ChunkedAttention, HiddenParallel
 
 
 def plan_of(case: Case, *, launched: bool = False) -> Plan:
@@ -37,15 +36,3 @@ def plan_of(case: Case, *, launched: bool = False) -> Plan:
         rates=replace(CPU_CORE, launches=launched),
     )
     return in_forms(made, ["retain"]) if case.method.retain else made
-
-
-def in_forms(usual: Plan, forms: list[str]) -> Plan:
-    """A plan with the forms "retain" and "gather" of its rules."""
-
-    def form(spec: Spec) -> Spec:
-        if isinstance(spec, ChunkedAttention):
-            return replace(spec, retain="retain" in forms)
-        return replace(spec, gather="gather" in forms) if isinstance(spec, HiddenParallel) else spec
-
-    rules = tuple(replace(rule, spec=form(rule.spec)) for rule in usual.rules)
-    return replace(usual, rules=rules, axes=Axes.of(usual.strategies, (rule.spec for rule in rules)))

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from benchmarks.decoders import Size
 from benchmarks.page import empty_part, origin, paragraph, table
 from benchmarks.side_by_side import pictures
-from benchmarks.side_by_side.cases import EAGER, OURS, OURS_ALONE, Case, Size
+from benchmarks.side_by_side.cases import EAGER, OURS, OURS_ALONE, Case
 from benchmarks.side_by_side.fresh_process import Measured
 from benchmarks.side_by_side.goals import Results, goals
 from benchmarks.side_by_side.simulated import Simulated

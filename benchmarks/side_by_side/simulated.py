@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.side_by_side.cases import Case, Size
+from benchmarks.side_by_side.cases import Case
 from benchmarks.side_by_side.plans import plan_of
 from benchmarks.side_by_side.subject import subject_of
 from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.footprint.module_profile import ACTIVATIONS, TEMPORARIES
 from lightning_amp.quantities import format_bytes
 from lightning_amp.simulation.measured_step import RankResult
-from lightning_amp.simulation.models_without_values import DecoderAlone
 from lightning_amp.simulation.simulate import simulate
 
 
@@ -79,15 +77,3 @@ def _found(case: Case, future: Future[Simulated]) -> Simulated | str:
 
 def _one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def flops(size: Size) -> int:
-    """FLOP of the products of matrices in one step of the eager decoder."""
-    with torch.device("meta"):
-        module = DecoderAlone(size.decoder())
-        u, v = (torch.empty(n, size.dim, requires_grad=True) for n in (size.cells, size.anchors))
-        x = torch.empty(size.cells, sum(size.decoder().features))
-        cells = {"batch": torch.empty(size.cells, dtype=torch.int64), "library": torch.empty(size.cells, 1)}
-        with FlopCounterMode(display=False) as counter:
-            module.decoder(u, v, x=x, **cells).backward()
-    return counter.get_total_flops()

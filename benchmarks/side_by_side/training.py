@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.side_by_side.cases import Case, Size
+from benchmarks.decoders import Size
+from benchmarks.side_by_side.cases import Case
 from benchmarks.side_by_side.package_attention import use_package
 from lightning_amp.installing.install import install
 from lightning_amp.models.decoders.stratified import StratifiedDecoder

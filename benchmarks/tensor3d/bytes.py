@@ -30,7 +30,8 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.tensor3d.models import GPT, MLP, Net, UNet
+from benchmarks.models import GPT, Net, UNet
+from benchmarks.tensor3d.models import MLP
 from benchmarks.tensor3d.ranks import Ranks
 from benchmarks.tensor3d.small import QUIET
 from lightning_amp import AMPStrategy

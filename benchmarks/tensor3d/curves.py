@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.tensor3d.models import GPT, Net, UNet
+from benchmarks.models import GPT, Net, UNet
 from benchmarks.tensor3d.ranks import Ranks
 from benchmarks.tensor3d.small import QUIET
 from lightning_amp import AMPStrategy

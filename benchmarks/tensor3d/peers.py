@@ -32,8 +32,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
+from benchmarks.models import Net
 from benchmarks.tensor3d.bytes import sent_by
-from benchmarks.tensor3d.models import Net
 from benchmarks.tensor3d.ranks import Ranks
 from benchmarks.tensor3d.small import QUIET
 from lightning_amp import AMPStrategy

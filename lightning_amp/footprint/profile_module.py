@@ -22,7 +22,14 @@ from lightning_amp._torch import has_no_values
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.bounded_step import StepOverBudget, of_transform, users_line, why_values
-from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data, fake_batch, length_of, own_tensors, resized
+from lightning_amp.footprint.copies.fake_copy import (
+    copy_of,
+    copy_of_data,
+    fake_batch,
+    length_of,
+    resized,
+    tensors_of_all,
+)
 from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.footprint.copies.noted_values import Answers, NoteTaker
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
@@ -55,7 +62,7 @@ def profile_module(
 
 def lacks_values(module: LightningModule) -> bool:
     """Whether tensors of a module have no values, as on the device "meta"."""
-    return any(has_no_values(tensor) for child in module.modules() for tensor in own_tensors(child))
+    return any(has_no_values(tensor) for tensor in tensors_of_all(module))
 
 
 def profile_of(found: StepRecorder, lives: Sequence[Life], reason: str, rows: int | None) -> ModuleProfile:

@@ -8,6 +8,9 @@ from numpy.typing import NDArray
 
 from lightning_amp.figures import GREY, PALETTE, new_figure, save_figure
 
+NEAR = (0.9, 1.1)
+"""Expected contacts over measured ones at a distance that count as right."""
+
 
 def draw_decay(
     path: Path, distances: Sequence[float], expected: NDArray[np.float64], measured: NDArray[np.float64]
@@ -20,7 +23,7 @@ def draw_decay(
     left.set(yscale="log", xlabel="distance (Mb)", ylabel="contacts of a cell, mean")
     left.legend(frameon=False)
     some = measured > 0
-    right.axhspan(0.9, 1.1, color="#e6e6e6", label="within 10 %")
+    right.axhspan(*NEAR, color="#e6e6e6", label="within 10 %")
     right.axhline(1, color=GREY, lw=0.8)
     right.plot(np.asarray(distances)[some], expected[some] / measured[some], "o-", color=PALETTE[2], ms=4)
     right.set(xlabel="distance (Mb)", ylabel="expected / measured")

@@ -17,7 +17,7 @@ from lightning_amp.data.loading.datamodule import HIC, SingleCellDataModule
 from lightning_amp.lightning.callbacks.predictions import draw_cells, draw_maps
 from lightning_amp.models.draw_losses import draw_losses
 from lightning_amp.models.glue import GLUE
-from lightning_amp.report.draw_decay import draw_decay
+from lightning_amp.report.draw_decay import NEAR, draw_decay
 from lightning_amp.report.find_run import Run
 from lightning_amp.report.measures import (
     adjusted_rand,
@@ -31,8 +31,6 @@ from lightning_amp.report.measures import (
 
 MOST_CELLS, MOST_MAPS, MOST_TYPES = 2_000, 400, 6
 """Most cells of a modality that are measured, most cells whose contacts are imputed, and most types that are drawn."""
-NEAR = (0.9, 1.1)
-"""Expected contacts over measured ones at a distance that count as right."""
 ALIKE = 0.02
 """A value counts as good as the baseline's if it is not lower by more."""
 Contacts = NDArray[np.floating]

@@ -10,7 +10,8 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.tensor3d.small import attack, both, buf, features, lin, words
+from benchmarks.tensor3d.small import attack
+from tests.techniques.tensor3d.odd_modules import both, buf, dictionary, features, lin, look, queue, words
 
 X = features(6)
 
@@ -134,28 +135,8 @@ def _history(m: Any, x: Tensor) -> Tensor:
     return (h - old - 1).square().mean()
 
 
-def _queue(m: Any, x: Tensor) -> Tensor:
-    """A queue of features, written in place."""
-    h = m.net(x)
-    found = h @ m.queue.clone().T
-    m.queue[: len(h)] = h.detach()
-    return found
-
-
 def _nothing(m: Any, x: Tensor) -> Tensor:
     return m.net(x) if len(m.losses) != 1 else m.net(x) * 0
-
-
-def _dictionary(m: Any, batch: Any, batch_idx: int) -> Any:
-    found = m.net(batch)
-    loss = (found - 1).square().mean()
-    m.losses.append(loss.detach().clone())
-    return {"loss": loss, "hidden": found, "weight": m.net[0].weight.detach().clone()}
-
-
-def _look(m: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-    m.log("hidden", outputs["hidden"].square().sum(), sync_dist=True, reduce_fx="mean")
-    m.log("seen", outputs["weight"].square().sum())
 
 
 def _scaled(m: Any, optimizer: Any) -> None:
@@ -251,14 +232,14 @@ AROUND = [
     attack("a layer frozen in the step", X, _frozen_in_step, net=_net),
     attack("an adversary held fixed", X, _adversary, net=_net, judge=lin(3, 1)),
     attack("features of the step before", X, _history, True, net=_net, before=lambda: None),
-    attack("a queue of features", X, _queue, True, net=_net, queue=buf(5, 3)),
+    attack("a queue of features", X, queue, True, net=_net, queue=buf(5, 3)),
     attack("a step without a gradient", X, _nothing, net=_net),
     attack(
         "a step that returns a dictionary",
         X,
         lambda m, x: x,
         True,
-        hooks={"training_step": _dictionary, "on_train_batch_end": _look},
+        hooks={"training_step": dictionary, "on_train_batch_end": look},
         net=_net,
     ),
     attack(

@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.tensor3d.small import attack, both, features, lin, par
+from benchmarks.tensor3d.small import attack
+from tests.techniques.tensor3d.odd_modules import both, features, lin, par
+from tests.techniques.tensor3d.odd_networks import heads
 
 X, SEQ, IMAGE = features(6), features(5, 8), features(4, 8, 6)
 
@@ -17,19 +19,6 @@ def _mask(n: int) -> Tensor:
 
 def _attend(m: Any, x: Tensor, **given: Any) -> Tensor:
     return m.mix(x, x, x, **given)[0]
-
-
-def _rotary(x: Tensor) -> Tensor:
-    n, d = x.shape[-2:]
-    at = torch.arange(n, dtype=x.dtype)[:, None] * 0.3 ** torch.arange(d // 2, dtype=x.dtype)
-    turn = torch.polar(torch.ones_like(at), at)
-    return torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], d // 2, 2)) * turn).flatten(-2)
-
-
-def _heads(m: Any, x: Tensor) -> Tensor:
-    q, k, v = m.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-    score = (_rotary(q) @ _rotary(k).mT) / 2 + m.bias[:, : x.shape[1], : x.shape[1]]
-    return m.out((score.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
 def _grouped(m: Any, x: Tensor) -> Tensor:
@@ -181,7 +170,7 @@ LAYERS = [
         mix=_mha(kdim=6, vdim=6),
     ),
     attack("multihead attention with more keys", SEQ, _attend, mix=_mha(add_bias_kv=True, add_zero_attn=True)),
-    attack("attention with rotation and a trained bias", SEQ, _heads, qkv=lin(8, 24), bias=par(2, 7, 7), out=lin(8, 8)),
+    attack("attention with rotation and a trained bias", SEQ, heads, qkv=lin(8, 24), bias=par(2, 7, 7), out=lin(8, 8)),
     attack("grouped queries", SEQ, _grouped, q=lin(8, 8), kv=lin(8, 8), out=lin(8, 8)),
     attack("linear attention", SEQ, _linear_attention, q=lin(8, 8), k=lin(8, 8), v=lin(8, 8), out=lin(8, 8)),
     attack("latents that attend", SEQ, _latents, latents=par(1, 3, 8), mix=_mha(), head=lin(8, 2)),

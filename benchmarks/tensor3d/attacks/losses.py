@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.tensor3d.small import Attack, attack, both, features, lin, par, words
+from benchmarks.tensor3d.small import Attack, attack
+from tests.techniques.tensor3d.odd_modules import both, features, lin, par, words
+from tests.techniques.tensor3d.odd_networks import written
 
 X, SEQ = features(6), features(5, 8)
 
@@ -39,14 +41,6 @@ def _mixture(m: Any, x: Tensor) -> Tensor:
 
 def _gumbel(m: Any, x: Tensor) -> Tensor:
     return m.b(F.gumbel_softmax(m.a(x), hard=True))
-
-
-def _written(m: Any, x: Tensor) -> Tensor:
-    h = m.a(x).clone()
-    h[:, 2] = 0
-    h[:, 3:5] *= 2
-    h[h > 1] = 0.5
-    return m.b(h)
 
 
 def _in_place(m: Any, x: Tensor) -> Tensor:
@@ -117,7 +111,7 @@ LOSSES = [
     attack("a factorisation machine", X, _factors, w=par(6, 1), v=par(6, 4)),
     attack("a mixture density", X, _mixture, a=lin(6, 12)),
     attack("a hard choice", X, _gumbel, drawn=True, a=lin(6, 8), b=lin(8, 3)),
-    attack("written features", X, _written, a=lin(6, 8), b=lin(8, 3)),
+    attack("written features", X, written, a=lin(6, 8), b=lin(8, 3)),
     attack("operators in place", X, _in_place, a=lin(6, 8), b=lin(8, 3), c=lin(6, 8)),
     attack("complex features", X, _complex, a=lin(6, 8), b=lin(8, 3), c=lin(6, 8)),
     attack("a conjugate kernel", X, _conjugate, a=lin(6, 8), w=par(8, 2), b=lin(8, 3)),

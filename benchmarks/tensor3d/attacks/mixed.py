@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.tensor3d.small import attack, both, buf, features, lin, par
+from benchmarks.tensor3d.small import attack
+from tests.techniques.tensor3d.odd_modules import both, buf, features, lin, par
+from tests.techniques.tensor3d.odd_networks import message
 
 X, SEQ, IMAGE = features(6), features(5, 8), features(4, 8, 6)
 
@@ -22,13 +24,6 @@ def _attend(m: Any, x: Tensor, **given: Any) -> Tensor:
 def _mixer(m: Any, x: Tensor) -> Tensor:
     x = x + m.over_tokens(m.first(x).mT).mT
     return x + m.over_features(m.second(x))
-
-
-def _message(m: Any, x: Tensor) -> Tensor:
-    """A step of a graph net with edges between the tokens of each row."""
-    source, target = torch.tensor([0, 1, 2, 3, 4, 0]), torch.tensor([1, 2, 3, 4, 0, 2])
-    sent = m.edge(torch.cat([x[:, source], x[:, target]], -1)).relu()
-    return m.node(torch.zeros_like(sent[:, :5]).index_add(1, target, sent))
 
 
 def _scattered(m: Any, x: Tensor) -> Tensor:
@@ -107,7 +102,7 @@ MIXED = [
         a=lin(6, 8),
         b=lin(8, 5),
     ),
-    attack("messages on a graph", SEQ, _message, edge=lin(16, 8), node=lin(8, 3)),
+    attack("messages on a graph", SEQ, message, edge=lin(16, 8), node=lin(8, 3)),
     attack("scattered features", X, _scattered, one=lin(6, 8), two=lin(4, 3)),
     attack(
         "slots",

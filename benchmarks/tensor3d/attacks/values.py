@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.tensor3d.small import Attack, attack, both, features, lin
+from benchmarks.tensor3d.small import Attack, attack
+from tests.techniques.tensor3d.odd_modules import both, features, lin, penalty
+from tests.techniques.tensor3d.odd_networks import fixed_point, vae
 
 X, SEQ = features(6), features(5, 8)
 
@@ -21,16 +23,6 @@ def _to(n: int, name: str, call: Any, by_rows: bool = False) -> Attack:
     return attack(name, X, lambda m, x: m.b(call(m.a(x))), by_rows, a=lin(6, 8), b=lin(n, 3))
 
 
-def _fixed_point(m: Any, x: Tensor) -> Tensor:
-    z = torch.zeros_like(x)
-    for _ in range(50):
-        new = torch.tanh(m.a(z) * 0.1 + x)
-        if (new - z).norm() < 1e-3:
-            break
-        z = new
-    return m.b(z)
-
-
 def _coupling(m: Any, x: Tensor) -> Tensor:
     """Two steps of a normalising flow; the negative likelihood."""
     found = x.new_zeros(len(x))
@@ -41,25 +33,12 @@ def _coupling(m: Any, x: Tensor) -> Tensor:
     return (0.5 * x.square().sum(-1) - found).mean()
 
 
-def _vae(m: Any, x: Tensor) -> Tensor:
-    mean, log = m.encoder(x).chunk(2, -1)
-    drawn = mean + torch.randn_like(mean) * (log / 2).exp()
-    kl = -0.5 * (1 + log - mean.square() - log.exp()).sum(-1)
-    return (F.mse_loss(m.decoder(drawn), x, reduction="none").sum(-1) + kl).mean()
-
-
 def _vq(m: Any, x: Tensor) -> Tensor:
     z = m.a(x)
     near = torch.cdist(z, m.book.weight).argmin(-1)
     q = m.book(near)
     loss = (q - z.detach()).square().mean() + 0.25 * (q.detach() - z).square().mean()
     return (m.b(z + (q - z).detach()) - x).square().mean() + loss
-
-
-def _penalty(m: Any, x: Tensor) -> Tensor:
-    x = x.requires_grad_()
-    (grad,) = torch.autograd.grad(m.b(m.a(x).tanh()).sum(), x, create_graph=True)
-    return (grad.norm(dim=-1) - 1).square().mean()
 
 
 def _adversarial(m: Any, x: Tensor) -> Tensor:
@@ -165,16 +144,16 @@ VALUES = [
         lambda m, xy: torch.cdist(m.a(xy[0])[:, None], m.a(xy[1])[:, None]).squeeze(-1),
         a=lin(6, 8),
     ),
-    attack("a fixed point", X, _fixed_point, True, a=lin(6, 6), b=lin(6, 3)),
+    attack("a fixed point", X, fixed_point, True, a=lin(6, 6), b=lin(6, 3)),
     attack(
         "a normalising flow",
         X,
         _coupling,
         nets=lambda: nn.ModuleList([nn.Sequential(lin(3, 8)(), nn.Tanh(), lin(8, 6)()) for _ in range(2)]),
     ),
-    attack("a variational autoencoder", X, _vae, drawn=True, encoder=lin(6, 10), decoder=lin(5, 6)),
+    attack("a variational autoencoder", X, vae, drawn=True, encoder=lin(6, 10), decoder=lin(5, 6)),
     attack("vector quantisation", X, _vq, a=lin(6, 4), b=lin(4, 6), book=lambda: nn.Embedding(7, 4)),
-    attack("a gradient penalty", X, _penalty, a=lin(6, 8), b=lin(8, 3)),
+    attack("a gradient penalty", X, penalty, a=lin(6, 8), b=lin(8, 3)),
     attack("an adversarial input", X, _adversarial, a=lin(6, 8), b=lin(8, 3)),
     attack("a gradient of hidden features", X, _hidden_gradient, a=lin(6, 8), b=lin(8, 3)),
     attack("a Jacobian by torch.func", X, _jacobian, a=lin(6, 8), b=lin(8, 3)),

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from benchmarks.tensor3d.small import attack, features, lin, par, words
+from benchmarks.tensor3d.small import attack
+from tests.techniques.tensor3d.odd_modules import features, lin, par, words
 
 X = features(6)
 

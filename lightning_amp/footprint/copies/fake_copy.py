@@ -115,6 +115,11 @@ def copy_of(module: M, fake: FakeTensorMode | None, *, shares: bool = False) -> 
     return twin
 
 
+def tensors_of_all(module: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers of a module and its submodules, by `own_tensors`."""
+    return [tensor for child in module.modules() for tensor in own_tensors(child)]
+
+
 def own_tensors(module: nn.Module) -> list[Tensor]:
     """Return a module's own parameters and buffers, from its dicts: a class may override `parameters` or `buffers`."""
     return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 from torch import nn
 
-from lightning_amp.footprint.copies.fake_copy import M, copy_of, own_tensors
+from lightning_amp.footprint.copies.fake_copy import M, copy_of, tensors_of_all
 from lightning_amp.footprint.copies.noted_values import Answers, NoteTaker
 
 HOST_SHARE = 0.75
@@ -27,7 +27,7 @@ def notes_of(module: nn.Module, why: str, run: Callable[[NoteTaker, bool], Any])
         why: Why the notes are needed.
         run: Runs the pass with a taker, on the module's device or, if true is given, on the host.
     """
-    tensors = [tensor for child in module.modules() for tensor in own_tensors(child)]
+    tensors = tensors_of_all(module)
     for on_host in (False, True) if is_elsewhere(module) else (False,):
         # with a graph, if the step takes gradients by itself
         for gradients in (False, True):
@@ -40,7 +40,7 @@ def notes_of(module: nn.Module, why: str, run: Callable[[NoteTaker, bool], Any])
 
 def is_elsewhere(module: nn.Module) -> bool:
     """Whether a module has tensors on a device that is not the host."""
-    return any(tensor.device.type != "cpu" for child in module.modules() for tensor in own_tensors(child))
+    return any(tensor.device.type != "cpu" for tensor in tensors_of_all(module))
 
 
 def copy_with_values(module: M, *, on_host: bool) -> M:
@@ -53,5 +53,5 @@ def room_of_pass(module: nn.Module, limit_bytes: int | None) -> int | None:
     """Return the most bytes of a pass of a copied module, with its own: `limit_bytes` on a device."""
     if is_elsewhere(module):
         return limit_bytes
-    own = sum(tensor.nbytes for child in module.modules() for tensor in own_tensors(child))
+    own = sum(tensor.nbytes for tensor in tensors_of_all(module))
     return own + int(HOST_SHARE * psutil.virtual_memory().available)

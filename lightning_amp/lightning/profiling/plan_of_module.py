@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -104,11 +105,11 @@ class ModulePlan:
             found = fewest_ranks(self.seen_at(self.profile.batch_size), self._budget("fewest_devices"))
         predicted = None if found is None else found.ranks * found.model
         counted = self._on_fewest(COUNTED_ON, below=predicted)
-        return predicted if counted is None else counted.mesh.data * counted.mesh.model
+        return predicted if counted is None else counted.mesh.ranks
 
     def _on_fewest(self, devices: Sequence[int], *, below: int | None = None) -> Plan | None:
         """The plan of the policy on the fewest of these numbers of devices where it fits, with fewer than `below`."""
-        own = self.plan.mesh.data * self.plan.mesh.model
+        own = self.plan.mesh.ranks
         for n in devices:
             # what does not fit on as many devices as were asked for fits on no fewer
             if self.named or (below is not None and n >= below) or (n < own and not self.plan.fits):
@@ -126,14 +127,14 @@ class ModulePlan:
         with self.counting():
             seen = self.seen_at(self.profile.batch_size)
             # each further number of devices takes seconds
-            tried = (self.plan.mesh.data * self.plan.mesh.model, 2 * self.plan.mesh.data * self.plan.mesh.model)
-            on_fewest = self._on_fewest(tried) if fewest_ranks(seen, budget) is None else None
+            own = self.plan.mesh.ranks
+            on_fewest = partial(self._on_fewest, (own, 2 * own))
             return answers(self.seen_at, seen, budget=budget, on_fewest=on_fewest, **self._asked)
 
     @property
     def _asked(self) -> dict[str, Any]:
         mesh = self.plan.mesh
-        return {"ranks": mesh.data * mesh.model, "named": self.plan if self.named else None, "planned": self.plan}
+        return {"ranks": mesh.ranks, "named": self.plan if self.named else None, "planned": self.plan}
 
     def code(self) -> str:
         """Return the code of the blocks that the plan computes in chunks, as Python."""
@@ -221,9 +222,9 @@ def plan_of_module(
     free = request["strategies"] is None and request["policy"] == "auto" and size == "auto"
 
     def made_on(n: int) -> tuple[Plan, StepOfModule]:
-        counted = Counted(seen=seen if n == devices else look(step, n), shape=shape)
         micro_batches = options.get("micro_batches")
         with counting():
+            counted = Counted(seen=seen if n == devices else look(step, n), shape=shape)
             given = request | {"devices": n}
             made = with_spec(plan_step(counted, **given, micro_batches=micro_batches, count=step.count), steps, "")
             if not free or not samples_may_be_split(made, counted.seen):

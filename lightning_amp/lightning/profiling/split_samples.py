@@ -46,7 +46,7 @@ def with_split_samples(
         node_ranks: Ranks of one node; only techniques on the data axis cross nodes.
         rates: Rates of the device.
     """
-    ranks = whole.mesh.data * whole.mesh.model
+    ranks = whole.mesh.ranks
     found = list[tuple[str, Plan, StepOfModule]]()
     for name, row in STRATEGIES.items():
         # techniques on the data axis may cross nodes, and may be faster than a plan that fits

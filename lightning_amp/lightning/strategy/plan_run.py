@@ -59,7 +59,7 @@ def resolve_plan(
     # compared afterwards: an error of rank 0 is then raised as such, not as a difference between ranks
     facts.compare()
     plan = replace(plan, notes=(*plan.notes, *(note for note in notes if note not in plan.notes)))
-    if plan.mesh.data * plan.mesh.model != strategy.world_size:
+    if plan.mesh.ranks != strategy.world_size:
         raise PlanError(
             f"a plan for {plan.mesh.data} x {plan.mesh.model} ranks (data x model) is not supported, the run"
             f" has {strategy.world_size} ranks; make a plan for as many, or change `devices` of the Trainer"

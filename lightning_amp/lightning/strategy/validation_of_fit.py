@@ -44,7 +44,7 @@ def with_validation(plan: Plan, facts: PlanningContext) -> Plan:
     row = STRATEGIES[elsewhere[0]] if elsewhere else None
     try:
         if name and not elsewhere:
-            steps = DrySteps(name, plan.spec_of(name), plan.mesh.model, run_ranks=plan.mesh.data * plan.mesh.model)
+            steps = DrySteps(name, plan.spec_of(name), plan.mesh.model, run_ranks=plan.mesh.ranks)
             undo = steps.put(facts.trainer.lightning_module)
             try:
                 return _counted(found, plan, facts, no_chunks=f"{name} has steps of its own")

@@ -305,18 +305,18 @@ def answers(
     budget: int,
     named: Plan | None = None,
     planned: Plan | None = None,
-    on_fewest: Plan | None = None,
+    on_fewest: Callable[[], Plan | None] = lambda: None,
 ) -> Answers:
     """Find the fewest devices and the largest batch; arguments as in `largest_batches`.
 
-    `on_fewest` is a plan on the fewest devices, where none is predicted to fit without a count of its techniques.
+    `on_fewest` returns a counted plan on the fewest devices, or None; it is called where none is predicted to fit.
     """
     draft, length = fewest_ranks(seen, budget), seen.profile.batch_size
     where = "for all of them" if draft is not None and draft.model > 1 else "on each"
     each = "" if length is None else f" with a batch of {length:,} {where}"
     devices, fewest = f"no number of devices has the memory for this step{each}: {smaller(seen)}", None
-    if on_fewest is not None:
-        fewest = on_fewest.mesh.data * on_fewest.mesh.model, on_fewest.strategies, on_fewest.predicted_peak_bytes
+    if draft is None and (counted := on_fewest()) is not None:
+        fewest = counted.mesh.ranks, counted.strategies, counted.predicted_peak_bytes
     if draft is not None:
         fewest = draft.ranks * draft.model, draft.strategies, draft.peak_bytes
     if fewest is not None:

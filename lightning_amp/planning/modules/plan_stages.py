@@ -57,7 +57,7 @@ def with_stages(base: Plan, seen: ProfiledStep, asked: StageOptions, *, must: bo
                 f"{STAGED} together with {inside} requires that the bytes of the stages are counted, and they were"
                 f" not: {found}; leave {inside!r} out"
             )
-        ranks = base.mesh.data * base.mesh.model
+        ranks = base.mesh.ranks
         diagnosis = diagnose_module(seen, ranks=ranks, budget=base.budget_bytes)
         return replace(_uncounted(base, seen, found), diagnosis=diagnosis)
     kept = tuple(rule for rule in base.rules if rule.strategy != STAGED)
@@ -82,7 +82,7 @@ def predicted_again(given: Plan, seen: ProfiledStep, decided: StageOptions) -> P
     found = stage_search().staged(
         seen, given.mesh.model, data=given.mesh.data, budget=given.budget_bytes, asked=decided
     )
-    ranks = given.mesh.data * given.mesh.model
+    ranks = given.mesh.ranks
     if isinstance(found, Draft):
         given, found = of_fullest(given, found)
     stages = None if isinstance(found, str) else found

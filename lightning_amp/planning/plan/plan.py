@@ -31,6 +31,11 @@ class MeshShape:
                 f"a mesh of {self.data!r} x {self.model!r} is not supported; both axes need a whole number of 1 or more"
             )
 
+    @property
+    def ranks(self) -> int:
+        """Return the number of all ranks."""
+        return self.data * self.model
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axes:

@@ -295,7 +295,7 @@ def plan_summary(plan: Plan, *, report: str = "") -> str:
         report: File with the full report; "" if none is written.
     """
     mesh = plan.mesh
-    ranks = f" on {mesh.data} data x {mesh.model} model ranks" if mesh.data * mesh.model > 1 else ""
+    ranks = f" on {mesh.data} data x {mesh.model} model ranks" if mesh.ranks > 1 else ""
     each = " per rank" if ranks else ""
     source = f" ({plan.rates_device})" if plan.rates_device else ""
     known = plan.predicted_step_seconds is not None

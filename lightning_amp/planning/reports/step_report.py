@@ -26,7 +26,7 @@ def step_report(plan: Plan, profile: ModuleProfile, *, classes: Mapping[str, str
         classes: Class of each module by name; "" is the name of the root module.
     """
     assert plan.diagnosis is not None, "the plan of a profiled step has one"
-    ranks = plan.mesh.data * plan.mesh.model
+    ranks = plan.mesh.ranks
     lines = [f"{classes['']} on {'1 device' if ranks == 1 else f'{ranks} devices'}", *peak_lines(profile)]
     blocks = list(dict.fromkeys(rule.fqn for rule in plan.rules if rule.fqn not in ("", "*")))
     named = " and ".join(label(one) if one == "S1" else one for one in plan.strategies)

@@ -179,7 +179,7 @@ def _gradient_seconds(decoder: DecoderShape, axes: Axes, mesh: MeshShape, *, rat
     partial, whole = gradient_numbers(decoder, axes)
     # partial gradients are summed over all ranks, in a group with nothing nested in it; full ones over the data axis
     # alone, whose neighbouring ranks are as far apart as the model axis is long
-    groups = ((partial, mesh.data * mesh.model, 1), (whole, mesh.data, mesh.model))
+    groups = ((partial, mesh.ranks, 1), (whole, mesh.data, mesh.model))
     return sum(
         Collective(kind="all_reduce", numbers=numbers).seconds(
             ranks, rates.links, element_bytes=element_bytes, inner=inner

@@ -170,7 +170,7 @@ def _unit(m: Any, *_: Any) -> None:
         m.net[0].weight.div_(m.net[0].weight.norm())
 
 
-def _queue(m: Any, x: Tensor) -> Tensor:
+def queue(m: Any, x: Tensor) -> Tensor:
     h = m.net(x)
     found = h @ m.queue.clone().T
     m.queue[: len(h)] = h.detach()
@@ -195,7 +195,7 @@ KEPT = {
         *_, **__: m.clip_gradients(opt, 0.01, "norm")}),
     "a layer thawed after a step": around({"on_train_batch_start": lambda m,
         *_: m.net[0].requires_grad_(m.global_step > 0) and None}),
-    "a queue of features": odd(X, _queue, True, net=two(), queue=buf(5, 3)),
+    "a queue of features": odd(X, queue, True, net=two(), queue=buf(5, 3)),
     "a running mean, assigned": odd(X, _running, True, a=lin(6, 8), b=lin(8, 3), mean=buf(8)),
     "an empty and an unused parameter": around({}, lambda m, x: torch.cat([m.net(x), x @ m.none], 1), none=par(6, 0),
         idle=lin(7, 5)),
@@ -242,7 +242,7 @@ def _info_nce(m: Any, x: Tensor) -> Tensor:
     return F.cross_entropy(F.normalize(m.net(x)) @ F.normalize(m.net(-x)).T / 0.1, torch.arange(len(x)))
 
 
-def _penalty(m: Any, x: Tensor) -> Tensor:
+def penalty(m: Any, x: Tensor) -> Tensor:
     x = x.requires_grad_()
     (grad,) = torch.autograd.grad(m.b(m.a(x).tanh()).sum(), x, create_graph=True)
     return (grad.norm(dim=-1) - 1).square().mean()
@@ -270,14 +270,14 @@ def _adversary(m: Any, x: Tensor) -> Tensor:
     return fooled + m.judge(m.net(x).detach()).square().mean()
 
 
-def _dictionary(m: Any, batch: Any, batch_idx: int) -> Any:
+def dictionary(m: Any, batch: Any, batch_idx: int) -> Any:
     found = m.net(batch)
     loss = (found - 1).square().mean()
     m.losses.append(loss.detach().clone())
     return {"loss": loss, "hidden": found, "weight": m.net[0].weight.detach().clone()}
 
 
-def _look(m: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+def look(m: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
     m.log("hidden", outputs["hidden"].square().sum(), sync_dist=True, reduce_fx="mean")
     m.log("seen", outputs["weight"].square().sum())
 
@@ -289,7 +289,7 @@ def _groups(m: Any) -> Any:
 
 
 AROUND = {
-    "a gradient penalty": odd(X, _penalty, a=lin(6, 8), b=lin(8, 3)),
+    "a gradient penalty": odd(X, penalty, a=lin(6, 8), b=lin(8, 3)),
     "a hook that normalises a gradient": odd(X, _hooked, True, a=lin(6, 8), b=lin(8, 8), c=lin(8, 3)),
     "a branch on values": odd(X, lambda m, x: m.b(m.a(x)) if m.a(x).mean() > 0 else m.b(-m.a(x)), True, a=lin(6, 8),
         b=lin(8, 3)),
@@ -303,7 +303,7 @@ AROUND = {
         last=lin(3, 2)),
     "an adversary held fixed": around({}, _adversary, judge=lin(3, 1)),
     "a step that returns a dictionary": odd(X, lambda m, x: x, True,
-        hooks={"training_step": _dictionary, "on_train_batch_end": _look}, net=two()),
+        hooks={"training_step": dictionary, "on_train_batch_end": look}, net=two()),
     "groups of an optimiser and a schedule": around({"configure_optimizers": _groups}),
     "a layer made in configure_model": around({"configure_model": lambda m: setattr(m, "extra",
         nn.Linear(3, 3).double())}, lambda m, x: m.extra(m.net(x))),

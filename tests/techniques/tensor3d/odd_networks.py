@@ -22,16 +22,16 @@ from tests.techniques.tensor3d.odd_modules import (
 )
 
 
-def _rotary(x: Tensor) -> Tensor:
+def rotary(x: Tensor) -> Tensor:
     n, d = x.shape[-2:]
     at = torch.arange(n, dtype=x.dtype)[:, None] * 0.3 ** torch.arange(d // 2, dtype=x.dtype)
     turn = torch.polar(torch.ones_like(at), at)
     return torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], d // 2, 2)) * turn).flatten(-2)
 
 
-def _heads(m: Any, x: Tensor) -> Tensor:
+def heads(m: Any, x: Tensor) -> Tensor:
     q, k, v = m.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-    score = (_rotary(q) @ _rotary(k).mT) / 2 + m.bias[:, : x.shape[1], : x.shape[1]]
+    score = (rotary(q) @ rotary(k).mT) / 2 + m.bias[:, : x.shape[1], : x.shape[1]]
     return m.out((score.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
@@ -42,7 +42,7 @@ def _cells(m: Any, x: Tensor) -> Tensor:
     return m.out(h)
 
 
-def _message(m: Any, x: Tensor) -> Tensor:
+def message(m: Any, x: Tensor) -> Tensor:
     """A step of a graph net with edges between the tokens of each row."""
     source, target = torch.tensor([0, 1, 2, 3, 4, 0]), torch.tensor([1, 2, 3, 4, 0, 2])
     sent = m.edge(torch.cat([x[:, source], x[:, target]], -1)).relu()
@@ -54,7 +54,7 @@ def _skips(m: Any, x: Tensor) -> Tensor:
     return m.out(torch.cat([top, m.up(m.two(F.max_pool2d(top, 2)))], 1))
 
 
-def _fixed_point(m: Any, x: Tensor) -> Tensor:
+def fixed_point(m: Any, x: Tensor) -> Tensor:
     z = torch.zeros_like(x)
     for _ in range(50):
         new = torch.tanh(m.a(z) * 0.1 + x)
@@ -64,14 +64,14 @@ def _fixed_point(m: Any, x: Tensor) -> Tensor:
     return m.b(z)
 
 
-def _vae(m: Any, x: Tensor) -> Tensor:
+def vae(m: Any, x: Tensor) -> Tensor:
     mean, log = m.encoder(x).chunk(2, -1)
     drawn = mean + torch.randn_like(mean) * (log / 2).exp()
     kl = -0.5 * (1 + log - mean.square() - log.exp()).sum(-1)
     return (F.mse_loss(m.decoder(drawn), x, reduction="none").sum(-1) + kl).mean()
 
 
-def _written(m: Any, x: Tensor) -> Tensor:
+def written(m: Any, x: Tensor) -> Tensor:
     h = m.a(x).clone()
     h[:, 2] = 0
     h[:, 3:5] *= 2
@@ -99,18 +99,18 @@ NETWORKS = {
     "GRU cells": odd(SEQ, _cells, cell=lambda: nn.GRUCell(8, 6), out=lin(6, 3)),
     "attention dropout": odd(SEQ, lambda m, x: m.mix(x, x, x)[0], drawn=True,
         mix=lambda: nn.MultiheadAttention(8, 2, batch_first=True, dropout=0.4)),
-    "attention with rotation and a trained bias": odd(SEQ, _heads, qkv=lin(8, 24), bias=par(2, 7, 7), out=lin(8, 8)),
+    "attention with rotation and a trained bias": odd(SEQ, heads, qkv=lin(8, 24), bias=par(2, 7, 7), out=lin(8, 8)),
     "a U-Net's skips": odd(IMAGE, _skips, one=conv(4, 6, 3, padding=1), norm=lambda: nn.GroupNorm(3, 6),
         two=conv(6, 9, 3, padding=1), up=lambda: nn.ConvTranspose2d(9, 5, 2, 2), out=conv(11, 2, 1)),
-    "messages on a graph": odd(SEQ, _message, edge=lin(16, 8), node=lin(8, 3)),
+    "messages on a graph": odd(SEQ, message, edge=lin(16, 8), node=lin(8, 3)),
     "dropout of features": odd(SEQ, lambda m, x: m.b(F.dropout(m.a(x), 0.3)), drawn=True, a=lin(8, 10), b=lin(10, 3)),
     "sorted features": of_features(lambda h: h.sort(-1).values),
     "standardised features": of_features(lambda h: (h - h.mean(-1, keepdim=True)) / (h.std(-1) + 1)[:, None]),
     "greatest features": of_features(lambda h: h.topk(3, -1).values, 3),
     "a number of the host": of_features(lambda h: h * float(h.detach().mean()), by_rows=True),
-    "written features": odd(X, _written, a=lin(6, 8), b=lin(8, 3)),
-    "a fixed point": odd(X, _fixed_point, True, a=lin(6, 6), b=lin(6, 3)),
-    "a variational autoencoder": odd(X, _vae, drawn=True, encoder=lin(6, 10), decoder=lin(5, 6)),
+    "written features": odd(X, written, a=lin(6, 8), b=lin(8, 3)),
+    "a fixed point": odd(X, fixed_point, True, a=lin(6, 6), b=lin(6, 3)),
+    "a variational autoencoder": odd(X, vae, drawn=True, encoder=lin(6, 10), decoder=lin(5, 6)),
     "a conditional random field": odd(SEQ, _crf, a=lin(8, 5), move=par(5, 5)),
     "cross-entropy with rows left out": _loss(lambda h, y: F.cross_entropy(h, y, ignore_index=2), words(most=5), True),
     "accuracy in the weight of the loss": _loss(lambda h,
