@@ -39,7 +39,7 @@ def read_ahead(loader: Any) -> None:
     Raises:
         DataError: The loader is empty, raised an error, or is a generator or another built-in.
     """
-    if _class_of(loader) is type(loader) or loader.amp_first.taken:
+    if _is_given(loader):
         _read(loader)
 
 
@@ -62,6 +62,11 @@ def first_batch(loader: Any) -> Any:
 def _class_of(loader: Any) -> Any:
     """Return the user's class of a loader, which reading ahead replaces for a while."""
     return getattr(type(loader), "amp_class", type(loader))
+
+
+def _is_given(loader: Any) -> bool:
+    """Whether `loader` has no first batch to give; a loader that Lightning made of another has none."""
+    return _class_of(loader) is type(loader) or "amp_first" not in vars(loader) or loader.amp_first.taken
 
 
 def _read(loader: Any) -> None:
@@ -102,10 +107,10 @@ def _give_class_back(loader: Any) -> None:
 
 
 def _iterate(self: Any) -> Iterator[Any]:
-    first = self.amp_first
-    if first.taken:
+    if _is_given(self):
         _give_class_back(self)
         return iter(self)
+    first = self.amp_first
     # Lightning iterates some loaders once to check that it can, and drops the iterator
     first.begin()
     return first.batches(self)  # type: ignore[no-any-return]
@@ -118,7 +123,7 @@ def _load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not self.amp_first.taken:
+    if not _is_given(self):
         # training has read nothing yet
         return self.amp_first.state
     _give_class_back(self)
