@@ -110,7 +110,7 @@ class Net(LightningModule):
 class Validated(Net):
     """Validates too, and saves the largest value that it saw."""
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         parts = list(batch.values()) if isinstance(batch, dict) else [batch]
         self.log("largest", max(float(self.net(part).max()) for part in parts), batch_size=ROWS)
 
