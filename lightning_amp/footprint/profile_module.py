@@ -37,6 +37,7 @@ from lightning_amp.footprint.copies.take_notes import copy_with_values, notes_of
 from lightning_amp.footprint.inner_run import BY_ITSELF, Around, run_two_steps
 from lightning_amp.footprint.module_profile import REAL, Life, ModuleProfile, summarize
 from lightning_amp.footprint.step_recorder import StepRecorder
+from lightning_amp.footprint.trace.step_trace import StepTrace
 
 R = TypeVar("R", bound=StepRecorder)
 
@@ -56,8 +57,16 @@ def profile_module(
     Raises:
         ModelError: The step raises an error, which is the cause; or it needs values, and the module has none.
     """
+    return profile_and_trace(module, batch, batch_size=batch_size, around=around)[0]
+
+
+def profile_and_trace(
+    module: LightningModule, batch: Any, *, batch_size: int | None = None, around: Around = BY_ITSELF
+) -> tuple[ModuleProfile, StepTrace]:
+    """Return the profile of a step, as `profile_module`, and its storages with the operators that make them."""
     found, reason = counted_step(module, batch, batch_size, StepRecorder, around)
-    return profile_of(found, found.lives, reason, length_of(batch) if batch_size is None else batch_size)
+    rows = length_of(batch) if batch_size is None else batch_size
+    return profile_of(found, found.lives, reason, rows), StepTrace(found.lives, found.work)
 
 
 def lacks_values(module: LightningModule) -> bool:

@@ -4,6 +4,7 @@ fits and the fewest devices; `simulate --config` does so for any number of devic
 """
 
 import json
+import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -412,6 +413,19 @@ def test_a_step_is_drawn(config: str, tmp_path: Path, capsys: Any) -> None:
         ([str(tmp_path), "--plot", str(picture)], "has no training step to draw"),
     ):
         refused(["profile", *words], said, capsys)
+
+
+def test_a_step_is_written_for_viewers_of_memory(config: str, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "step.pickle"
+    assert main(["profile", "--config", config, "--trace", str(file)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "step.pickle, which pytorch.org/memory_viz opens. CUDA's allocator would reserve" in said
+    assert pickle.loads(file.read_bytes())["device_traces"][0]
+    for words, why in (
+        (["--config", config, "--trace", str(tmp_path / "step.txt")], "its name ends in '.txt'; give .pickle"),
+        ([str(tmp_path), "--trace", str(file)], "has no training step to draw"),
+    ):
+        refused(["profile", *words], why, capsys)
 
 
 def test_one_of_both_is_asked_for(config: str, capsys: Any) -> None:

@@ -10,6 +10,7 @@ from lightning_amp.cli.configuration import add_named_class, named_step, of_shap
 from lightning_amp.cli.request import add_data, read, refuse
 from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import PlanError
+from lightning_amp.footprint.trace.write_trace import form_of
 
 OF_STEP, OF_FOLDER = {"--batch-size": "batch_size"}, {"--setting": "setting", "--keys": "keys"}
 """Options for a training step only, and for a data directory only."""
@@ -23,12 +24,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch-size", type=int, help="of a step: cells or samples of the batch")
     parser.add_argument("--plot", metavar="FILE.png", help="of a step: draw it by kind and module; replaces the file")
+    parser.add_argument(
+        "--trace",
+        metavar="FILE.pickle|FILE.json",
+        help="of a step: write it for torch's memory viewer (.pickle) or for Perfetto and Chrome (.json)",
+    )
     add_named_class(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from lightning_amp.planning.reports.module_report import module_report
+    from lightning_amp.planning.reports.module_report import module_report, trace_lines
     from lightning_amp.planning.reports.plan_report import profile_report
 
     named = named_step(arguments)
@@ -43,27 +49,35 @@ def _run(arguments: argparse.Namespace) -> None:
         refuse(arguments, f"DIR={arguments.data_dir!r}", OF_STEP, "which is of a training step")
     else:
         refuse(arguments, "a training step", OF_FOLDER, "which are of a data directory")
-    if arguments.plot is not None and of_data:
-        raise PlanError(
-            f"--plot {arguments.plot!r} does not support a data directory, which has no training step to"
-            " draw; give --config, or leave --plot out"
-        )
+    files = {"--plot": arguments.plot, "--trace": arguments.trace}
+    for flag, file in files.items():
+        if file is not None and of_data:
+            raise PlanError(
+                f"{flag} {file!r} does not support a data directory, which has no training step to"
+                f" draw; give --config, or leave {flag} out"
+            )
     if arguments.plot is not None:
         check_target("--plot", arguments.plot, "step.png", overwrite=True)
+    if arguments.trace is not None:
+        content = form_of(Path(arguments.trace))
+        check_target("--trace", arguments.trace, f"step{Path(arguments.trace).suffix}", overwrite=True)
     if of_data:
         found: Any = read(arguments)
         text = profile_report(found)
     else:
-        from lightning_amp.footprint.module_profile import ModuleProfile
-        from lightning_amp.footprint.profile_module import profile_module
+        from lightning_amp.footprint.profile_module import profile_and_trace
 
-        def profiled(module: Any, batch: Any, around: Any, options: Any) -> ModuleProfile:
-            return profile_module(module, batch, batch_size=arguments.batch_size, around=around)
+        def profiled(module: Any, batch: Any, around: Any, options: Any) -> Any:
+            return profile_and_trace(module, batch, batch_size=arguments.batch_size, around=around)
 
         with of_shapes(arguments):
-            found = use_step(arguments, named, profiled)
+            found, trace = use_step(arguments, named, profiled)
         text = module_report(found)
         if arguments.plot is not None:
             with written_aside(Path(arguments.plot)) as aside:
                 found.plot(aside)
+        if arguments.trace is not None:
+            with written_aside(Path(arguments.trace)) as aside:
+                aside.write_bytes(content(trace))
+            text += f"\n\n{trace_lines(arguments.trace, trace)}"
     print(json.dumps(found.to_dict(), indent=2) if arguments.format == "json" else text)

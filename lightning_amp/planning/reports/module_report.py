@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from textwrap import fill, wrap
 
 from lightning_amp.footprint.module_profile import KINDS, PHASES, ModuleProfile, TensorBytes
+from lightning_amp.footprint.trace.caching_allocator import CachingAllocator
+from lightning_amp.footprint.trace.step_trace import StepTrace
 from lightning_amp.planning.plan.plan import NEEDLESS, ModuleDiagnosis
 from lightning_amp.quantities import format_bytes
 from lightning_amp.text_table import WIDTH, table
@@ -81,6 +83,20 @@ def peak_lines(profile: ModuleProfile) -> list[str]:
         f"peak of a training step: {format_bytes(profile.peak_bytes)} in the {PHASES[profile.peak_phase]}{where}{size}",
         f"largest part: {largest}, {' = '.join(share_of(profile, profile.parts[profile.largest]))}",
     ]
+
+
+def trace_lines(file: str, trace: StepTrace) -> str:
+    """Say what was written and what shows it, and what CUDA's allocator would reserve."""
+    shown = "pytorch.org/memory_viz" if file.endswith(".pickle") else "ui.perfetto.dev or chrome://tracing"
+    allocator = CachingAllocator()
+    for _ in trace.replayed(allocator):
+        pass
+    reserved, used = allocator.peak_reserved, allocator.peak_allocated
+    said = (
+        f"wrote {file}, which {shown} opens. CUDA's allocator would reserve {format_bytes(reserved)} for this step,"
+        f" {reserved / max(1, used) - 1:.0%} more than its tensors take, beside the context of the device"
+    )
+    return fill(said, WIDTH, break_on_hyphens=False, break_long_words=False)
 
 
 def share_of(profile: ModuleProfile, n_bytes: int) -> list[str]:
