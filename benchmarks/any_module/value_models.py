@@ -136,6 +136,23 @@ def qwen3_moe() -> Made:
     return Net(network, lambda m, b: m.network(input_ids=b[0], labels=b[0]).loss), (torch.randint(0, 200, (8, 64)),)
 
 
+def switch_transformers() -> Made:
+    """Switch Transformers: an encoder and a decoder whose experts have a capacity."""
+    from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
+
+    config = SwitchTransformersConfig(
+        **{"vocab_size": 200, "d_model": WIDTH, "d_kv": 16, "d_ff": 128, "num_heads": 4, "num_experts": 4},
+        **{"num_layers": 4, "num_decoder_layers": 4, "expert_capacity": 64, "decoder_start_token_id": 0},
+        use_cache=False,
+    )
+    network = SwitchTransformersForConditionalGeneration(config)
+    for module in network.modules():
+        if hasattr(module, "expert_capacity"):
+            # routers convert themselves to float32, which a run in float64 is not compared in
+            module.dtype = torch.float64
+    return Net(network, lambda m, b: m.network(input_ids=b[0], labels=b[0]).loss), (torch.randint(0, 200, (8, 64)),)
+
+
 def wav2vec2_ctc() -> Made:
     """wav2vec2 with connectionist temporal classification; some labels are padding."""
     from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
@@ -245,6 +262,7 @@ def schnet() -> Made:
 
 MODELS: dict[str, tuple[Callable[[], Made], str]] = {
     "Qwen3-MoE": (qwen3_moe, "transformers"),
+    "Switch Transformers": (switch_transformers, "transformers"),
     "wav2vec2 CTC": (wav2vec2_ctc, "transformers"),
     "Informer": (informer, "transformers"),
     "GPT-2, masked logits": (gpt2_masked, "transformers"),

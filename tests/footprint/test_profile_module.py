@@ -379,3 +379,22 @@ def test_a_line_of_a_library_that_begins_like_torch_is_not_the_users() -> None:
     with pytest.raises(ValueError, match="preds") as raised:
         Accuracy(task="multiclass", num_classes=3)(torch.zeros(5, 3), torch.zeros(5, 5, 5).long())
     assert users_line(raised.value).startswith("test_profile_module.py:")
+
+
+def test_a_conversion_in_the_step_that_changes_nothing_needs_no_values() -> None:
+    """Switch Transformers converts its router in every forward pass."""
+
+    class Router(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(4, 2)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.router = self.router.to(batch.dtype)
+            return self.router(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters())
+
+    assert profile_module(Router(), torch.zeros(8, 4)).measured == "fake tensors"
+    assert nn.Module._apply.__module__ == "torch.nn.modules.module"

@@ -251,12 +251,14 @@ def make_fake(module: nn.Module, fake: FakeTensorMode) -> None:
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Support deepcopy of tensors, torch.tensor of a list of scalars, and `item()`, while a fake mode is active.
+    """Support deepcopy of tensors, torch.tensor of a list of scalars, `item()`, and `Module.to` that changes nothing,
+    while a fake mode is active.
 
     torch's own deepcopy of a tensor copies the bytes of its storage. A fake tensor has none, so it would write to
-    memory that was never allocated. Numbers from `item()` are those of `known_values.py`.
+    memory that was never allocated. Numbers from `item()` are those of `known_values.py`. `Module.to` swaps fake
+    parameters even for themselves, which torch refuses once a step has used them.
     """
-    make = torch.tensor
+    make, apply = torch.tensor, nn.Module._apply
 
     def copy_of_tensor(tensor: Tensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:
@@ -270,7 +272,13 @@ def without_values() -> Iterator[None]:
         requires_grad, _ = options.pop("requires_grad", False), options.pop("pin_memory", None)
         return torch.stack([*data]).detach().to(**{"device": "cpu", **options}).requires_grad_(requires_grad)
 
+    def apply_changes(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        with torch.no_grad():
+            same = all(change(tensor) is tensor for tensor in (*module.parameters(recurse), *module.buffers(recurse)))
+        return module if same else apply(module, change, recurse)
+
     with (
+        replacing(nn.Module, _apply=apply_changes),
         replacing(Tensor, __deepcopy__=copy_of_tensor),
         replacing(torch, tensor=tensor),
         replacing(fake_tensors, FakeTensor=AskedFakeTensor),
