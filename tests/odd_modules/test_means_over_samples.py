@@ -57,9 +57,17 @@ class Losses(Optimised, by=torch.optim.SGD, lr=0.1):
         if self.kind == "mean_square that writes":
             with torch.no_grad():
                 self.net[0].weight.mul_(0.99)
+        if self.kind.endswith("fails first"):
+            self.fail(x)
         out = self.net(x + 0.1 * torch.randn(x.shape, dtype=x.dtype, generator=self.own))
-        found: Tensor = getattr(self, self.kind.split()[0])(x, y, out)
+        if self.kind.endswith("fails last"):
+            self.fail(x)
+        found: Tensor = getattr(self, self.kind.replace(",", " ").split()[0])(x, y, out)
         return found
+
+    def fail(self, x: Tensor) -> None:
+        if self.global_rank == 1 and len(x) < 6:
+            raise ValueError("half of a batch")
 
     def mean_square(self, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
         return F.mse_loss(out, x)
@@ -137,6 +145,17 @@ def test_a_loss_that_is_no_mean_over_samples_is_warned_of_once(kind: str, tmp_pa
 def test_a_mean_is_not_and_nothing_is_left_behind(kind: str, tmp_path: Path) -> None:
     judged = run_ranks(fit, 2, tmp_path, kind)
     plain = run_ranks(fit, 2, tmp_path, kind, False)
+    for (state, left, told), (other, rest, _) in zip(judged, plain, strict=True):
+        assert not told
+        assert left == rest
+        torch.testing.assert_close(state, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["noise", "mean_square, whose half fails first", "mean_square, whose half fails last"])
+def test_the_same_under_fsdp_also_where_a_pass_fails_on_one_rank(kind: str, tmp_path: Path) -> None:
+    """Attributes had been left behind, and the other rank had waited for ever."""
+    judged = run_ranks(fit, 2, tmp_path, kind, True, "fsdp")
+    plain = run_ranks(fit, 2, tmp_path, kind, False, "fsdp")
     for (state, left, told), (other, rest, _) in zip(judged, plain, strict=True):
         assert not told
         assert left == rest

@@ -35,6 +35,11 @@ def is_of_user(owner: Any) -> bool:
     return (getattr(owner, "__module__", None) or "").partition(".")[0] not in LIBRARIES
 
 
+def has_code_of_user(kind: type) -> bool:
+    """Whether a class or a base of it is the user's; `fully_shard` replaces a module's class by a subclass in torch."""
+    return any(map(is_of_user, kind.__mro__))
+
+
 @contextmanager
 def as_before(*owners: Any) -> Iterator["Before"]:
     """Restore on exit the state of the classes, functions and files of modules, other objects or functions."""

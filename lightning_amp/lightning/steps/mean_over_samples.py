@@ -16,11 +16,11 @@ parameters, or fails in one of these passes.
 
 Known limits: other batches than the first; a difference below the rounding of the loss; terms that are zero in the
 first step, or without random numbers; a batch whose first dim is not that of the samples may be warned of wrongly.
-Under fsdp, an error in one of these passes on one rank alone would let the others wait.
 """
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from lightning_amp.lightning.steps.cells import cells_to_weigh
 from lightning_amp.lightning.steps.same_draws import NotJudged, SameDraws
 from lightning_amp.lightning.steps.state_of_batch import StateOfBatch
 from lightning_amp.lightning.steps.uneven_means import warn_of_labels
+from lightning_amp.techniques.ranks.collectives import RanksDiffer, trying_a_pass
 
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Difference of the two sides, relative to the largest loss, that counts as rounding."""
@@ -48,6 +49,7 @@ HALF = 2e-2
 SUSPECTED = 1e-2
 """Factor of the first where a cross-entropy leaves out labels: losses of samples are nearly equal before training."""
 
+FAILED_ELSEWHERE = "a pass that judges it failed on another rank"
 NO_MEAN = (
     "The loss is no mean over samples: it is {whole:.6g} for the first batch of a rank, and {halves} for its halves."
     " Ranks average their gradients by samples, so they are not those of the union of the batches, as under ddp. This"
@@ -91,6 +93,7 @@ class FirstLosses:
             with ExitStack() as around:
                 around.enter_context(as_guest(alone=False))
                 around.enter_context(torch.no_grad())
+                around.enter_context(trying_a_pass())
                 for child in self._module.modules():
                     if isinstance(child, LightningModule):
                         around.enter_context(replacing(child, log=_nothing, log_dict=_nothing))
@@ -158,12 +161,14 @@ def warn_unless_mean(
             mine, why = run(), ""
         except NotJudged as reason:
             mine, why = None, str(reason)
+        except RanksDiffer:
+            mine, why = None, FAILED_ELSEWHERE
         except Exception as error:
             mine, why = None, f"{type(error).__name__} in a pass that judges it: {error}".partition("\n")[0]
         everyone: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, (mine, why), group=group)
         if reasons := [why for _, why in everyone if why]:
-            raise NotJudged(reasons[0])
+            raise NotJudged(min(reasons, key=lambda why: why == FAILED_ELSEWHERE))
         return mine, [one for one, _ in everyone]
 
     def begin() -> None:
@@ -176,16 +181,14 @@ def warn_unless_mean(
         assert found is not None, "it has begun"
         return found.loss(batch)
 
-    def parts() -> list[float]:
-        assert found is not None, "it has begun"
-        return [found.loss(part) for part in found.halves()[0]]
-
     try:
         tried(begin)
         assert found is not None, "it has begun"
         loss, _ = tried(whole)
-        losses, _ = tried(parts)
-        mean = sum(share * one for share, one in zip(found.halves()[1], losses, strict=True))
+        halves, shares = found.halves()
+        # one by one: after an error the ranks meet again at the end of a pass
+        losses = [tried(partial(found.loss, half))[0] for half in halves]
+        mean = sum(share * one for share, one in zip(shares, losses, strict=True))
         rounds = rounds or (multiplies_in_tf32() and next(module.parameters()).is_cuda)
         rounding = HALF if rounds else ROUNDING.get(found.dtype, HALF) * (SUSPECTED if found.labels else 1)
         differs = abs(loss - mean) > rounding * max(abs(loss), *map(abs, losses))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_amp.data.batch import dense_parts, tensors_in
-from lightning_amp.footprint.copies.as_before import DEPTH, Before, is_of_user
+from lightning_amp.footprint.copies.as_before import DEPTH, Before, has_code_of_user
 from lightning_amp.footprint.copies.fake_copy import DATA
 from lightning_amp.footprint.step_recorder import BATCH
 from lightning_amp.lightning.consistency.same_parameters import print_of
@@ -67,7 +67,7 @@ class StateOfBatch(Before):
             self._keep_attributes(child)
         callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
-            if is_of_user(type(callback)):
+            if has_code_of_user(type(callback)):
                 self.keep_names(callback, DEPTH)
         self.keep_code([module])
         for metric in (*(child for child in module.modules() if isinstance(child, Metric)), *self._results.values()):
@@ -91,7 +91,7 @@ class StateOfBatch(Before):
         if id(module) in self._seen or isinstance(module, torch.jit.ScriptModule):
             return
         self._seen.add(id(module))
-        if is_of_user(type(module)) and not isinstance(module, Metric):
+        if has_code_of_user(type(module)) and not isinstance(module, Metric):
             self.keep_names(module, DEPTH)
             return
         # attributes of a torch layer do not change, except for these; hooks are many

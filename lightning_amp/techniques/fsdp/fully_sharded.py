@@ -50,7 +50,7 @@ from lightning_amp.techniques.fsdp.parameters import AddUp, Gather, ReachedParam
 from lightning_amp.techniques.fsdp.row import FullyShard
 from lightning_amp.techniques.put_methods import STEPS, put_methods
 from lightning_amp.techniques.ranks import collectives
-from lightning_amp.techniques.ranks.collectives import Agreement
+from lightning_amp.techniques.ranks.collectives import Agreement, is_tried
 from lightning_amp.techniques.ranks.sharded_region import leaves_of
 
 ON_ALL = ("zero_grad", "toggle_optimizer", "untoggle_optimizer")
@@ -232,7 +232,8 @@ class FullySharded(Units):
     def _whole_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step with the root's parameters gathered."""
         # a step may call another one, as a training step that validates: only the outermost gathers
-        if self._depth == 0:
+        outermost = self._depth == 0
+        if outermost:
             self._refuse_replaced()
             # after a step without a backward pass, gathered parameters may be outdated
             self._module.reshard()
@@ -243,6 +244,8 @@ class FullySharded(Units):
         except BaseException as error:
             self._depth = 0
             forget_step(self._module)
+            if outermost:
+                self._agreement.after(error, "ends the step")
             if MIXED in str(error):
                 raise ModelError(_read_elsewhere(str(error))) from error
             raise
@@ -256,6 +259,9 @@ class FullySharded(Units):
             # otherwise a backward pass through the output follows
             if not any(tensor.requires_grad for tensor in tensors_in(output)):
                 self._module.reshard()
+            if is_tried():
+                # as a rank on which the pass has failed: torch prefetches by the order of earlier passes
+                forget_step(self._module)
         return output
 
     def on_rows(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

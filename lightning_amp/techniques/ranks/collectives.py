@@ -24,10 +24,16 @@ its purpose: one all-reduce of two integers.
 
 On a CPU they raise before the collective. On a GPU, where reading a number waits for all launched kernels, they check
 at the end of the backward pass, before the optimiser's step.
+
+A pass that is only tried (`trying_a_pass`) may raise an error on one rank while the others wait for its collectives.
+There every rank ends its pass with the same purpose, also after an error: the others find that the ranks differ, and
+raise `RanksDiffer` in place of waiting.
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -149,6 +155,28 @@ class _LinearOnce(torch.autograd.Function):
         return None, None, None, None, *(found if isinstance(found, tuple) else (found,))
 
 
+_TRIED: ContextVar[bool] = ContextVar("tried", default=False)
+
+
+@contextmanager
+def trying_a_pass() -> Iterator[None]:
+    """Context manager for a pass of all ranks whose errors are caught, after which the ranks go on together."""
+    token = _TRIED.set(True)
+    try:
+        yield
+    finally:
+        _TRIED.reset(token)
+
+
+def is_tried() -> bool:
+    """Whether a pass runs whose errors are caught."""
+    return _TRIED.get()
+
+
+class RanksDiffer(ModelError):
+    """The ranks would issue different collectives next."""
+
+
 class Agreement:
     """Compare descriptions of the next action between the ranks of a mesh axis."""
 
@@ -157,18 +185,23 @@ class Agreement:
         self._unseen: list[tuple[str, Tensor]] = []
 
     def on(self, what: str) -> None:
-        """Compare this rank's next action; a collective. Raises a ModelError on every rank if ranks differ."""
+        """Compare this rank's next action; a collective. Raises RanksDiffer on every rank if ranks differ."""
         # equal in every process, unlike `hash` of a string
         number = zlib.crc32(what.encode())
         # the maximum of the negated numbers is the negated minimum: one reduction shows whether all are equal
         box = torch.tensor([number, -number], device=self._mesh.device_type)
         wait_in_all_reduce(dist.all_reduce(box, dist.ReduceOp.MAX, group=self._mesh.get_group(), async_op=True))
         self._unseen.append((what, box))
-        if self._mesh.device_type == "cpu":
+        if self._mesh.device_type == "cpu" or is_tried():
             self.look()
 
+    def after(self, error: BaseException, what: str) -> None:
+        """Compare the next action of a rank that has raised an error in a pass that is tried."""
+        if is_tried() and isinstance(error, Exception) and not isinstance(error, RanksDiffer):
+            self.on(what)
+
     def look(self) -> None:
-        """Check all comparisons since the last call; raises a ModelError on every rank if ranks differed."""
+        """Check all comparisons since the last call; raises RanksDiffer on every rank if ranks differed."""
         unseen, self._unseen = self._unseen, []
         numbers = torch.stack([box for _, box in unseen]).tolist() if unseen else []
         for (what, _), (largest, smallest) in zip(unseen, numbers, strict=True):
@@ -177,7 +210,7 @@ class Agreement:
             everyones: list[str] = [""] * self._mesh.size()
             dist.all_gather_object(everyones, what, group=self._mesh.get_group())
             ranks = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(everyones))
-            raise ModelError(
+            raise RanksDiffer(
                 f"under {self._technique} all ranks use the same blocks in the same order, for a block's parameters lie"
                 f" on all of them; found: {ranks}. Let every rank run every block, a block that it does not need times"
                 " zero, or train with strategies='S1'"
