@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import lightning_amp.graph.flow_rules  # noqa: F401  (it registers rules)
+from lightning_amp._torch import named_arguments
 from lightning_amp.dist._torch import no_modes
 from lightning_amp.dist.dispatch.plans import PLANS, CallPlan, PartLayout, keep, key_of, run
 from lightning_amp.dist.owners import Owners
@@ -113,10 +114,9 @@ def call_of(
     shapes = tuple(tuple(shape_of(t)) for t in tensors)
     results = [shapes[0]] if mutable else result_shapes(func, args, kwargs)
     # Tensors are numbered in the order of `tensors_of`, so that a rule's Ref is an index into `tensors`.
-    schema, numbers = func._schema.arguments, iter(map(Ref, range(len(tensors))))
-    arguments = {a.name: a.default_value for a in schema}
-    arguments |= dict(zip([a.name for a in schema], mapped(args, lambda _: next(numbers)), strict=False))
-    arguments |= mapped(kwargs, lambda _: next(numbers))
+    numbers = iter(map(Ref, range(len(tensors))))
+    given, by_name = (mapped(values, lambda _: next(numbers)) for values in (args, kwargs))
+    arguments = named_arguments(func, given, by_name)
     return OperatorCall(op=op, shapes=shapes, result=results[0], arguments=arguments), results
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_amp._torch import named_arguments
 from lightning_amp.dist.collectives import reduce_now, stacked
 from lightning_amp.dist.dispatch.by_rule import by_rule, with_whole
 from lightning_amp.dist.owners import Owners
@@ -139,7 +140,7 @@ def _count(func: Any, x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
 @operator("prod", "logsumexp", "linalg_vector_norm")
 def _twice(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Reduce the shards, and then their results, by the same reduction."""
-    given = dict(zip([a.name for a in func._schema.arguments[1:]], args, strict=False)) | kwargs
+    given = named_arguments(func, (x, *args), kwargs)
     gone, keep = dims_of(given.get("dim"), len(shape_of(x))), given.get("keepdim", False)
     if not _crosses(x, gone):
         return BY_RULE
@@ -202,9 +203,7 @@ NONE, MEAN, SUM = 0, 1, 2
 def _loss(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute a mean as the sum divided by its count: of values, of rows, or of weights of rows of kept classes."""
     name = name_of(func)
-    schema = func._schema.arguments
-    given = kwargs | dict(zip([a.name for a in schema], args, strict=False))
-    given = {a.name: given.get(a.name, a.default_value) for a in schema}
+    given = named_arguments(func, args, kwargs)
     tensors = [value for value in given.values() if isinstance(value, Tensor)]
     x, target, weight = tensors[0], tensors[1], given.get("weight")
     n_dims = len(shape_of(x))
