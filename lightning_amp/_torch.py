@@ -1,7 +1,7 @@
 """Import every private name of torch that this package uses, with the reason; wrap private calls in functions."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -197,14 +197,6 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     # a DTensor also lists its mesh, which is not a tensor
     parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
     return [inner for part in parts if isinstance(part, Tensor) for inner in parts_of(part)]
-
-
-def named_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operator's call by name, in the order of its schema; defaults for those left out."""
-    schema = func._schema.arguments
-    found = {one.name: one.default_value for one in schema}
-    found.update((one.name, value) for one, value in zip(schema, args, strict=False))
-    return found | dict(kwargs)
 
 
 def is_watched() -> bool:

@@ -13,10 +13,10 @@ from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_amp.graph.flow_rules  # noqa: F401  (it registers rules)
-from lightning_amp._torch import named_arguments, tree_leaves, tree_map
+from lightning_amp._torch import tree_leaves, tree_map
 from lightning_amp.footprint.chain.block_call import autocast_again, autocast_now
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
-from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.live_bytes import LiveBytes, named_arguments
 from lightning_amp.graph.capture import Capture, alias, fresh
 from lightning_amp.graph.flow import OperatorCall, Ref, dims_of, sums_of
 from lightning_amp.graph.flow import register_flow as register_flow  # public: the built-in rules are registered here

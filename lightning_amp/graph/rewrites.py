@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_amp._torch import named_arguments
-from lightning_amp.footprint.live_bytes import RESIZED
+from lightning_amp.footprint.live_bytes import RESIZED, named_arguments
 from lightning_amp.graph.flow import Follows, OperatorCall, broadcast, collect, nothing, register_flow, sums_over
 
 BY_VALUE = (

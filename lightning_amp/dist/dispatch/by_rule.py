@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import lightning_amp.graph.flow_rules  # noqa: F401  (it registers rules)
-from lightning_amp._torch import named_arguments
 from lightning_amp.dist._torch import no_modes
 from lightning_amp.dist.dispatch.plans import PLANS, CallPlan, PartLayout, keep, key_of, run
 from lightning_amp.dist.owners import Owners
@@ -29,7 +28,7 @@ from lightning_amp.dist.sharded_tensor import (
     splits_of,
 )
 from lightning_amp.dist.splits import MeshAxis, Split, Splits
-from lightning_amp.footprint.live_bytes import tensors_of
+from lightning_amp.footprint.live_bytes import named_arguments, tensors_of
 from lightning_amp.graph.flow import RULES, OperatorCall, Ref, dims_of, sums_of
 
 Place = tuple[int, int]

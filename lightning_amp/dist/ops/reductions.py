@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import named_arguments
 from lightning_amp.dist.collectives import reduce_now, stacked
 from lightning_amp.dist.dispatch.by_rule import by_rule, with_whole
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.registry import BY_RULE, composed, mapped, name_of, operator
 from lightning_amp.dist.sharded_tensor import dim_of, local_of, redistribute, shape_of, splits_of, wrap
 from lightning_amp.dist.splits import Splits
+from lightning_amp.footprint.live_bytes import named_arguments
 from lightning_amp.graph.rewrites import BY_CLASS, BY_ROW, BY_VALUE
 
 Dims = int | Sequence[int] | None

@@ -29,13 +29,13 @@ from lightning_amp._torch import (
     TorchDispatchMode,
     disable_torch_function,
     has_no_values,
-    named_arguments,
     tree_flatten,
     tree_leaves,
     tree_map,
     tree_unflatten,
 )
 from lightning_amp.errors import InstallError
+from lightning_amp.footprint.live_bytes import named_arguments
 
 
 class Absent(Tensor):

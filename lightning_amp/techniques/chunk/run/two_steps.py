@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from lightning_amp._torch import OpOverload, make_fx, named_arguments
+from lightning_amp._torch import OpOverload, make_fx
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
+from lightning_amp.footprint.live_bytes import named_arguments
 from lightning_amp.graph.capture import Capture
 from lightning_amp.graph.rewrites import WIDE
 
