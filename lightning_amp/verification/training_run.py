@@ -170,7 +170,7 @@ def train_rank(rank: int, ranks: int, folder: Path, precision: Precision, run: T
         },
         factor=common_factor(record.gradients, one.gradients),
         draws=one.draws,
-        apart=record.apart,
+        differing_buffers=record.differing_buffers,
         unshared=[] if shared else [n for n, m in module.named_modules() if isinstance(m, AnyBatchNorm)],
         uneven=len(sizes) > 1 and any(n % place[1] for n in sizes),
         strategies=plan.strategies,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp._torch import TorchDispatchMode, parts_of
-from lightning_amp.footprint.copies.as_before import LIBRARIES
+from lightning_amp.footprint.copies.restore_state import LIBRARIES
 from lightning_amp.footprint.live_bytes import COLLECTIVES, named_arguments, tensors_written
 from lightning_amp.lightning.steps.uneven_means import why_uneven
 

@@ -44,7 +44,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, techniques
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.contract.protocol import find_decoders
-from lightning_amp.techniques.table import OF_BLOCKS, STAGED, refuse_apart, stage_search, with_steps
+from lightning_amp.techniques.table import OF_BLOCKS, STAGED, refuse_apart, stage_search, technique_of_steps
 from lightning_amp.techniques.technique import function_at
 
 
@@ -90,7 +90,7 @@ class InstalledPlan:
         # callbacks are checked here, because the replaced modules and buffers are known only now
         refusals.check_callbacks(self._installed, getattr(trainer, "callbacks", ()), plan)
         # replace the module's steps, by those of a technique or by the stages of a pipeline
-        if name := with_steps(plan.strategies):
+        if name := technique_of_steps(plan.strategies):
             self._put_steps(name, plan)
         staged = next((rule.spec for rule in plan.rules if rule.strategy == STAGED), None)
         shards = Shards(self._model, self._installed.sharded, self._installed.partial)

@@ -53,7 +53,7 @@ def as_it_is(seen: ProfiledStep, ranks: int) -> Draft:
     return Draft(
         ranks=ranks,
         peak_bytes=seen.peak_bytes(ranks),
-        relief_bytes=-seen.agreed_bytes(ranks),
+        below_one_device_bytes=-seen.agreed_bytes(ranks),
         floor_bytes=seen.averaging_bytes(ranks),
         seconds=seen.seconds + sent,
     )

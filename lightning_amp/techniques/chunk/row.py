@@ -89,7 +89,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     forms = forms_of(seen)
     if forms is None or forms.reason:
         return "the blocks were not looked at" if forms is None else forms.reason
-    found = forms.choose(None if budget is None else budget + draft.relief_bytes, recompute=bool(before))
+    found = forms.choose(None if budget is None else budget + draft.below_one_device_bytes, recompute=bool(before))
     chunked = {name: form for name, form in found.forms.items() if form >= CHUNKED}
     again = [*found.recomputed, *(name for name, form in chunked.items() if forms.form(name, form).again)]
     if not chunked:

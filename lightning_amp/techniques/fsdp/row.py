@@ -120,7 +120,7 @@ def add(step: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     return replace(
         draft,
         peak_bytes=peak,
-        relief_bytes=peak_bytes(step.chain, ()) - peak,
+        below_one_device_bytes=peak_bytes(step.chain, ()) - peak,
         floor_bytes=0,
         seconds=draft.seconds + fsdp_seconds(step, units, spec, ranks),
         targets=(*draft.targets, *rules),

@@ -196,8 +196,8 @@ class PipelinedSteps:
     def _seed(self, name: str, rest: tuple[Any, ...], micro_batch: int) -> int:
         epoch = self._module.trainer.current_epoch
         # a step need not take the batch index: without the count, all batches of an epoch would draw the same numbers
-        told = rest[:2] or (self._calls[name, epoch],)
-        return seed_of(torch.initial_seed(), name, epoch, *told, self._data_rank, micro_batch)
+        parts = rest[:2] or (self._calls[name, epoch],)
+        return seed_of(torch.initial_seed(), name, epoch, *parts, self._data_rank, micro_batch)
 
     @contextmanager
     def _gradients_aside(self) -> Iterator[list[nn.Parameter]]:
@@ -370,9 +370,9 @@ def within(call: Callable[..., Any], context: Callable[[], AbstractContextManage
     return called
 
 
-def seed_of(*told: object) -> int:
+def seed_of(*parts: object) -> int:
     """Return a seed for a micro-batch's random numbers, from the run's seed, the step, the data rank and its index."""
-    return int.from_bytes(hashlib.blake2b(repr(told).encode(), digest_size=7).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "big")
 
 
 def _with_gradients(returned: Any, parameters: list[nn.Parameter], grads: list[Tensor | None]) -> Any:
