@@ -37,7 +37,7 @@ from lightning_amp.lightning.steps.cells import count_cells, sizes_of
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.compare import DTYPES, Precision, Record, Recorder, Report, common_factor, errors
 
-Cells = Tensor | SparseCounts | np.ndarray
+CellValues = Tensor | SparseCounts | np.ndarray
 """Types whose first dim is the cell."""
 
 
@@ -109,7 +109,7 @@ class RankLoader:
 
 def _each(values: Any, change: Callable[[Any], Any]) -> Any:
     """Map everything that has cells in nested containers, as Lightning does when it moves a batch to a device."""
-    return apply_to_collection(values, get_args(Cells), lambda x: change(x) if x.shape else x)
+    return apply_to_collection(values, get_args(CellValues), lambda x: change(x) if x.shape else x)
 
 
 QUIET: dict[str, Any] = dict.fromkeys(

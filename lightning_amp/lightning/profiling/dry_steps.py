@@ -20,6 +20,7 @@ from lightning_amp.costs.rule import Spec
 from lightning_amp.dist.splits import MeshAxis, Sent
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.chain.chain_of import CountedStep
+from lightning_amp.installing.install import install_steps
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.put_methods import put_methods
@@ -101,7 +102,7 @@ class DrySteps:
         axis = self.axis
         if STRATEGIES[self.name].data_axis:
             axis = MeshAxis("ranks", self.run_ranks, 0, None, sent=self.sent)
-        undo = put_steps(module, self.name, self.spec, axis)
+        undo = install_steps(module, self.name, self.spec, axis)
         step = vars(module).get("training_step")
         if step is not None:
 
@@ -190,12 +191,6 @@ class DrySteps:
                 f"{format_bytes(moved.total())} of the {format_bytes(forward_bytes)} that a forward pass sends are for"
                 f" operators that need features whole, which is exact and slow: {named}"
             )
-
-
-def put_steps(module: LightningModule, name: str, spec: Spec, mesh: Any) -> Callable[[], None]:
-    """Replace a module's steps by those of a technique; return an undo."""
-    changed: dict[str, Any] = import_module(STRATEGIES[name].steps).install(module, spec, mesh)
-    return put_methods(module, changed)
 
 
 def with_spec(plan: Plan, steps: DrySteps | None, why: str) -> Plan:

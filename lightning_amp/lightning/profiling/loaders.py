@@ -43,11 +43,11 @@ UNKNOWN = (
     " batch_size, the samples per rank and step"
 )
 
-Cells = tuple[int | None, str]
+CellsOrReason = tuple[int | None, str]
 """Samples per rank and step; or None, and what to do."""
 
 
-def cells_per_step(trainer: pl.Trainer) -> Cells:
+def cells_per_step(trainer: pl.Trainer) -> CellsOrReason:
     """Return the samples (cells) per rank and step.
 
     The number is the attribute `batch_size` of the data module, the module or the loader, else that of the training

@@ -24,7 +24,7 @@ from lightning_amp.installing.describe_module import describe, unpredicted, with
 from lightning_amp.lightning.profiling.blocks_outside import step_beside_decoder
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
-from lightning_amp.lightning.profiling.loaders import Cells, cells_per_step
+from lightning_amp.lightning.profiling.loaders import CellsOrReason, cells_per_step
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.hardware import least_budget, measured_speeds
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
@@ -67,7 +67,12 @@ class PlanningContext:
     """
 
     def __init__(
-        self, strategy: MeshStrategy, trainer: pl.Trainer, *, cells: Cells | None = None, trained: Plan | None = None
+        self,
+        strategy: MeshStrategy,
+        trainer: pl.Trainer,
+        *,
+        cells: CellsOrReason | None = None,
+        trained: Plan | None = None,
     ) -> None:
         self.request, self.strategy, self.trainer = strategy.request, strategy, trainer
         request = self.request
