@@ -106,7 +106,7 @@ def _plan_of_step(
             f"{model} is not supported: its model has a decoder of strata, which is planned by its data:"
             " name their folder, lightning-amp plan DIR"
         )
-    requested = _asked(arguments, options)
+    requested = _requested(arguments, options)
     request = request_of(requested)
     if requested.plan is not None:
         raise PlanError(
@@ -139,7 +139,7 @@ def _grid(text: str, strategies: Any) -> tuple[int, ...] | None:
     return Request(strategies=strategies, tensor_grid=sizes).tensor_grid  # type: ignore[arg-type]
 
 
-def _asked(arguments: argparse.Namespace, options: dict[str, Any]) -> argparse.Namespace:
+def _requested(arguments: argparse.Namespace, options: dict[str, Any]) -> argparse.Namespace:
     """Return the options of the command line, completed with those of the configuration's AMPStrategy."""
     asked = argparse.Namespace(**vars(arguments))
     # either option replaces both of the file: with the file's strategies, a new policy would have no effect

@@ -90,7 +90,7 @@ def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, mo
         named=named,
         budget_named=request.device_memory is not None,
         count=facts.step.count,
-        asked=replace(stages, micro_batches=request.micro_batches, speeds=facts.speeds, memory=facts.memory),
+        options=replace(stages, micro_batches=request.micro_batches, speeds=facts.speeds, memory=facts.memory),
     )
     free = request.chooses and strategies is None and request.model_parallel_size == "auto"
     if not free or not samples_may_be_split(found, seen):
