@@ -335,7 +335,7 @@ REFUSED: dict[type[Net], str] = {
     Gathers: "self.all_gather",
     ClipsByHand: "configure_gradient_clipping",
     Metered: "'meter'",
-    OptimisesByHand: "'OptimisesByHand' optimises by hand: it has automatic_optimization=False",
+    OptimisesByHand: "it has automatic_optimization=False",
     # by all ranks: after the last one nobody leaves a group that others wait in
     Unsendable: "attributes ['way']",
 }
