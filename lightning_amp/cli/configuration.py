@@ -106,18 +106,18 @@ def _plan_of_step(
             f"{model} is not supported: its model has a decoder of strata, which is planned by its data:"
             " name their folder, lightning-amp plan DIR"
         )
-    told = _asked(arguments, options)
-    request = request_of(told)
-    if told.plan is not None:
+    requested = _requested(arguments, options)
+    request = request_of(requested)
+    if requested.plan is not None:
         raise PlanError(
-            f"{model} has a strategy that carries out plan={told.plan!r}: there is nothing to plan; name"
+            f"{model} has a strategy that carries out plan={requested.plan!r}: there is nothing to plan; name"
             " --policy or --strategies to plan it otherwise"
         )
     grid = getattr(arguments, "tensor_grid", None)
     if grid is not None:
         options["tensor_grid"] = _grid(grid, request["strategies"])
     del request["batch_size"]
-    rates = rates_asked(told, around.precision)
+    rates = rates_asked(requested, around.precision)
     request, notes = with_memory_of_device(request, rates)
     made = plan_of_module(
         module, batch, around=around, rates=rates, request=request, options=options, batch_size=arguments.batch_size
@@ -139,7 +139,7 @@ def _grid(text: str, strategies: Any) -> tuple[int, ...] | None:
     return Request(strategies=strategies, tensor_grid=sizes).tensor_grid  # type: ignore[arg-type]
 
 
-def _asked(arguments: argparse.Namespace, options: dict[str, Any]) -> argparse.Namespace:
+def _requested(arguments: argparse.Namespace, options: dict[str, Any]) -> argparse.Namespace:
     """Return the options of the command line, completed with those of the configuration's AMPStrategy."""
     asked = argparse.Namespace(**vars(arguments))
     # either option replaces both of the file: with the file's strategies, a new policy would have no effect

@@ -151,7 +151,8 @@ class Draft:
         ranks: D.
         peak_bytes: Predicted peak with the techniques so far; of the fullest rank, minus `more_bytes`.
         more_bytes: In a pipeline, memory of that rank's device beyond the smallest device.
-        relief_bytes: Bytes that a rank has less than a single device at the moments of the chain; negative: more.
+        below_one_device_bytes: Bytes by which a rank is below a single device at the moments of the chain; negative if
+            it is above.
         chain: Blocks of the step, as changed by the techniques; None if unchanged.
         floor_bytes: Bytes while gradients are averaged, whatever the blocks keep.
         seconds: Predicted time of a step.
@@ -169,13 +170,13 @@ class Draft:
     stages: tuple[Stage, ...] = ()
     held_bytes: int | None = None
     more_bytes: int = 0
-    relief_bytes: int = 0
+    below_one_device_bytes: int = 0
     floor_bytes: int = 0
     chain: Chain | None = None
 
     def with_chain_peak(self, chain_peak_bytes: int) -> int:
         """Return the peak of the rank, given the peak of the chain on one device."""
-        return max(self.floor_bytes, chain_peak_bytes - self.relief_bytes)
+        return max(self.floor_bytes, chain_peak_bytes - self.below_one_device_bytes)
 
     @property
     def pace(self) -> float:

@@ -15,7 +15,7 @@ It is patched while a mode is active, so that its calls are counted.
 
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Self, cast
 
@@ -44,6 +44,14 @@ class _Ref(weakref.ref[torch.UntypedStorage]):
 
     __slots__ = ("key",)
     key: int
+
+
+def named_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operator's call by name, in the order of its schema; defaults for those left out."""
+    schema = func._schema.arguments
+    found = {one.name: one.default_value for one in schema}
+    found.update((one.name, value) for one, value in zip(schema, args, strict=False))
+    return found | dict(kwargs)
 
 
 @cache

@@ -3,8 +3,9 @@
 The second step is recorded, because optimizer state and gradients exist then. With gradient accumulation, its last
 batch is recorded, which also holds the accumulated gradients (inner_run.py). If the step needs values, its forward pass
 runs on real tensors, without gradients, and the two steps get what values decide in it (noted_values.py). If they need
-other values too, such as those of gradients, they run on real tensors, on a copy with the module's weights. All run as
-a guest (guest.py): hooks of the module and the data module are called on copies, and nothing of the user's changes.
+other values too, such as those of gradients, they run on real tensors, on a copy with the module's weights. All run
+without side effects (no_side_effects.py): hooks of the module and the data module are called on copies, and nothing of
+the user's changes.
 
 Known limits: `prepare_data` is not called; `setup` and `configure_model` are called unless the run has done so.
 Callbacks do not run, of which only copies of the module are counted (foreseen.py), and loss scaling is not included.
@@ -30,7 +31,7 @@ from lightning_amp.footprint.copies.fake_copy import (
     resized,
     tensors_of_all,
 )
-from lightning_amp.footprint.copies.guest import as_guest
+from lightning_amp.footprint.copies.no_side_effects import without_side_effects
 from lightning_amp.footprint.copies.noted_values import Answers, NoteTaker
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.copies.take_notes import copy_with_values, notes_of, room_of_pass
@@ -198,14 +199,14 @@ class _Count:
     def _two_steps(self, fake: QuickFakes | None, answers: Answers | None) -> Any:
         module, around = self._module, self._around
         given = resized(self._batch, self._size) if fake is None else fake_batch(self._batch, fake, self._size)
-        with as_guest(module, around.datamodule):
+        with without_side_effects(module, around.datamodule):
             twin = copy_of(module, fake)
             around = replace(around, datamodule=copy_of_data(around.datamodule, module, twin, fake))
             return run_two_steps(twin, given, fake, self._makers[0], around, answers=answers)
 
     def _pass(self, taker: NoteTaker, on_host: bool) -> None:
         module, around = self._module, self._around
-        with as_guest(module, around.datamodule):
+        with without_side_effects(module, around.datamodule):
             twin = copy_with_values(module, on_host=on_host)
             data, limit = copy_of_data(around.datamodule, module, twin, None), room_of_pass(twin, around.limit_bytes)
             around = replace(around, datamodule=data, limit_bytes=limit)

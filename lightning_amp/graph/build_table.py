@@ -16,7 +16,7 @@ import lightning_amp.graph.flow_rules  # noqa: F401  (it registers rules)
 from lightning_amp._torch import tree_leaves, tree_map
 from lightning_amp.footprint.chain.block_call import autocast_again, autocast_now
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
-from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.live_bytes import LiveBytes, named_arguments
 from lightning_amp.graph.capture import Capture, alias, fresh
 from lightning_amp.graph.flow import OperatorCall, Ref, dims_of, sums_of
 from lightning_amp.graph.flow import register_flow as register_flow  # public: the built-in rules are registered here
@@ -268,9 +268,6 @@ def _call(node: Node, args: Any, kwargs: Any, leaves: list[Tensor], result: tupl
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return OperatorCall(op=str(node.target), shapes=shapes, result=result)
-    arguments = {}
-    for i, argument in enumerate(schema.arguments):
-        given = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
-        arguments[argument.name] = plain(given)
+    arguments = {key: plain(value) for key, value in named_arguments(node.target, args, kwargs).items()}
     space, _, name = schema.name.partition("::")
     return OperatorCall(op=name if space == "aten" else schema.name, shapes=shapes, result=result, arguments=arguments)

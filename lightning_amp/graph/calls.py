@@ -13,7 +13,7 @@ A forward that remembers tensors outside of its block, such as in a `functools.c
 runs with empty caches, which are put back.
 
 Known limits: values that torch's functions read themselves, such as flags of backends. A capture of a forward that
-changes objects which `as_before` does not restore changes them once more.
+changes objects which `restoring_state` does not restore changes them once more.
 """
 
 import gc

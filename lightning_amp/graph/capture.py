@@ -40,8 +40,8 @@ from lightning_amp._torch import (
     tree_leaves,
     tree_unflatten,
 )
-from lightning_amp.footprint.copies.as_before import as_before, forgetting
 from lightning_amp.footprint.copies.fake_copy import copy_of
+from lightning_amp.footprint.copies.restore_state import forgetting, restoring_state
 from lightning_amp.footprint.forward_overrides import hooked
 from lightning_amp.footprint.recompute_state import random_state, same_random, set_random
 from lightning_amp.graph.after_blocks import AfterBlocks, leave_out_before
@@ -124,7 +124,7 @@ def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *,
                 raise CannotCapture(f"{place} has hooks ({hooks[0]}), which are Python")
         # warnings of libraries are ignored, also where the user turns warnings into errors
         with failures_unlogged(), warnings.catch_warnings(action="ignore"):
-            with as_before(block):
+            with restoring_state(block):
                 found, again = _trace(block, args, kwargs)
             with forgetting(block) as outside:
                 remembers = again()

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_amp._torch import tree_flatten
 from lightning_amp.footprint.chain.block_call import autocast_now
-from lightning_amp.footprint.copies.as_before import OWNERS, contents
 from lightning_amp.footprint.copies.fake_copy import holds_something
+from lightning_amp.footprint.copies.restore_state import OWNERS, contents
 from lightning_amp.footprint.forward_overrides import overrides_of
 from lightning_amp.footprint.recompute_state import slots_of, state_of_generator
 

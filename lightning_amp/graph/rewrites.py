@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_amp.footprint.live_bytes import RESIZED
+from lightning_amp.footprint.live_bytes import RESIZED, named_arguments
 from lightning_amp.graph.flow import Follows, OperatorCall, broadcast, collect, nothing, register_flow, sums_over
 
 BY_VALUE = (
@@ -86,11 +86,9 @@ def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
 def _mean_loss(name: str) -> Callable[..., Any]:
     """Return the replacement of a loss that may be a mean."""
     op = getattr(aten, name).default
-    names = [argument.name for argument in op._schema.arguments]
-    defaults = {argument.name: argument.default_value for argument in op._schema.arguments}
 
     def rewritten(*args: Any, **kwargs: Any) -> Any:
-        given = defaults | dict(zip(names, args, strict=False)) | kwargs
+        given = named_arguments(op, args, kwargs)
         # the operator's own sum would keep the memory of all losses while it lives
         again = given["reduction"] == SUM and name in RESIZED
         shapes = [value.shape for key, value in given.items() if isinstance(value, Tensor) and key != "weight"]

@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from importlib import import_module
 from itertools import accumulate
 from types import MethodType
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_amp.costs.rule import Rule
+from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.forward_overrides import Override, Position, add_override, remove_override
 from lightning_amp.planning.plan.plan import Plan
@@ -321,3 +323,9 @@ def matched_names(rule: Rule, module: nn.Module) -> list[str]:
                 outer.add(fqn)
         matches = [fqn for fqn in matches if fqn in outer]
     return matches
+
+
+def install_steps(module: LightningModule, name: str, spec: Spec, mesh: Any) -> Callable[[], None]:
+    """Replace a module's steps by those of a technique; return an undo."""
+    changed: dict[str, Any] = import_module(STRATEGIES[name].steps).install(module, spec, mesh)
+    return put_methods(module, changed)

@@ -248,8 +248,8 @@ class TrainedModel(pl.LightningModule):
         self.eval()
         try:
             wanted = np.arange(table.n_cells) if rows is None else rows
-            for start in range(0, len(wanted), AT_ONCE):
-                yield move_data_to_device(table.rows(wanted[start : start + AT_ONCE], sparse=sparse), self.device)
+            for _, cells in table.batches_of(wanted, AT_ONCE, sparse=sparse):
+                yield move_data_to_device(cells, self.device)
         finally:
             for part in training:
                 part.training = True

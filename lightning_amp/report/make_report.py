@@ -141,14 +141,18 @@ def _embedding(
     rng: np.random.Generator,
 ) -> list[Check]:
     """Compare types and batches in the embedding of a modality with principal components of its counts."""
-    rows, checks = _some(np.flatnonzero(types != UNKNOWN), MOST_CELLS, rng), []
-    table = data.tables[name]
-    n_types = len(np.unique(types[rows]))
+    rows, checks = _some(np.arange(len(embedding)), MOST_CELLS, rng), list[Check]()
+    types, batches = types[rows], batches[rows]
+    known = types != UNKNOWN
+    n_types, several = len(np.unique(types[known])), len(np.unique(batches)) > 1
+    if n_types < 2 and not several:
+        return checks
+    points = embedding[rows].astype(np.float64)
+    plain = components_of_counts(data.tables[name].counts[rows].toarray().astype(np.float64))
     if n_types > 1:
-        points, own = embedding[rows].astype(np.float64), types[rows]
-        plain = components_of_counts(table.counts[rows].toarray().astype(np.float64))
-        rand = [adjusted_rand(cluster(x, n_types), own) for x in (points, plain)]
-        width = [silhouette(x, own) for x in (points, plain)]
+        own = types[known]
+        rand = [adjusted_rand(cluster(x[known], n_types), own) for x in (points, plain)]
+        width = [silhouette(x[known], own) for x in (points, plain)]
         checks.append(
             Check(
                 what=f"{name}: ARI of clusters and types",
@@ -160,11 +164,9 @@ def _embedding(
         # not judged: it also depends on the number of dims
         beside = f"{width[1]:.2f}, PCA of the counts"
         checks.append(Check(what=f"{name}: silhouette of types", found=f"{width[0]:.2f}", beside=beside, good=None))
-    rows = _some(np.arange(len(embedding)), MOST_CELLS, rng)
-    if len(np.unique(batches[rows])) > 1:
-        share, chance = same_label_share(embedding[rows].astype(np.float64), batches[rows])
-        plain = components_of_counts(table.counts[rows].toarray().astype(np.float64))
-        baseline = same_label_share(plain, batches[rows])[0]
+    if several:
+        share, chance = same_label_share(points, batches)
+        baseline = same_label_share(plain, batches)[0]
         checks.append(
             Check(
                 what=f"{name}: neighbours, same batch",

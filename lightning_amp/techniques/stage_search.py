@@ -48,8 +48,8 @@ class StageSearch:
     """Functions that search for stages, and requirements of a run with stages.
 
     Attributes:
-        staged: (step, ranks of the model axis, data=, budget=, asked=) -> the draft, or why there is none.
-        best: (step, ranks=, budget=, asked=) -> the fastest draft that fits over all lengths of the model axis that
+        staged: (step, ranks of the model axis, data=, budget=, options=) -> the draft, or why there is none.
+        best: (step, ranks=, budget=, options=) -> the fastest draft that fits over all lengths of the model axis that
             divide the ranks, or why there is none.
         blocks: Step -> number of blocks that can be stages, or why there are none.
         fixed: (spec, rules of a plan) -> everything that the plan has decided, as options.

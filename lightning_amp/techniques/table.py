@@ -169,7 +169,7 @@ def parse_strategies(asked: str | list[str] | tuple[str, ...]) -> tuple[str, ...
     return found
 
 
-def with_steps(strategies: Iterable[str]) -> str:
+def technique_of_steps(strategies: Iterable[str]) -> str:
     """Return the strategy that replaces the module's steps; "" if there is none."""
     return next((name for name in strategies if name in STRATEGIES and STRATEGIES[name].steps), "")
 
@@ -190,7 +190,7 @@ def not_together(name: str, other: str) -> str:
 def refuse_apart(strategies: Iterable[str]) -> None:
     """Raise a PlanError if one of the strategies replaces steps and another cannot be combined with it."""
     chosen = tuple(strategies)
-    name = with_steps(chosen)
+    name = technique_of_steps(chosen)
     for other in chosen if name else ():
         if other != name and other not in together(name):
             raise PlanError(

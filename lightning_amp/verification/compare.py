@@ -40,7 +40,9 @@ class Record:
     # with buffers: the module's full state after the last step
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    apart: list[str] = field(default_factory=list)  # buffers that differ between the ranks after the last step
+    differing_buffers: list[str] = field(
+        default_factory=list
+    )  # buffers that differ between the ranks after the last step
     # dropout modules, and generators, if a training step has drawn random numbers
     draws: list[str] = field(default_factory=list)
 
@@ -120,7 +122,7 @@ class Recorder(Callback):
         self.record.buffers = {name: value for name, value in kept.items() if name not in names}
         if isinstance(trainer.strategy, AMPStrategy):
             buffers = differing(common_buffers(pl_module), trainer.strategy.mesh)
-            self.record.apart = [name for name, _, _ in buffers]
+            self.record.differing_buffers = [name for name, _, _ in buffers]
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the module's step."""
@@ -234,7 +236,7 @@ class Report:
     # the common factor of all gradients, single process / rank; None if there is none
     factor: float | None
     draws: list[str]  # where the single process drew random numbers
-    apart: list[str]  # buffers that differ between the ranks
+    differing_buffers: list[str]  # buffers that differ between the ranks
     unshared: list[str]  # BatchNorm layers that normalise by one rank's cells
     uneven: bool  # whether modalities differ in numbers of cells, and the data ranks do not divide them
     strategies: tuple[str, ...]
@@ -364,11 +366,11 @@ def _seen(wrong: Sequence[Row], reports: Sequence[Report]) -> Iterator[Suspect]:
         yield DRAWS.at(draws)
     if first.unshared:
         yield NORMS.at(first.unshared)
-    apart = first.apart or (wrong[0].wrong if buffers else [])
-    if apart:
-        yield BUFFERS.at(apart)
+    differing_buffers = first.differing_buffers or (wrong[0].wrong if buffers else [])
+    if differing_buffers:
+        yield BUFFERS.at(differing_buffers)
     # each of these explains a difference; the loss is suspected only without them
-    if drops or first.unshared or apart:
+    if drops or first.unshared or differing_buffers:
         return
     # draws of the training step that are not per cell are equal on all ranks, so they are a weaker explanation
     if draws:

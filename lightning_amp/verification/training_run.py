@@ -37,7 +37,7 @@ from lightning_amp.lightning.steps.cells import count_cells, sizes_of
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.compare import DTYPES, Precision, Record, Recorder, Report, common_factor, errors
 
-Cells = Tensor | SparseCounts | np.ndarray
+CellValues = Tensor | SparseCounts | np.ndarray
 """Types whose first dim is the cell."""
 
 
@@ -109,7 +109,7 @@ class RankLoader:
 
 def _each(values: Any, change: Callable[[Any], Any]) -> Any:
     """Map everything that has cells in nested containers, as Lightning does when it moves a batch to a device."""
-    return apply_to_collection(values, get_args(Cells), lambda x: change(x) if x.shape else x)
+    return apply_to_collection(values, get_args(CellValues), lambda x: change(x) if x.shape else x)
 
 
 QUIET: dict[str, Any] = dict.fromkeys(
@@ -170,7 +170,7 @@ def train_rank(rank: int, ranks: int, folder: Path, precision: Precision, run: T
         },
         factor=common_factor(record.gradients, one.gradients),
         draws=one.draws,
-        apart=record.apart,
+        differing_buffers=record.differing_buffers,
         unshared=[] if shared else [n for n, m in module.named_modules() if isinstance(m, AnyBatchNorm)],
         uneven=len(sizes) > 1 and any(n % place[1] for n in sizes),
         strategies=plan.strategies,

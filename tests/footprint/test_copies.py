@@ -20,8 +20,8 @@ import lightning_amp
 from lightning_amp._torch import FakeTensorMode
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.chain.chain_of import count_step
-from lightning_amp.footprint.copies.as_before import apart
 from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data
+from lightning_amp.footprint.copies.restore_state import copied_state
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.techniques.sharded_step import tensors
@@ -337,16 +337,16 @@ def test_containers_that_hold_themselves_and_objects_that_cannot_be_copied() -> 
             self.refuses, self.names, self.method = Refuses(), ["a"], Refuses().forward
 
     key = Loss(torch.sum)
-    assert key in apart({key}, {})
-    assert key in apart([key, {key}], {})[1]
+    assert key in copied_state({key}, {})
+    assert key in copied_state([key, {key}], {})[1]
     held: list[Any] = [1]
     held += [held, {"held": held}]
-    copied = apart(held, {})
+    copied = copied_state(held, {})
     assert copied is not held
     assert copied[1] is copied
     assert copied[2]["held"] is copied
     one = One()
-    both = apart([one, one.names], {})
+    both = copied_state([one, one.names], {})
     assert both[0] is not one
     assert both[0].names is both[1]
     assert both[0].names is not one.names

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.errors import InstallError
-from lightning_amp.footprint.copies.guest import as_guest
+from lightning_amp.footprint.copies.no_side_effects import without_side_effects
 from lightning_amp.footprint.forward_overrides import (
     Override,
     Position,
@@ -149,7 +149,7 @@ def test_files_of_a_function_are_as_before() -> None:
     CALLS["counts"].append(1)
     before = state()
     for fails in (False, True):
-        with pytest.raises(ZeroDivisionError) if fails else as_guest(), as_guest(counts):
+        with pytest.raises(ZeroDivisionError) if fails else without_side_effects(), without_side_effects(counts):
             counts()
             assert state() != before
             1 / (not fails)
@@ -158,7 +158,7 @@ def test_files_of_a_function_are_as_before() -> None:
 
 def test_what_is_written_is_read_again_and_no_file(tmp_path: Path) -> None:
     (tmp_path / "old").write_text("old")
-    with as_guest():
+    with without_side_effects():
         (tmp_path / "a" / "b").mkdir(parents=True)
         (tmp_path / "a" / "text").write_text("ä")
         with (tmp_path / "old").open("a") as file:
@@ -183,7 +183,7 @@ def test_other_threads_write_and_speak(tmp_path: Path, capsys: Any, caplog: Any)
         (tmp_path / who).mkdir()
         (tmp_path / who / "file").write_text(who)
 
-    with as_guest():
+    with without_side_effects():
         speak("guest")
         other = threading.Thread(target=speak, args=("other",))
         other.start()
@@ -201,7 +201,7 @@ def test_a_warning_that_is_given_once_in_a_place_is_as_before() -> None:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("default")
         warn("said before")
-        with as_guest():
+        with without_side_effects():
             warn("said before")
             warn("said by a guest")
         warn("said before")

@@ -5,7 +5,7 @@ memory; the rows of one step become dense, except in modalities that are returne
 """
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,6 +149,19 @@ class CellTable:
             index=torch.from_numpy(np.array(indices, dtype=np.int64)),
         )
 
+    def batch_of(self, indices: NDArray[np.int64], *, sparse: bool = False, draw_key: int = 0) -> CellBatch:
+        """Return some rows of the file as the cells of a step, with the keys of their random draws."""
+        draw = torch.from_numpy(draw_keys(draw_key, self.modality, indices))
+        return CellBatch(**self.rows(indices, sparse=sparse), draw=draw)  # type: ignore[typeddict-item]
+
+    def batches_of(
+        self, indices: NDArray[np.int64], n: int, *, sparse: bool = False, draw_key: int = 0
+    ) -> Iterator[tuple[NDArray[np.int64], CellBatch]]:
+        """Yield some rows of the file in order, `n` at a time: their indices, and the cells as `batch_of` has them."""
+        for start in range(0, len(indices), n):
+            part = indices[start : start + n]
+            yield part, self.batch_of(part, sparse=sparse, draw_key=draw_key)
+
 
 class MultiModalDataset(Dataset[Batch]):
     """Data set of several modalities whose item is the batch of a whole step; x of modalities in `sparse` is
@@ -162,9 +175,8 @@ class MultiModalDataset(Dataset[Batch]):
     def __getitem__(self, step: StepIndices) -> Batch:
         batch: Batch = {}
         for modality, rows in step.rows.items():
-            draw = torch.from_numpy(draw_keys(step.draw_key, modality, rows))
-            cells = self.tables[modality].rows(rows, sparse=modality in self.sparse)
-            batch[modality] = CellBatch(**cells, draw=draw)  # type: ignore[typeddict-item]
+            sparse = modality in self.sparse
+            batch[modality] = self.tables[modality].batch_of(rows, sparse=sparse, draw_key=step.draw_key)
             if modality in step.repeated:
                 batch[modality]["repeated"] = True
         return batch

@@ -28,7 +28,7 @@ from lightning_amp.dist.sharded_tensor import (
     splits_of,
 )
 from lightning_amp.dist.splits import MeshAxis, Split, Splits
-from lightning_amp.footprint.live_bytes import tensors_of
+from lightning_amp.footprint.live_bytes import named_arguments, tensors_of
 from lightning_amp.graph.flow import RULES, OperatorCall, Ref, dims_of, sums_of
 
 Place = tuple[int, int]
@@ -113,10 +113,9 @@ def call_of(
     shapes = tuple(tuple(shape_of(t)) for t in tensors)
     results = [shapes[0]] if mutable else result_shapes(func, args, kwargs)
     # Tensors are numbered in the order of `tensors_of`, so that a rule's Ref is an index into `tensors`.
-    schema, numbers = func._schema.arguments, iter(map(Ref, range(len(tensors))))
-    arguments = {a.name: a.default_value for a in schema}
-    arguments |= dict(zip([a.name for a in schema], mapped(args, lambda _: next(numbers)), strict=False))
-    arguments |= mapped(kwargs, lambda _: next(numbers))
+    numbers = iter(map(Ref, range(len(tensors))))
+    given, by_name = (mapped(values, lambda _: next(numbers)) for values in (args, kwargs))
+    arguments = named_arguments(func, given, by_name)
     return OperatorCall(op=op, shapes=shapes, result=results[0], arguments=arguments), results
 
 

@@ -17,6 +17,7 @@ from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.registry import BY_RULE, composed, mapped, name_of, operator
 from lightning_amp.dist.sharded_tensor import dim_of, local_of, redistribute, shape_of, splits_of, wrap
 from lightning_amp.dist.splits import Splits
+from lightning_amp.footprint.live_bytes import named_arguments
 from lightning_amp.graph.rewrites import BY_CLASS, BY_ROW, BY_VALUE
 
 Dims = int | Sequence[int] | None
@@ -139,7 +140,7 @@ def _count(func: Any, x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
 @operator("prod", "logsumexp", "linalg_vector_norm")
 def _twice(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Reduce the shards, and then their results, by the same reduction."""
-    given = dict(zip([a.name for a in func._schema.arguments[1:]], args, strict=False)) | kwargs
+    given = named_arguments(func, (x, *args), kwargs)
     gone, keep = dims_of(given.get("dim"), len(shape_of(x))), given.get("keepdim", False)
     if not _crosses(x, gone):
         return BY_RULE
@@ -202,9 +203,7 @@ NONE, MEAN, SUM = 0, 1, 2
 def _loss(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute a mean as the sum divided by its count: of values, of rows, or of weights of rows of kept classes."""
     name = name_of(func)
-    schema = func._schema.arguments
-    given = kwargs | dict(zip([a.name for a in schema], args, strict=False))
-    given = {a.name: given.get(a.name, a.default_value) for a in schema}
+    given = named_arguments(func, args, kwargs)
     tensors = [value for value in given.values() if isinstance(value, Tensor)]
     x, target, weight = tensors[0], tensors[1], given.get("weight")
     n_dims = len(shape_of(x))

@@ -30,9 +30,9 @@ from torchmetrics.aggregation import BaseAggregator
 from lightning_amp._torch import FakeTensor, FakeTensorMode, fake_tensors, has_no_values
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.copies.as_before import LONG, apart, contents, is_of_user
 from lightning_amp.footprint.copies.batch_values import AskedFakeTensor
 from lightning_amp.footprint.copies.known_values import give_values, numbers_may_be_taken
+from lightning_amp.footprint.copies.restore_state import LONG, contents, copied_state, is_of_user
 from lightning_amp.holding import replacing
 
 M = TypeVar("M", bound=nn.Module)
@@ -140,7 +140,7 @@ def copy_of_data(
     for name, value in vars(data).items():
         if isinstance(value, nn.Module) and id(value) not in memo:
             memo[id(value)] = copy_of(value, fake)
-        vars(found)[name] = apart(value, memo)
+        vars(found)[name] = copied_state(value, memo)
     return found
 
 

@@ -20,7 +20,7 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 
-from lightning_amp.data.batch import datamodule_of, hash_integers
+from lightning_amp.data.batch import CellBatch, datamodule_of
 from lightning_amp.data.files.directory import written_aside
 from lightning_amp.data.files.write_results import (
     NEIGHBOURS,
@@ -37,7 +37,6 @@ from lightning_amp.data.files.write_results import (
     write_pseudobulk,
 )
 from lightning_amp.data.loading.datamodule import HIC, SingleCellDataModule
-from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
 from lightning_amp.errors import DataError, ModelError
 from lightning_amp.lightning.callbacks.predictions import (
     Embeddings,
@@ -48,6 +47,7 @@ from lightning_amp.lightning.callbacks.predictions import (
     draw_maps,
     features_of,
     gather,
+    impute_in_parts,
 )
 
 RNA = "rna"
@@ -339,14 +339,14 @@ def _impute(
     modality: str, rows: NDArray[np.int64], data: SingleCellDataModule, trainer: pl.Trainer, module: Any
 ) -> Imputed:
     """Yield rows and their expected counts [row, feature], by batch; Lightning has set eval mode, without gradients."""
-    dataset = MultiModalDataset(data.tables)
-    for start in range(0, len(rows), data.batch_size):
-        chunk = rows[start : start + data.batch_size]
-        batch: Any = dataset[StepIndices(rows={modality: chunk}, draw_key=hash_integers(data.seed))]
-        batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
+
+    def imputed(cells: CellBatch) -> torch.Tensor:
+        batch: Any = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input({modality: cells}))
         with trainer.precision_plugin.forward_context():
             expected: torch.Tensor = module.impute(modality, batch[modality])
-        yield chunk, expected.float().cpu().numpy()
+        return expected
+
+    return impute_in_parts(imputed, modality, rows, data)
 
 
 def _of_cells(imputed: Imputed, data: SingleCellDataModule, first: Embeddings) -> CellContacts:

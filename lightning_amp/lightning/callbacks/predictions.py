@@ -1,7 +1,7 @@
 """Gather the predictions of all ranks, as AnnData in memory or as arrays for files, and draw them."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lightning_amp import figures
-from lightning_amp.data.batch import hash_integers
+from lightning_amp.data.batch import CellBatch, hash_integers
 from lightning_amp.data.files.strata_layout import FeatureLayout
 from lightning_amp.data.files.write_results import NO_FEATURES, bin_table, describe_embedding, principal_components
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
-from lightning_amp.data.loading.dataset import CellTable, MultiModalDataset, StepIndices
+from lightning_amp.data.loading.dataset import CellTable
 from lightning_amp.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -89,13 +90,25 @@ def _impute_all(module: Any, modality: str, data: SingleCellDataModule) -> NDArr
         raise ModelError(
             f"impute={modality!r} is not supported: {type(module).__name__!r} has no method impute; add it"
         )
-    dataset, rows, parts = MultiModalDataset(data.tables), np.arange(data.tables[modality].n_cells), []
     module.eval()
-    for start in range(0, len(rows), data.batch_size):
-        chunk = {modality: rows[start : start + data.batch_size]}
-        batch = move_data_to_device(dataset[StepIndices(rows=chunk, draw_key=hash_integers(data.seed))], module.device)
-        parts.append(module.impute(modality, batch[modality]).float().cpu().numpy())
-    return np.concatenate(parts)
+
+    def imputed(cells: CellBatch) -> Tensor:
+        expected: Tensor = module.impute(modality, move_data_to_device(cells, module.device))
+        return expected
+
+    rows = np.arange(data.tables[modality].n_cells)
+    return np.concatenate([values for _, values in impute_in_parts(imputed, modality, rows, data)])
+
+
+def impute_in_parts(
+    impute: Callable[[CellBatch], Tensor], modality: str, rows: NDArray[np.int64], data: SingleCellDataModule
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    """Yield rows of a modality and what `impute` returns for these cells, [cell, feature], by batch."""
+    if not len(rows):
+        # of a modality that may not exist
+        return
+    for part, cells in data.tables[modality].batches_of(rows, data.batch_size, draw_key=hash_integers(data.seed)):
+        yield part, impute(cells).float().cpu().numpy()
 
 
 def features_of(table: CellTable) -> pd.DataFrame:

@@ -50,11 +50,12 @@ class Shards:
     Attributes:
         sharded: Parameters that were replaced by this rank's shard.
         partial: Replicated parameters of which a rank has a partial gradient.
-        apart: Whether model ranks have different parameters, as stages do, whose gradients the step itself completes.
+        model_ranks_differ: Whether model ranks have different parameters, as stages do, whose gradients the step itself
+            completes.
         units: Sharding units of fsdp, or of a technique with its own steps; None without.
     """
 
-    apart = False
+    model_ranks_differ = False
 
     def __init__(
         self,

@@ -108,7 +108,7 @@ class StageParameters(Shards):
         all_ranks_raise: Whether all ranks of a pipeline raise the same error, and can still restore parameters.
     """
 
-    apart = True
+    model_ranks_differ = True
     all_ranks_raise = False
 
     def __init__(

@@ -92,12 +92,12 @@ def decide_on_rank_zero(decide: Callable[[], T], *, rank: int, broadcast: Broadc
             decided = decide()
         except Exception as raised:
             error = raised
-    told = error
+    first_error = error
     if error is not None and not isinstance(error, AmpError):
         # the error may not be picklable, and the other ranks must not wait forever
-        told = PlanError(f"rank 0 failed to plan: {type(error).__name__}: {error}; its own traceback says more")
-    decided, told = broadcast((decided, told))
-    if (failure := error or told) is not None:
+        first_error = PlanError(f"rank 0 failed to plan: {type(error).__name__}: {error}; its own traceback says more")
+    decided, first_error = broadcast((decided, first_error))
+    if (failure := error or first_error) is not None:
         raise failure
     return cast(T, decided)
 

@@ -76,7 +76,7 @@ def warn_of_differences(
     mesh: DeviceMesh,
     *,
     step: int,
-    apart: bool = False,
+    model_ranks_differ: bool = False,
     groups: DeviceMesh | None = None,
 ) -> None:
     """Warn if replicated parameters and buffers differ between ranks; all ranks must call it.
@@ -84,7 +84,7 @@ def warn_of_differences(
     Args:
         sharded: Sharded parameters; those sharded in place (`in_place`) are not compared.
         mesh: Mesh with the axes "data" and "model".
-        apart: Whether parameters are on some model ranks only, and on the device "meta" on the others.
+        model_ranks_differ: Whether parameters are on some model ranks only, and on the device "meta" on the others.
         groups: Mesh with the axes "replicate", "shard" and "model" if parameters are sharded over a part of the data
             axis. If they are sharded over the complete axis, no two ranks have equal shards, and none are compared.
     """
@@ -96,7 +96,7 @@ def warn_of_differences(
     }
     parts = set(in_place)
     held = {**named, **common_buffers(module)}
-    if apart:
+    if model_ranks_differ:
         held, parts = _of_stages(held)
     found = differing(held, mesh, parts)
     if groups is not None:
@@ -118,7 +118,7 @@ def warn_of_differences(
             )
 
 
-def refuse_own_statistics(module: nn.Module, mesh: DeviceMesh, *, apart: bool = False) -> None:
+def refuse_own_statistics(module: nn.Module, mesh: DeviceMesh, *, model_ranks_differ: bool = False) -> None:
     """Check after the first step that no rank has changed buffers from its own cells; all ranks must call it.
 
     Raises:
@@ -127,7 +127,7 @@ def refuse_own_statistics(module: nn.Module, mesh: DeviceMesh, *, apart: bool = 
     if mesh.size(0) == 1:
         return
     held, parts = common_buffers(module), set[int]()
-    if apart:
+    if model_ranks_differ:
         held, parts = _of_stages(held)
     if found := differing(held, mesh, parts):
         raise PlanError(

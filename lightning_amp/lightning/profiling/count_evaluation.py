@@ -21,7 +21,7 @@ from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.bounded_step import BoundedStep, why_values
 from lightning_amp.footprint.copies.fake_copy import copy_of, fake_batch, length_of, resized, without_values
-from lightning_amp.footprint.copies.guest import as_guest
+from lightning_amp.footprint.copies.no_side_effects import without_side_effects
 from lightning_amp.footprint.copies.noted_values import Answers, NoteTaker
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.copies.take_notes import copy_with_values, notes_of, room_of_pass
@@ -133,7 +133,7 @@ class EvaluationCount:
         install_rules(twin, rules)
         given = fake_batch(batch.tensors, fake, rows)
         with ExitStack() as stack:
-            for context in (as_guest(twin), fake, without_values()):
+            for context in (without_side_effects(twin), fake, without_values()):
                 stack.enter_context(context)
             if answers is not None:
                 stack.enter_context(answers.given())
@@ -143,7 +143,7 @@ class EvaluationCount:
     def _with_values(self, batch: Batch, rows: int | None, taker: NoteTaker, on_host: bool) -> None:
         """Run the step of a copy with values, for notes."""
         module = self._trainer.lightning_module
-        with as_guest(module):
+        with without_side_effects(module):
             twin: Any = copy_with_values(module, on_host=on_host).eval()
             device = torch.device("cpu") if on_host else self._trainer.strategy.root_device
             given, limit = resized(batch.tensors, rows), room_of_pass(twin, None)

@@ -20,10 +20,11 @@ from lightning_amp.costs.rule import Spec
 from lightning_amp.dist.splits import MeshAxis, Sent
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.chain.chain_of import CountedStep
+from lightning_amp.installing.install import install_steps
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.put_methods import put_methods
-from lightning_amp.techniques.table import STRATEGIES, targets_of, with_steps
+from lightning_amp.techniques.table import STRATEGIES, targets_of, technique_of_steps
 from lightning_amp.techniques.tensor3d.grid_seconds import (
     DryRun,
     GridCost,
@@ -78,7 +79,7 @@ class DrySteps:
         Raises:
             PlanError: An option is not supported, or a grid does not divide the ranks of the run.
         """
-        name = with_steps(strategies)
+        name = technique_of_steps(strategies)
         if not name or (asked := STRATEGIES[name].options) is None:
             return None
         ((_, spec),) = targets_of(name, None)  # type: ignore[arg-type]
@@ -101,7 +102,7 @@ class DrySteps:
         axis = self.axis
         if STRATEGIES[self.name].data_axis:
             axis = MeshAxis("ranks", self.run_ranks, 0, None, sent=self.sent)
-        undo = put_steps(module, self.name, self.spec, axis)
+        undo = install_steps(module, self.name, self.spec, axis)
         step = vars(module).get("training_step")
         if step is not None:
 
@@ -178,24 +179,18 @@ class DrySteps:
             moved[one.why] += 0 if one.backward else one.n_bytes * one.moves
         kinds = Counter(one.kind for one in self.sent).most_common()
         most = [f"{format_bytes(n)} for {why}" for why, n in by_operator.most_common(MOST_SHOWN) if why]
-        told = ", ".join(f"{n} {kind}" for kind, n in kinds) + f"){'; most: ' if most else ''}{', '.join(most)}"
+        listed = ", ".join(f"{n} {kind}" for kind, n in kinds) + f"){'; most: ' if most else ''}{', '.join(most)}"
         whole = format_bytes(by_operator.total())
         if row.data_axis:
-            yield Explanation(f"over its grid a rank sends {whole} a batch ({told}")
+            yield Explanation(f"over its grid a rank sends {whole} a batch ({listed}")
         else:
-            yield Explanation(f"over the model axis a rank sends {whole} a batch in addition to gradients ({told}")
+            yield Explanation(f"over the model axis a rank sends {whole} a batch in addition to gradients ({listed}")
         if row.data_axis and moved.total() > MOST_MOVED * forward_bytes:
             named = ", ".join(f"{why} ({format_bytes(n)})" for why, n in moved.most_common(MOST_SHOWN) if n)
             yield (
                 f"{format_bytes(moved.total())} of the {format_bytes(forward_bytes)} that a forward pass sends are for"
                 f" operators that need features whole, which is exact and slow: {named}"
             )
-
-
-def put_steps(module: LightningModule, name: str, spec: Spec, mesh: Any) -> Callable[[], None]:
-    """Replace a module's steps by those of a technique; return an undo."""
-    changed: dict[str, Any] = import_module(STRATEGIES[name].steps).install(module, spec, mesh)
-    return put_methods(module, changed)
 
 
 def with_spec(plan: Plan, steps: DrySteps | None, why: str) -> Plan:

@@ -9,11 +9,12 @@ first batch is made in this process, with the loader's `collate_fn`:
 The first batch of a stream is read and given to training first (read_ahead.py), unless the loader has a method
 `amp_example_batch`, which returns a batch that training does not read.
 
-The batch is made inside `as_guest` (guest.py), which restores settings and suppresses output. The state of data set,
-sampler and `collate_fn` is copied (as_before.py), so that counters and random generators do not advance.
+The batch is made inside `without_side_effects` (no_side_effects.py), which restores settings and suppresses output. The
+state of data set, sampler and `collate_fn` is copied (restore_state.py), so that counters and random generators do not
+advance.
 
 Known limits: side effects of an item outside the process, such as moving the position in an open file, happen once
-more; lists and dictionaries longer than `as_before.LONG` are not copied; `worker_init_fn` is not called.
+more; lists and dictionaries longer than `restore_state.LONG` are not copied; `worker_init_fn` is not called.
 """
 
 import pickle
@@ -30,8 +31,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from lightning_amp._torch import tree_leaves, tree_map
 from lightning_amp.errors import DataError
-from lightning_amp.footprint.copies.as_before import apart
-from lightning_amp.footprint.copies.guest import as_guest
+from lightning_amp.footprint.copies.no_side_effects import without_side_effects
+from lightning_amp.footprint.copies.restore_state import copied_state
 from lightning_amp.lightning._compat import request_dataloader
 from lightning_amp.lightning.profiling.read_ahead import first_batch, is_stream, read_ahead
 from lightning_amp.random_streams import isolated_random_streams
@@ -42,11 +43,11 @@ UNKNOWN = (
     " batch_size, the samples per rank and step"
 )
 
-Cells = tuple[int | None, str]
+CellsOrReason = tuple[int | None, str]
 """Samples per rank and step; or None, and what to do."""
 
 
-def cells_per_step(trainer: pl.Trainer) -> Cells:
+def cells_per_step(trainer: pl.Trainer) -> CellsOrReason:
     """Return the samples (cells) per rank and step.
 
     The number is the attribute `batch_size` of the data module, the module or the loader, else that of the training
@@ -178,10 +179,10 @@ def _example_of(loader: Any) -> Any:
 def _first_batch(loader: DataLoader[Any]) -> Any:
     # one memo for all copies: a sampler that holds the data set then holds the copy
     memo: dict[int, Any] = {}
-    dataset, collate = apart(loader.dataset, memo), apart(loader.collate_fn, memo)
-    batches = None if loader.batch_sampler is None else apart(loader.batch_sampler, memo)
-    order = apart(loader.sampler, memo)
-    with as_guest(dataset, collate, *memo.values()):
+    dataset, collate = copied_state(loader.dataset, memo), copied_state(loader.collate_fn, memo)
+    batches = None if loader.batch_sampler is None else copied_state(loader.batch_sampler, memo)
+    order = copied_state(loader.sampler, memo)
+    with without_side_effects(dataset, collate, *memo.values()):
         torchs = type(order) in (SequentialSampler, RandomSampler)
         read = order if batches is None else batches
         index: Any

@@ -29,7 +29,7 @@ from lightning_amp.planning.policies.build_rules import without_shared_statistic
 from lightning_amp.planning.reports.step_report import step_report
 from lightning_amp.progress import shown_if_long
 from lightning_amp.quantities import memory_of_ranks
-from lightning_amp.techniques.table import STRATEGIES, parse_strategies, requested_specs, with_steps
+from lightning_amp.techniques.table import STRATEGIES, parse_strategies, requested_specs, technique_of_steps
 from lightning_amp.techniques.technique import function_at
 
 COUNTED_ON = (1, 2, 4, 8, 16)
@@ -260,7 +260,7 @@ def plan_of_module(
         seen_at=seen_at,
         counting=counting,
         named=request["strategies"] is not None,
-        split=with_steps(made.strategies),
+        split=technique_of_steps(made.strategies),
         on_devices=lambda n: made_on(n)[0],
         unlike=len(memory) > 1,
     )

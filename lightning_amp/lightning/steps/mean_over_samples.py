@@ -33,7 +33,7 @@ from lightning_amp._torch import AnyBatchNorm, multiplies_in_tf32
 from lightning_amp.data.cut_batch import cut
 from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.copies.fake_copy import map_tensors
-from lightning_amp.footprint.copies.guest import as_guest
+from lightning_amp.footprint.copies.no_side_effects import without_side_effects
 from lightning_amp.holding import replacing
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 from lightning_amp.lightning.steps.cells import cells_to_weigh
@@ -91,7 +91,7 @@ class FirstLosses:
         loggers, part = trainer.loggers, map_tensors(part, lambda _, tensor: tensor.clone())
         try:
             with ExitStack() as around:
-                around.enter_context(as_guest(alone=False))
+                around.enter_context(without_side_effects(alone=False))
                 around.enter_context(torch.no_grad())
                 around.enter_context(trying_a_pass())
                 for child in self._module.modules():

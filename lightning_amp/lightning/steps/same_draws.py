@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lightning_amp._torch import TorchDispatchMode, parts_of
-from lightning_amp.footprint.copies.as_before import LIBRARIES
-from lightning_amp.footprint.live_bytes import COLLECTIVES, tensors_written
+from lightning_amp.footprint.copies.restore_state import LIBRARIES
+from lightning_amp.footprint.live_bytes import COLLECTIVES, named_arguments, tensors_written
 from lightning_amp.lightning.steps.uneven_means import why_uneven
 
 MOST_DRAWS = 10_000
@@ -96,7 +96,7 @@ class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._refuse_kept(tensors_written(func, args, kwargs))
         name = func._opname
         if name in NLL and not self.labels:
-            given = _given(func, args, kwargs)
+            given = named_arguments(func, args, kwargs)
             mean = "mean" if given["reduction"] == MEAN else ""
             self.labels = why_uneven(given["target"], given["weight"], given["ignore_index"], mean)
         if torch.Tag.nondeterministic_seeded not in func.tags:
@@ -107,12 +107,12 @@ class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._draws += 1
         if self._draws > MOST_DRAWS:
             raise NotJudged(f"it draws random numbers more than {MOST_DRAWS} times")
-        given = _given(func, args, kwargs)
+        given = named_arguments(func, args, kwargs)
         for place, argument in enumerate(func._schema.arguments):
             if argument.name in DROPOUT or (argument.name == "p" and name == "native_dropout"):
                 args = (*args[:place], 0.0, *args[place + 1 :]) if place < len(args) else args
                 return func(*args, **kwargs, **({} if place < len(args) else {argument.name: 0.0}))
-        if name not in CONSTANTS or "out" in given:
+        if name not in CONSTANTS or given.get("out") is not None:
             raise NotJudged(f"it draws random numbers by {func}")
         # the generator of an attribute must not move on
         if given.pop("generator", None) is not None:
@@ -128,15 +128,6 @@ class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in written:
             if any(part.untyped_storage()._cdata in self._kept for part in parts_of(tensor)):
                 raise NotJudged("it writes to parameters")
-
-
-def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of an operator by name, with defaults."""
-    schema = func._schema.arguments
-    found: dict[str, Any] = {one.name: one.default_value for one in schema if one.has_default_value()}
-    found |= {argument.name: value for argument, value in zip(schema, args, strict=False)}
-    found.update(kwargs)
-    return found
 
 
 def _called_by_user() -> bool:

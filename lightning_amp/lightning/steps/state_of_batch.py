@@ -1,13 +1,13 @@
 """Store what a training batch may change before its optimiser's step, and put it back, so that the batch can run again.
 
     put back    random streams, buffers, metrics, logged values, counters of the loop, attributes of modules and of the
-                user's callbacks, their lists, dicts and objects, classes and files of the step (as_before.py), and
+                user's callbacks, their lists, dicts and objects, classes and files of the step (restore_state.py), and
                 parameters that the profiled step writes to before its update, such as those of a key encoder
     compared    other parameters, the batch, and tensors beyond `COPIED` bytes in attributes
 
 What is compared cannot be put back: if it has changed, the batch must not run again, and `changed` names it.
 
-Known limits: those of as_before.py; NumPy arrays beyond `COPIED` bytes; tensors beyond it in attributes changed
+Known limits: those of restore_state.py; NumPy arrays beyond `COPIED` bytes; tensors beyond it in attributes changed
 through `.data`; side effects outside the process, such as lines of a logger.
 """
 
@@ -24,6 +24,7 @@ from torchmetrics import Metric
 from lightning_amp.data.batch import dense_parts, tensors_in
 from lightning_amp.footprint.copies.as_before import DEPTH, Before, has_code_of_user
 from lightning_amp.footprint.copies.fake_copy import DATA
+from lightning_amp.footprint.copies.restore_state import DEPTH, Before, is_of_user
 from lightning_amp.footprint.step_recorder import BATCH
 from lightning_amp.lightning.consistency.same_parameters import print_of
 from lightning_amp.random_streams import random_streams, set_random_streams

@@ -183,11 +183,11 @@ class TrainingStep:
         self._judged_over = mesh["data"] if mesh["model"].size() == 1 and not over_model else None
         self._gradients = GradientSync(
             # parameters of other pipeline stages are placeholders on this rank
-            (parameter for parameter in shards.reduced if not (shards.apart and parameter.is_meta)),
+            (parameter for parameter in shards.reduced if not (shards.model_ranks_differ and parameter.is_meta)),
             mesh,
             partial=shards.partial,
             sharded=[parameter.shard for parameter in shards.over_model],
-            apart=shards.apart,
+            model_ranks_differ=shards.model_ranks_differ,
             bucket_bytes=bucket_bytes,
             rounds_differently=over_model or device.type == "cuda",
         )
@@ -200,7 +200,7 @@ class TrainingStep:
         self._steps = 0
         self._refuse: Callable[[], None] | None = None
         if not own_statistics:
-            self._refuse = partial(refuse_own_statistics, module, mesh, apart=shards.apart)
+            self._refuse = partial(refuse_own_statistics, module, mesh, model_ranks_differ=shards.model_ranks_differ)
         # called after a backward pass, before gradients are averaged
         self.before_averaging: Callable[[], None] = lambda: None
 

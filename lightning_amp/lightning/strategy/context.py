@@ -24,7 +24,7 @@ from lightning_amp.installing.describe_module import describe, unpredicted, with
 from lightning_amp.lightning.profiling.blocks_outside import step_beside_decoder
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
-from lightning_amp.lightning.profiling.loaders import Cells, cells_per_step
+from lightning_amp.lightning.profiling.loaders import CellsOrReason, cells_per_step
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.hardware import least_budget, measured_speeds
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
@@ -43,7 +43,7 @@ from lightning_amp.techniques.table import (
     STRATEGIES,
     of_blocks_outside,
     parse_strategies,
-    with_steps,
+    technique_of_steps,
 )
 
 ADAM_SLOTS = 2
@@ -67,7 +67,12 @@ class PlanningContext:
     """
 
     def __init__(
-        self, strategy: MeshStrategy, trainer: pl.Trainer, *, cells: Cells | None = None, trained: Plan | None = None
+        self,
+        strategy: MeshStrategy,
+        trainer: pl.Trainer,
+        *,
+        cells: CellsOrReason | None = None,
+        trained: Plan | None = None,
     ) -> None:
         self.request, self.strategy, self.trainer = strategy.request, strategy, trainer
         request = self.request
@@ -80,13 +85,13 @@ class PlanningContext:
         ids = () if request.strategies is None else parse_strategies(request.strategies)
         self.blocks_outside = of_blocks_outside(ids)
         """Requested techniques of blocks outside a decoder, if there is a decoder."""
-        self.outside: StepOfModule | None = None
+        self.step_outside_decoder: StepOfModule | None = None
         """Step of a module with a decoder, to plan blocks outside it, as requested or for a budget."""
         if self.blocks_outside:
-            self.outside = StepOfModule.of(trainer, decoder=True, limit_bytes=limit)
+            self.step_outside_decoder = StepOfModule.of(trainer, decoder=True, limit_bytes=limit)
         elif request.chooses and request.device_memory is not None and not self._compared:
             # only for the first plan of a run: later plans keep the techniques of these blocks
-            self.outside = step_beside_decoder(trainer)
+            self.step_outside_decoder = step_beside_decoder(trainer)
         before = () if trained is None or fits else trained.rules
         # the evaluated module may differ from the trained one
         names = [name for name, _ in trainer.lightning_module.named_modules()]
@@ -103,10 +108,10 @@ class PlanningContext:
         """Return the requested technique with its own steps, or that of the previous fit's plan, to profile it."""
         request, strategy = self.request, self.strategy
         plan = request.given_plan or trained
-        if plan is not None and (name := with_steps(plan.strategies)):
+        if plan is not None and (name := technique_of_steps(plan.strategies)):
             return DrySteps(name, plan.spec_of(name), plan.mesh.model, run_ranks=strategy.world_size)
         strategies = parse_strategies(request.strategies or "S1")
-        if not with_steps(strategies):
+        if not technique_of_steps(strategies):
             return None
         size = request.model_parallel_size
         ranks = strategy.num_processes if size == "auto" else size
@@ -121,7 +126,7 @@ class PlanningContext:
     @cached_property
     def read(self) -> tuple[Profile, model_shape.ModelShape, list[str]]:
         """Profile and shape of the run, and notes on what the prediction leaves out."""
-        request, trainer, seen, why = self.request, self.trainer, self.seen[0], self.not_profiled
+        request, trainer, seen, why = self.request, self.trainer, self.profiled[0], self.not_profiled
         module, data = trainer.lightning_module, self.data
         reference, data_dir = isinstance(module, GLUE), request.data_dir_or(data)
         batch_size, unknown = self._cells
@@ -168,7 +173,7 @@ class PlanningContext:
         return profile, on_device(shape, self.rates[0]), notes
 
     @cached_property
-    def seen(self) -> tuple[ProfiledStep | None, str]:
+    def profiled(self) -> tuple[ProfiledStep | None, str]:
         """The profiled step of a module without a decoder, or None; and the reason if it cannot be profiled."""
         if self.step is None:
             return None, ""
@@ -188,13 +193,13 @@ class PlanningContext:
     @property
     def written(self) -> frozenset[str]:
         """Parameters that the profiled step changes before its update, and "batch" if it changes the batch."""
-        profiled = self.strategy.global_rank == 0 and self.step is not None and self.seen[0] is not None
+        profiled = self.strategy.global_rank == 0 and self.step is not None and self.profiled[0] is not None
         return self.step.step().written if profiled and self.step is not None else frozenset()
 
     @property
     def not_profiled(self) -> str:
         """Why the peak is not known; "" if the step was profiled or the module has a decoder."""
-        return self.seen[1] and f"the step was not profiled, and its peak is not known: {self.seen[1]}"
+        return self.profiled[1] and f"the step was not profiled, and its peak is not known: {self.profiled[1]}"
 
     @cached_property
     def rates(self) -> tuple[Rates, list[str]]:

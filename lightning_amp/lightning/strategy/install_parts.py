@@ -15,7 +15,7 @@ from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
 from lightning_amp.techniques.data.batch_norm import share_batch_statistics
 from lightning_amp.techniques.data.row import ShareBatchStatistics
 from lightning_amp.techniques.ranks.collectives import Agreement
-from lightning_amp.techniques.table import STRATEGIES, with_steps
+from lightning_amp.techniques.table import STRATEGIES, technique_of_steps
 from lightning_amp.techniques.technique import function_at
 
 
@@ -51,7 +51,7 @@ def shard_fully(
     """
     if fn == TrainerFn.PREDICTING:
         return shards
-    name = with_steps(plan.strategies)
+    name = technique_of_steps(plan.strategies)
     split = getattr(import_module(STRATEGIES[name].steps), "split_parameters", None) if name else None
     if split is not None:
         # a technique with its own steps that shards parameters too
@@ -82,7 +82,7 @@ def shard_fully(
 
 def check_split(plan: Plan, fn: TrainerFn | None) -> None:
     """Raise a PlanError if parameters have no values and the plan's shards would not get any."""
-    name = with_steps(plan.strategies)
+    name = technique_of_steps(plan.strategies)
     splits = name and hasattr(import_module(STRATEGIES[name].steps), "split_parameters")
     if not splits or fn == TrainerFn.PREDICTING:
         raise PlanError(

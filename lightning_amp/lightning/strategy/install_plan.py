@@ -23,11 +23,10 @@ from torch import nn
 from lightning_amp.adapters.adapt import adapt
 from lightning_amp.costs.rule import Spec
 from lightning_amp.errors import AmpError, PlanError
-from lightning_amp.installing.install import Installed, install
+from lightning_amp.installing.install import Installed, install, install_steps
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
 from lightning_amp.lightning.profiling.blocks_outside import keeping_blocks
-from lightning_amp.lightning.profiling.dry_steps import put_steps
 from lightning_amp.lightning.profiling.loaders import UNKNOWN
 from lightning_amp.lightning.steps.cells import count_replicas_once
 from lightning_amp.lightning.steps.counted_batches import refuse_beyond
@@ -44,7 +43,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, techniques
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.contract.protocol import find_decoders
-from lightning_amp.techniques.table import OF_BLOCKS, STAGED, refuse_apart, stage_search, with_steps
+from lightning_amp.techniques.table import OF_BLOCKS, STAGED, refuse_apart, stage_search, technique_of_steps
 from lightning_amp.techniques.technique import function_at
 
 
@@ -90,8 +89,8 @@ class InstalledPlan:
         # callbacks are checked here, because the replaced modules and buffers are known only now
         refusals.check_callbacks(self._installed, getattr(trainer, "callbacks", ()), plan)
         # replace the module's steps, by those of a technique or by the stages of a pipeline
-        if name := with_steps(plan.strategies):
-            self._put_steps(name, plan)
+        if name := technique_of_steps(plan.strategies):
+            self._install_steps(name, plan)
         staged = next((rule.spec for rule in plan.rules if rule.strategy == STAGED), None)
         shards = Shards(self._model, self._installed.sharded, self._installed.partial)
         if staged is not None:
@@ -106,7 +105,7 @@ class InstalledPlan:
             self._undo.append(found.put())
         return shards
 
-    def _put_steps(self, name: str, plan: Plan) -> None:
+    def _install_steps(self, name: str, plan: Plan) -> None:
         module = self._trainer.lightning_module
         refuse_apart(plan.strategies)
         if decoders := list(find_decoders(module)):
@@ -114,7 +113,7 @@ class InstalledPlan:
                 f"{name} is not supported: {decoders[0]!r} is a decomposed decoder; use 'nodes', which splits"
                 " its anchors over the model axis"
             )
-        self._undo.append(put_steps(module, name, plan.spec_of(name), self._strategy.mesh["model"]))
+        self._undo.append(install_steps(module, name, plan.spec_of(name), self._strategy.mesh["model"]))
 
     def _put_stages(self, plan: Plan, spec: Spec) -> Shards:
         """Free what other stages hold, and run the module's steps as stages until these are undone."""

@@ -38,7 +38,7 @@ from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.hic.scores.nonzero_counts import find_entries
 from lightning_amp.techniques.hic.scores.sparse_likelihood import SparseZINB
-from lightning_amp.techniques.table import with_steps
+from lightning_amp.techniques.table import technique_of_steps
 
 
 class MeshStrategy(DDPStrategy):
@@ -85,7 +85,7 @@ class MeshStrategy(DDPStrategy):
         # before planning, the size comes from the options; 0 means that the plan will decide
         asked = 0 if request.model_parallel_size == "auto" else request.model_parallel_size
         size = given.mesh.model if given is not None else asked if self.world_size > 1 else 1
-        splits = plan is not None and bool(with_steps(plan.strategies))
+        splits = plan is not None and bool(technique_of_steps(plan.strategies))
         even = request.sequence_sizes == "even" and not request.sequence_grid
         dims = request.sequence_dim if even and isinstance(request.sequence_dim, Mapping) else {}
         return OwnParts(

@@ -72,7 +72,7 @@ def resolve_plan(
 
 
 def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, model_ranks: int | None) -> Plan:
-    request, seen = facts.request, facts.seen[0]
+    request, seen = facts.request, facts.profiled[0]
     asked, named = split_by_planner(request.strategies if strategies is None else strategies, policy=request.policy)
     if asked is not None:
         asked += _without_profile(named or (), facts)
@@ -90,7 +90,7 @@ def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, mo
         named=named,
         budget_named=request.device_memory is not None,
         count=facts.step.count,
-        asked=replace(stages, micro_batches=request.micro_batches, speeds=facts.speeds, memory=facts.memory),
+        options=replace(stages, micro_batches=request.micro_batches, speeds=facts.speeds, memory=facts.memory),
     )
     free = request.chooses and strategies is None and request.model_parallel_size == "auto"
     if not free or not samples_may_be_split(found, seen):
@@ -111,14 +111,14 @@ def _plan_of_decoder(facts: PlanningContext, strategies: Sequence[str] | None, m
     if strategies is None and request.strategies is not None:
         asked = parse_strategies(request.strategies)
     # techniques of blocks outside are added later, on top of the decoder's techniques
-    if outside and (facts.outside is not None or facts.in_chunks or EVALUATED not in outside):
+    if outside and (facts.step_outside_decoder is not None or facts.in_chunks or EVALUATED not in outside):
         asked = [name for name in asked or () if name not in outside]
     size = facts.grid_ranks or request.model_parallel_size if model_ranks is None else model_ranks
     make = partial(_without_step, facts, asked, size, steps=facts.steps)
     # evaluations, and leaner plans during a fit, do not count blocks outside again
-    if facts.outside is None or strategies is not None:
+    if facts.step_outside_decoder is None or strategies is not None:
         return _evaluated(make(), facts, None)
-    (profile, shape, _), (rates, _), step = facts.read, facts.rates, facts.outside
+    (profile, shape, _), (rates, _), step = facts.read, facts.rates, facts.step_outside_decoder
     decoder = shape.decoder.fqn
 
     def made_of_decoder(budget: int) -> DecoderPlan:
@@ -157,7 +157,7 @@ def _without_step(
         node_devices=strategy.num_processes,
     )
     made = build_rules.with_requested(made, request.specs, shape, launches=rates.launches)
-    made = with_spec(made, steps, facts.seen[1])
+    made = with_spec(made, steps, facts.profiled[1])
     made = build_rules.with_speeds(made, shape, facts.speeds)
     return replace(made, notes=(*made.notes, *note, *notes))
 
@@ -168,7 +168,7 @@ def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
     Raises:
         PlanError: A requested technique requires a profile, and the step could not be profiled.
     """
-    if facts.seen[0] is not None:
+    if facts.profiled[0] is not None:
         return []
     needing = [name for name in named if PREDICTIONS[name].counted]
     if needing and facts.not_profiled:
@@ -231,7 +231,7 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
         candidates=(),
         **predicted_times(shape, axes, plan.mesh, rates),
     )
-    seen = facts.seen[0]
+    seen = facts.profiled[0]
     if seen is None or facts.step is None:
         return replace(again, diagnosis=None, uncounted=facts.not_profiled)
     return plan_again(again, seen, count=facts.step.count, memory=facts.memory)

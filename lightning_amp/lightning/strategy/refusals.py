@@ -209,10 +209,6 @@ def without_stages(seen: ProfiledStep, device: torch.device, request: Request, t
     """Return the step without pipeline candidates if the run's options or device do not support a pipeline."""
     if device.type != "cpu":
         return stage_search().without(seen, f"it runs on the CPU by now, and not on {device.type!r}")
-    chosen = request.plan or request.strategies or request.model_parallel_size not in ("auto", 1)
-    if not (chosen or trainer.lightning_module.automatic_optimization):
-        why = f"its step optimises by hand, and the run shows whether stages can do so: ask for strategies={STAGED!r}"
-        return stage_search().without(seen, why)
     try:
         check_run(request, trainer, trainer.lightning_module)
     except AmpError as error:

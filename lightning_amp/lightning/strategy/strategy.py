@@ -53,7 +53,7 @@ from lightning_amp.random_streams import random_streams, set_random_streams
 from lightning_amp.techniques.data.gradient_sync import MIB
 from lightning_amp.techniques.deferred import check_deferred, is_deferred, without_memory
 from lightning_amp.techniques.option_checks import one_of
-from lightning_amp.techniques.table import with_steps
+from lightning_amp.techniques.table import technique_of_steps
 
 OF_LIGHTNING = (
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
@@ -267,7 +267,7 @@ class AMPStrategy(MeshStrategy):
                 bucket_bytes=int(self.request.bucket_mb * MIB),
                 check_finite=self.request.check_finite,
                 own_statistics=self.own_statistics,
-                over_model=bool(with_steps(plan.strategies)),
+                over_model=bool(technique_of_steps(plan.strategies)),
             )
             self.setup_optimizers(trainer)
             # registered one by one, because each call may raise
@@ -351,7 +351,7 @@ class AMPStrategy(MeshStrategy):
             self._shards.sharded,
             self.mesh,
             step=trainer.global_step,
-            apart=self._shards.apart,
+            model_ranks_differ=self._shards.model_ranks_differ,
             groups=self._shards.groups,
         )
 

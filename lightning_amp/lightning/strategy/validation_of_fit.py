@@ -27,7 +27,7 @@ from lightning_amp.lightning.steps.counted_batches import CountedBatches, run_va
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.reports.plan_report import shortfall
-from lightning_amp.techniques.table import STRATEGIES, with_steps
+from lightning_amp.techniques.table import STRATEGIES, technique_of_steps
 
 NOT_COUNTED = "the validation is not a part of the predicted peak"
 BY_VALUES = "the validation was counted for its first batch, whose values decide shapes or branches"
@@ -40,7 +40,8 @@ def with_validation(plan: Plan, facts: PlanningContext) -> Plan:
     found = facts.validation
     if found is None or plan.fits is False:
         return plan
-    elsewhere, name = [name for name in plan.strategies if STRATEGIES[name].data_axis], with_steps(plan.strategies)
+    elsewhere = [name for name in plan.strategies if STRATEGIES[name].data_axis]
+    name = technique_of_steps(plan.strategies)
     row = STRATEGIES[elsewhere[0]] if elsewhere else None
     try:
         if name and not elsewhere:
@@ -53,7 +54,7 @@ def with_validation(plan: Plan, facts: PlanningContext) -> Plan:
         if plan.mesh.model > 1 or (row is not None and row.validation is None):
             split = elsewhere[0] if elsewhere else next(name for name in plan.strategies if name != "S1")
             return _noting(plan, f"{NOT_COUNTED}: with {split} {UNCOUNTED}")
-        step = facts.seen[0]
+        step = facts.profiled[0]
         if row is not None and row.validation is not None and step is not None:
             ranks, bytes_of = plan.mesh.data, partial(row.validation, step, plan.spec_of(elsewhere[0]))
             plan = found.sharded(plan, lambda validation: bytes_of(validation, ranks))
@@ -72,8 +73,8 @@ def _counted(found: EvaluationOfModule, plan: Plan, facts: PlanningContext, *, n
 
 def _told(plan: Plan, found: EvaluationOfModule) -> Plan:
     """Add that values decide what a validation batch takes."""
-    told = f"{BY_VALUES}; another batch can take more: {found.counter.noted}"
-    return replace(plan, notes=(*plan.notes, Explanation(told))) if found.counter.noted else plan
+    note = f"{BY_VALUES}; another batch can take more: {found.counter.noted}"
+    return replace(plan, notes=(*plan.notes, Explanation(note))) if found.counter.noted else plan
 
 
 def _noting(plan: Plan, note: str) -> Plan:
@@ -83,7 +84,7 @@ def _noting(plan: Plan, note: str) -> Plan:
 
 def _kept_bytes(plan: Plan, facts: PlanningContext) -> int:
     """Return what training keeps for the next step, without gradients, which Lightning sets to None before."""
-    seen = facts.seen[0]
+    seen = facts.profiled[0]
     if seen is None:
         return plan.predicted_base_bytes
     keeps = is_overridden("on_validation_model_zero_grad", facts.trainer.lightning_module)

@@ -24,14 +24,14 @@ from lightning_amp.planning.sizes import RankSizes, Term
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, BucketRun, KernelCalls
 
 
-class Key(NamedTuple):
+class KeyBytes(NamedTuple):
     """Bytes of the key that depend on the stratum's features."""
 
     kept: int
     decoding: int
 
 
-class Making(NamedTuple):
+class KeyMakingBytes(NamedTuple):
     """Bytes of computing the key.
 
     Attributes:
@@ -56,7 +56,7 @@ class Making(NamedTuple):
     back: int = 0
 
 
-class Cells(NamedTuple):
+class CellBytes(NamedTuple):
     """Bytes of all cells from the key to the loss; several blocks run forward and backward one after the other.
 
     Attributes:
@@ -74,7 +74,7 @@ class Cells(NamedTuple):
     there_and_back: bool = False
 
 
-def forward_peak(key: Key, making: Making, cells: Cells) -> int:
+def forward_peak(key: KeyBytes, making: KeyMakingBytes, cells: CellBytes) -> int:
     """Return the peak of a stratum's forward pass."""
     made = key.kept + making.kept
     # feed-forward, decode and likelihood run one after the other, so the highest of them counts
@@ -82,7 +82,7 @@ def forward_peak(key: Key, making: Making, cells: Cells) -> int:
     return max(made + beside, making.attention)
 
 
-def backward_peak(key: Key, making: Making, cells: Cells) -> int:
+def backward_peak(key: KeyBytes, making: KeyMakingBytes, cells: CellBytes) -> int:
     """Return the peak of a stratum's backward pass; several blocks of cells have had theirs before."""
     made = key.kept + making.kept
     # attention's backward pass follows that of the feed-forward layer, whose kept tensors are freed by then
@@ -92,14 +92,14 @@ def backward_peak(key: Key, making: Making, cells: Cells) -> int:
     return max(cells.tables + of_key, made + cells.backward if cells.backward else 0)
 
 
-def _key(s: RankSizes) -> Key:
+def _key(s: RankSizes) -> KeyBytes:
     # scores before they are reduced: without S4 those of all anchors; in copies if each is sent to its owner
     everything = s.block * s.anchors if s.axes.decode == "full" else 0
     decoding = everything + (3 if s.hidden and s.by_features else 1) * s.block * s.most_decoded
-    return Key(sum(key_terms(s).values()), s.element * decoding)
+    return KeyBytes(sum(key_terms(s).values()), s.element * decoding)
 
 
-def _making(s: RankSizes) -> Making:
+def _making(s: RankSizes) -> KeyMakingBytes:
     kept = sum(made_of_terms(s).values())
     # without stream: v, the input of the next stratum of a chained decoder
     passed_on = s.element * s.latents if s.decoder.chained and s.keyed else 0
@@ -107,14 +107,14 @@ def _making(s: RankSizes) -> Making:
     alive = kept + sum(latent_terms(s).values())
     if not s.attends:
         # bytes of a convolution; without a key block only the key's gradient
-        return Making(kept, left, alive, back=s.element * (4 if s.keyed else s.streamed) * s.latents)
+        return KeyMakingBytes(kept, left, alive, back=s.element * (4 if s.keyed else s.streamed) * s.latents)
     # the gated value; or the products of gate and value [R, N, 2 d], before GELU and key exist
     gate = max(0 if s.paper else s.latents, 2 * s.partial_products - 2 * s.latents)
     # three gradients [N, d] instead of the key; or those of gate and value from all ranks [R, N, 2 d] and their
     # products with the weights [R, N, d], after key, GELU, gate and value were freed
     gate_back = max(2 * s.latents, 3 * s.partial_products - 3 * s.latents)
     statistics = sum(statistic_terms(s).values())
-    return Making(
+    return KeyMakingBytes(
         kept,
         left,
         alive,
@@ -134,18 +134,18 @@ def _dropped(s: RankSizes) -> int:
     return (not s.decoder.chained) + s.gathered + s.in_kernels
 
 
-def _cells(s: RankSizes) -> Cells:
+def _cells(s: RankSizes) -> CellBytes:
     kept = sum(likelihood_terms(s).values())
     forward, backward = kept + s.element * _passing(s), kept + s.element * _passing_back(s)
     if not s.streamed:
-        return Cells(kept, forward, backward)
+        return CellBytes(kept, forward, backward)
     tables = sum(table_terms(s).values())
     if s.blocks == 1:
-        return Cells(kept, forward, backward, tables)
+        return CellBytes(kept, forward, backward, tables)
     # gradients of the tables, and of the key: the block's gradient and the sum so far
     keys = s.element * s.latents
     there_and_back = tables + max(forward + keys, backward, 2 * keys)
-    return Cells(kept, there_and_back, 0, tables, there_and_back=True)
+    return CellBytes(kept, there_and_back, 0, tables, there_and_back=True)
 
 
 RING = 7

@@ -53,7 +53,7 @@ def as_it_is(seen: ProfiledStep, ranks: int) -> Draft:
     return Draft(
         ranks=ranks,
         peak_bytes=seen.peak_bytes(ranks),
-        relief_bytes=-seen.agreed_bytes(ranks),
+        below_one_device_bytes=-seen.agreed_bytes(ranks),
         floor_bytes=seen.averaging_bytes(ranks),
         seconds=seen.seconds + sent,
     )
@@ -67,7 +67,7 @@ def compare(
     base: tuple[str, ...] = (),
     batch_size: int = 1,
     refused: Mapping[tuple[str, ...], str] = MappingProxyType({}),
-    asked: StageOptions = OPEN,
+    options: StageOptions = OPEN,
 ) -> Compared:
     """Draft every plan, and choose one.
 
@@ -78,7 +78,7 @@ def compare(
         base: Strategies that every plan has.
         batch_size: Samples per rank, for the time of a sample.
         refused: Sets that the module does not support -> reason; no superset of one of them is drafted.
-        asked: Options of a pipeline.
+        options: Options of a pipeline.
     """
     found, dropped = list[Draft](), dict(refused)
     for names in sets_of_techniques():
@@ -93,8 +93,8 @@ def compare(
         # stages are chosen only if nothing else fits; if something does, chunked blocks are not searched, which takes
         # seconds
         if any(budget is None or one.peak_bytes <= budget for one in found):
-            asked = replace(asked, chunks={})
-        made = result_or_reason(stage_search().best, seen, ranks=ranks, budget=budget, asked=asked)
+            options = replace(options, chunks={})
+        made = result_or_reason(stage_search().best, seen, ranks=ranks, budget=budget, options=options)
         if isinstance(made, str):
             dropped[STAGED,] = f"{STAGED} is not possible: {made}"
         else:
@@ -179,7 +179,9 @@ def advice(
         does_not[STAGED] = NEEDLESS.format(STAGED)
     elif ranks > 1:
         search, whole = stage_search(), as_it_is(seen, ranks)
-        found = result_or_reason(search.best, seen, ranks=ranks, budget=None, asked=OPEN) if stages is None else stages
+        found = (
+            result_or_reason(search.best, seen, ranks=ranks, budget=None, options=OPEN) if stages is None else stages
+        )
         judge(STAGED, whole, found, lambda made: f"{_instead(whole, made)}, for {search.limit}")
     ordered = sorted(helps, key=lambda name: helps[name][0])
     return {name: helps[name][1] for name in ordered}, does_not

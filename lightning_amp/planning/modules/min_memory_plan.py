@@ -132,8 +132,8 @@ def with_techniques_of(plan: Plan, seen: ProfiledStep) -> Draft:
         return min((one for one in made if isinstance(one, Draft)), key=_leaner)
     search = stage_search()
     inside = {rule.strategy for rule in plan.rules if is_of_block(rule)}
-    asked = search.named(StageOptions(), inside, budget_named=True)
-    found = search.staged(seen, plan.mesh.model, data=plan.mesh.data, budget=0, asked=asked)
+    options = search.named(StageOptions(), inside, budget_named=True)
+    found = search.staged(seen, plan.mesh.model, data=plan.mesh.data, budget=0, options=options)
     if isinstance(found, str):
         raise PlanError(f"the step cannot run as {plan.mesh.model} stages: {found}")
     return found
@@ -169,7 +169,7 @@ def _fewest_over_data(seen: ProfiledStep, budget: int, above: int) -> Draft | No
 def _staged(seen: ProfiledStep, stages: int, *, data: int) -> list[Draft]:
     """Draft stages with checkpointed blocks, else without; empty if neither is possible."""
     for again in (("*",), ()):
-        made = stage_search().staged(seen, stages, data=data, budget=0, asked=StageOptions(again=again, chunks={}))
+        made = stage_search().staged(seen, stages, data=data, budget=0, options=StageOptions(again=again, chunks={}))
         if isinstance(made, Draft):
             return [made]
     return []

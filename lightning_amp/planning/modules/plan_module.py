@@ -41,7 +41,7 @@ Count = Callable[[tuple[Rule, ...]], ModuleProfile]
 
 
 def split_by_planner(
-    asked: str | Sequence[str] | None, *, policy: str
+    strategies: str | Sequence[str] | None, *, policy: str
 ) -> tuple[list[str] | None, tuple[str, ...] | None]:
     """Split the requested strategies into those of a plan without a profile, and those that `plan_module` adds.
 
@@ -50,9 +50,9 @@ def split_by_planner(
     Raises:
         PlanError: An id that is not in the library.
     """
-    if asked is None:
+    if strategies is None:
         return None, () if policy == "paper" else None
-    ids = parse_strategies(asked if isinstance(asked, str) else list(asked))
+    ids = parse_strategies(strategies if isinstance(strategies, str) else list(strategies))
     return [name for name in ids if name not in PREDICTIONS], tuple(name for name in ids if name in PREDICTIONS)
 
 
@@ -73,7 +73,7 @@ def plan_module(
     named: tuple[str, ...] | None = None,
     budget_named: bool = True,
     count: Count | None = None,
-    asked: StageOptions = OPEN,
+    options: StageOptions = OPEN,
 ) -> Plan:
     """Plan a module whose step was profiled.
 
@@ -83,22 +83,22 @@ def plan_module(
         named: Techniques that the user requested; None leaves the choice to the policy.
         budget_named: Whether the user set the budget; if not, requested techniques are applied as much as possible.
         count: Counts the step again with rules installed; None keeps the prediction.
-        asked: Options of a pipeline; several ranks of the model axis require one, one rank excludes it.
+        options: Options of a pipeline; several ranks of the model axis require one, one rank excludes it.
 
     Raises:
         PlanError: A requested technique is not possible.
     """
     search = stage_search()
     if (requested := stages_requested(base, seen)) is not None:
-        asked = replace(asked, model=base.mesh.model, schedule=requested.schedule)
-        made = with_stages(base, seen, search.named(asked, named or (), budget_named=budget_named))
+        options = replace(options, model=base.mesh.model, schedule=requested.schedule)
+        made = with_stages(base, seen, search.named(options, named or (), budget_named=budget_named))
         if not named or {rule.strategy for rule in made.rules} & {*named}:
             return made
         # the budget needs none of the requested techniques: apply them as much as possible
-        return with_stages(base, seen, search.named(asked, named, budget_named=False))
-    if asked.model not in (None, 1) and named is None:
-        check_divides(asked.model, base.mesh.data)
-        return with_stages(on_model_axis(base, asked.model), seen, asked, must=True)
+        return with_stages(base, seen, search.named(options, named, budget_named=False))
+    if options.model not in (None, 1) and named is None:
+        check_divides(options.model, base.mesh.data)
+        return with_stages(on_model_axis(base, options.model), seen, options, must=True)
     # Each iteration drafts by the prediction, counts the step with the chosen rules, and continues with what the count
     # has shown. The loop terminates: a refusal removes sets, and the excess over a prediction grows by at least a byte,
     # until another set is chosen, the count fits, or nothing can fit.
@@ -114,7 +114,7 @@ def plan_module(
                 base=base.strategies,
                 batch_size=base.batch_size,
                 refused=refused,
-                asked=asked,
+                options=options,
             )
         else:
             ordered = tuple(name for name in PREDICTIONS if name in named)
@@ -336,15 +336,15 @@ def plan_step(
             f"cannot plan the step of this module: {shape.decoder.fqn!r} is a decoder of strata, which is"
             " planned by its data; plan their folder: lightning_amp.plan(lightning_amp.profile(DIR))"
         )
-    asked, named = split_by_planner(strategies, policy=policy)
-    size, stages = model_axis_size(model_parallel_size, asked, seen, policy=policy)
+    of_policy, named = split_by_planner(strategies, policy=policy)
+    size, stages = model_axis_size(model_parallel_size, of_policy, seen, policy=policy)
     memory = () if device_memory is None else memory_of_ranks(device_memory, devices)
     base = base_plan(
         counted,
         devices=devices,
         budget=min(memory, default=None),
         policy=policy,
-        strategies=asked,
+        strategies=of_policy,
         model_parallel_size=size,
     )
     made = plan_module(
@@ -353,6 +353,6 @@ def plan_step(
         named=named,
         budget_named=device_memory is not None,
         count=count,
-        asked=replace(stages, micro_batches=micro_batches, memory=memory),
+        options=replace(stages, micro_batches=micro_batches, memory=memory),
     )
     return with_memory(made, memory)

@@ -31,28 +31,28 @@ def stages_requested(plan: Plan, seen: ProfiledStep) -> StageOptions | None:
     if STAGED in seen.refused:
         raise PlanError(f"{STAGED} cannot run this step: {seen.refused[STAGED]}; or leave {STAGED!r} out")
     search = stage_search()
-    asked = replace(search.fixed(spec, plan.rules), model=plan.mesh.model)
-    why = result_or_reason(search.uncut, seen, asked)
+    options = replace(search.fixed(spec, plan.rules), model=plan.mesh.model)
+    why = result_or_reason(search.uncut, seen, options)
     if why and UNEXPECTED not in why:
         raise PlanError(f"{STAGED} cannot run this step: {why}; or leave {STAGED!r} out")
-    return asked
+    return options
 
 
-def with_stages(base: Plan, seen: ProfiledStep, asked: StageOptions, *, must: bool = False) -> Plan:
+def with_stages(base: Plan, seen: ProfiledStep, options: StageOptions, *, must: bool = False) -> Plan:
     """Plan a requested pipeline.
 
     If the bytes of its stages are not known, blocks are distributed evenly and the peak is unknown; with `must`, or
     with techniques inside the stages, that is an error.
     """
-    assert asked.model is not None, "a requested pipeline has ranks"
-    found = stage_search().staged(seen, asked.model, data=base.mesh.data, budget=base.budget_bytes, asked=asked)
+    assert options.model is not None, "a requested pipeline has ranks"
+    found = stage_search().staged(seen, options.model, data=base.mesh.data, budget=base.budget_bytes, options=options)
     if isinstance(found, str) and must:
         raise PlanError(
-            f"model_parallel_size={asked.model!r} requires a {STAGED} for a module without a decoder of strata,"
+            f"model_parallel_size={options.model!r} requires a {STAGED} for a module without a decoder of strata,"
             f" which is not possible: {found}; leave model_parallel_size out"
         )
     if isinstance(found, str):
-        if inside := stage_search().inside(asked):
+        if inside := stage_search().inside(options):
             raise PlanError(
                 f"{STAGED} together with {inside} requires that the bytes of the stages are counted, and they were"
                 f" not: {found}; leave {inside!r} out"
@@ -80,7 +80,7 @@ def _uncounted(plan: Plan, seen: ProfiledStep, why: str) -> Plan:
 def predicted_again(given: Plan, seen: ProfiledStep, decided: StageOptions) -> Plan:
     """Predict the stages of a given plan again; without all that was `decided`, this step would get other stages."""
     found = stage_search().staged(
-        seen, given.mesh.model, data=given.mesh.data, budget=given.budget_bytes, asked=decided
+        seen, given.mesh.model, data=given.mesh.data, budget=given.budget_bytes, options=decided
     )
     ranks = given.mesh.ranks
     if isinstance(found, Draft):

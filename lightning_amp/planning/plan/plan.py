@@ -15,7 +15,7 @@ from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import PlanError
 from lightning_amp.techniques.data.row import BalanceCells
 from lightning_amp.techniques.hic.rows import RETAINED, StreamStrata
-from lightning_amp.techniques.table import STRATEGIES, conflicts, specs_by_name, with_steps, without_blocks
+from lightning_amp.techniques.table import STRATEGIES, conflicts, specs_by_name, technique_of_steps, without_blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,7 +259,7 @@ class Plan:
     @property
     def gradient_ranks(self) -> int:
         """Ranks over which gradients are averaged: the data axis, and the model axis if that splits samples."""
-        return self.mesh.data * (self.mesh.model if with_steps(self.strategies) else 1)
+        return self.mesh.data * (self.mesh.model if technique_of_steps(self.strategies) else 1)
 
     def spec_of(self, strategy: str) -> Spec:
         """Return the spec of a strategy that has one rule."""

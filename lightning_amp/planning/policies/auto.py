@@ -91,11 +91,11 @@ def _legal(shape: ModelShape, own: frozenset[str], model: int) -> Iterator[tuple
         chosen = own.union(*choices)
         # without a strategy that shards, all ranks of a model axis would compute the same
         splits = any(STRATEGIES[s].model_axis for s in chosen)
-        if splits == (model > 1) and not _problem(shape, chosen, model):
+        if splits == (model > 1) and not _is_not_possible(shape, chosen, model):
             yield in_order(chosen)
 
 
-def _problem(shape: ModelShape, chosen: frozenset[str], model: int) -> bool:
+def _is_not_possible(shape: ModelShape, chosen: frozenset[str], model: int) -> bool:
     """Whether strategies conflict, or do not support this decoder or this many ranks of the model axis.
 
     Plans that another plan beats at all sizes are excluded too, because there are hundreds of candidates per axis

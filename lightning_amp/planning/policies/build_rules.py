@@ -171,8 +171,8 @@ def with_speeds(plan: Plan, shape: ModelShape, speeds: tuple[float, ...]) -> Pla
     if not speeds:
         return plan
     own = speeds_of_model(speeds, plan.mesh.model)
-    told = ", ".join(f"{speed:.2f}" for speed in speeds)
-    note = Explanation(f"speeds of the ranks, measured, by that of the fastest: {told}")
+    listed = ", ".join(f"{speed:.2f}" for speed in speeds)
+    note = Explanation(f"speeds of the ranks, measured, by that of the fastest: {listed}")
 
     def dealt(rule: Rule) -> Rule:
         if not isinstance(rule.spec, StrataParallel):

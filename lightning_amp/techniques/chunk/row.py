@@ -89,7 +89,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     forms = forms_of(seen)
     if forms is None or forms.reason:
         return "the blocks were not looked at" if forms is None else forms.reason
-    found = forms.choose(None if budget is None else budget + draft.relief_bytes, recompute=bool(before))
+    found = forms.choose(None if budget is None else budget + draft.below_one_device_bytes, recompute=bool(before))
     chunked = {name: form for name, form in found.forms.items() if form >= CHUNKED}
     again = [*found.recomputed, *(name for name, form in chunked.items() if forms.form(name, form).again)]
     if not chunked:
@@ -128,7 +128,7 @@ def in_chunks(forms: ChunkForms, name: str, number: int, n: int) -> Rule:
     )
 
 
-def _asked(spec: ChunkBlock, request: Any) -> tuple[ChunkBlock, bool]:
+def _requested_spec(spec: ChunkBlock, request: Any) -> tuple[ChunkBlock, bool]:
     """Return the spec with `chunk_policy` of a request; its budget is chosen for each block."""
     policy = getattr(request, "chunk_policy", spec.policy)
     one_of("chunk_policy", policy, POLICIES)
@@ -160,7 +160,7 @@ ROW = Technique(
     evaluation=lambda n_bytes, rates: ChunkBlock.at(CostModel(rates=rates), n_bytes),
     code="lightning_amp.techniques.chunk.look:code",
     option_names=("chunk_policy",),
-    options=_asked,
+    options=_requested_spec,
     prediction=Prediction(
         add=add,
         kinds=(ACTIVATIONS, TEMPORARIES),

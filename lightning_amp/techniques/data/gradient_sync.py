@@ -69,7 +69,7 @@ class GradientSync:
         sharded: Iterable[nn.Parameter] = (),
         bucket_bytes: int = 25 * MIB,
         rounds_differently: bool = False,
-        apart: bool = False,
+        model_ranks_differ: bool = False,
     ) -> None:
         """Register the parameters.
 
@@ -80,7 +80,8 @@ class GradientSync:
             sharded: Parameters that are a rank's shard; their shapes may differ over the model axis.
             bucket_bytes: Largest flat buffer; a larger gradient is a bucket without a copy.
             rounds_differently: Whether replicated gradients may differ in rounding within a model group.
-            apart: Whether ranks of a model group have different parameters, so that nothing is exchanged between them.
+            model_ranks_differ: Whether ranks of a model group have different parameters, so that nothing is exchanged
+                between them.
         """
         self.blocked = False
         self._parameters = list({id(p): p for p in parameters}.values())
@@ -88,7 +89,7 @@ class GradientSync:
         assert not self._partial & self._sharded, "a shard's gradient is whole"
         # groups are read from the axes when needed: a mesh can be deep-copied, a group cannot; mesh["data"] takes long
         self._data, self._model = mesh["data"], mesh["model"]
-        self._data_ranks, self._model_ranks = self._data.size(), 1 if apart else self._model.size()
+        self._data_ranks, self._model_ranks = self._data.size(), 1 if model_ranks_differ else self._model.size()
         self._bucket_bytes = bucket_bytes
         self._copies = self._model_ranks if rounds_differently else 1
         self._sizes = [(p.dtype, p.nbytes) for p in self._parameters]

@@ -120,7 +120,7 @@ def add(step: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     return replace(
         draft,
         peak_bytes=peak,
-        relief_bytes=peak_bytes(step.chain, ()) - peak,
+        below_one_device_bytes=peak_bytes(step.chain, ()) - peak,
         floor_bytes=0,
         seconds=draft.seconds + fsdp_seconds(step, units, spec, ranks),
         targets=(*draft.targets, *rules),
@@ -134,7 +134,7 @@ def validation_bytes(step: ProfiledStep, spec: FullyShard, validation: ModulePro
     return fsdp_validation_bytes(step.profile, validation, units_in(step), shard, offload=offload)
 
 
-def _asked(spec: FullyShard, request: Any) -> tuple[FullyShard, bool]:
+def _requested_spec(spec: FullyShard, request: Any) -> tuple[FullyShard, bool]:
     """Return the spec with `fsdp_ranks` and `fsdp_offload` of a request."""
     ranks = getattr(request, "fsdp_ranks", spec.shard_ranks)
     offload = getattr(request, "fsdp_offload", spec.offload)
@@ -178,7 +178,7 @@ ROW = Technique(
     read_step="lightning_amp.techniques.fsdp.look:read_step",
     refusal="lightning_amp.techniques.fsdp.look:refusal",
     option_names=("fsdp_ranks", "fsdp_offload"),
-    options=_asked,
+    options=_requested_spec,
     contradictions=_contradictions,
     remark=lambda spec, launches: ON_HOST if spec.offload and not launches else "",
     validation=validation_bytes,

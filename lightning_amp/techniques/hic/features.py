@@ -176,7 +176,7 @@ class _LogSoftmax(torch.autograd.Function):
 
 def share_rows(linear: nn.Module, spec: RowParallelLinear, mesh: DeviceMesh) -> Change:
     """Shard the input features of a linear layer over the model axis."""
-    problem = _problem(linear)
+    problem = _linear_problem(linear)
     if problem:
         raise InstallError(
             f"S2 does not support a layer that {problem}; only a plain nn.Linear can be split by its input"
@@ -226,7 +226,7 @@ class SharedLinear(nn.Module):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-def _problem(linear: nn.Module) -> str:
+def _linear_problem(linear: nn.Module) -> str:
     if type(linear) is not nn.Linear:
         return f"is a {type(linear).__name__!r}"
     if linear._parameters.get("weight") is None:

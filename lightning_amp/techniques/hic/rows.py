@@ -97,7 +97,7 @@ class SdpaAttention:
     """Local attention in torch's fused kernels: no scores, few operators, and 3 to 5 tensors [N, D] kept."""
 
 
-def _asked(spec: ChunkedAttention, request: Any) -> tuple[ChunkedAttention, bool]:
+def _requested_spec(spec: ChunkedAttention, request: Any) -> tuple[ChunkedAttention, bool]:
     """Check `chunk_queries` of a request, which the shape of the decoder has; return the spec without buckets."""
     whole_number("chunk_queries", getattr(request, "chunk_queries", None), least=1)
     return spec, False
@@ -116,7 +116,7 @@ S3 = Technique(
     targets=on_decoder(lambda d: ChunkedAttention(buckets=chunk_buckets(d.window, d.queries)), "key.attention"),
     settle=_settle,
     option_names=("chunk_queries",),
-    options=_asked,
+    options=_requested_spec,
     signal=ATTENTION_DECODER,
     choice=("attention", "chunked"),
     conflicts={

@@ -13,7 +13,7 @@ from lightning_amp.techniques.chunk.look import costs_of
 from lightning_amp.techniques.chunk.look import look as look_for_chunks
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.contract.protocol import StepToPlan
-from lightning_amp.techniques.pipeline.run.blocks import refuse_lists
+from lightning_amp.techniques.pipeline.run.blocks import BY_HAND, optimises_by_hand, refuse_lists
 from lightning_amp.techniques.pipeline.stage_facts import StageChunks, StageFacts
 
 
@@ -29,7 +29,8 @@ def look(step: StepToPlan) -> StageFacts:
 
 def refusal(module: LightningModule, step: CountedStep, *, values: bool) -> str:
     """Why the blocks of the step cannot be stages; "" if they can."""
-    return refuse_lists(module) or step.no_stages
+    by_hand = BY_HAND if optimises_by_hand(module) else ""
+    return by_hand or refuse_lists(module) or step.no_stages
 
 
 class _Counts:

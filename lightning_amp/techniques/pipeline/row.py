@@ -32,7 +32,7 @@ class PipelineStages:
     read_after: str = ""
 
 
-def _asked(spec: PipelineStages, request: Any) -> tuple[PipelineStages, bool]:
+def _requested_spec(spec: PipelineStages, request: Any) -> tuple[PipelineStages, bool]:
     """Return the spec with `micro_batches` and `schedule` of a request; "interleaved" has two stages per rank."""
     micro_batches, schedule = getattr(request, "micro_batches", None), getattr(request, "schedule", None)
     whole_number("micro_batches", micro_batches, least=1)
@@ -89,7 +89,7 @@ ROW = Technique(
     targets=lambda shape: [] if shape.block_list is None else [(shape.block_list[0], PipelineStages())],
     model_axis=True,
     option_names=("micro_batches", "schedule"),
-    options=_asked,
+    options=_requested_spec,
     settle=_settle,
     unsuited=_unsuited,
     look="lightning_amp.techniques.pipeline.look:look",

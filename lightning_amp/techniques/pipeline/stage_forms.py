@@ -50,7 +50,7 @@ def decided(spec: PipelineStages, rules: Sequence[Rule]) -> StageOptions:
     )
 
 
-def with_named(asked: StageOptions, names: Collection[str], *, budget_named: bool) -> StageOptions:
+def with_named(options: StageOptions, names: Collection[str], *, budget_named: bool) -> StageOptions:
     """Add the techniques that the user named together with a pipeline to the options.
 
     Raises:
@@ -60,7 +60,7 @@ def with_named(asked: StageOptions, names: Collection[str], *, budget_named: boo
     if others:
         raise PlanError(f"pipeline together with {', '.join(others)} is not supported: leave one of them out")
     return replace(
-        asked,
+        options,
         # with a user's budget, as few as are needed
         again=() if "recompute" not in names else None if budget_named else ("*",),
         chunks=None if "chunk" in names else {},
@@ -68,9 +68,9 @@ def with_named(asked: StageOptions, names: Collection[str], *, budget_named: boo
     )
 
 
-def asked_inside(asked: StageOptions) -> str:
+def asked_inside(options: StageOptions) -> str:
     """Return a technique that is required inside stages; "" if there is none."""
-    return "chunk" if asked.chunks is None else "recompute" if asked.again != () else ""
+    return "chunk" if options.chunks is None else "recompute" if options.again != () else ""
 
 
 def repeatable(seen: ProfiledStep, passes: Passes, patterns: Collection[str] = ("*",)) -> tuple[int, ...]:
@@ -204,11 +204,11 @@ class Levels:
         return self._chunks.passes(self._rows, self.at(level))
 
 
-def with_chunks(seen: ProfiledStep, part: Passes, asked: StageOptions) -> StagesInChunks | str:
+def with_chunks(seen: ProfiledStep, part: Passes, options: StageOptions) -> StagesInChunks | str:
     """Return a micro-batch with the chunks that the options require, or why that is impossible."""
-    if not (asked.chunks or asked.all_chunks):
+    if not (options.chunks or options.all_chunks):
         return StagesInChunks(plain=part, part=part, chunks={})
-    in_chunks, chunks = stages_of(seen).chunks, asked.chunks
+    in_chunks, chunks = stages_of(seen).chunks, options.chunks
     if in_chunks is None:
         return "its blocks were not looked at for chunks"
     if not chunks:

@@ -132,23 +132,23 @@ class _Shape:
         )
 
 
-def best_pipeline(seen: ProfiledStep, *, ranks: int, budget: int | None, asked: StageOptions) -> Draft | str:
+def best_pipeline(seen: ProfiledStep, *, ranks: int, budget: int | None, options: StageOptions) -> Draft | str:
     """Return the fastest pipeline that fits, over all lengths of the model axis, or why there is none.
 
     Args:
         seen: The profiled step.
         ranks: Number of all ranks; lengths of the model axis are its divisors.
         budget: Bytes of one device; None if unknown.
-        asked: Options that are decided already.
+        options: Options that are decided already.
     """
-    lengths = [n for n in range(2, ranks + 1) if ranks % n == 0 and asked.model in (None, n)]
+    lengths = [n for n in range(2, ranks + 1) if ranks % n == 0 and options.model in (None, n)]
     if not lengths:
-        there = f"of the {ranks} there are" if asked.model is None else f"and model_parallel_size={asked.model!r}"
+        there = f"of the {ranks} there are" if options.model is None else f"and model_parallel_size={options.model!r}"
         return f"it needs two ranks or more, {there}"
     made = list[Draft]()
     # the search for chunks takes seconds: skipped if some number of stages fits without chunks
-    for way in (asked,) if asked.chunks is not None else (replace(asked, chunks={}), asked):
-        found = [staged(seen, n, data=ranks // n, budget=budget, asked=way) for n in lengths]
+    for way in (options,) if options.chunks is not None else (replace(options, chunks={}), options):
+        found = [staged(seen, n, data=ranks // n, budget=budget, options=way) for n in lengths]
         made += [one for one in found if isinstance(one, Draft)]
         if not made:
             return next(one for one in found if isinstance(one, str))
@@ -157,21 +157,21 @@ def best_pipeline(seen: ProfiledStep, *, ranks: int, budget: int | None, asked: 
     return _best(made, budget)
 
 
-def uncut(seen: ProfiledStep, asked: StageOptions) -> str:
+def uncut(seen: ProfiledStep, options: StageOptions) -> str:
     """Return why the batch cannot be cut into the micro-batches that were asked for; "" if it can."""
     whole = stages_of(seen).whole()
-    if isinstance(whole, str) or not whole.draws or (asked.micro_batches or 1) == 1:
+    if isinstance(whole, str) or not whole.draws or (options.micro_batches or 1) == 1:
         return ""
     return f"{whole.draws}, and every micro-batch would draw others: set micro_batches=1"
 
 
-def staged(seen: ProfiledStep, model: int, *, data: int, budget: int | None, asked: StageOptions) -> Draft | str:
+def staged(seen: ProfiledStep, model: int, *, data: int, budget: int | None, options: StageOptions) -> Draft | str:
     """Return the step as a pipeline with `model` ranks on the model axis, or why there is none."""
     known = stages_of(seen)
     whole = known.whole()
     if isinstance(whole, str) or known.passes is None:
         return str(whole)
-    name = asked.schedule or SAFE
+    name = options.schedule or SAFE
     first = _Shape(
         seen=seen,
         whole=whole,
@@ -180,15 +180,15 @@ def staged(seen: ProfiledStep, model: int, *, data: int, budget: int | None, ask
         schedule=name,
         micro_batches=1,
         budget=budget,
-        speeds=speeds_of_model(asked.speeds, model),
-        more=asked.more_bytes(model),
+        speeds=speeds_of_model(options.speeds, model),
+        more=options.more_bytes(model),
     )
     blocks, stages = len(whole.names), model * first.each
     if stages > blocks:
         return f"there are {blocks} blocks for {stages} stages"
-    if why := uncut(seen, asked):
+    if why := uncut(seen, options):
         return why
-    each = 1 if whole.draws else asked.micro_batches
+    each = 1 if whole.draws else options.micro_batches
     counts = sorted({min(whole.rows, each or n * model) for n in PER_RANK})
     counts = [count for count in counts if fills_rounds(name, model, count)]
     if counts and each is None and budget != 0:
@@ -204,21 +204,21 @@ def staged(seen: ProfiledStep, model: int, *, data: int, budget: int | None, ask
         part = known.passes(-(-whole.rows // shape.micro_batches))
         if isinstance(part, str):
             return part
-        if asked.again and not repeatable(seen, part, asked.again):
+        if options.again and not repeatable(seen, part, options.again):
             return "no block of those chosen for recomputation can run a second time"
         parts.append(part)
-        run = with_chunks(seen, part, asked)
+        run = with_chunks(seen, part, options)
         if isinstance(run, str):
             # micro-batches may be too small for chunks
             refused = run
         else:
-            made += _drafts(shape, run, asked)
+            made += _drafts(shape, run, options)
     if not made:
         return refused
     over = budget is not None and min(one.peak_bytes for one in made) > budget
-    if over and asked.chunks is None and not asked.all_chunks:
+    if over and options.chunks is None and not options.all_chunks:
         # the first, smallest micro-batch that can run in chunks: larger ones need at least as many bytes
-        in_chunks = (list(_drafts_in_chunks(*one, asked)) for one in zip(shapes, parts, strict=True))
+        in_chunks = (list(_drafts_in_chunks(*one, options)) for one in zip(shapes, parts, strict=True))
         made += next(filter(None, in_chunks), [])
     return _best(made, budget)
 
@@ -248,32 +248,32 @@ def _best(made: Sequence[Draft], budget: int | None) -> Draft:
     return min(fitting, key=lambda one: (one.pace, one.peak_bytes), default=least_bytes)
 
 
-def _drafts(shape: _Shape, run: StagesInChunks, asked: StageOptions) -> Iterator[Draft]:
+def _drafts(shape: _Shape, run: StagesInChunks, options: StageOptions) -> Iterator[Draft]:
     """Yield drafts with the requested recomputed blocks; if left open, with none, and with as few as are needed."""
-    again = repeatable(shape.seen, run.part, ("*",) if asked.again is None else asked.again)
-    if asked.again is not None:
-        yield _draft(shape, run, ends=asked.ends, again=again)
+    again = repeatable(shape.seen, run.part, ("*",) if options.again is None else options.again)
+    if options.again is not None:
+        yield _draft(shape, run, ends=options.ends, again=again)
         return
-    yield _draft(shape, run, ends=asked.ends)
+    yield _draft(shape, run, ends=options.ends)
     if shape.budget is None or not again:
         return
-    for ends in _likely_ends(shape, run.part, computed_again(run.part, again), asked):
+    for ends in _likely_ends(shape, run.part, computed_again(run.part, again), options):
         blocks = fewest_again(shape.pipeline(run.part, ends), again, shape.budgets)
         if blocks:
             yield _draft(shape, run, ends=ends, again=blocks)
 
 
-def _drafts_in_chunks(shape: _Shape, part: Passes, asked: StageOptions) -> Iterator[Draft]:
+def _drafts_in_chunks(shape: _Shape, part: Passes, options: StageOptions) -> Iterator[Draft]:
     """Yield drafts with as many blocks in chunks as are needed to fit, and as few recomputed ones as that allows."""
-    chunks, again = stages_of(shape.seen).chunks, repeatable(shape.seen, part, asked.again or ("*",))
-    again = () if asked.again == () else again
+    chunks, again = stages_of(shape.seen).chunks, repeatable(shape.seen, part, options.again or ("*",))
+    again = () if options.again == () else again
     if chunks is None or shape.budget is None:
         return
     levels = Levels(chunks, part)
     least = levels.passes(0) if len(levels) else levels.reason
     if isinstance(least, str):
         return
-    for ends in _likely_ends(shape, part, computed_again(least, again), asked):
+    for ends in _likely_ends(shape, part, computed_again(least, again), options):
         rules, blocks = fewest_chunks(shape.pipeline(part, ends), levels, again, shape.budgets)
         found = chunks.passes(part.rows, rules) if rules else ""
         if not isinstance(found, str):
@@ -281,10 +281,10 @@ def _drafts_in_chunks(shape: _Shape, part: Passes, asked: StageOptions) -> Itera
             yield _draft(shape, run, ends=ends, again=blocks)
 
 
-def _likely_ends(shape: _Shape, part: Passes, least: Passes, asked: StageOptions) -> list[tuple[int, ...]]:
+def _likely_ends(shape: _Shape, part: Passes, least: Passes, options: StageOptions) -> list[tuple[int, ...]]:
     """Return the requested ends; else those of the fastest cut, and of the fastest that fits with the least bytes."""
-    if asked.ends is not None:
-        return [asked.ends]
+    if options.ends is not None:
+        return [options.ends]
     # forms are chosen after the cut: the fastest cut may need many of them, one that fits in its least form few
     fastest = _cut(replace(shape, budget=None), part, shape.seconds(part))
     return sorted({fastest, _cut(shape, least, shape.seconds(least))})

@@ -35,6 +35,7 @@ from lightning_amp._torch import (
     tree_unflatten,
 )
 from lightning_amp.errors import InstallError
+from lightning_amp.footprint.live_bytes import named_arguments
 
 
 class Absent(Tensor):
@@ -203,10 +204,7 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operator draws random numbers: attention has the tag also without dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    given = {
-        argument.name: args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
-        for i, argument in enumerate(func._schema.arguments)
-    }
+    given = named_arguments(func, args, kwargs)
     never = given.get("dropout_p", given.get("dropout")) == 0, given.get("train", given.get("training")) is False
     return not any(never)
 

@@ -28,7 +28,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     chain = draft.chain or seen.chain
     if not chain.names:
         return chain.all_fixed or "the step calls no child of a list or a sequence of modules; blocks= names others"
-    names = chain.names if budget is None else _blocks(chain, budget + draft.relief_bytes)
+    names = chain.names if budget is None else _blocks(chain, budget + draft.below_one_device_bytes)
     seconds = extra_seconds(chain, names)
     return replace(
         draft,

@@ -16,8 +16,8 @@ from lightning_amp._torch import OpOverload, version_of
 from lightning_amp.dist._torch import AUTOGRAD_AND_AUTOCAST, excluded_keys, force_dispatch_keys, included_keys
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.noted_values import answers_now, decided_by_values
-from lightning_amp.footprint.live_bytes import COLLECTIVES, has_storage, tensors_of
-from lightning_amp.footprint.recompute_state import STATISTICS, digests, same_digests
+from lightning_amp.footprint.live_bytes import COLLECTIVES, has_storage, places_written, tensors_of
+from lightning_amp.footprint.recompute_state import digests, same_digests
 from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, ONE_BY_ONE
 
 RETYPED = {
@@ -58,12 +58,6 @@ def how_of(func: Any) -> How:
     if not isinstance(func, OpOverload):
         return How(replayable=False, is_view=False, draws=False, in_place=False, writes=())
     collective = func.namespace in COLLECTIVES
-    # schemas of batch norm do not declare that it writes to running statistics
-    writes = (
-        (i, argument.name)
-        for i, argument in enumerate(func._schema.arguments)
-        if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in STATISTICS
-    )
     return How(
         replayable=not collective,
         is_view=bool(func._schema.returns)
@@ -73,7 +67,7 @@ def how_of(func: Any) -> How:
         in_place=all(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)
         and func._schema.is_mutable,
         # schemas of collectives do not declare what they write to
-        writes=None if collective else tuple(writes),
+        writes=None if collective else tuple(places_written(func)),
     )
 
 

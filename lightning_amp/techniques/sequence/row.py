@@ -24,7 +24,7 @@ class SequenceParallel:
     grid: str = ""
 
 
-def asked(spec: SequenceParallel, request: Any) -> tuple[SequenceParallel, bool]:
+def requested_spec(spec: SequenceParallel, request: Any) -> tuple[SequenceParallel, bool]:
     """Return the spec with `sequence_dim`, `sequence_sizes` and `sequence_grid` of a request, and whether it has dims.
 
     Raises:
@@ -87,6 +87,6 @@ ROW = Technique(
         " sequence_dim, such as {'ids': 1, 'labels': 1}"
     },
     option_names=("sequence_dim", "sequence_sizes", "sequence_grid"),
-    options=asked,
+    options=requested_spec,
     without_step="Name the dims, as in AMPStrategy(sequence_dim={'ids': 1})",
 )

@@ -34,8 +34,8 @@ from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.in_step import STRAY
 from lightning_amp.techniques.tensor3d.layouts import largest_rank, with_axes_exchanged, written
 from lightning_amp.techniques.tensor3d.plan_layouts import LayoutPlanner
+from lightning_amp.techniques.tensor3d.reads_elsewhere import refuse_aliases, watch_hooks
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
-from lightning_amp.techniques.tensor3d.strays import refuse_aliases, watch_hooks
 from lightning_amp.techniques.tensor3d.units import GridUnits
 
 NO_GRADIENT = "does not require grad"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_amp.dist.dispatch.by_rule import call_of
 from lightning_amp.dist.registry import name_of
-from lightning_amp.footprint.live_bytes import tensors_of
+from lightning_amp.footprint.live_bytes import named_arguments, tensors_of
 from lightning_amp.graph.flow import dims_of, groups, sums_of
 from lightning_amp.techniques.tensor3d.atoms import AtomGrid
 from lightning_amp.techniques.tensor3d.plan_layouts import RULES, Grids, Labels, LayoutPlanner, Rule, View, along
@@ -96,16 +96,15 @@ def _layer(
 
 @_rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def _convolution(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Tensor) -> Any:
-    names = [a.name for a in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    x, weight, groups = given["input"], given["weight"], given.get("groups", 1)
+    given = named_arguments(func, args, kwargs)
+    x, weight, groups = given["input"], given["weight"], given["groups"]
     if x.dim() != weight.dim():
         planner.gathered.append(name_of(func))
         return {}
     if groups > 1:
-        return _in_groups(planner, name_of(func), x, weight, given.get("bias"), groups, found)
+        return _in_groups(planner, name_of(func), x, weight, given["bias"], groups, found)
     outputs, inputs = (1, 0) if "transpose" in name_of(func) else (0, 1)
-    return _layer(planner, name_of(func), x, 1, weight, outputs, inputs, given.get("bias"), found)
+    return _layer(planner, name_of(func), x, 1, weight, outputs, inputs, given["bias"], found)
 
 
 def _in_groups(

@@ -49,7 +49,7 @@ class TensorParallel3D:
         return prod(self.sizes)
 
 
-def asked(spec: TensorParallel3D, request: Any) -> tuple[TensorParallel3D, bool]:
+def requested_spec(spec: TensorParallel3D, request: Any) -> tuple[TensorParallel3D, bool]:
     """Return the spec with the options of a request; an open grid, and layouts, follow from the first batch.
 
     Raises:
@@ -65,7 +65,9 @@ def asked(spec: TensorParallel3D, request: Any) -> tuple[TensorParallel3D, bool]
             " it is x * y, or leave both out"
         )
     given = getattr(request, "sequence_dim", "auto")
-    dims = "" if given == "auto" else sequence_row.asked(sequence_row.SequenceParallel(dims=""), request)[0].dims
+    dims = (
+        "" if given == "auto" else sequence_row.requested_spec(sequence_row.SequenceParallel(dims=""), request)[0].dims
+    )
     if dims and grid is None:
         raise PlanError(
             f"sequence_dim={given!r} was given with strategies='tensor3d' and without a grid; give"
@@ -113,6 +115,6 @@ ROW = Technique(
         "replay": "it runs operators on whole tensors again, and a rank of a grid has parts; {less}",
     },
     option_names=("tensor_grid", "tensor_overlap", "tensor_cache", "sequence_dim"),
-    options=asked,
+    options=requested_spec,
     without_step="Give a grid (tensor_grid=), or a plan of a fit (plan=)",
 )

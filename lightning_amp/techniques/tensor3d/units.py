@@ -28,8 +28,8 @@ from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.in_step import InStep
 from lightning_amp.techniques.tensor3d.layouts import splits_in
 from lightning_amp.techniques.tensor3d.parameters import GridParameter, forgetting_gathered
+from lightning_amp.techniques.tensor3d.reads_elsewhere import READ_ELSEWHERE, ReadsElsewhere, watch_hooks
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
-from lightning_amp.techniques.tensor3d.strays import READ_ELSEWHERE, StrayReads, watch_hooks
 
 
 class GridUnits(Units):
@@ -133,7 +133,7 @@ class GridUnits(Units):
             # reads of parameters are checked in the first step of each kind
             first = name not in self._looked_at
             self._looked_at.add(name)
-            with forgetting_gathered(), StrayReads(self.parameters) if first else nullcontext():
+            with forgetting_gathered(), ReadsElsewhere(self.parameters) if first else nullcontext():
                 axes = (self._grid.x, self._grid.y, *(() if self._how is None else self._how.axes))
                 found = run_sharded(name, partial(self._call, step, *args, **kwargs), self._module, axes)
             automatic = getattr(self._module, "automatic_optimization", True)

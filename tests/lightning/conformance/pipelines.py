@@ -165,7 +165,7 @@ class ByHand(Layered):
         optimizer.step()
 
 
-cases.fits("stages: manual optimisation", ByHand, **ONLY)
+cases.fits("stages: manual optimisation", ByHand, refused={cases.PIPELINE: "automatic_optimization=False"}, **ONLY)
 cases.fits(
     "stages: StochasticWeightAveraging",
     Layered,

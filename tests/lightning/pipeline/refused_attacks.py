@@ -295,6 +295,20 @@ class CallsTwice(Net):
         self.blocks.append(self.blocks[1])
 
 
+class OptimisesByHand(Net):
+    """As Lightning's documentation has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
 NO_MEAN = "it is no mean over samples"
 REFUSED: dict[type[Net], str] = {
     Masked: NO_MEAN,
@@ -321,6 +335,7 @@ REFUSED: dict[type[Net], str] = {
     Gathers: "self.all_gather",
     ClipsByHand: "configure_gradient_clipping",
     Metered: "'meter'",
+    OptimisesByHand: "it has automatic_optimization=False",
     # by all ranks: after the last one nobody leaves a group that others wait in
     Unsendable: "attributes ['way']",
 }

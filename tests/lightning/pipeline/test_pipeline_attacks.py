@@ -25,7 +25,6 @@ from lightning_amp.lightning.faults.failure_watch import FailureWatch
 from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.steps.pipelined_steps import PipelinedSteps
 from tests.each import BEFORE_A_RELEASE
-from tests.lightning.pipeline import manual_steps
 from tests.lightning.pipeline.attacks import EXACT, Net, Resets, Takes, batches
 from tests.lightning.pipeline.pipeline_cases import trainer_of
 from tests.lightning.pipeline.refused_attacks import REFUSED, Contrastive, Masked, Summed, Ticks
@@ -68,9 +67,8 @@ def trained(rank: int, ranks: int, cases: Cases) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("schedule", EVERY)
-@pytest.mark.parametrize("kinds", [EXACT, manual_steps.EXACT], ids=["automatic", "manual"])
-def test_what_can_be_stages_is_exact(kinds: tuple[type[Net], ...], schedule: int, tmp_path: Path) -> None:
-    cases = [(kind, SCHEDULES[schedule]) for kind in kinds] + (UNCUT if kinds is EXACT and not schedule else [])
+def test_what_can_be_stages_is_exact(schedule: int, tmp_path: Path) -> None:
+    cases = [(kind, SCHEDULES[schedule]) for kind in EXACT] + ([] if schedule else UNCUT)
     expected = [train(None, kind, {}) for kind, _ in cases]
     for found in run_ranks(trained, 2, tmp_path, cases, timeout=200):
         for (kind, _), run, one in zip(cases, found, expected, strict=True):
@@ -105,10 +103,9 @@ def refused(rank: int, ranks: int, folder: Path, cases: Cases) -> list[tuple[str
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("table", [REFUSED, manual_steps.REFUSED], ids=["automatic", "manual"])
-def test_what_cannot_is_refused(table: dict[type[Net], str], tmp_path: Path) -> None:
-    cases = [(words, kind, SCHEDULES[0]) for kind, words in table.items()]
-    cases += [(words, Net, settings) for words, settings in SETTINGS.items()] if table is REFUSED else []
+def test_what_cannot_is_refused(tmp_path: Path) -> None:
+    cases = [(words, kind, SCHEDULES[0]) for kind, words in REFUSED.items()]
+    cases += [(words, Net, settings) for words, settings in SETTINGS.items()]
     of_ranks = run_ranks(refused, 2, tmp_path, tmp_path, [case[1:] for case in cases], timeout=200)
     for (words, kind, _), *found in zip(cases, *of_ranks, strict=True):
         said = [text for text, _ in found]

@@ -23,7 +23,7 @@ from lightning_amp.errors import DataError
 from lightning_amp.lightning.profiling import loaders
 from lightning_amp.lightning.profiling.loaders import example_batch
 from lightning_amp.lightning.steps.cells import OwnCells
-from tests.lightning.profiling.test_guest import forget_what_was_said, trainer_of
+from tests.lightning.profiling.test_no_side_effects import forget_what_was_said, trainer_of
 from tests.lightning.strategy.strategy_cases import same
 from tests.optimised import Optimised
 

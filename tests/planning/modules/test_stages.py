@@ -107,7 +107,7 @@ def test_the_number_of_micro_batches_is_the_fastest_of_all(fixed: float) -> None
     there = with_stages(step(), passes=of)
 
     def seconds(count: int | None) -> tuple[float, int]:
-        found = made(staged(there, 2, data=1, budget=None, asked=StageOptions(micro_batches=count)))
+        found = made(staged(there, 2, data=1, budget=None, options=StageOptions(micro_batches=count)))
         return found.seconds, found.targets[0].spec.micro_batches  # type: ignore[union-attr]
 
     every = {count: seconds(count)[0] for count in range(1, rows + 1)}
@@ -124,7 +124,7 @@ def spec_of(draft: Draft) -> PipelineStages:
 
 def test_the_cut_is_that_of_least_slowest_stages() -> None:
     seconds = (1.0, 1.0, 1.0, 1.0, 5.0, 1.0)
-    found = made(staged(step(seconds=seconds), 3, data=1, budget=None, asked=StageOptions(micro_batches=4)))
+    found = made(staged(step(seconds=seconds), 3, data=1, budget=None, options=StageOptions(micro_batches=4)))
     ends = tuple(map(int, spec_of(found).ends.split(",")))
     assert ends == (4, 5, 6)
     assert cut_pipeline(seconds, [2 * s for s in seconds], 3).ends == ends
@@ -140,23 +140,23 @@ def test_the_cut_is_that_of_least_slowest_stages() -> None:
 def test_less_memory_asks_for_another_cut_and_more_micro_batches() -> None:
     # the first block is slow, so that the fastest cut leaves all others to the second rank
     options = {"seconds": (5.0, 1.0, 1.0, 1.0, 1.0, 1.0)}
-    free = made(staged(step(**options), 2, data=1, budget=None, asked=StageOptions(micro_batches=2)))
+    free = made(staged(step(**options), 2, data=1, budget=None, options=StageOptions(micro_batches=2)))
     assert spec_of(free).ends == "1,6"
     kept = StageOptions(micro_batches=2, again=())
-    tight = made(staged(step(**options), 2, data=1, budget=free.peak_bytes - 1, asked=kept))
+    tight = made(staged(step(**options), 2, data=1, budget=free.peak_bytes - 1, options=kept))
     assert tight.peak_bytes < free.peak_bytes
     assert tight.seconds > free.seconds
     assert int(spec_of(tight).ends.partition(",")[0]) > 1
-    chosen = made(staged(step(**options), 2, data=1, budget=None, asked=StageOptions()))
+    chosen = made(staged(step(**options), 2, data=1, budget=None, options=StageOptions()))
     assert spec_of(chosen).micro_batches == 8
     assert chosen.seconds < free.seconds
     # stages that take turns on a rank keep to the budget too
     # the fastest cut gives three blocks to the first stage, which shares a rank with the third
     options = {"seconds": (1.0, 1.0, 1.0, 5.0, 5.0, 5.0)}
-    asked = StageOptions(micro_batches=2, schedule="interleaved", again=())
-    free = made(staged(step(**options), 2, data=1, budget=None, asked=asked))
+    stage_options = StageOptions(micro_batches=2, schedule="interleaved", again=())
+    free = made(staged(step(**options), 2, data=1, budget=None, options=stage_options))
     assert spec_of(free).ends == "3,4,5,6"
-    tight = made(staged(step(**options), 2, data=1, budget=free.peak_bytes - 1, asked=asked))
+    tight = made(staged(step(**options), 2, data=1, budget=free.peak_bytes - 1, options=stage_options))
     assert tight.peak_bytes < free.peak_bytes
     assert tight.seconds > free.seconds
 
@@ -188,14 +188,14 @@ def test_the_peak_of_a_rank_is_that_of_its_passes(name: str) -> None:
 
 
 def test_what_cannot_be_stages_says_why() -> None:
-    asked = StageOptions(micro_batches=2)
-    assert "6 blocks for 8 stages" in str(staged(step(), 8, data=1, budget=None, asked=asked))
+    stage_options = StageOptions(micro_batches=2)
+    assert "6 blocks for 8 stages" in str(staged(step(), 8, data=1, budget=None, options=stage_options))
     refused = with_stages(step(), passes=lambda rows: "block 'a' reads 'b'")
-    assert staged(refused, 2, data=1, budget=None, asked=asked) == "block 'a' reads 'b'"
+    assert staged(refused, 2, data=1, budget=None, options=stage_options) == "block 'a' reads 'b'"
     none = with_stages(step(), passes=None, reason="it has hooks")
-    assert staged(none, 2, data=1, budget=None, asked=asked) == "it has hooks"
+    assert staged(none, 2, data=1, budget=None, options=stage_options) == "it has hooks"
     odd = StageOptions(micro_batches=7, schedule="interleaved")
-    assert "rounds" in str(staged(step(), 3, data=1, budget=None, asked=odd))
+    assert "rounds" in str(staged(step(), 3, data=1, budget=None, options=odd))
 
 
 def test_a_pipeline_is_compared_and_taken_where_nothing_else_fits() -> None:
@@ -208,8 +208,8 @@ def test_a_pipeline_is_compared_and_taken_where_nothing_else_fits() -> None:
     assert row.cell_seconds == pytest.approx(row.step_seconds / ROWS)
     assert found.stages == ()
     assert "pipeline" in found.diagnosis.helps
-    asked = plan_module(base(10_000, devices=2), step(), asked=StageOptions(model=2))
-    assert "pipeline" in asked.diagnosis.helps
+    chosen = plan_module(base(10_000, devices=2), step(), options=StageOptions(model=2))
+    assert "pipeline" in chosen.diagnosis.helps
     heavy = step(held=200_000, weight=WEIGHT)
     tight = plan_module(base(9_000, devices=2), heavy)
     assert tight.strategies == ("S1", "pipeline")
@@ -254,15 +254,17 @@ def test_stages_are_not_looked_for_where_the_step_fits() -> None:
 
 
 def test_a_model_axis_that_is_asked_for_is_a_pipeline_or_refused() -> None:
-    found = plan_module(base(10_000, devices=4), step(), asked=StageOptions(model=2))
+    found = plan_module(base(10_000, devices=4), step(), options=StageOptions(model=2))
     assert (found.mesh.data, found.mesh.model) == (2, 2)
     assert found.rules[0].why == "2 ranks on the data axis"
     with pytest.raises(PlanError, match="requires a pipeline .* which is not possible: it has hooks"):
         plan_module(
-            base(None, devices=2), with_stages(step(), passes=None, reason="it has hooks"), asked=StageOptions(model=2)
+            base(None, devices=2),
+            with_stages(step(), passes=None, reason="it has hooks"),
+            options=StageOptions(model=2),
         )
     # a plan that was given keeps its cut and is predicted anew
-    given = plan_module(base(10_000, devices=2), step(), asked=StageOptions(model=2, micro_batches=4))
+    given = plan_module(base(10_000, devices=2), step(), options=StageOptions(model=2, micro_batches=4))
     again = plan_again(replace(given, stages=()), step(saved=2 * SAVED))
     assert again.rules == given.rules
     assert [stage.end for stage in again.stages] == [stage.end for stage in given.stages]
@@ -271,8 +273,8 @@ def test_a_model_axis_that_is_asked_for_is_a_pipeline_or_refused() -> None:
 
 def test_slow_ranks_have_fewer_blocks() -> None:
     def cut(*speeds: float, schedule: str = "1f1b") -> Draft:
-        asked = StageOptions(micro_batches=4, schedule=schedule, speeds=speeds, again=())
-        return made(staged(step(), 2, data=max(1, len(speeds) // 2), budget=None, asked=asked))
+        stage_options = StageOptions(micro_batches=4, schedule=schedule, speeds=speeds, again=())
+        return made(staged(step(), 2, data=max(1, len(speeds) // 2), budget=None, options=stage_options))
 
     assert spec_of(cut()).ends == spec_of(cut(1.0, 1.0)).ends == "3,6"
     assert spec_of(cut(0.5, 1.0)).ends == "2,6"
@@ -300,7 +302,7 @@ def test_little_is_sent_between_nodes() -> None:
             return replace(found, sent_bytes=tuple(found.rows * n for n in sent))
 
         there = with_stages(replace(step(), rates=rates), passes=of)
-        return made(staged(there, ranks, data=data, budget=None, asked=StageOptions(micro_batches=8)))
+        return made(staged(there, ranks, data=data, budget=None, options=StageOptions(micro_batches=8)))
 
     within, between, apart = cut(3), cut(2), cut(1)
     assert spec_of(within).ends == spec_of(between).ends == "2,4,6" != spec_of(apart).ends
@@ -321,9 +323,9 @@ def test_ranks_of_unlike_memory_have_blocks_for_it() -> None:
     kept = StageOptions(micro_batches=4, schedule="1f1b", again=())
 
     def cut(*memory: int, **more: object) -> Draft:
-        asked = replace(kept, memory=memory, **more)  # type: ignore[arg-type]
+        stage_options = replace(kept, memory=memory, **more)  # type: ignore[arg-type]
         data = max(1, len(memory) // 2)
-        return made(staged(step(), 2, data=data, budget=min(memory, default=None), asked=asked))
+        return made(staged(step(), 2, data=data, budget=min(memory, default=None), options=stage_options))
 
     free = cut()
     first, second = (stage.peak_bytes for stage in free.stages)
@@ -341,12 +343,12 @@ def test_ranks_of_unlike_memory_have_blocks_for_it() -> None:
     # of two pipelines the smallest device of every place
     assert spec_of(cut(first, second + 250, first - 1, 2 * second)).ends == "2,6"
     # a plan of unlike memory fits by that of each rank
-    asked = StageOptions(model=2, micro_batches=4, schedule="1f1b", again=(), chunks={})
-    first, second = (s.peak_bytes for s in plan_module(base(None, devices=2), step(), asked=asked).stages)
+    stage_options = StageOptions(model=2, micro_batches=4, schedule="1f1b", again=(), chunks={})
+    first, second = (s.peak_bytes for s in plan_module(base(None, devices=2), step(), options=stage_options).stages)
     least, memory = second + 10, (first, second + 10)
-    assert plan_module(base(least, devices=2), step(), asked=asked).fits is False
-    asked = replace(asked, memory=memory)
-    found = plan_module(base(least, devices=2), step(), asked=asked)
+    assert plan_module(base(least, devices=2), step(), options=stage_options).fits is False
+    stage_options = replace(stage_options, memory=memory)
+    found = plan_module(base(least, devices=2), step(), options=stage_options)
     again = plan_again(replace(found, budget_bytes=least, stages=()), step(), memory=memory)
     for plan in (found, again):
         assert plan.fits
@@ -406,54 +408,57 @@ def test_a_rank_computes_as_few_blocks_again_as_it_needs(name: str) -> None:
 
 
 def test_a_budget_asks_for_blocks_of_a_stage_and_their_time() -> None:
-    free = made(staged(step(), 2, data=1, budget=None, asked=FOUR))
+    free = made(staged(step(), 2, data=1, budget=None, options=FOUR))
     assert again_of(free) == []
-    every = made(staged(step(), 2, data=1, budget=None, asked=replace(FOUR, again=("*",))))
+    every = made(staged(step(), 2, data=1, budget=None, options=replace(FOUR, again=("*",))))
     assert again_of(every) == REPEATABLE
     assert every.seconds > free.seconds
     assert every.stages[0].backward_seconds > free.stages[0].backward_seconds
     budget = (free.peak_bytes + every.peak_bytes) // 2
-    some = made(staged(step(), 2, data=1, budget=budget, asked=FOUR))
+    some = made(staged(step(), 2, data=1, budget=budget, options=FOUR))
     assert 0 < len(again_of(some)) < 4
     assert some.peak_bytes <= budget
     assert free.seconds < some.seconds < every.seconds
-    named = made(staged(step(), 2, data=1, budget=None, asked=replace(FOUR, again=("blocks.[12]",))))
+    named = made(staged(step(), 2, data=1, budget=None, options=replace(FOUR, again=("blocks.[12]",))))
     assert again_of(named) == ["blocks.1", "blocks.2"]
-    fixed = staged(step(), 2, data=1, budget=None, asked=replace(FOUR, again=("other",)))
+    fixed = staged(step(), 2, data=1, budget=None, options=replace(FOUR, again=("other",)))
     assert "can run a second time" in str(fixed)
 
 
 def test_plans_have_what_was_asked_for_or_what_fits() -> None:
     stages = PipelineStages(ends="3,6", schedule="1f1b")
     rule = Rule(fqn="blocks", spec=stages, strategy="pipeline", why="requested")
-    asked = base(None, devices=2)
-    asked = replace(
-        asked, mesh=replace(asked.mesh, data=1, model=2), rules=(*asked.rules, rule), strategies=("S1", "pipeline")
+    two_ranks = base(None, devices=2)
+    two_ranks = replace(
+        two_ranks,
+        mesh=replace(two_ranks.mesh, data=1, model=2),
+        rules=(*two_ranks.rules, rule),
+        strategies=("S1", "pipeline"),
     )
-    plain = plan_module(asked, step(), named=())
+    plain = plan_module(two_ranks, step(), named=())
     assert again_of(plain) == []
-    every = plan_module(asked, step(), named=("recompute",), budget_named=False)
+    every = plan_module(two_ranks, step(), named=("recompute",), budget_named=False)
     assert again_of(every) == REPEATABLE
     assert every.predicted_peak_bytes < plain.predicted_peak_bytes
     assert plan_again(every, step()).predicted_peak_bytes == every.predicted_peak_bytes
-    tight = replace(asked, budget_bytes=(plain.predicted_peak_bytes + every.predicted_peak_bytes) // 2)
+    tight = replace(two_ranks, budget_bytes=(plain.predicted_peak_bytes + every.predicted_peak_bytes) // 2)
     some = plan_module(tight, step(), named=("recompute",))
     assert some.fits
     assert 0 < len(again_of(some)) < 4
     assert plan_module(tight, step(), named=()).fits is False
     # with a budget that needs none of them, all are, for they were asked for
-    wide = replace(asked, budget_bytes=100_000)
+    wide = replace(two_ranks, budget_bytes=100_000)
     assert len(again_of(plan_module(wide, step(), named=("recompute",)))) == 4
     with pytest.raises(PlanError, match="its blocks were not looked at for chunks; leave 'chunk' out"):
-        plan_module(asked, step(), named=("recompute", "chunk"))
+        plan_module(two_ranks, step(), named=("recompute", "chunk"))
     with pytest.raises(PlanError, match="pipeline together with fsdp is not supported"):
-        plan_module(asked, step(), named=("fsdp", "chunk"))
+        plan_module(two_ranks, step(), named=("fsdp", "chunk"))
 
 
 def test_auto_recomputes_in_stages_where_nothing_else_fits() -> None:
     heavy = step(held=200_000)
-    free = made(staged(heavy, 2, data=1, budget=None, asked=StageOptions(again=())))
-    least = made(staged(heavy, 2, data=1, budget=1, asked=StageOptions(again=("*",))))
+    free = made(staged(heavy, 2, data=1, budget=None, options=StageOptions(again=())))
+    least = made(staged(heavy, 2, data=1, budget=1, options=StageOptions(again=("*",))))
     found = plan_module(base((free.peak_bytes + least.peak_bytes) // 2, devices=2), heavy)
     assert found.strategies == ("S1", "recompute", "pipeline")
     assert found.fits
@@ -521,7 +526,7 @@ def test_every_rank_takes_the_fastest_chunks_with_which_it_fits() -> None:
 
 def test_auto_takes_chunks_in_stages_where_nothing_else_fits() -> None:
     heavy = chunkable(held=200_000)
-    least = made(staged(heavy, 2, data=1, budget=1, asked=StageOptions(again=("*",), chunks={})))
+    least = made(staged(heavy, 2, data=1, budget=1, options=StageOptions(again=("*",), chunks={})))
     found = plan_module(base(least.peak_bytes - 1, devices=2), heavy)
     assert found.fits
     assert "chunk" in found.strategies

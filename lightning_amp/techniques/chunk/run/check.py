@@ -25,7 +25,7 @@ from torch.func import functional_call
 from lightning_amp._torch import FakeTensor, tree_flatten, tree_leaves, tree_unflatten
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.chain.block_call import autocast_again, autocast_now
-from lightning_amp.footprint.copies.as_before import as_before
+from lightning_amp.footprint.copies.restore_state import restoring_state
 from lightning_amp.graph.guards import state_of
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.checks.same_function import InFloat64, difference, failure, largest, widened
@@ -78,7 +78,7 @@ class Checked:
         if not self._done and not any(isinstance(t, FakeTensor) for t in tensors):
             devices = sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
             # the check is not part of a step, and must not change its random state
-            with no_part_of_the_step(), torch.random.fork_rng(devices), as_before(plain(block)):
+            with no_part_of_the_step(), torch.random.fork_rng(devices), restoring_state(plain(block)):
                 self._check(plain(block), args, kwargs, tensors)
             self._done = True
 

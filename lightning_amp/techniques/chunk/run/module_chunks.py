@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_amp._torch import own_class, tree_leaves
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.copies.as_before import forgetting
+from lightning_amp.footprint.copies.restore_state import forgetting
 from lightning_amp.footprint.forward_overrides import Position, overrides_of, set_overrides
 from lightning_amp.graph.calls import CannotFollow, follow
 from lightning_amp.graph.capture import Capture

@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from lightning_amp._torch import OpOverload, make_fx
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
+from lightning_amp.footprint.live_bytes import named_arguments
 from lightning_amp.graph.capture import Capture
 from lightning_amp.graph.rewrites import WIDE
 
@@ -26,14 +27,11 @@ def neighbours(node: Node) -> tuple[tuple[int, int], ...]:
     """Return (dim, positions) that a convolution reads on either side of a piece, for dims that keep their size."""
     if node.target not in CONVOLUTIONS or not isinstance(node.target, OpOverload):
         return ()
-    names = [a.name for a in node.target._schema.arguments]
-    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = named_arguments(node.target, node.args, node.kwargs)
     x, weight = given["input"].meta["val"], given["weight"].meta["val"]
     result, found = node.meta["val"], []
     for d in range(2, x.dim() if x.dim() == weight.dim() else 0):
-        stride, padding, dilation = (
-            _of(given.get(name, default), d - 2) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
-        )
+        stride, padding, dilation = (_of(given[name], d - 2) for name in ("stride", "padding", "dilation"))
         reach = dilation * (weight.shape[d] - 1)
         # with so many neighbours, the middle of the result is exact: padding only affects the ends of the image
         if stride == 1 and reach and reach == 2 * padding and x.shape[d] == result.shape[d]:

@@ -270,7 +270,7 @@ def replicated_rows(mesh: DeviceMesh, v: PerVertex, place: Int[Tensor, " row"]) 
 
 def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -> Change:
     """Shard the vertices of a graph over the model axis, like the anchors of the modality that the spec names."""
-    problem = _problem(encoder, spec)
+    problem = _encoder_problem(encoder, spec)
     if problem or not is_vertex_encoder(encoder):
         raise InstallError(
             f"nodes does not support the graph encoder {type(encoder).__name__!r}, which {problem}; allowed"
@@ -297,7 +297,7 @@ def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -
     return Change({"": shared}, partial=[p for layer in layers for p in layer.parameters()], sharded=[embedding])
 
 
-def _problem(encoder: nn.Module, spec: VertexParallel) -> str:
+def _encoder_problem(encoder: nn.Module, spec: VertexParallel) -> str:
     """Return why an encoder's vertices cannot be sharded, as the text after its name; "" if they can."""
     if isinstance(getattr(encoder, "vertices", None), SharedVertices):
         return "has its vertices shared already"

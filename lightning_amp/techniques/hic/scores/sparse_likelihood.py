@@ -56,7 +56,7 @@ EXACT = 40.0
 
 def sparse_likelihood(leaf: nn.Module, spec: object = None, mesh: object = None) -> nn.Module:
     """Return an equivalent likelihood, whose costs depend on the number of nonzero counts."""
-    problem = found_out(leaf, _problem)
+    problem = found_out(leaf, _sparse_problem)
     if problem:
         raise InstallError(
             f"sparse does not support {type(leaf).__name__!r}, which {problem}; only a module without state that"
@@ -280,12 +280,12 @@ def _softplus(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     return found
 
 
-def _problem(leaf: nn.Module) -> str:
+def _sparse_problem(leaf: nn.Module) -> str:
     ours = _like(leaf)
     return likelihood_problem(leaf, ours, whole=ours.whole)
 
 
 def _like(leaf: nn.Module) -> SparseZINB:
-    """Return a `SparseZINB` with a likelihood's settings; `_problem` checks whether the likelihood is supported."""
+    """Return a `SparseZINB` with a likelihood's settings; `_sparse_problem` checks whether it is supported."""
     least, whole = found_out(leaf, likelihood_settings)
     return SparseZINB(least=least, whole=whole)

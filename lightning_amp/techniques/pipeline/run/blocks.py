@@ -65,8 +65,20 @@ def refuse_hooks(parameter: nn.Parameter) -> None:
         )
 
 
+BY_HAND = (
+    "it has automatic_optimization=False, and stages return one loss of the batch with its gradients: return the loss,"
+    " and take accumulate_grad_batches and gradient_clip_val of the Trainer, and a scheduler of configure_optimizers"
+)
+"""Why a module that optimises by hand has no stages, and what to do instead."""
+
+
 def refuse_module(module: nn.Module) -> None:
     """Raise an InstallError for a module that would train differently in stages than in one process."""
+    if optimises_by_hand(module):
+        raise InstallError(
+            f"pipeline is not supported: {type(module).__name__!r} optimises by hand: {BY_HAND}, or leave 'pipeline'"
+            " out"
+        )
     if has_batch_norms(module):
         raise InstallError(
             "pipeline is not supported: the module has BatchNorm layers, which in a pipeline would "
@@ -75,6 +87,11 @@ def refuse_module(module: nn.Module) -> None:
         )
     for parameter in module.parameters():
         refuse_hooks(parameter)
+
+
+def optimises_by_hand(module: nn.Module) -> bool:
+    """Whether the module's step calls backward and optimizers itself."""
+    return getattr(module, "automatic_optimization", True) is False
 
 
 def refuse_lists(module: nn.Module) -> str:
@@ -103,6 +120,8 @@ def blocks_for_stages(module: nn.Module) -> tuple[tuple[str, ...], str]:
         return (), lists
     if hooks := hooks_within(blocks):
         return (), f"{found[0]!r} has {', '.join(hooks)}, which would be called on one rank"
+    if optimises_by_hand(module):
+        return (), BY_HAND
     if has_batch_norms(module):
         return (
             (),

@@ -208,8 +208,8 @@ def _real(tensor: Tensor) -> Tensor:
 def _print_of(result: Any) -> Tensor:
     """Return a digest, of constant length, of everything about a result that a receiver assumes."""
     leaves, form = tree_flatten(result)
-    told = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves]
-    digest = hashlib.blake2b(repr((told, form)).encode(), digest_size=8).digest()
+    described = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves]
+    digest = hashlib.blake2b(repr((described, form)).encode(), digest_size=8).digest()
     return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
 
 

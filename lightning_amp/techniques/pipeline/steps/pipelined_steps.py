@@ -18,9 +18,6 @@ Code before the loss must compute every sample independently. In the first step 
 third of samples pass the blocks. If the results of these samples differ, or if a block stores what it received, the
 step raises an error (sample_check.py).
 
-A step with manual optimisation is treated as one that returns its loss, until its gradients are computed
-(manual_step.py).
-
 Validation, test and prediction run the full batch as one micro-batch.
 
 Known limits. Not detected are: a loss with the right value and a wrong gradient (such as x / x.detach()); samples that
@@ -52,7 +49,6 @@ from lightning_amp.techniques.pipeline.run.block_walk import StageBlock, spans
 from lightning_amp.techniques.pipeline.run.blocks import refuse_hooks
 from lightning_amp.techniques.pipeline.run.run_stages import Ran, Rest, Stages, Work, detached, loss_of
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, PassTimes, fills_rounds, schedule
-from lightning_amp.techniques.pipeline.steps.manual_step import ManualStep
 from lightning_amp.techniques.pipeline.steps.sample_check import Given, SampleCheck, compare, evaluating, single
 from lightning_amp.techniques.pipeline.steps.step_record import StageStepRecorder, StepRecord
 from lightning_amp.techniques.precomputed_gradients import Gradients, with_gradients
@@ -107,7 +103,6 @@ class PipelinedSteps:
         self._module, self._stages, self._parameters = module, stages, parameters
         self._spec, self._data_rank = spec, data_rank
         self._recorder = StageStepRecorder(module, list(blocks.values()))
-        self._manual = None if module.automatic_optimization else ManualStep(module)
         self._check: SampleCheck | None = SampleCheck(stages, blocks)
         self._exactly, self._looks = True, LOOKS
         self._calls = Counter[tuple[str, int]]()
@@ -134,11 +129,6 @@ class PipelinedSteps:
     # --- training ---
 
     def _train(self, plain: Step, name: str, batch: Any, *rest: Any) -> Any:
-        if self._manual is None:
-            return self._with_gradients(plain, name, batch, *rest)
-        return self._manual.carry_out(self._with_gradients(self._manual.recorded(plain), name, batch, *rest))
-
-    def _with_gradients(self, plain: Step, name: str, batch: Any, *rest: Any) -> Any:
         parts, sizes = self._cut(batch)
         total, n, record = sum(sizes), len(parts), StepRecord()
         given = Given()
@@ -206,8 +196,8 @@ class PipelinedSteps:
     def _seed(self, name: str, rest: tuple[Any, ...], micro_batch: int) -> int:
         epoch = self._module.trainer.current_epoch
         # a step need not take the batch index: without the count, all batches of an epoch would draw the same numbers
-        told = rest[:2] or (self._calls[name, epoch],)
-        return seed_of(torch.initial_seed(), name, epoch, *told, self._data_rank, micro_batch)
+        parts = rest[:2] or (self._calls[name, epoch],)
+        return seed_of(torch.initial_seed(), name, epoch, *parts, self._data_rank, micro_batch)
 
     @contextmanager
     def _gradients_aside(self) -> Iterator[list[nn.Parameter]]:
@@ -380,9 +370,9 @@ def within(call: Callable[..., Any], context: Callable[[], AbstractContextManage
     return called
 
 
-def seed_of(*told: object) -> int:
+def seed_of(*parts: object) -> int:
     """Return a seed for a micro-batch's random numbers, from the run's seed, the step, the data rank and its index."""
-    return int.from_bytes(hashlib.blake2b(repr(told).encode(), digest_size=7).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "big")
 
 
 def _with_gradients(returned: Any, parameters: list[nn.Parameter], grads: list[Tensor | None]) -> Any:

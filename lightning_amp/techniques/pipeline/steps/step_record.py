@@ -41,7 +41,7 @@ class StepRecord:
     error: Exception | None = None
 
     @property
-    def told(self) -> set[str]:
+    def names(self) -> set[str]:
         """Names of what the step has logged and updated, for messages."""
         return {_logged(name, args, kwargs) for name, args, kwargs in self.logged} | {
             _updated(name) for name in self.metrics
@@ -58,9 +58,9 @@ class StageStepRecorder:
 
     def __init__(self, module: LightningModule, blocks: list[nn.Module]) -> None:
         self._module = module
-        apart = [*blocks, *(metric for _, metric in self._metrics())]
-        inside = {id(part) for whole in apart for part in whole.modules()}
-        self._beside = {name: part for name, part in module.named_modules() if id(part) not in inside}
+        outside = [*blocks, *(metric for _, metric in self._metrics())]
+        inside = {id(part) for whole in outside for part in whole.modules()}
+        self._outside_blocks = {name: part for name, part in module.named_modules() if id(part) not in inside}
         self._noted: set[str] = set()
 
     @contextmanager
@@ -116,7 +116,7 @@ class StageStepRecorder:
             ModelError: A micro-batch has logged or updated something that the run of the full batch has not.
         """
         # noted in micro-batches but not in the full run: the values for the full batch do not exist
-        lost, self._noted = self._noted - record.told, set()
+        lost, self._noted = self._noted - record.names, set()
         if lost:
             raise ModelError(
                 f"pipeline: {sorted(lost)!r} happened inside or between blocks, where one stage sees one micro-batch,"
@@ -166,7 +166,7 @@ class StageStepRecorder:
         return True
 
     def _attributes(self) -> Attributes:
-        return Attributes(self._beside, dict(self._module.named_modules()))
+        return Attributes(self._outside_blocks, dict(self._module.named_modules()))
 
     def _metrics(self) -> list[tuple[str, Metric]]:
         return [(name, part) for name, part in self._module.named_modules() if isinstance(part, Metric)]

@@ -104,7 +104,7 @@ def _overlap(a: range, b: range) -> bool:
     return max(a.start, b.start) < min(a.stop, b.stop)
 
 
-class StrayReads(TorchFunctionMode):
+class ReadsElsewhere(TorchFunctionMode):
     """Raise an error for reads of a parameter object in a step, where sharded tensors replace all parameters."""
 
     def __init__(self, parameters: Iterable[GridParameter]) -> None:

@@ -41,7 +41,7 @@ def has_code_of_user(kind: type) -> bool:
 
 
 @contextmanager
-def as_before(*owners: Any) -> Iterator["Before"]:
+def restoring_state(*owners: Any) -> Iterator["Before"]:
     """Restore on exit the state of the classes, functions and files of modules, other objects or functions."""
     parts = _parts_of(owners)
     before = Before()
@@ -69,8 +69,8 @@ def _parts_of(owners: Iterable[Any]) -> list[Any]:
 
 @contextmanager
 def forgetting(*owners: Any) -> Iterator["Before"]:
-    """Like `as_before`, and begin with empty caches of functions."""
-    with as_before(*owners) as before:
+    """Like `restoring_state`, and begin with empty caches of functions."""
+    with restoring_state(*owners) as before:
         for cached in before.caches:
             cached.cache_clear()
         yield before
@@ -90,7 +90,7 @@ class Before:
     Attributes:
         undo: Functions that restore one object each; they return True if its attributes or entries had changed.
         caches: Functions that cache results.
-        differs: Whether an object had changed, known at the end of `as_before`.
+        differs: Whether an object had changed, known at the end of `restoring_state`.
     """
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ OWNERS = (nn.Module, LightningDataModule)
 SHARED = (*OWNERS, Trainer, torch.Tensor, np.ndarray, type)
 
 
-def apart(value: Any, memo: dict[int, Any]) -> Any:
+def copied_state(value: Any, memo: dict[int, Any]) -> Any:
     """Copy an object's mutable state (attributes, small containers, random generators), and share everything else.
 
     Copies with one memo, keyed by the id of the original, refer to each other.
@@ -233,20 +233,21 @@ def apart(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom):
         memo[id(value)] = value.clone_state() if isinstance(value, torch.Generator) else copy.deepcopy(value)
     elif type(value) is tuple and len(value) <= LONG:
-        memo[id(value)] = tuple([apart(part, memo) for part in value])
+        memo[id(value)] = tuple([copied_state(part, memo) for part in value])
     elif type(value) in CONTAINERS and len(value) <= DATA:
         # into the memo before it is filled, because it may contain itself
         memo[id(value)] = found = copy.copy(value)
         if len(value) <= LONG and isinstance(value, dict):
             # Counter.update would add to the counts
-            dict.update(found, {key: apart(part, memo) for key, part in value.items()})
+            dict.update(found, {key: copied_state(part, memo) for key, part in value.items()})
         elif len(value) <= LONG and not isinstance(value, set):
             # a set keeps its members, as a dict keeps its keys: code may find them by identity
-            refill(found, [apart(part, memo) for part in value])
+            refill(found, [copied_state(part, memo) for part in value])
     elif isinstance(value, MethodType):
         owner = value.__self__
         # a method may change its module or data module, whose mutable state is therefore copied
-        own = _shallow(owner, memo) if isinstance(owner, OWNERS) and id(owner) not in memo else apart(owner, memo)
+        is_owner = isinstance(owner, OWNERS) and id(owner) not in memo
+        own = _shallow(owner, memo) if is_owner else copied_state(owner, memo)
         memo[id(value)] = MethodType(value.__func__, own)
     elif _remembers(value):
         _shallow(value, memo)
@@ -256,7 +257,7 @@ def apart(value: Any, memo: dict[int, Any]) -> Any:
 def _shallow(value: Any, memo: dict[int, Any]) -> Any:
     try:
         found = memo[id(value)] = copy.copy(value)
-        vars(found).update({name: apart(part, memo) for name, part in vars(value).items()})
+        vars(found).update({name: copied_state(part, memo) for name, part in vars(value).items()})
     except Exception:
         # share it then: half a copy is worse than none
         found = memo[id(value)] = value

@@ -3,7 +3,7 @@
     messages    warnings, logs, prints and prompts of this thread are suppressed; one-time messages can appear later
     files       that the step writes are in memory, and are read from there; folders do not change
     settings    of torch, environment, current folder, signal handlers and random states are restored
-    state       of the step's files and classes is restored (as_before.py)
+    state       of the step's files and classes is restored (restore_state.py)
     others      other ranks, global hooks and active dispatch modes do not take part in the step
     compilers   modules wrapped by torch.compile run uncompiled
 
@@ -33,7 +33,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 from lightning_amp._torch import is_watched, unseen
-from lightning_amp.footprint.copies.as_before import as_before, refill
+from lightning_amp.footprint.copies.restore_state import refill, restoring_state
 from lightning_amp.holding import replacing
 from lightning_amp.random_streams import isolated_random_streams
 
@@ -42,13 +42,13 @@ FOLDER_CHANGES = ("mkdir", "rmdir", "remove", "unlink", "rename", "replace", "sy
 
 
 @contextmanager
-def as_guest(*owners: Any, alone: bool = True) -> Iterator[None]:
-    """Suppress and undo side effects of this context; `owners` take part in the step, as in `as_before`.
+def without_side_effects(*owners: Any, alone: bool = True) -> Iterator[None]:
+    """Suppress and undo side effects of this context; `owners` take part in the step, as in `restoring_state`.
 
     Other ranks and global hooks take part if it is not `alone`.
     """
     with (
-        as_before(*owners),
+        restoring_state(*owners),
         _settings_as_before(),
         isolated_random_streams(),
         _without_messages(),
