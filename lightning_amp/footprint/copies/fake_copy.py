@@ -258,7 +258,7 @@ def without_values() -> Iterator[None]:
     memory that was never allocated. Numbers from `item()` are those of `known_values.py`. `Module.to` swaps fake
     parameters even for themselves, which torch refuses once a step has used them.
     """
-    make, apply = torch.tensor, nn.Module._apply
+    make, apply = torch.tensor, cast(Any, nn.Module._apply)
 
     def copy_of_tensor(tensor: Tensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:
