@@ -28,7 +28,7 @@ def form_of(path: Path) -> Callable[[StepTrace], bytes]:
 
 
 def memory_snapshot(trace: StepTrace) -> bytes:
-    """Return the last of several steps as a pickled snapshot, as `torch.cuda.memory._dump_snapshot` writes it.
+    """Return the last of several steps as a pickled snapshot in the form of CUDA's memory snapshots of torch.
 
     A frame has the module as its file and what made the storage as its function. Time is counted in operators.
     """
