@@ -33,6 +33,11 @@ class Copies:
         """Let the device's current stream wait for a copy; the process does not wait."""
         torch.cuda.current_stream(device).wait_event(done)
 
+    def finish(self, device: torch.device) -> None:
+        """Wait for all copies of a device."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     def _copy(self, source: Tensor, target: Tensor, device: torch.device, direction: str, after: Any) -> Any:
         if device.type != "cuda":
             target.copy_(source)

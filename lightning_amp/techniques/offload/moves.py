@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import FakeTensor, fake_like, unseen, version_of
+from lightning_amp._torch import FakeTensor, fake_like, shares_version, unseen, version_of
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage, storages_of
 from lightning_amp.techniques.offload.copies import Copies
@@ -62,6 +62,7 @@ class Left:
         ahead: Whether it is on its way back and nothing has asked for it.
         alive, unread: Saved tensors that exist; those of them that were not asked for on this trip.
         trip: How often it came back.
+        parts: Types and geometries of its saved tensors.
     """
 
     def __init__(self, moves: "Moves", step: list["weakref.ref[Left]"], x: Tensor, buffer: Buffer) -> None:
@@ -70,6 +71,7 @@ class Left:
         self.n_bytes, self.device, self.buffer = storage.nbytes(), x.device, buffer
         self.here: weakref.ref[Any] = weakref.ref(storage)
         self.watched = Version(x)
+        self.parts = set[tuple[torch.dtype, Any]]()
         self.back: Any = None
         self.arrival: Any = None
         self.ahead = False
@@ -104,11 +106,12 @@ class Handle:
     __slots__ = ("dtype", "geometry", "left", "read", "version")
 
     def __init__(self, left: Left, x: Tensor) -> None:
-        self.dtype, self.version = x.dtype, Version(x)
-        self.geometry = x.storage_offset(), tuple(x.shape), x.stride()
         self.left, self.read = left, -1
         left.alive += 1
         left.unread += 1
+        self.dtype, self.version = x.dtype, Version(x)
+        self.geometry = x.storage_offset(), tuple(x.shape), x.stride()
+        left.parts.add((self.dtype, self.geometry))
 
     def is_read(self) -> None:
         """Note that the tensor was asked for; the last one of its storage ends the storage's stay."""
@@ -175,6 +178,18 @@ class Moves:
         """Return the entry of a tensor's storage if it was copied in this step."""
         return self._known.get(id(x.untyped_storage())) if has_storage(x) else None
 
+    def differs(self, left: Left) -> bool:
+        """Whether a storage on the device has other values than its copy, where tensors of it were saved."""
+        storage, memory = left.on_device(), left.buffer.memory
+        if storage is None or memory is None or not left.alive:
+            return False
+        with unseen(), torch.no_grad():
+            self._copies.finish(left.device)
+            copy = memory.untyped_storage()
+            pairs = [(_view(storage, *part, left.device), _view(copy, *part, memory.device)) for part in left.parts]
+            # bit by bit: NaN is equal to itself
+            return not all(torch.equal(_bits(here), _bits(there.to(left.device))) for here, there in pairs)
+
     def _pack(self, x: Tensor) -> Handle | Kept:
         self._settle()
         with torch.no_grad():
@@ -190,8 +205,13 @@ class Moves:
         if n_bytes < self._least or not n_bytes or key in self._stays:
             return None
         left = self._known.get(key)
-        if left is not None and left.alive and not left.watched.changed:
-            return left
+        if left is not None and left.alive:
+            if not shares_version(left.watched.counter, x):
+                # parts of a storage with counters of their own, as of `unsafe_chunk`: the other part was copied
+                # before this one was written
+                return None
+            if not left.watched.changed:
+                return left
         if self._most is not None and len(self._step) >= self._most:
             return None
         real = not isinstance(x, FakeTensor)
@@ -235,7 +255,7 @@ class Moves:
             if storage is None:
                 storage = self._bring(left)
             self._arrive(left)
-            found = _view(storage, kept, left.device)
+            found = _view(storage, kept.dtype, kept.geometry, left.device)
             kept.is_read()
             if not left.unread and left in self._queue:
                 self._let_go(left)
@@ -289,15 +309,20 @@ class Moves:
             self.pool.give(left.buffer)
 
 
-def _view(storage: Any, kept: Handle, device: torch.device) -> Tensor:
-    """Return the saved tensor, on a storage with its values."""
-    empty = torch.empty(0, dtype=kept.dtype, device=device)
+def _view(storage: Any, dtype: torch.dtype, geometry: Any, device: torch.device) -> Tensor:
+    """Return a tensor on a storage."""
+    empty = torch.empty(0, dtype=dtype, device=device)
     if not isinstance(empty, FakeTensor):
-        return empty.set_(storage, *kept.geometry)
+        return empty.set_(storage, *geometry)
     # fake tensors keep arguments of operators in a cache, which would hold the storage
     with unseen():
-        on_meta = torch.empty(0, dtype=kept.dtype, device="meta").set_(storage, *kept.geometry)
+        on_meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, *geometry)
         return fake_like(vars(empty), on_meta, device)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Return the bytes of a tensor's elements."""
+    return x.contiguous().flatten().view(torch.uint8)
 
 
 def _may_leave(x: Tensor) -> bool:

@@ -1,9 +1,12 @@
 """Find writes to storages that left for the host which no version counter of autograd shows, as to `x.data`.
 
-Autograd would use the new values in the backward pass; the copy on the host has the old ones.
+Autograd would use the new values in the backward pass; the copy on the host has the old ones. Fake tensors have no
+values to compare: only a real step is refused.
 """
 
 from typing import Any
+
+from torch import Tensor
 
 from lightning_amp._torch import TorchDispatchMode, version_of
 from lightning_amp.errors import ModelError
@@ -22,7 +25,7 @@ class UnseenWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, moves: Moves) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._moves = moves
-        self._written = list[tuple[str, Left, int]]()
+        self._written = list[tuple[str, Left, int, Tensor]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and look at the counters of what the one before wrote: they change after it has returned."""
@@ -33,16 +36,19 @@ class UnseenWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in tensors_written(func, args, kwargs):
                 left = self._moves.left_of(tensor)
                 if left is not None:
-                    self._written.append((str(func), left, version_of(left.watched.counter)))
+                    # held until then: the operator's caller may drop it
+                    self._written.append((str(func), left, version_of(left.watched.counter), tensor))
         return func(*args, **kwargs)
 
     def __exit__(self, *args: Any) -> None:
         """End the step."""
         super().__exit__(*args)  # type: ignore[no-untyped-call]
-        self._check()
+        if args[0] is None:
+            self._check()
 
     def _check(self) -> None:
         written, self._written = self._written, []
-        for name, left, before in written:
-            if version_of(left.watched.counter) == before:
+        for name, left, before, _ in written:
+            # parts of a storage may have counters of their own: what was saved is compared
+            if version_of(left.watched.counter) == before and self._moves.differs(left):
                 raise ModelError(UNSEEN.format(name=name))
