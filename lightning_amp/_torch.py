@@ -236,7 +236,7 @@ def shares_version(x: Tensor, y: Tensor) -> bool:
     if x.is_inference() or y.is_inference():
         return False
     before, other = x._version, max(x._version, y._version) + 1
-    set_version: Any = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]
+    set_version: Any = torch._C._autograd._unsafe_set_version_counter
     # nothing else tells: write a number that neither has, and the old one back
     set_version((x,), (other,))
     found = y._version == other

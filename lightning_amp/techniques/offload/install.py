@@ -5,7 +5,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
 from os import environ
-from typing import Any
+from types import MethodType
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -14,15 +15,18 @@ from torch import nn
 
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.data.batch import tensors_in
-from lightning_amp.errors import AmpError
-from lightning_amp.footprint.profile_module import profile_module
+from lightning_amp.footprint.inner_run import EnoughSeen
+from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.footprint.profile_module import counted_step, profile_module
+from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import StepToPlan
 from lightning_amp.techniques.offload.moves import Moves
 from lightning_amp.techniques.offload.row import Offload
 from lightning_amp.techniques.offload.unseen_writes import UnseenWrites
-from lightning_amp.techniques.put_methods import method_of, refuse_unseen
+from lightning_amp.techniques.put_methods import method_of, put_methods, refuse_unseen
 
+T = TypeVar("T")
 SHARE = 0.8
 """Share of the host's free memory that the ranks of a node take at most."""
 
@@ -65,45 +69,90 @@ class CountedMoves:
     Attributes:
         peak_bytes: Peak of the device.
         host_bytes: Bytes of the pool.
-        sizes: Bytes of the storages that leave, in this order.
-        came_bytes: Bytes that come back.
+        left_bytes, came_bytes: Bytes that leave, and come back.
+        n_left: Number of storages that leave.
     """
 
     peak_bytes: int
-    host_bytes: int = 0
-    sizes: tuple[int, ...] = ()
-    came_bytes: int = 0
+    host_bytes: int
+    left_bytes: int
+    came_bytes: int
+    n_left: int
 
 
-Counted = Callable[[tuple[Rule, ...], Offload | None], CountedMoves | str]
+class Look:
+    """Counts of a step with other rules and a spec; raises an AmpError where it cannot be counted."""
 
+    def __init__(self, step: StepToPlan) -> None:
+        self._step = step
+        self._known: dict[Any, CountedMoves] = {}
+        self._sizes: dict[Any, list[int]] = {}
+        self._plain: dict[Any, int] = {}
 
-def look(step: StepToPlan) -> Counted:
-    """Return a function from other rules and a spec to the counted step, or to why it cannot be counted."""
-    known: dict[tuple[tuple[tuple[str, Spec], ...], Offload | None], CountedMoves | str] = {}
+    def plain_bytes(self, rules: tuple[Rule, ...]) -> int:
+        """Return the peak without the technique."""
+        return _once(self._plain, _key(rules), lambda: _peak(self._step.run_with(rules, profile_module)))
 
-    def counted(rules: tuple[Rule, ...], spec: Offload | None) -> CountedMoves | str:
+    def sizes(self, rules: tuple[Rule, ...]) -> list[int]:
+        """Return the bytes of all storages that could leave, in the order in which autograd saves them."""
+        return _once(self._sizes, _key(rules), lambda: self._step.run_with((*rules, _rule(ALL)), _sizes))
+
+    def count(self, rules: tuple[Rule, ...], spec: Offload) -> CountedMoves:
+        """Return the counted step."""
         # what a plan says of the host does not change the step
-        spec = None if spec is None else replace(spec, host_bytes=0, moved_bytes=0)
-        key = tuple((rule.fqn, rule.spec) for rule in rules), spec
-        if key not in known:
-            known[key] = _counted(step, rules, spec)
-        return known[key]
-
-    return counted
+        spec = replace(spec, host_bytes=0, moved_bytes=0)
+        return _once(self._known, (_key(rules), spec), lambda: self._step.run_with((*rules, _rule(spec)), _moved))
 
 
-def _counted(step: StepToPlan, rules: tuple[Rule, ...], spec: Offload | None) -> CountedMoves | str:
-    def count(module: LightningModule, batch: Any, **options: Any) -> CountedMoves:
-        profile, moves = profile_module(module, batch, **options), moves_of(module)
-        peak = max(profile.peak_bytes, profile.first_bytes)
-        if moves is None:
-            return CountedMoves(peak_bytes=peak)
-        sizes = tuple(moves.sizes)
-        return CountedMoves(peak_bytes=peak, host_bytes=moves.pool.n_bytes, sizes=sizes, came_bytes=moves.came_bytes)
+ALL = Offload(least_bytes=1)
 
-    own = () if spec is None else (Rule(fqn="", spec=spec, strategy="offload", why="counted"),)
+
+def look(step: StepToPlan) -> Look:
+    """Return the counts of a step, made when a draft asks for them."""
+    return Look(step)
+
+
+def _once(known: dict[Any, T], key: Any, make: Callable[[], T]) -> T:
+    if key not in known:
+        known[key] = make()
+    return known[key]
+
+
+def _key(rules: tuple[Rule, ...]) -> tuple[tuple[str, Spec], ...]:
+    return tuple((rule.fqn, rule.spec) for rule in rules)
+
+
+def _rule(spec: Offload) -> Rule:
+    return Rule(fqn="", spec=spec, strategy="offload", why="counted")
+
+
+def _peak(profile: ModuleProfile) -> int:
+    return max(profile.peak_bytes, profile.first_bytes)
+
+
+def _moved(module: LightningModule, batch: Any, **options: Any) -> CountedMoves:
+    profile, moves = profile_module(module, batch, **options), moves_of(module)
+    assert moves is not None, "the rule is installed"
+    return CountedMoves(
+        peak_bytes=_peak(profile),
+        host_bytes=moves.pool.n_bytes,
+        left_bytes=sum(moves.sizes),
+        came_bytes=moves.came_bytes,
+        n_left=len(moves.sizes),
+    )
+
+
+def _sizes(module: LightningModule, batch: Any, **options: Any) -> list[int]:
+    moves, step = moves_of(module), method_of(module, "training_step")
+    assert moves is not None, "the rule is installed"
+
+    def run(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
+        step(module, *args, **kwargs)
+        raise EnoughSeen
+
+    undo = put_methods(module, {"training_step": MethodType(run, module)})
     try:
-        return step.run_with((*rules, *own), count)
-    except AmpError as error:
-        return str(error)
+        counted_step(module, batch, make=StepRecorder, **options)
+    finally:
+        undo()
+    return list(moves.sizes)

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
-from lightning_amp.errors import PlanError
+from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.module_profile import ACTIVATIONS
 from lightning_amp.quantities import format_bytes, format_seconds, parse_bytes
 from lightning_amp.techniques.technique import Installer, Prediction, Technique
@@ -69,27 +69,31 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
         if asked is None:
             return "no tensor has to leave"
         budget = None
-    count = seen.facts.get(NAME)
-    if count is None:
+    look = seen.facts.get(NAME)
+    if look is None:
         return "the step was not counted with it"
-    step = _Step(count, tuple(rule for rule in draft.targets if rule.strategy != "fsdp"), asked or Offload())
-    if (why := step.prepare(ahead=AHEAD if seen.rates.launches else 0)) or not step.sizes:
-        return why or "autograd saves nothing but parameters, the batch and small tensors"
-    # what other ranks hold is not in the count
-    within = None if budget is None else step.plain_bytes - (draft.peak_bytes - budget)
-    found = step.with_leaves(step.fewest(within))
-    if isinstance(found, str):
-        return found
-    saved, moved = step.plain_bytes - found.peak_bytes, sum(found.sizes)
+    rules = tuple(rule for rule in draft.targets if rule.strategy != "fsdp")
+    step = _Step(look, rules, asked or Offload())
+    try:
+        step.plain_bytes = look.plain_bytes(rules) if rules else seen.peak_bytes(1)
+        step.choose_sizes(ahead=AHEAD if seen.rates.launches else 0)
+        if not step.sizes:
+            return "autograd saves nothing but parameters, the batch and small tensors"
+        # what other ranks hold is not in the count
+        within = None if budget is None else step.plain_bytes - (draft.peak_bytes - budget)
+        found = step.with_leaves(step.fewest(within))
+    except AmpError as error:
+        return str(error)
+    saved = step.plain_bytes - found.peak_bytes
     if saved <= 0:
         return "the peak is elsewhere"
-    seconds = max(LEAST_SECONDS, _exposed(seen, moved, found.came_bytes))
-    n = len(found.sizes)
-    spec = replace(step.spec, leaves=n, host_bytes=found.host_bytes, moved_bytes=moved)
+    seconds = max(LEAST_SECONDS, _exposed(seen, found.left_bytes, found.came_bytes))
+    n = found.n_left
+    spec = replace(step.spec, leaves=n, host_bytes=found.host_bytes, moved_bytes=found.left_bytes)
     why = (
         f"predicted: {n} tensor{'s' * (n > 1)} wait{'s' * (n == 1)} on the host, which takes"
         f" {format_bytes(found.host_bytes)} there and keeps {format_bytes(saved)} less on the device;"
-        f" {format_bytes(moved)} leave in a step, which takes {format_seconds(seconds)} more"
+        f" {format_bytes(found.left_bytes)} leave in a step, which takes {format_seconds(seconds)} more"
     )
     held = seen.held_bytes if draft.held_bytes is None else draft.held_bytes
     return replace(
@@ -109,29 +113,24 @@ class _Step:
         sizes: Bytes of the storages that may leave, in the order in which they are saved.
     """
 
-    def __init__(self, count: Any, rules: tuple[Rule, ...], spec: Offload) -> None:
-        self._count, self._rules, self.spec = count, rules, spec
+    def __init__(self, look: Any, rules: tuple[Rule, ...], spec: Offload) -> None:
+        self._look, self._rules, self.spec = look, rules, spec
         self.plain_bytes, self.sizes = 0, list[int]()
 
-    def prepare(self, *, ahead: int) -> str:
-        """Count the step without and with all storages; return why it cannot be counted, or ""."""
-        plain = self._count(self._rules, None)
-        every = plain if isinstance(plain, str) else self._count(self._rules, replace(self.spec, least_bytes=1))
-        if isinstance(every, str):
-            return every
-        self.plain_bytes = plain.peak_bytes
-        least = min(LEAST_BYTES, max(1, int(SMALLEST_SHARE * sum(every.sizes))))
-        self.sizes = [size for size in every.sizes if size >= least]
+    def choose_sizes(self, *, ahead: int) -> None:
+        """Find the storages that may leave; up to `ahead` of the largest may be on their way at once."""
+        every = self._look.sizes(self._rules)
+        least = min(LEAST_BYTES, max(1, int(SMALLEST_SHARE * sum(every))))
+        self.sizes = [size for size in every if size >= least]
         self.spec = replace(self.spec, least_bytes=least, window=ahead * max(self.sizes, default=0))
-        return ""
 
     def with_leaves(self, n: int) -> Any:
-        """Return the counted step from which the first `n` storages leave, or why it cannot be counted."""
-        return self._count(self._rules, replace(self.spec, leaves=n))
+        """Return the counted step from which the first `n` storages leave."""
+        return self._look.count(self._rules, replace(self.spec, leaves=n))
 
-    def _peak_bytes(self, n: int) -> float:
-        found = self.with_leaves(n)
-        return inf if isinstance(found, str) else float(found.peak_bytes)
+    def _peak_bytes(self, n: int) -> int:
+        found: int = self.with_leaves(n).peak_bytes
+        return found
 
     def fewest(self, within: int | None) -> int:
         """Return the fewest storages whose leaving keeps the peak within a bound; all if it is None, or never met."""
@@ -141,19 +140,19 @@ class _Step:
         low, high = 0, max(n for n, total in enumerate(totals) if total <= host)
         if within is None or (peak := self._peak_bytes(high)) > within:
             return high
-        below, above = float(self.plain_bytes), peak
+        below, above = self.plain_bytes, peak
         for _ in range(COUNTS):
             if high - low <= 1:
                 break
             # between the two, by the bytes that leave
-            share = (below - within) / max(1.0, below - above)
+            share = (below - within) / max(1, below - above)
             bytes_gone = totals[low] + share * (totals[high] - totals[low])
             middle = min(max(bisect_left(totals, bytes_gone), low + 1), high - 1)
             peak = self._peak_bytes(middle)
             if peak <= within:
                 high, above = middle, peak
             else:
-                low, below = middle, peak if peak < inf else below
+                low, below = middle, peak
         return high
 
 

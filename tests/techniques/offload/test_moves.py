@@ -254,6 +254,8 @@ def test_what_the_device_still_holds_is_used_from_there() -> None:
 
 def test_more_host_memory_than_allowed_is_refused() -> None:
     x, used = rows(64, 64).requires_grad_(), moves(limit=40_000)
-    with pytest.raises(ModelError, match=r"need 64.0 KiB of host memory or more, and may have 39.1 KiB; raise host_mem"):
-        with used.step([x]):
-            (x * 2).sin().exp().sum()
+    with (
+        pytest.raises(ModelError, match=r"need 64.0 KiB of host memory or more, and may have 39.1 KiB; raise host_mem"),
+        used.step([x]),
+    ):
+        (x * 2).sin().exp().sum()
