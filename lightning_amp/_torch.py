@@ -231,6 +231,14 @@ def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
+def counter_of(x: Tensor) -> Tensor:
+    """Return a tensor without memory that shares the counter of in-place writes to a dense tensor."""
+    found = x.detach()
+    # the counter stays that of `x`
+    found.data = x.new_empty(0)
+    return found
+
+
 def shares_version(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors have one counter of in-place writes, as views have, and results of `unsafe_chunk` have not."""
     if x.is_inference() or y.is_inference():

@@ -32,7 +32,10 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 
 from lightning_amp._torch import (
+    FakeTensor,
+    counter_of,
     has_no_values,
+    in_transform,
     is_compiled,
     parts_of,
     tree_flatten,
@@ -83,7 +86,7 @@ class FirstPass:
         changing: Buffers that earlier first passes changed, by the modes of the block's modules; `settle` updates it.
 
     Attributes:
-        arguments: The flattened arguments; their structure is in `containers`.
+        arguments: The flattened arguments; their structure is in `containers`. After `settle` tensors have no memory.
     """
 
     def __init__(self, block: nn.Module, given: Any, changing: dict[Any, frozenset[Place]]) -> None:
@@ -123,7 +126,10 @@ class FirstPass:
         """Return why the block cannot run a second time, "" if it can; call this after the first pass."""
         arguments, containers = tree_flatten(self._given)
         self._given = None
-        if containers != self.containers or [*map(id, arguments)] != [*map(id, self.arguments)]:
+        before = self.arguments
+        # checkpoint's saved tensors hold the memory of arguments, and may let go of it until the second pass
+        self.arguments = [counter_of(a) if _may_leave(a) else a for a in before]
+        if containers != self.containers or [*map(id, arguments)] != [*map(id, before)]:
             return "it changes a list or a dictionary that it is called with"
         given = _difference(self._arguments, _versions(arguments))
         if given:
@@ -228,6 +234,11 @@ def _put(table: dict[str, Any], values: dict[str, Any]) -> None:
 
 def _versions(arguments: Sequence[Any]) -> dict[str, int]:
     return {f"argument {k}": version_of(a) for k, a in enumerate(arguments) if isinstance(a, Tensor)}
+
+
+def _may_leave(value: Any) -> bool:
+    dense = type(value) in (Tensor, FakeTensor) and value.layout is torch.strided
+    return dense and not value.is_inference() and not in_transform()
 
 
 def _difference(before: Mapping[str, int], now: Mapping[str, int]) -> str:

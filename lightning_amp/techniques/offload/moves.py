@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import FakeTensor, fake_like, shares_version, unseen, version_of
+from lightning_amp._torch import FakeTensor, counter_of, fake_like, shares_version, unseen, version_of
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage, storages_of
 from lightning_amp.techniques.offload.copies import Copies
@@ -90,9 +90,7 @@ class Version:
     __slots__ = ("counter", "saved")
 
     def __init__(self, x: Tensor) -> None:
-        self.counter, self.saved = x.detach(), version_of(x)
-        # the counter stays that of `x`
-        self.counter.data = x.new_empty(0)
+        self.counter, self.saved = counter_of(x), version_of(x)
 
     @property
     def changed(self) -> bool:
