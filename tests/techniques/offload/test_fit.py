@@ -149,7 +149,7 @@ def test_it_works_with_accumulation_and_mixed_precision() -> None:
 class Blocks(Trained):
     def __init__(self) -> None:
         super().__init__()
-        make = lambda: nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh())  # noqa: E731
+        make = lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.Tanh())  # noqa: E731
         self.blocks = nn.ModuleList(make() for _ in range(6))
 
     def loss(self, batch: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class Blocks(Trained):
 
 
 def test_inputs_of_recomputed_blocks_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODELS, "blocks", (Blocks, lambda n: torch.randn(512 * n, 64)))
+    monkeypatch.setitem(MODELS, "blocks", (Blocks, lambda n: torch.randn(4096 * n, 16)))
     peaks, states = [], []
     for names in ("S1", "recompute", "recompute,offload"):
         module, metered, plan = fit("blocks", AMPStrategy(strategies=names), steps=2)
