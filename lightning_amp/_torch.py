@@ -240,7 +240,7 @@ def counter_of(x: Tensor) -> Tensor:
 
 
 def shares_version(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors have one counter of in-place writes, as views have, and results of `unsafe_chunk` have not."""
+    """Whether two tensors have one counter of in-place writes: views do, results of `unsafe_chunk` do not."""
     if x.is_inference() or y.is_inference():
         return False
     before, other = x._version, max(x._version, y._version) + 1

@@ -22,7 +22,7 @@ from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import StepToPlan
 from lightning_amp.techniques.offload.moves import Moves
-from lightning_amp.techniques.offload.row import Offload
+from lightning_amp.techniques.offload.row import NAME, ON_CPU, Offload
 from lightning_amp.techniques.offload.unseen_writes import UnseenWrites
 from lightning_amp.techniques.put_methods import method_of, put_methods, refuse_unseen
 
@@ -33,7 +33,7 @@ SHARE = 0.8
 
 def install(module: nn.Module, spec: Offload, mesh: object) -> Change:
     """Replace the training step of a LightningModule by one whose saved tensors wait in host memory."""
-    refuse_unseen("offload", module)
+    refuse_unseen(NAME, module)
     limit = spec.host_memory if spec.host_memory is not None else free_bytes()
     moves = Moves(least_bytes=spec.least_bytes, most=spec.leaves, window=spec.window, limit=limit)
     step, first = method_of(module, "training_step"), iter((True,))
@@ -107,9 +107,9 @@ class Look:
 ALL = Offload(least_bytes=1)
 
 
-def look(step: StepToPlan) -> Look:
-    """Return the counts of a step, made when a draft asks for them."""
-    return Look(step)
+def look(step: StepToPlan) -> Look | str:
+    """Return the counts of a step, made when a draft asks for them; on a CPU, why it is only installed by name."""
+    return Look(step) if step.launches or NAME in step.requested else ON_CPU
 
 
 def _once(known: dict[Any, T], key: Any, make: Callable[[], T]) -> T:
@@ -123,7 +123,7 @@ def _key(rules: tuple[Rule, ...]) -> tuple[tuple[str, Spec], ...]:
 
 
 def _rule(spec: Offload) -> Rule:
-    return Rule(fqn="", spec=spec, strategy="offload", why="counted")
+    return Rule(fqn="", spec=spec, strategy=NAME, why="counted")
 
 
 def _peak(profile: ModuleProfile) -> int:

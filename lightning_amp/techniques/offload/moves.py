@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import FakeTensor, counter_of, fake_like, shares_version, unseen, version_of
+from lightning_amp._torch import FakeTensor, counter_of, fake_like, shares_version, unseen, version_of, whole_of
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage, storages_of
 from lightning_amp.techniques.offload.copies import Copies
@@ -326,4 +326,5 @@ def _bits(x: Tensor) -> Tensor:
 def _may_leave(x: Tensor) -> bool:
     """Whether a tensor is described by its storage, dtype, size, stride and offset, and is no parameter."""
     plain = has_storage(x) and not x.is_conj() and not x.is_neg() and not x._is_zerotensor()
-    return plain and not isinstance(x, torch.nn.Parameter) and not x.is_inference()
+    # parameters that `fully_shard` gathers are made anew in every step
+    return plain and not isinstance(whole_of(x), torch.nn.Parameter) and not x.is_inference()

@@ -12,7 +12,7 @@ from math import inf
 from typing import Any
 
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
-from lightning_amp.costs.rule import Rule
+from lightning_amp.costs.rule import Rule, runs_again, splits_parameters
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.module_profile import ACTIVATIONS
 from lightning_amp.quantities import format_bytes, format_seconds, parse_bytes
@@ -29,8 +29,6 @@ AHEAD = 2
 """Storages as large as the largest one that may be on their way at once, on a device whose copies run beside it."""
 COUNTS = 6
 """Most steps that are counted to find how many tensors leave."""
-BESIDE = ("fsdp", "recompute")
-"""Techniques that it can be combined with, and S1."""
 ON_CPU = "a CPU's memory is the host's, so that nothing would be free; strategies='offload' copies there nevertheless"
 
 
@@ -60,9 +58,9 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     """Let tensors that autograd saves leave for host memory, as many as the budget requires."""
     asked = seen.requested.get(NAME)
     assert asked is None or isinstance(asked, Offload), "rules of offload have this spec"
-    if asked is None and not seen.rates.launches:
-        return ON_CPU
-    others = [name for name in draft.strategies if name not in BESIDE]
+    # blocks that run again, and split parameters, save tensors as before
+    rules = tuple(rule for rule in draft.targets if not splits_parameters(rule))
+    others = dict.fromkeys(rule.strategy for rule in rules if not runs_again(rule))
     if others:
         return f"it is not supported together with {' and '.join(others)}"
     if budget is not None and draft.peak_bytes <= budget:
@@ -72,7 +70,6 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     look = seen.facts.get(NAME)
     if look is None:
         return "the step was not counted with it"
-    rules = tuple(rule for rule in draft.targets if rule.strategy != "fsdp")
     step = _Step(look, rules, asked or Offload())
     try:
         step.plain_bytes = look.plain_bytes(rules) if rules else seen.peak_bytes(1)
