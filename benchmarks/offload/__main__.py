@@ -1,6 +1,6 @@
 """Bytes of device and host of steps whose activations wait on the host, predicted and measured, beside recompute.
 
-    python -m benchmarks.offload [--only NAME ...] [--share 0.6]
+    python -m benchmarks.offload [--only NAME ...] [--share 0.75]
 
 For each module: the peak of a plain step; that of `offload` by name, and under a budget, predicted by the plan and
 measured by the meter in the second step of a real fit; bytes of the pool on the host, predicted and measured; bytes
@@ -117,7 +117,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--share", type=float, default=0.7, help="budget of a second fit, as a share of the plain peak")
+    parser.add_argument("--share", type=float, default=0.75, help="budget of a second fit, as a share of the plain peak")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     header = ["module", "budget", "plain", "device, predicted", "measured", "of plain", "host, predicted", "measured"]

@@ -63,6 +63,7 @@ class Left:
         alive, unread: Saved tensors that exist; those of them that were not asked for on this trip.
         trip: How often it came back.
         parts: Types and geometries of its saved tensors.
+        ended: Whether its buffer was given back.
     """
 
     def __init__(self, moves: "Moves", step: list["weakref.ref[Left]"], x: Tensor, buffer: Buffer) -> None:
@@ -74,7 +75,7 @@ class Left:
         self.parts = set[tuple[torch.dtype, Any]]()
         self.back: Any = None
         self.arrival: Any = None
-        self.ahead = False
+        self.ahead = self.ended = False
         self.alive = self.unread = self.trip = 0
 
     def on_device(self) -> Any:
@@ -203,7 +204,7 @@ class Moves:
         if n_bytes < self._least or not n_bytes or key in self._stays:
             return None
         left = self._known.get(key)
-        if left is not None and left.alive:
+        if left is not None and left.alive and not left.ended and left.here() is storage:
             if not shares_version(left.watched.counter, x):
                 # parts of a storage with counters of their own, as of `unsafe_chunk`: the other part was copied
                 # before this one was written
@@ -302,6 +303,10 @@ class Moves:
         """Give the buffers of storages back of which no saved tensor exists."""
         while self.gone:
             left = self.gone.popleft()
+            # another tensor of it may have been saved since
+            if left.alive or left.ended:
+                continue
+            left.ended = True
             if left in self._queue:
                 self._let_go(left)
             self.pool.give(left.buffer)
