@@ -117,7 +117,9 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--share", type=float, default=0.75, help="budget of a second fit, as a share of the plain peak")
+    parser.add_argument(
+        "--share", type=float, default=0.75, help="budget of a second fit, as a share of the plain peak"
+    )
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     header = ["module", "budget", "plain", "device, predicted", "measured", "of plain", "host, predicted", "measured"]

@@ -86,7 +86,7 @@ class FirstPass:
         changing: Buffers that earlier first passes changed, by the modes of the block's modules; `settle` updates it.
 
     Attributes:
-        arguments: The flattened arguments; their structure is in `containers`. After `settle` tensors have no memory.
+        arguments: The flattened arguments; their structure is in `containers`.
     """
 
     def __init__(self, block: nn.Module, given: Any, changing: dict[Any, frozenset[Place]]) -> None:
@@ -126,10 +126,7 @@ class FirstPass:
         """Return why the block cannot run a second time, "" if it can; call this after the first pass."""
         arguments, containers = tree_flatten(self._given)
         self._given = None
-        before = self.arguments
-        # checkpoint's saved tensors hold the memory of arguments, and may let go of it until the second pass
-        self.arguments = [counter_of(a) if _may_leave(a) else a for a in before]
-        if containers != self.containers or [*map(id, arguments)] != [*map(id, before)]:
+        if containers != self.containers or [*map(id, arguments)] != [*map(id, self.arguments)]:
             return "it changes a list or a dictionary that it is called with"
         given = _difference(self._arguments, _versions(arguments))
         if given:
@@ -149,6 +146,10 @@ class FirstPass:
             # the second pass draws no random numbers either
             self._random = None
         return ""
+
+    def let_go(self) -> None:
+        """Keep of arguments only their versions: checkpoint saves their memory, which may leave until the second pass."""
+        self.arguments = [counter_of(a) if _may_leave(a) else a for a in self.arguments]
 
     def stale(self, *, objects: bool = True) -> str:
         """Return what has changed since the first pass and cannot be restored; "" if nothing.

@@ -130,6 +130,7 @@ class RecomputedForward:
         reason = first.settle()
         if reason:
             raise InstallError(_refusal(name, reason))
+        first.let_go()
         if compare:
             expected.append(digests(result))
         return result
