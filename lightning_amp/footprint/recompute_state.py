@@ -148,7 +148,7 @@ class FirstPass:
         return ""
 
     def let_go(self) -> None:
-        """Keep of arguments only their versions: checkpoint saves their memory, which may leave until the second pass."""
+        """Keep of arguments only their versions: what checkpoint saves of them may leave until the second pass."""
         self.arguments = [counter_of(a) if _may_leave(a) else a for a in self.arguments]
 
     def stale(self, *, objects: bool = True) -> str:
