@@ -131,12 +131,19 @@ def main() -> None:
             again = fit(CASES[name], AMPStrategy(strategies="recompute"))[1].live.peak
             beside = f"{again / plain[1].live.peak:.0%}"
         except AmpError:
-            beside = "no blocks"
+            beside = "not possible"
         for budget in (None, int(asked.share * plain[1].live.peak)):
             try:
-                print("| " + " | ".join([*row(name, budget, plain), beside]) + " |", flush=True)
+                cells = row(name, budget, plain)
             except AmpError as error:
-                print(f"| {name} | {format_bytes(budget or 0)} | {str(error).partition(';')[0]} |", flush=True)
+                cells = [
+                    name,
+                    format_bytes(budget or 0),
+                    format_bytes(plain[1].live.peak),
+                    str(error).partition(";")[0],
+                ]
+                cells += [""] * (len(header) - 1 - len(cells))
+            print("| " + " | ".join([*cells, beside]) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Copy storages between a device and host memory: at once on a CPU, on streams of their own on a GPU."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,6 +33,18 @@ class Copies:
     def wait(self, done: Any, device: torch.device) -> None:
         """Let the device's current stream wait for a copy; the process does not wait."""
         torch.cuda.current_stream(device).wait_event(done)
+
+    def digest(self, x: Tensor) -> Tensor:
+        """Return a sum over the bytes of a contiguous tensor, on the device's current stream."""
+        with unseen(), torch.no_grad():
+            n_bytes, begin = x.numel() * x.element_size(), x.storage_offset() * x.element_size()
+            empty = torch.empty(0, dtype=torch.uint8, device=x.device)
+            return empty.set_(x.untyped_storage(), begin, (n_bytes,), (1,)).sum()
+
+    def same(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
+        """Whether pairs of digests are equal; waits for the device."""
+        with unseen():
+            return all(bool(one == other) for one, other in pairs)
 
     def finish(self, device: torch.device) -> None:
         """Wait for all copies of a device."""

@@ -41,6 +41,12 @@ CHANGED = (
 )
 
 
+DAMAGED = (
+    "offload: a tensor came back from the host with other values than it had left with; leave offload out, and report"
+    " this error"
+)
+
+
 class Kept:
     """A saved tensor that stays."""
 
@@ -64,6 +70,7 @@ class Left:
         trip: How often it came back.
         parts: Types and geometries of its saved tensors.
         ended: Whether its buffer was given back.
+        digest: Type, geometry and digest of its first saved tensor, in the first step.
     """
 
     def __init__(self, moves: "Moves", step: list["weakref.ref[Left]"], x: Tensor, buffer: Buffer) -> None:
@@ -75,6 +82,7 @@ class Left:
         self.parts = set[tuple[torch.dtype, Any]]()
         self.back: Any = None
         self.arrival: Any = None
+        self.digest: tuple[torch.dtype, Any, Tensor] | None = None
         self.ahead = self.ended = False
         self.alive = self.unread = self.trip = 0
 
@@ -109,7 +117,7 @@ class Handle:
         left.alive += 1
         left.unread += 1
         self.dtype, self.version = x.dtype, Version(x)
-        self.geometry = x.storage_offset(), tuple(x.shape), x.stride()
+        self.geometry = _geometry(x)
         left.parts.add((self.dtype, self.geometry))
 
     def is_read(self) -> None:
@@ -158,6 +166,9 @@ class Moves:
         # storages whose copy may not have ended, oldest first
         self._queue: OrderedDict[Left, Any] = OrderedDict()
         self._queued = self._ahead = 0
+        # in the first step what comes back is compared with what has left, when the second step begins
+        self._compares = True
+        self._digests = list[tuple[Tensor, Tensor]]()
 
     @contextmanager
     def step(self, held: Iterable[Tensor]) -> Iterator[None]:
@@ -165,6 +176,11 @@ class Moves:
         self._settle()
         for left in [*self._queue]:
             self._let_go(left)
+        digests, self._digests = self._digests, []
+        if digests:
+            self._compares = False
+            if not self._copies.same(digests):
+                raise ModelError(DAMAGED)
         self._stays = {id(storage) for _, storage in storages_of(held)}
         self._known, self._step, self.sizes, self.came_bytes = {}, [], [], 0
         try:
@@ -219,6 +235,9 @@ class Moves:
         self._step.append(weakref.ref(left))
         self.sizes.append(n_bytes)
         done = self._copies.out(x, buffer) if real else None
+        if real and self._compares and x.is_contiguous():
+            # not of the whole storage, of which other parts may be written while it is copied
+            left.digest = x.dtype, _geometry(x), self._copies.digest(x)
         known = self._known
 
         def forget(_: object) -> None:
@@ -255,6 +274,10 @@ class Moves:
                 storage = self._bring(left)
             self._arrive(left)
             found = _view(storage, kept.dtype, kept.geometry, left.device)
+            # a storage that has not left may have been written since
+            if left.trip and left.digest is not None and left.digest[:2] == (kept.dtype, kept.geometry):
+                self._digests.append((left.digest[2], self._copies.digest(found)))
+                left.digest = None
             kept.is_read()
             if not left.unread and left in self._queue:
                 self._let_go(left)
@@ -310,6 +333,11 @@ class Moves:
             if left in self._queue:
                 self._let_go(left)
             self.pool.give(left.buffer)
+
+
+def _geometry(x: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Return the offset, size and strides of a tensor on its storage, as `set_` takes them."""
+    return int(x.storage_offset()), tuple(x.shape), tuple(x.stride())
 
 
 def _view(storage: Any, dtype: torch.dtype, geometry: Any, device: torch.device) -> Tensor:

@@ -13,6 +13,8 @@ from torch.nn import functional
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.techniques.offload.copies import Copies
+from lightning_amp.techniques.offload.host_pool import Buffer
 from lightning_amp.techniques.offload.moves import Moves
 from lightning_amp.techniques.offload.unseen_writes import UnseenWrites
 from tests.techniques.replay.cases import CASES, DOUBLE, rows, weight
@@ -259,3 +261,25 @@ def test_more_host_memory_than_allowed_is_refused() -> None:
         used.step([x]),
     ):
         (x * 2).sin().exp().sum()
+
+
+def test_what_comes_back_is_compared_in_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, used, back = rows(64, 63).requires_grad_(), moves(), Copies.back
+
+    def damaged(copies: Copies, buffer: Buffer, whole: Tensor) -> Any:
+        done = back(copies, buffer, whole)
+        whole[-1] ^= 1
+        return done
+
+    def step() -> None:
+        with used.step([x]):
+            loss = (x * 2).sin().square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    step()
+    step()
+    used = moves()
+    monkeypatch.setattr(Copies, "back", damaged)
+    step()
+    with pytest.raises(ModelError, match="with other values than it had left with"):
+        step()
