@@ -96,6 +96,7 @@ def test_an_odd_module_trains_as_without_at_the_predicted_bytes() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.release
 def test_any_module_trains_within_a_budget_at_the_predicted_bytes() -> None:
     for name, share in (("points", 0.4), ("Llama", 0.8)):
         before, peak = plain(name)
@@ -106,6 +107,7 @@ def test_any_module_trains_within_a_budget_at_the_predicted_bytes() -> None:
         assert 0 < spec_of(plan).leaves < every.leaves, name
 
 
+@pytest.mark.long
 def test_a_plan_is_kept_as_json_and_says_what_waits_on_the_host(tmp_path: Path) -> None:
     _, _, plan = fit("points", AMPStrategy(strategies="offload"), steps=1)
     (tmp_path / "plan.json").write_text(plan.to_json())
@@ -129,6 +131,7 @@ def test_batches_of_other_lengths_train_as_without() -> None:
     assert metered.moves.pool.n_bytes > spec_of(plan).host_bytes
 
 
+@pytest.mark.long
 def test_several_backward_passes_of_a_step_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "odd", (by_hand(Odd), lambda n: torch.randn(64 * n, 32)))
     before, _, _ = fit("odd", "auto", steps=2)
@@ -138,6 +141,7 @@ def test_several_backward_passes_of_a_step_are_the_same(monkeypatch: pytest.Monk
 
 
 @pytest.mark.long
+@pytest.mark.release
 @pytest.mark.filterwarnings("ignore:.*accumulate_grad_batches")
 def test_it_works_with_accumulation_and_mixed_precision() -> None:
     for options in ({"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}):
@@ -159,6 +163,7 @@ class Blocks(Trained):
         return batch.square().mean()
 
 
+@pytest.mark.long
 def test_inputs_of_recomputed_blocks_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "blocks", (Blocks, lambda n: torch.randn(4096 * n, 16)))
     peaks, states = [], []
@@ -194,6 +199,7 @@ def beside_fsdp(rank: int, ranks: int) -> list[Any]:
     return found
 
 
+@pytest.mark.long
 def test_an_accelerator_takes_it_where_it_is_the_fastest() -> None:
     torch.manual_seed(0)
     module, batch = Llama(width=64, words=50), torch.randint(0, 50, (64, 513))
@@ -210,6 +216,7 @@ def test_an_accelerator_takes_it_where_it_is_the_fastest() -> None:
     assert "a CPU's memory is the host's" in on_host.diagnosis.does_not_help["offload"]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 def test_what_is_not_supported_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for names, why in (

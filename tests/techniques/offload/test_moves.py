@@ -63,6 +63,7 @@ def draws() -> tuple[Any, ...]:
     return step, [w]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 def test_every_step_is_the_same_whatever_leaves() -> None:
     wrong, moved = list[str](), 0
