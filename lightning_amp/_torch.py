@@ -231,6 +231,27 @@ def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
+def counter_of(x: Tensor) -> Tensor:
+    """Return a tensor without memory that shares the counter of in-place writes to a dense tensor."""
+    found = x.detach()
+    # the counter stays that of `x`
+    found.data = x.new_empty(0)
+    return found
+
+
+def shares_version(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have one counter of in-place writes: views do, results of `unsafe_chunk` do not."""
+    if x.is_inference() or y.is_inference():
+        return False
+    before, other = x._version, max(x._version, y._version) + 1
+    set_version: Any = torch._C._autograd._unsafe_set_version_counter
+    # nothing else tells: write a number that neither has, and the old one back
+    set_version((x,), (other,))
+    found = y._version == other
+    set_version((x,), (before,))
+    return found
+
+
 def whole_of(x: torch.Tensor) -> torch.Tensor:
     """Return the base of a view, or the tensor itself if it is not a view."""
     return x if x._base is None else x._base

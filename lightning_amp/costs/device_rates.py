@@ -1,9 +1,10 @@
 """Define device rates for the cost model: rates of matrix products and memory, and links between devices.
 
-GPU rates are from NVIDIA's data sheets (GeForce RTX 3090; A100, H100 and H200 in the SXM form): dense products in
-float32, TF32, bfloat16 and float16, memory bandwidth, and NVLink in one direction (RTX 3090: PCI Express 4.0 x16). The
-link to the host is PCI Express x16 in one direction, 4.0 or (H100 and H200) 5.0. Between nodes there is one adapter per
-device, of 200 Gb/s (RTX 3090 and A100) or 400 Gb/s. The sheets do not give the rates of attention (by
+GPU rates are from NVIDIA's data sheets (GeForce RTX 3090 and 4090; A100, H100 and H200 in the SXM form; GH200 with 96
+GB; a DGX B200's B200): dense products in float32, TF32, bfloat16 and float16, memory bandwidth, and NVLink in one
+direction (GeForce: PCI Express 4.0 x16). The link to the host is PCI Express x16 in one direction, 4.0 or (H100, H200
+and B200) 5.0; of a GH200 it is NVLink-C2C. Between nodes there is one adapter per device, of 200 Gb/s (GeForce and
+A100) or 400 Gb/s. The sheets do not give the rates of attention (by
 products or in fused kernels), the overhead of an operator or the latency of a message; these are round estimates. "cpu"
 is fitted to the measured steps of tests/project/time_grid.jsonl, one thread of a server: 140 GFLOP/s in float32
 products, 11.5 GB/s through operators, 8 microseconds per operator including Python; a gloo message between two
@@ -266,7 +267,7 @@ def rates_for(device_name: str, *, products: str = "float32") -> Rates:
     rates = DEVICES[found]
     # devices of one name with other memory say so, as "NVIDIA A100-SXM4-80GB" does
     size = re.search(r"(\d+) ?GB", device_name, re.IGNORECASE)
-    if size and found in MEMORY_GIB and (gib := int(size.group(1))) != MEMORY_GIB[found]:
+    if size and found in MEMORY_GIB and found not in NAMED_BY_HOST and (gib := int(size.group(1))) != MEMORY_GIB[found]:
         rates = replace(rates, usable_bytes=usable_bytes(gib), device=f"{rates.device} of {gib} GB")
     flops = PRODUCTS.get(products, {}).get(found)
     return rates if flops is None else replace(rates, matmul_flops=flops)
@@ -330,7 +331,9 @@ REPORTED_SHARE = 0.985
 """Share of the GiB of a data sheet that CUDA reports."""
 TENSORS_SHARE = 0.97
 """Usable share of CUDA's free memory: on an H100 steps of 95 % ran, and steps of 99 % ran out of memory."""
-MEMORY_GIB = {"RTX 3090": 24, "A100": 40, "H100": 80, "H200": 141}
+MEMORY_GIB = {"RTX 3090": 24, "RTX 4090": 24, "A100": 40, "H100": 80, "GH200": 96, "H200": 141, "B200": 180}
+NAMED_BY_HOST = {"GH200"}
+"""Devices whose name in torch has the memory of the host, as "NVIDIA GH200 480GB" has."""
 
 
 def _gpu(name: str, *, teraflops: float, memory: float, link: float, network: float, host: float = 31.5) -> Rates:
@@ -344,7 +347,7 @@ def _gpu(name: str, *, teraflops: float, memory: float, link: float, network: fl
         attention_share=0.7,
         overhead_seconds=5e-6,
         links=links,
-        device=f"an {name}",
+        device=f"{'a' if name[0] in 'BG' else 'an'} {name}",
         launches=True,
         usable_bytes=usable_bytes(MEMORY_GIB[name]),
         host_bandwidth=host * 1e9,
@@ -363,13 +366,24 @@ CPU_CORE = Rates(
 DEVICES = {
     "cpu": CPU_CORE,
     "RTX 3090": _gpu("RTX 3090", teraflops=35.6, memory=936, link=31.5, network=25),
+    "RTX 4090": _gpu("RTX 4090", teraflops=82.6, memory=1008, link=31.5, network=25),
     "A100": _gpu("A100", teraflops=19.5, memory=1555, link=300, network=25),
     "H100": _gpu("H100", teraflops=67, memory=3350, link=450, network=50, host=63),
+    "GH200": _gpu("GH200", teraflops=67, memory=4000, link=450, network=50, host=450),
     "H200": _gpu("H200", teraflops=67, memory=4800, link=450, network=50, host=63),
+    "B200": _gpu("B200", teraflops=75, memory=8000, link=900, network=50, host=63),
 }
 """Rates by a part of the device's name."""
 PRODUCTS = {
-    "tf32": {"A100": 156e12, "H100": 494e12, "H200": 494e12},
-    "half": {"RTX 3090": 71e12, "A100": 312e12, "H100": 989e12, "H200": 989e12},
+    "tf32": {"A100": 156e12, "H100": 494e12, "GH200": 494e12, "H200": 494e12, "B200": 1.1e15},
+    "half": {
+        "RTX 3090": 71e12,
+        "RTX 4090": 165e12,
+        "A100": 312e12,
+        "H100": 989e12,
+        "GH200": 989e12,
+        "H200": 989e12,
+        "B200": 2.25e15,
+    },
 }
-"""Operations per second of dense products in other types than float32; for the RTX 3090, TF32 is as fast as float32."""
+"""Operations per second of dense products in other types than float32; for a GeForce, TF32 is as fast as float32."""

@@ -29,6 +29,11 @@ class Rule:
     saves_bytes: int = 0
 
 
+def splits_parameters(rule: Rule) -> bool:
+    """Whether a rule splits parameters over ranks and leaves activations alone; its spec has that as `splits`."""
+    return getattr(rule.spec, "splits", False)
+
+
 def runs_again(rule: Rule) -> bool:
     """Whether the block of a rule runs again in the backward pass; its spec has that as `again`."""
     return getattr(rule.spec, "again", False)

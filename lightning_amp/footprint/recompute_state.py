@@ -32,7 +32,10 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 
 from lightning_amp._torch import (
+    FakeTensor,
+    counter_of,
     has_no_values,
+    in_transform,
     is_compiled,
     parts_of,
     tree_flatten,
@@ -144,6 +147,10 @@ class FirstPass:
             self._random = None
         return ""
 
+    def let_go(self) -> None:
+        """Keep of arguments only their versions: what checkpoint saves of them may leave until the second pass."""
+        self.arguments = [counter_of(a) if _may_leave(a) else a for a in self.arguments]
+
     def stale(self, *, objects: bool = True) -> str:
         """Return what has changed since the first pass and cannot be restored; "" if nothing.
 
@@ -228,6 +235,11 @@ def _put(table: dict[str, Any], values: dict[str, Any]) -> None:
 
 def _versions(arguments: Sequence[Any]) -> dict[str, int]:
     return {f"argument {k}": version_of(a) for k, a in enumerate(arguments) if isinstance(a, Tensor)}
+
+
+def _may_leave(value: Any) -> bool:
+    dense = type(value) in (Tensor, FakeTensor) and value.layout is torch.strided
+    return dense and not value.is_inference() and not in_transform()
 
 
 def _difference(before: Mapping[str, int], now: Mapping[str, int]) -> str:

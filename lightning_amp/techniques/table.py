@@ -18,6 +18,7 @@ from lightning_amp.techniques.data.row import ROW as S1
 from lightning_amp.techniques.fsdp.row import ROW as FSDP
 from lightning_amp.techniques.hic.rows import COMPILE, FUSED, NODES, S2, S3, S4, S5, SDPA, SPARSE, STRATA, STREAM
 from lightning_amp.techniques.logits.row import ROW as LOGITS
+from lightning_amp.techniques.offload.row import ROW as OFFLOAD
 from lightning_amp.techniques.pipeline.row import ROW as PIPELINE
 from lightning_amp.techniques.recompute.row import ROW as RECOMPUTE
 from lightning_amp.techniques.replay.row import ROW as REPLAY
@@ -45,6 +46,7 @@ STRATEGIES: dict[str, Technique] = {
     "chunk": CHUNK,
     "logits": LOGITS,
     "replay": REPLAY,
+    "offload": OFFLOAD,
     "sequence": SEQUENCE,
     "tensor3d": TENSOR3D,
 }

@@ -39,7 +39,7 @@ def test_a_device_by_name_has_its_memory_less_the_context_and_a_margin() -> None
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("H10O", "'H100'"), ("rtx3090", "'RTX 3090'"), ("A1000", "'A100'"), ("GH200", "'H200'"), ("gpu", "'cpu'")],
+    [("H10O", "'H100'"), ("rtx3090", "'RTX 3090'"), ("A1000", "'A100'"), ("GB200", "'B200'"), ("gpu", "'cpu'")],
 )
 def test_a_device_that_is_not_known_is_refused_with_the_nearest_names(name: str, near: str, capsys: Any) -> None:
     assert main(["plan", "--shape", "anchors=60,dim=8,strata=2,batch=1", "--device", name]) == 2

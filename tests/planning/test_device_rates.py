@@ -43,6 +43,10 @@ def test_json_round_trip(rates: Rates) -> None:
         ("NVIDIA A100-SXM4-40GB", "A100"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("nvidia h200", "H200"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        # the size is the host's
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA B200", "B200"),
         ("cpu", "cpu"),
         ("CPU core", "cpu"),
     ],
@@ -57,7 +61,7 @@ def test_tf32_is_asked_for_and_an_unknown_device_refused() -> None:
     assert rates_for("A100", products="half") == replace(plain, matmul_flops=16 * plain.matmul_flops)
     assert rates_for("cpu", products="half") is CPU_CORE
     # an unknown device is refused
-    with pytest.raises(PlanError, match=r"rates of 'TPU v4'.*one of cpu, RTX 3090, A100, H100, H200: choose the one"):
+    with pytest.raises(PlanError, match=r"rates of 'TPU v4'.*one of cpu, RTX 3090, .*, B200: choose the one"):
         rates_for("TPU v4")
 
 
@@ -74,12 +78,12 @@ def test_a_calibrated_prediction_is_what_was_measured() -> None:
 
 @pytest.mark.parametrize(
     ("name", "gib", "near"),
-    [("Tesla T4", 15, "RTX 3090"), ("L40S", 45, "A100"), ("GH", 96, "H100"), ("B200", 180, "H200")],
+    [("Tesla T4", 15, "RTX 3090"), ("L40S", 45, "A100"), ("GH", 96, "GH200"), ("B300", 270, "B200")],
 )
 def test_an_unknown_gpu_gets_the_rates_of_the_one_whose_memory_is_nearest(name, gib, near) -> None:
     rates, note = nearest_rates(name, memory_bytes=gib * 2**30)
     assert rates is DEVICES[near]
-    assert f"the rates of {name!r} are not known: times are predicted for an {near}" in note
+    assert f"the rates of {name!r} are not known: times are predicted for {rates.device}, whose" in note
     assert "lightning-amp calibrate" in note
 
 

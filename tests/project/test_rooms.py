@@ -14,6 +14,7 @@ NAMED = {
     "recompute": (r"techniques\.recompute|[\"']recompute[\"']", 5),
     "logits": (r"techniques\.logits|[\"']logits[\"']", 5),
     "replay": (r"techniques\.replay|[\"']replay[\"']", 2),
+    "offload": (r"techniques\.offload|[\"']offload[\"']", 1),
     "sequence": (r"techniques\.sequence|[\"']sequence[\"']", 4),
     "tensor3d": (r"techniques\.tensor3d|[\"']tensor3d[\"']", 6),
 }

@@ -145,7 +145,7 @@ def products() -> Iterator[Any]:
     [
         ("NVIDIA A100-SXM4-40GB", "ieee", DEVICES["A100"].matmul_flops, False),
         ("NVIDIA A100-SXM4-40GB", "tf32", 156e12, False),
-        ("NVIDIA GeForce RTX 4090", "ieee", DEVICES["RTX 3090"].matmul_flops, True),
+        ("NVIDIA GeForce RTX 5090", "ieee", DEVICES["RTX 3090"].matmul_flops, True),
     ],
 )
 def test_rates_are_those_of_the_gpu_or_the_nearest(monkeypatch, products, name, precision, flops, noted) -> None:

@@ -214,6 +214,11 @@ class StepOfModule:
             matmul_flops=rates.matmul_flops, memory_bytes=rates.memory_bytes, overhead_seconds=rates.overhead_seconds
         )
 
+    @property
+    def launches(self) -> bool:
+        """Whether the device has memory of its own, apart from the host's."""
+        return self._rates.launches
+
     def _counted_with(self, rule: Rule) -> CountedStep | str:
         key = rule.fqn, rule.spec
         if key not in self._steps_with:

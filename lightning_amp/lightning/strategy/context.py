@@ -54,7 +54,7 @@ SHOWN = 8
 OF_THE_MACHINE = ("data_dir", "budget_bytes")
 COMPARED = (
     *("policy", "strategies", "model_parallel_size", "share_batch_statistics", "balance_cells"),
-    *("blocks", "fsdp_ranks", "fsdp_offload", "device_speeds"),
+    *("blocks", "fsdp_ranks", "fsdp_offload", "host_memory", "device_speeds"),
 )
 
 

@@ -64,6 +64,7 @@ class Request:
     fsdp_offload: bool = False
     chunk_queries: int | None = None
     chunk_policy: Literal["auto", "paper"] = "auto"
+    host_memory: str | int | None = None
     device_speeds: Literal["measure"] | None = None
     sequence_dim: Mapping[str, int | Sequence[int]] | str = "auto"
     sequence_sizes: str | Sequence[int] = "even"

@@ -134,12 +134,14 @@ def draft(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int
 
 def _draft(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None) -> Draft | str:
     made: Draft | str = as_it_is(seen, ranks)
+    # before any of them is added, which may take a search
     for name in names:
-        assert isinstance(made, Draft), "the loop ends where it is none"
         if ranks < PREDICTIONS[name].fewest:
             return f"{name} needs {PREDICTIONS[name].fewest} ranks of the data axis, and there is {ranks}"
         if name in seen.refused:
             return f"{name} is not possible: {seen.refused[name]}"
+    for name in names:
+        assert isinstance(made, Draft), "the loop ends where it is none"
         made = result_or_reason(PREDICTIONS[name].add, seen, made, budget)
         if isinstance(made, str):
             return f"{name} is not possible: {made}"

@@ -16,7 +16,7 @@ Known limits: transfers do not overlap with computation; the comparison between 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_amp.costs.device_rates import CPU_CORE, collective_seconds
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
@@ -44,6 +44,8 @@ class FullyShard:
         offload: Keep a rank's shards in host memory, and run the optimiser there.
         shard_ranks: Consecutive ranks over which they are sharded; each group of this size has all. None for all ranks.
     """
+
+    splits: ClassVar[bool] = True
 
     offload: bool = False
     shard_ranks: int | None = None

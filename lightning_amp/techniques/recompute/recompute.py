@@ -96,15 +96,17 @@ class RecomputedForward:
         name = f"{self.fqn or 'a block'} ({type(block).__name__})"
         first = FirstPass(block, (args, kwargs), self.changing)
         trained = [(parameter, parameter.requires_grad) for parameter in block.parameters()]
-        passes, compare = iter(("first",)), not self.compared
+        # nothing else holds the arguments after the first pass: what checkpoint saves of them may leave
+        passes, compare = [(args, kwargs)], not self.compared
         expected: list[Any] = []
         received = list[Any]()
 
         def run(*leaves: Any) -> Any:
             # the first call is the forward pass; `checkpoint` makes later ones in the backward pass
-            if next(passes, None):
+            if passes:
+                own_args, own_kwargs = passes.pop()
                 with first_pass(received):
-                    return forward(block, *args, **kwargs)
+                    return forward(block, *own_args, **own_kwargs)
             # the caller may have changed its lists and dictionaries since
             given_args, given_kwargs = tree_unflatten(list(leaves), first.containers)
             # if results are compared, objects may change in parts that the block does not read: in the first step,
@@ -128,6 +130,7 @@ class RecomputedForward:
         reason = first.settle()
         if reason:
             raise InstallError(_refusal(name, reason))
+        first.let_go()
         if compare:
             expected.append(digests(result))
         return result

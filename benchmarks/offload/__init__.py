@@ -1,0 +1,1 @@
+"""Activations on the host: bytes of device and host."""

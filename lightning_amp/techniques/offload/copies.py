@@ -1,0 +1,72 @@
+"""Copy storages between a device and host memory: at once on a CPU, on streams of their own on a GPU."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_amp._torch import unseen
+from lightning_amp.techniques.offload.host_pool import Buffer
+
+
+class Copies:
+    """Copies in both directions; a direction's copies run one after the other."""
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[torch.device, str], Any] = {}
+
+    def out(self, x: Tensor, buffer: Buffer) -> Any:
+        """Copy a tensor's storage to a buffer; return the event of its end, None if it has ended."""
+        storage = x.untyped_storage()
+        with unseen():
+            source = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, 0, (storage.nbytes(),), (1,))
+            return self._copy(source, _part(buffer, storage.nbytes()), x.device, "out", buffer.last_read)
+
+    def back(self, buffer: Buffer, whole: Tensor) -> Any:
+        """Copy a buffer to a tensor of bytes; return the event of its end, None if it has ended."""
+        with unseen():
+            done = self._copy(_part(buffer, whole.numel()), whole, whole.device, "back", None)
+            buffer.last_read = done
+            return done
+
+    def wait(self, done: Any, device: torch.device) -> None:
+        """Let the device's current stream wait for a copy; the process does not wait."""
+        torch.cuda.current_stream(device).wait_event(done)
+
+    def digest(self, x: Tensor) -> Tensor:
+        """Return a sum over the bytes of a contiguous tensor, on the device's current stream."""
+        with unseen(), torch.no_grad():
+            n_bytes, begin = x.numel() * x.element_size(), x.storage_offset() * x.element_size()
+            empty = torch.empty(0, dtype=torch.uint8, device=x.device)
+            return empty.set_(x.untyped_storage(), begin, (n_bytes,), (1,)).sum()
+
+    def same(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
+        """Whether pairs of digests are equal; waits for the device."""
+        with unseen():
+            return all(bool(one == other) for one, other in pairs)
+
+    def finish(self, device: torch.device) -> None:
+        """Wait for all copies of a device."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def _copy(self, source: Tensor, target: Tensor, device: torch.device, direction: str, after: Any) -> Any:
+        if device.type != "cuda":
+            target.copy_(source)
+            return None
+        stream = self._streams.get((device, direction))
+        if stream is None:
+            stream = self._streams[device, direction] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # the tensor is made, or its memory is free, when the work so far has ended
+        stream.wait_stream(torch.cuda.current_stream(device))
+        if after is not None:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            return stream.record_event()
+
+
+def _part(buffer: Buffer, n_bytes: int) -> Tensor:
+    assert buffer.memory is not None, "a storage with values has a buffer with memory"
+    return buffer.memory[:n_bytes]
