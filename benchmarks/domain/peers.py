@@ -202,7 +202,10 @@ def _mesh(name: str) -> DeviceMesh:
 
 
 def on_rank(rank: int, ranks: int, name: str, at: int) -> Verdict:
-    """Judge a case of `cases_of` by its number."""
+    """Judge a case of `cases_of` by its number; -1 makes the peer ready."""
+    if at < 0:
+        _mesh(name)
+        return "", ""
     one = cases_of(name)[at]
     if name == "context_parallel":
         return attention_judged(one, _mesh(name))
@@ -214,10 +217,17 @@ def cases_of(name: str) -> list[Case]:
     return ATTENTION if name == "context_parallel" else TABLE
 
 
+def started(name: str) -> Ranks:
+    """Ranks whose start is no part of a case."""
+    pool = Ranks(RANKS, on_rank, patience=PATIENCE_S)
+    pool.results(name, -1)
+    return pool
+
+
 def verdicts(name: str, each: int) -> Iterator[tuple[str, str, str]]:
     """Case, verdict and reason; processes start anew after a case in which ranks part."""
-    pool = Ranks(RANKS, on_rank, patience=PATIENCE_S)
-    for at in range(0, len(cases_of(name)), 1 if name == "context_parallel" else each):
+    pool = started(name)
+    for at in range(0, len(cases_of(name)), each):
         answers = [value if kind == "done" else ("hangs", f"{kind} {value}") for kind, value in pool.ask(name, at)]
         kinds = {kind for kind, _ in answers}
         if len(kinds) > 1 and kinds != {"exact", "wrong"}:
@@ -225,7 +235,7 @@ def verdicts(name: str, each: int) -> Iterator[tuple[str, str, str]]:
         kind, why = max(answers)
         if kinds == {"hangs"}:
             pool.end()
-            pool = Ranks(RANKS, on_rank, patience=PATIENCE_S)
+            pool = started(name)
         yield cases_of(name)[at].name, kind, why
     pool.end()
 
@@ -249,7 +259,7 @@ def main() -> None:
         if importlib.util.find_spec(NEEDS[name]) is None or (asked.quick and name == "physicsnemo"):
             print(f"{name}: left out; it needs the package {NEEDS[name]!r}", file=sys.stderr)
             continue
-        found = [one for one in verdicts(name, each) if one[1]]
+        found = [one for one in verdicts(name, 1 if name == "context_parallel" and not asked.quick else each) if one[1]]
         for case_name, _, why in (one for one in found if one[1] == asked.list):
             print(f"{name}, {case_name!r}: {why}", file=sys.stderr)
         counts = Counter(kind for _, kind, _ in found)
