@@ -1,14 +1,15 @@
 """Claim: a benchmark that README, CONTRIBUTING or a page names is in `python -m benchmarks --list`, and so is the one
 that has written a part of a page; no page points to a commit for a command.
 
-Nothing is imported but the list; `--quick` of every command is run by hand, and at a release.
+Nothing is imported but the list. Every command has a short run, `python -m benchmarks NAME --quick`; these are run by
+hand before a release.
 """
 
 import re
 
 import pytest
 
-from benchmarks.__main__ import found
+from benchmarks.__main__ import FOLDER, QUICK, found
 from tests.paths import ROOT
 
 PAGES = {
@@ -55,3 +56,16 @@ def test_every_benchmark_says_what_it_does_and_the_page_of_claims_has_it() -> No
     listed = re.findall(r"`([a-z_]\w*(?:\.\w+)*)`", PAGES["docs/reports/index.md"])
     assert sorted(KNOWN.keys() - {*listed} - NO_CLAIM) == []
     assert sorted(set(listed) - KNOWN.keys()) == []
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN.keys() - {"side_by_side.one_case"}))
+def test_every_benchmark_has_a_quick_run(name: str) -> None:
+    """A flag of its own, or arguments that its parser has."""
+    file = FOLDER.joinpath(*name.split(".")).with_suffix(".py")
+    folder = file.with_suffix("")
+    files = [file] if file.is_file() else [folder / "__main__.py", *folder.glob("run_*.py")]
+    text = "".join(one.read_text() for one in files)
+    assert ('"--quick"' in text) != (name in QUICK)
+    flags = [word for word in QUICK.get(name, []) if word.startswith("--")]
+    text += (FOLDER / "page.py").read_text()
+    assert [flag for flag in flags if f'"{flag}"' not in text] == []
