@@ -81,7 +81,10 @@ def beside(name: str, module: nn.Module, args: tuple[Any, ...], *, quick: bool) 
     """Rows of one model; what is refused or fails says why."""
     whole = counted(both_passes(module, args))[0]
     ways: dict[str, Callable[[Any], Any]] = {
-        **{f"chunks, {share:.0%}": partial(in_chunks, budget=int(share * whole)) for share in SHARES},
+        **{
+            f"chunks, {share:.0%}": partial(in_chunks, budget=int(share * whole))
+            for share in SHARES[: 1 if quick else None]
+        },
         "checkpoint per block": partial(change_by_hand, by_hand="recompute"),
     }
     if isinstance(module, Language):
