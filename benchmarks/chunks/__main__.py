@@ -88,7 +88,8 @@ def under_shares(name: str, module: nn.Module, args: tuple[Any, ...]) -> Iterato
             yield ["", f"{share:.0%}", f"{least_bytes(module, args) / whole:.0%} at least", *6 * [""]]
             continue
         n_bytes, operators = counted(runs[share])
-        flop = count(runs[share])[2]
+        # hooks of the counter of FLOP make it a new call, which is checked once
+        flop = [count(runs[share])[2] for _ in range(2)][-1]
         assert n_bytes <= share * whole, f"{name} takes {n_bytes} bytes of {share * whole:.0f}"
         yield ["", f"{share:.0%}", format_bytes(n_bytes), f"{n_bytes / whole:.1%}", f"{operators:,}", f"{flop:.3g}",
                f"{times[share] - 1:+.1%}", f"{largest_difference(right, runs[share]()):.1g}",
