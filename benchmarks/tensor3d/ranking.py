@@ -12,7 +12,7 @@ Two predictions of a step's seconds: the placement-aware one, which the strategy
 placement-agnostic one, in which any two ranks have the bandwidth of a node. Both add the computation of a rank, by the
 rates of one CPU core, as often as ranks share a core. The table has the rank correlation (Spearman) of each with the
 measured seconds, and how many of the five grids that it puts first are among the five fastest. `--write` puts it into
-docs/reports/tensor3d.md. About 15 minutes; with --quick (two ranks, three grids, a small MLP) one minute.
+docs/reports/tensor3d.md. About 15 minutes; with --quick (two ranks, two grids, a small MLP) one minute.
 """
 
 import argparse
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, default=200, help="rate of the link")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", choices=list(SIZES), help="one of the models")
-    parser.add_argument("--quick", action="store_true", help="two ranks, their three grids, a small MLP")
+    parser.add_argument("--quick", action="store_true", help="two ranks, their two grids, a small MLP")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/reports/tensor3d.md")
     parser.add_argument("--rank", nargs="*", type=int, help=argparse.SUPPRESS)
     asked = parser.parse_args()
