@@ -9,7 +9,7 @@ tells a cell's type from its Hi-C embedding (5 folds). Differences grow from ste
 float32 say how much.
 
 Then the decoder alone, N 5,400, w 640, D 128, B 8: a step in both precisions, in turns, beside a product of matrices in
-both. `--write` puts the tables into docs/reports/gpu.md. About ten minutes, with --quick (one epoch of few cells, N
+both; a processor without instructions for bfloat16 takes minutes for the product. `--write` puts the tables into docs/reports/gpu.md. About ten minutes, with --quick (one epoch of few cells, N
 600) half a minute.
 """
 
@@ -126,9 +126,9 @@ def fit_rows(data: Path, strategies: str, epochs: int, cells: int) -> Iterator[l
                f"{share:.3f}"]  # fmt: skip
 
 
-def step_rows(size: Size, rounds: int) -> Iterator[list[str]]:
+def step_rows(size: Size, rounds: int, rows: int) -> Iterator[list[str]]:
     """Medians of a decoder's step by plan, and of a product of matrices, in both precisions."""
-    runs, factor = dict[str, Any](), torch.randn(PRODUCT, PRODUCT)
+    runs, factor = dict[str, Any](), torch.randn(rows, rows)
     for name, strategies in PLANS.items():
         case = Case(size=size, method=Method(name="", strategies=strategies), threads=1)
         runs[name] = Training(case, plan_of(case), None).step
@@ -138,7 +138,7 @@ def step_rows(size: Size, rounds: int) -> Iterator[list[str]]:
         factor @ factor
         return (time.perf_counter() - begin,)
 
-    runs[f"product of {PRODUCT:,} x {PRODUCT:,}"] = product
+    runs[f"product of {rows:,} x {rows:,}"] = product
     seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in runs}
     for half in (False, True) * (1 + rounds):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
@@ -163,12 +163,12 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.write:
         read_part(PAGE, PART)  # a page without markers is refused before anything is measured
-    epochs, rounds, size = asked.epochs, asked.rounds, DECODER
+    epochs, rounds, size, product = asked.epochs, asked.rounds, DECODER, PRODUCT
     if asked.quick:
-        epochs, rounds, size = 1, 1, replace(DECODER, anchors=600, window=160)
+        epochs, rounds, size, product = 1, 1, replace(DECODER, anchors=600, window=160), 256
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    steps = list(step_rows(size, rounds))
+    steps = list(step_rows(size, rounds, product))
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
         synthetic = Path(folder) / "synthetic"
