@@ -9,8 +9,8 @@ tells a cell's type from its Hi-C embedding (5 folds). Differences grow from ste
 float32 say how much.
 
 Then the decoder alone, N 5,400, w 640, D 128, B 8: a step in both precisions, in turns, beside a product of matrices in
-both; a processor without instructions for bfloat16 takes minutes for the product. `--write` puts the tables into docs/reports/gpu.md. About ten minutes, with --quick (one epoch of few cells, N
-600) half a minute.
+both; a processor without instructions for bfloat16 takes minutes for the product. `--write` puts the tables into
+docs/reports/gpu.md. About ten minutes, with --quick (one epoch of few cells, N 600) half a minute.
 """
 
 import argparse
