@@ -201,7 +201,7 @@ def _trainer(wanted: Wanted, rank: int) -> tuple[Any, Any]:
         def __init__(self) -> None:
             super().__init__()
             self.peak = 0
-            self.ends, self.losses = list[float](), list[float]()
+            self.ends, self.losses = list[float](), list[Any]()
             self.gradients = dict[str, Any]()
             self.profile = memory_profile()
 
@@ -222,7 +222,7 @@ def _trainer(wanted: Wanted, rank: int) -> tuple[Any, Any]:
                 self.profile.stop()
                 self.peak += most_allocated(self.profile)
             if wanted.double:
-                self.losses.append(float(trainer.callback_metrics["loss"]))
+                self.losses.append(trainer.callback_metrics["loss"].detach().double())
                 here = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
                 self.gradients = {name: whole(grad) for name, grad in here.items() if not grad.is_meta}
 
