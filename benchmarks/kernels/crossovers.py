@@ -4,7 +4,7 @@
 
 Decoders of K 32, D 128 and w = min(640, N / 4) on one device with the memory and the rates of its data sheet
 (costs/device_rates.py), in float32 without TF32; kernels are counted as for a device that has them launched. All legal
-plans are compared as the policy "auto" does. `--write` puts the tables into docs/reports/gpu.md. One minute, with
+plans are compared as the policy "auto" does. `--write` puts the tables into docs/reports/gpu.md. Three minutes, with
 --quick (three numbers of anchors, 8 cells) ten seconds.
 """
 
