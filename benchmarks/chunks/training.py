@@ -123,12 +123,9 @@ def tiled(module: Language) -> None:
     """What a person writes for long inputs: feed-forward, and head with loss, some words at a time."""
     gpt = module.gpt
 
-    class Tiled(nn.Sequential):
-        """The feed-forward of a layer, tile by tile."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            run = partial(checkpoint, super().forward, use_reentrant=False)
-            return torch.cat([run(part) for part in x.chunk(TILES, dim=1)], dim=1)
+    def feed(layer: Layer, x: Tensor) -> Tensor:
+        run = partial(checkpoint, partial(Layer.feed, layer), use_reentrant=False)
+        return torch.cat([run(part) for part in x.chunk(TILES, dim=1)], dim=1)
 
     def loss(part: Tensor, words: Tensor) -> Tensor:
         return F.cross_entropy(gpt.head(part).flatten(0, 1), words.flatten(), reduction="sum")
@@ -139,8 +136,7 @@ def tiled(module: Language) -> None:
         return sum(checkpoint(loss, *pair, use_reentrant=False) for pair in pairs) / words[:, 1:].numel()
 
     for layer in gpt.layers:
-        # the layer calls narrow(gelu(wide(x))): all of it is in `wide`
-        layer.wide, layer.narrow = Tiled(layer.wide, nn.GELU(), layer.narrow), nn.Identity()
+        layer.feed = partial(feed, layer)
     module.forward = forward
 
 
