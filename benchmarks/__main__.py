@@ -2,6 +2,7 @@
 
     python -m benchmarks [--list]
     python -m benchmarks NAME [ARGUMENTS]      the same as python -m benchmarks.NAME [ARGUMENTS]
+    python -m benchmarks NAME --quick          a run of about a minute on an idle core, whose figures are no results
 
 A benchmark is a module with a `main` that is called when it runs, such as `tensor3d.exactness`. The list has its name
 and the first sentence of its docstring; `python -m benchmarks NAME --help` has the rest.
@@ -11,10 +12,41 @@ import ast
 import difflib
 import runpy
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import fill
 
+QUICK = {
+    "any_module.attributes": ["--only", "points"],
+    "chunks.autochunk": ["--only", "Figure 4, memory of nodes"],
+    "domain": ["--ranks", "1", "4"],
+    "domain.exactness": ["--ranks", "2", "--only", "GPT"],
+    "domain.integration": ["--only", "synthetic", "--seeds", "0", "--epochs", "2"],
+    "domain.operators": ["--ranks", "2"],
+    "domain.paper": ["--only", "Table I, linear layers"],
+    "domain.scaling": ["--ranks", "1", "4", "--sides", "1024", "--volume"],
+    "domain.times": ["--rounds", "1", "--only", "ViT"],
+    "domain.training": ["transolver", "--ranks", "1"],
+    "gpu": ["--tiny", "--device", "cpu", "--only", "exactness", "--out", "{folder}"],
+    "kernels.compiled": ["--rounds", "1"],
+    "kernels.kernel_count": ["--cells", "8", "--anchors", "600", "--window", "160"],
+    "memory.of_a_step": ["--out", "{folder}/memory.png"],
+    "memory.per_stratum": ["--out", "{folder}"],
+    "paper": [],
+    "pipeline.schedule_picture": ["--out", "{folder}/schedule.png"],
+    "replay": ["--only", "points", "--shares", "--steps", "3"],
+    "tensor3d.attacks": ["--grids", "2,1,1", "--only", "norm"],
+    "tensor3d.bytes": [],
+    "tensor3d.curves": ["--steps", "4", "--ranks", "8", "--only", "GPT"],
+    "tensor3d.exactness": ["--ranks", "2", "--only", "GPT"],
+    "tensor3d.paper": ["--only", "Table I, parameters"],
+    "tensor3d.peers": ["odd"],
+    "training.loading": ["--gigabytes", "0.05"],
+}
+"""Arguments of a short run, of commands that have no flag --quick; those without arguments are short. {folder} is a
+folder of its own, which is deleted.
+"""
 FOLDER = Path(__file__).resolve().parent
 WIDTH = 88
 
@@ -46,7 +78,11 @@ def main() -> None:
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "--list shows them"
         print(f"no benchmark is called {name!r}: {hint}", file=sys.stderr)
         sys.exit(2)
-    runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
+    with tempfile.TemporaryDirectory() as folder:
+        if name in QUICK and "--quick" in sys.argv:
+            words = [word.replace("{folder}", folder) for word in QUICK[name]]
+            sys.argv[1:] = [*words, *(word for word in sys.argv[1:] if word != "--quick")]
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -89,14 +89,14 @@ def _once(name: str, *, quick: bool) -> tuple[dict[str, Wanted], dict[str, Found
 
 def _results(one: Found, first: Found) -> list[str]:
     if one.refused or one.step is None or first.step is None:
-        return ["", "", "", _first_sentence(one.refused)]
+        return ["", "", "", first_sentence(one.refused)]
     peak = f"{format_bytes(one.peak)} ({one.peak / first.peak:.0%})"
     # ranks of a model axis have one batch where those of a data axis have one each
     as_many = one.step * one.plan.get("mesh", {}).get("model", 1)
     return [peak, format_seconds(one.step), f"{as_many / first.step:.2f}", one.strategies]
 
 
-def _first_sentence(error: str) -> str:
+def first_sentence(error: str) -> str:
     """For a cell of a table."""
     return error.split(". ")[0].splitlines()[0].replace("|", "/") if error else ""
 

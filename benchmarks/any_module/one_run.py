@@ -1,6 +1,7 @@
-"""One fit of a module of examples/any_module in new processes: what it holds, and a step's seconds.
+"""One fit of a module of examples/any_module in new processes: what it holds, a step's seconds, and its numbers.
 
-Every rank has one thread. In the second step the meter counts; later steps are timed.
+Every rank has one thread. In the second step the meter counts; later steps are timed. In float64 losses, the last
+step's gradients and the parameters are kept, to be compared.
 """
 
 import json
@@ -59,6 +60,9 @@ class Wanted:
         sizes: Of its batch, all ranks together.
         strategy: Options of AMPStrategy, or a name of Lightning's.
         by_hand: What is done to the module before, as of `change_by_hand`.
+        double: In float64, and its numbers are kept.
+        alike: Without dropout, and noise is a function of the row: however rows are dealt, ranks draw the same.
+        rows: Of the batches that a loader gives; None deals those of `sizes` to all ranks.
     """
 
     name: str
@@ -67,6 +71,9 @@ class Wanted:
     strategy: dict[str, Any] | str
     by_hand: str | float | None = None
     steps: int = 3
+    double: bool = False
+    alike: bool = False
+    rows: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +85,14 @@ class Found:
         step: Seconds, median; None where too few were timed.
         refused: The error that ended it.
         plan: Its JSON.
+        numbers: In float64 the losses, the last gradients and the parameters, by name.
     """
 
     peak: int = 0
     step: float | None = None
     refused: str = ""
     plan: dict[str, Any] = field(default_factory=dict)
+    numbers: tuple[dict[str, Any], ...] = ()
 
     @property
     def strategies(self) -> str:
@@ -103,7 +112,16 @@ def run(wanted: Wanted) -> Found:
         step=found[0]["step"],
         refused=found[0]["refused"],
         plan=found[0]["plan"],
+        numbers=_together([one["numbers"] for one in found]) if found[0]["numbers"] else (),
     )
+
+
+def _together(found: list[Any]) -> tuple[dict[str, Any], ...]:
+    """Of all ranks; what a rank lacks, another has."""
+    losses, *others = zip(*found, strict=True)
+    # ranks have as many rows each
+    mean = {str(i): sum(of_step) / len(found) for i, of_step in enumerate(zip(*losses, strict=True))}
+    return mean, *({name: value for one in reversed(kind) for name, value in one.items()} for kind in others)
 
 
 def fit(rank: int, ranks: int, wanted: Wanted) -> dict[str, Any]:
@@ -113,6 +131,7 @@ def fit(rank: int, ranks: int, wanted: Wanted) -> dict[str, Any]:
         os.dup2(silent, stream)
     import torch
     from lightning.pytorch import seed_everything
+    from lightning_utilities import apply_to_collection
 
     from tests.any_module import load, make
 
@@ -122,15 +141,37 @@ def fit(rank: int, ranks: int, wanted: Wanted) -> dict[str, Any]:
     if wanted.by_hand is not None:
         change_by_hand(module, wanted.by_hand)
     rows = rows_of(load(wanted.name).make_batch(**wanted.sizes))
+    if wanted.double:
+        module, rows = module.double(), apply_to_collection(rows, torch.Tensor, _as_double)
+    if wanted.alike:
+        _draw_alike()
     torch.manual_seed(1)
     trainer, probe = _trainer(wanted, rank)
-    loader = torch.utils.data.DataLoader(rows * (wanted.steps + 1), batch_size=len(rows) // wanted.ranks, shuffle=False)
+    each = wanted.rows or len(rows) // wanted.ranks
+    loader = torch.utils.data.DataLoader(rows * (wanted.steps + 1), batch_size=each, shuffle=False)
     refused = ""
     try:
         trainer.fit(module, loader)
     except Exception as error:
         refused = f"{type(error).__name__}: {error}"
-    return _found(trainer, probe, refused)
+    return _found(trainer, module, probe, refused)
+
+
+def _as_double(x: Any) -> Any:
+    return x.double() if x.is_floating_point() else x
+
+
+def _draw_alike() -> None:
+    """Nothing is dropped, and noise is a function of its row, in this process from now on."""
+    import torch
+    from torch.nn import functional
+
+    attend = functional.scaled_dot_product_attention
+    vars(functional)["scaled_dot_product_attention"] = lambda *args, **kwargs: attend(
+        *args, **kwargs | {"dropout_p": 0.0}
+    )
+    vars(functional)["dropout"] = lambda x, *_, **__: x
+    vars(torch)["randn_like"] = lambda x, **_: x.flip(-1) * 0.7 + 0.1
 
 
 def rows_of(batch: Any) -> list[Any]:
@@ -152,6 +193,7 @@ def _trainer(wanted: Wanted, rank: int) -> tuple[Any, Any]:
     from benchmarks.chunks.measure import memory_profile, most_allocated
     from tests.any_module import QUIET, Meter
     from tests.lightning.strategy.strategy_cases import RunningRanks
+    from tests.lightning.strategy.test_fsdp import whole
 
     class Probe(Meter):
         """Counts the second step, and notes when batches end."""
@@ -159,7 +201,8 @@ def _trainer(wanted: Wanted, rank: int) -> tuple[Any, Any]:
         def __init__(self) -> None:
             super().__init__()
             self.peak = 0
-            self.ends: list[float] = []
+            self.ends, self.losses = list[float](), list[Any]()
+            self.gradients = dict[str, Any]()
             self.profile = memory_profile()
 
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
@@ -178,6 +221,10 @@ def _trainer(wanted: Wanted, rank: int) -> tuple[Any, Any]:
             elif batch_idx == 1:
                 self.profile.stop()
                 self.peak += most_allocated(self.profile)
+            if wanted.double:
+                self.losses.append(trainer.callback_metrics["loss"].detach().double())
+                here = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+                self.gradients = {name: whole(grad) for name, grad in here.items() if not grad.is_meta}
 
     compiled, probe = isinstance(wanted.by_hand, float), Probe()
     strategy: Any = wanted.strategy
@@ -200,12 +247,14 @@ def _trainer(wanted: Wanted, rank: int) -> tuple[Any, Any]:
     return trainer, probe
 
 
-def _found(trainer: Any, probe: Any, refused: str) -> dict[str, Any]:
+def _found(trainer: Any, module: Any, probe: Any, refused: str) -> dict[str, Any]:
     plan = getattr(trainer.strategy, "plan", None)
     steps = [b - a for a, b in zip(probe.ends, probe.ends[1:], strict=False)][UNTIMED - 1 :]
+    parameters = {name: p.detach() for name, p in module.named_parameters() if not p.is_meta}
     return {
         "peak": probe.peak,
         "step": median(steps) if steps else None,
         "refused": refused,
         "plan": {} if plan is None else json.loads(plan.to_json()),
+        "numbers": (probe.losses, probe.gradients, parameters) if probe.losses and not refused else (),
     }

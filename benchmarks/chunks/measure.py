@@ -53,6 +53,13 @@ def count(run: Pass) -> tuple[int, int, int]:
     return meter.peak, meter.n_operators, int(flops.get_total_flops())
 
 
+def counted(run: Pass) -> tuple[int, int]:
+    """Most bytes beyond what was there, and operators; hooks of the counter of FLOP would make it another call."""
+    with Counter() as meter:
+        run()
+    return meter.peak, meter.n_operators
+
+
 def memory_profile() -> torch.profiler.profile:
     """A profiler that sees what torch's allocator gives out and takes back."""
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)

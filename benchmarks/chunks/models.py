@@ -26,7 +26,11 @@ class Layer(nn.Module):
             place = torch.arange(x.shape[1], device=x.device)
             scores = scores.masked_fill(place[:, None] < place[None, :], float("-inf"))
         x = x + self.out((torch.softmax(scores, dim=-1) @ v).transpose(1, 2).flatten(2))
-        return x + self.narrow(F.gelu(self.wide(self.norm_2(x))))
+        return x + self.feed(x)
+
+    def feed(self, x: Tensor) -> Tensor:
+        """Feed-forward, after its norm."""
+        return self.narrow(F.gelu(self.wide(self.norm_2(x))))
 
 
 class Fused(Layer):
@@ -38,7 +42,7 @@ class Fused(Layer):
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.narrow(F.gelu(self.wide(self.norm_2(x))))
+        return x + self.feed(x)
 
 
 class GPT(nn.Module):

@@ -69,7 +69,7 @@ def main() -> None:
         *table(HEADER, rows),
     ]
     if arguments.write:
-        write_part(ROOT / "docs" / "reports" / "gpu.md", "compiled", found)
+        write_part(ROOT / "docs" / "reports" / "gpu.md", "kernels.compiled", found)
         return
     print("\n".join(found))
 

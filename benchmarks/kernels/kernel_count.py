@@ -145,7 +145,9 @@ def main() -> None:
     rows = [_row(one) for one in counts]
     if arguments.write:
         write_part(
-            ROOT / "docs" / "reports" / "gpu.md", "kernel_count", markdown(HEADER[:-1], [row[:-1] for row in rows])
+            ROOT / "docs" / "reports" / "gpu.md",
+            "kernels.kernel_count",
+            markdown(HEADER[:-1], [row[:-1] for row in rows]),
         )
         return
     print(table(HEADER, rows))

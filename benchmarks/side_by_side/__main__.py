@@ -51,9 +51,9 @@ def main() -> None:
     print("\n".join(["", *map(show, goals(results))]))
     arguments.out.mkdir(parents=True, exist_ok=True)
     page = arguments.out / DOCUMENT
-    whole_steps = read_part(page, "whole_step")
+    whole_steps = read_part(page, "training.whole_step")
     page.write_text(document(results, quick=arguments.quick))
-    write_part(page, "whole_step", whole_steps)
+    write_part(page, "training.whole_step", whole_steps)
     draw_all(arguments.out, results)
     print(f"\nwrote {page} and its pictures")
     wrong = [case.method.name for case in results.wrong()]

@@ -194,7 +194,7 @@ def _whole_steps() -> Iterator[str]:
     yield ""
     yield "How these times grow with cells, bins, strata and ranks: [Growth](growth.md)."
     yield ""
-    yield from empty_part("whole_step")
+    yield from empty_part("training.whole_step")
 
 
 def _method() -> Iterator[str]:

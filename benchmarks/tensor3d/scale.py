@@ -1,5 +1,10 @@
 """Count what a rank holds, sends and takes for the models of Tables I and II of the AxoNN paper, on 64 to 1,024 A100.
 
+    python -m benchmarks.tensor3d.scale gpt [--only GPT-5B]    (about eight minutes)
+    python -m benchmarks.tensor3d.scale unet                   (about four minutes)
+    python -m benchmarks.tensor3d.scale encoder                (one minute)
+    python -m benchmarks.tensor3d.scale --quick                (GPT-5B, fully sharded)
+
 Predictions: nothing is run on a GPU. A rank's step runs on fake tensors on the device "meta", with the layouts that
 are found; collectives are those of that run. Seconds follow from the operators and the data sheet of an A100 (40 GiB;
 bf16 products, links of nodes of four), no communication hidden. Blocks of a GPT are alike: models of one and of two
@@ -11,8 +16,11 @@ A batch has two sequences of 2,048 tokens a device, blocks are recomputed (the p
 III has shares of 312 Tflop/s, by the formula of Narayanan et al.; ours is by the same one.
 """
 
+import argparse
+import sys
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -20,6 +28,8 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.models import GPT, Net, UNet
+from benchmarks.page import table
+from benchmarks.tensor3d.models import MLP
 from lightning_amp.costs.device_rates import collective_seconds, rates_for
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.inner_run import BY_ITSELF
@@ -134,6 +144,30 @@ def step_of(found: Counted, grid: Grid, devices: int) -> tuple[float, float]:
     return found.compute + found.sent_s + average, found.sent + (gradients if copies > 1 else 0)
 
 
+def grids_of(devices: int) -> Iterable[Grid]:
+    """A few, by hand: 4 or 8 ranks for features in different shapes, a part of the rest for z."""
+    for x, y in ((4, 1), (2, 2), (8, 1)):
+        rest = devices // (x * y)
+        yield from {(x, y, z): None for z in (rest // 16, 8) if 1 <= z <= rest}
+
+
+def fastest_of(name: str) -> Grid:
+    """Of the grids of a GPT's devices the fastest that fits, else that of the least peak."""
+    n, found = GPTS[name].devices, list[tuple[float, Grid]]()
+    for grid in grids_of(n):
+        try:
+            found.append((step_of(of_gpt(name, grid, 2 * grid[0] * grid[1]), grid, n)[0], grid))
+        except AmpError as error:
+            print(f"{name} {grid}: {error}", file=sys.stderr)
+    peaks = dict[int, Grid]()
+    for _, grid in sorted(found):
+        peak = exact_of(name, n, grid)[2].peak
+        if peak <= MEMORY:
+            return grid
+        peaks[round(peak)] = grid
+    return peaks[min(peaks)]
+
+
 WAYS = ("3D tensor and data", "1D tensor (y) and data", "fully sharded (z)")
 
 
@@ -155,12 +189,13 @@ GPT_HEADER = ["model, devices", "way", "grid x, y, z (copies)", "held and peak o
 GPT_HEADER += ["computing", "of 312 Tflop/s", "the paper"]
 
 
-def gpt_rows(name: str, grid_3d: Grid) -> Iterator[list[str]]:
-    """A row for each way to split one GPT."""
+def gpt_rows(name: str, grid_3d: Grid | None) -> Iterator[list[str]]:
+    """A row for each way to split one GPT; without a grid for the fully sharded one alone."""
     paper, n = GPTS[name], GPTS[name].devices
     grids = (grid_3d, (1, 8, 1), (1, 1, n))
     theirs = (f"AxoNN {paper.axonn} %", f"Megatron-LM {paper.megatron} %, with a pipeline", f"ZeRO-3 {paper.zero3} %")
-    for way, grid, measured in zip(WAYS, grids, theirs, strict=True):
+    for way, grid, measured in list(zip(WAYS, grids, theirs, strict=True))[0 if grid_3d else 2 :]:
+        assert grid is not None, "the first way is left out"
         seconds, sent, found = exact_of(name, n, grid)
         yield [
             f"{name}, {n:,}",
@@ -212,3 +247,49 @@ def unets() -> Iterator[list[str]]:
                 format_bytes(round(sent)),
                 f"{seconds:.2f} s",
             ]
+
+
+class Fused(MLP):
+    """Whose optimizer has no temporary tensors of a parameter's size."""
+
+    def configure_optimizers(self) -> Any:
+        """Adam in one kernel."""
+        return torch.optim.Adam(self.parameters(), 1e-3, fused=True)
+
+
+ENCODER_HEADER = ["grid x, y, z", "Adam", "parameters", "held and peak of a rank", "sent by a rank"]
+
+
+def encoder() -> Iterator[list[str]]:
+    """20 million features into 512, on 8 devices."""
+    features, grids = 20_000_000, ((8, 1, 1), (4, 2, 1), (4, 1, 2), (1, 1, 8), (1, 8, 1))
+    for kind, grid in ((kind, grid) for kind in (Fused, MLP) for grid in grids):
+        make = lambda kind=kind: kind(features, 512, 64)  # noqa: E731
+        found = counted(make, lambda b=grid[0] * grid[1]: torch.zeros(b, features), grid)
+        yield [
+            ", ".join(map(str, grid)),
+            "fused" if kind is Fused else "plain",
+            format_bytes(4 * (features + 512 * 3) * 512),
+            f"{format_bytes(round(4 * found.held))}, {format_bytes(round(found.peak))}",
+            format_bytes(round(2 * found.sent)),
+        ]
+
+
+def main() -> None:
+    """Count, and print a table, row by row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("gpt", "unet", "encoder"), default="gpt")
+    parser.add_argument("--only", default="", help="part of the names of GPTs")
+    parser.add_argument("--quick", action="store_true", help="GPT-5B, fully sharded")
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore")
+    names = [name for name in GPTS if asked.only in name]
+    gpts = (row for name in names for row in gpt_rows(name, fastest_of(name)))
+    tables = {"gpt": (GPT_HEADER, gpts), "unet": (UNET_HEADER, unets()), "encoder": (ENCODER_HEADER, encoder())}
+    header, rows = (GPT_HEADER, gpt_rows("GPT-5B", None)) if asked.quick else tables[asked.what]
+    for line in table(header, rows):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -31,7 +31,7 @@ from benchmarks.training.whole_step import STEPS, measure
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_seconds
 
-PART, PICTURE, NUMBERS = "growth", "growth.png", "growth.json"
+PART, PICTURE, NUMBERS = "training.growth", "growth.png", "growth.json"
 EPOCH_CELLS = 384
 """So many that the measured steps are whole epochs for every number of cells below."""
 GENES = 300

@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the result into docs/reports/growth.md")
     arguments = parser.parse_args()
     if arguments.write:
-        read_part(PAGE, "loading")  # a page without markers is refused before anything is measured
+        read_part(PAGE, "training.loading")  # a page without markers is refused before anything is measured
     found = [*paragraph(origin("python -m benchmarks.training.loading --write"))]
     for bins, strata in SIZES:
         with tempfile.TemporaryDirectory() as name:
@@ -122,7 +122,7 @@ def main() -> None:
         print(text)
         found += [*paragraph(text)]
     if arguments.write:
-        write_part(PAGE, "loading", found)
+        write_part(PAGE, "training.loading", found)
 
 
 if __name__ == "__main__":

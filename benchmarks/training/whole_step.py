@@ -189,7 +189,7 @@ def write(page: Path, data: dict[str, str], *, cells: int, quick: bool) -> None:
             lines += [f"{heading}, {cells} cells a step, {count}, {threads} thread{'s' * (threads > 1)} each:", ""]
             rows = compare(directory, cells=cells, ranks=ranks, threads=threads, quick=quick)
             lines += markdown(HEADER, rows)
-            write_part(page, "whole_step", lines)
+            write_part(page, "training.whole_step", lines)
 
 
 def main() -> None:
@@ -208,7 +208,7 @@ def main() -> None:
         fit(**json.loads(arguments.one))
         return
     if arguments.write:
-        read_part(PAGE, "whole_step")  # a page without markers is refused before anything is measured
+        read_part(PAGE, "training.whole_step")  # a page without markers is refused before anything is measured
     with tempfile.TemporaryDirectory() as folder:
         data = {} if arguments.data is None else {arguments.name: arguments.data}
         if arguments.write or not data:

@@ -57,9 +57,6 @@ NOT_PROSE = (
 MARK = re.compile(r"<!-- (?:not (?:run|compared): .*|run(?:: status (?P<status>\d+))?) -->")
 TOKEN = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?|[^\W\d]+|[^\w\s]")
 RULE = re.compile(r"-{3,}")  # under the head of a table, as long as its column
-BENCHMARK = re.compile(r"python -m (benchmarks(?:\.\w+)*)")
-ABSENT = "Commit 6e376520 has the commands that are not in the tree."
-"""In a report, whose commands measured once."""
 LINK = re.compile(r"(?<!`)\[[^\]\n]*(?:\n[^\]\n]*)?\]\(([^)\s]+)\)")
 
 
@@ -264,20 +261,6 @@ def test_the_readme_is_short() -> None:
     assert len(re.findall(r"\S*\w\S*", prose)) <= 450
     assert "docs/memory_per_stratum.png" in text
     assert len(LINK.findall(text)) >= 15
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_the_benchmarks_of_a_page_are_there(name: str) -> None:
-    text = PAGES[name].read_text()
-    absent = {found for found in BENCHMARK.findall(text) if not is_command(found)}
-    assert bool(absent) == (ABSENT in text), f"{name} names {sorted(absent)}"
-    assert not absent or name.startswith("docs/reports/"), f"{name} names {sorted(absent)}"
-
-
-def is_command(module: str) -> bool:
-    """Whether `python -m` runs a module of the tree."""
-    path = ROOT.joinpath(*module.split("."))
-    return path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if name.startswith("docs/reports/")])
