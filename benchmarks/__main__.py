@@ -19,6 +19,7 @@ from textwrap import fill
 
 QUICK = {
     "any_module.attributes": ["--only", "points"],
+    "any_module.streams": ["--only", "samples"],
     "chunks.autochunk": ["--only", "Figure 4, memory of nodes"],
     "domain": ["--ranks", "1", "4"],
     "domain.exactness": ["--ranks", "2", "--only", "GPT"],
@@ -33,6 +34,7 @@ QUICK = {
     "kernels.kernel_count": ["--cells", "8", "--anchors", "600", "--window", "160"],
     "memory.of_a_step": ["--out", "{folder}/memory.png"],
     "memory.per_stratum": ["--out", "{folder}"],
+    "offload": ["--only", "points"],
     "paper": [],
     "pipeline.schedule_picture": ["--out", "{folder}/schedule.png"],
     "replay": ["--only", "points", "--shares", "--steps", "3"],
