@@ -22,7 +22,7 @@ from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import StepToPlan
 from lightning_amp.techniques.offload.moves import Moves
-from lightning_amp.techniques.offload.row import NAME, ON_CPU, Offload
+from lightning_amp.techniques.offload.row import NAME, ON_CPU, UNPROVED, Offload
 from lightning_amp.techniques.offload.unseen_writes import UnseenWrites
 from lightning_amp.techniques.put_methods import method_of, put_methods, refuse_unseen
 
@@ -109,7 +109,9 @@ ALL = Offload(least_bytes=1)
 
 def look(step: StepToPlan) -> Look | str:
     """Return the counts of a step, made when a draft asks for them; on a CPU, why it is only installed by name."""
-    return Look(step) if step.launches or NAME in step.requested else ON_CPU
+    if NAME in step.requested:
+        return Look(step)
+    return UNPROVED if step.launches else ON_CPU
 
 
 def _once(known: dict[Any, T], key: Any, make: Callable[[], T]) -> T:

@@ -31,6 +31,10 @@ COUNTS = 6
 """Most steps that are counted to find how many tensors leave."""
 ON_CPU = "a CPU's memory is the host's, so that nothing would be free; strategies='offload' copies there nevertheless"
 
+UNPROVED = (
+    "its copies beside the passes have not run on a GPU yet, so that it is used by name only; name it in strategies"
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offload:
