@@ -31,7 +31,7 @@ COUNTS = 6
 """Most steps that are counted to find how many tensors leave."""
 ON_CPU = "a CPU's memory is the host's, so that nothing would be free; strategies='offload' copies there nevertheless"
 
-UNPROVED = (
+UNPROVED = "its copies have not run on a GPU yet, so that it is used by name only; name it in strategies"
     "its copies beside the passes have not run on a GPU yet, so that it is used by name only; name it in strategies"
 )
 
