@@ -1,0 +1,145 @@
+"""Train more than 120 models of public libraries under budgets, against a plain step and checkpointing by hand.
+
+    python -m benchmarks.zoo [--only PATTERN ...] [--again] [--optimizers] [--ranks] [--quick] [--limit S] [--write]
+
+Every model has random weights and a small configuration, and nothing is downloaded. It trains five steps in float64 with
+SGD: plain, under 100, 75, 50 and 35 % of the bytes of the plain step, with the fewest bytes, and with each layer
+checkpointed by hand, or by the library's own switch. `--optimizers` trains some of them in float32 with Adam, AdamW and
+Adafactor too; `--ranks` on two ranks with each technique, against one process.
+
+What is found is appended to docs/reports/zoo.jsonl as it comes. A run leaves out what is there, unless `--again`; a name
+or pattern such as `timm*` in `--only` takes these models. `--write` makes the tables of docs/reports/zoo.md of the file,
+and `--tables` does it without a run. Each model has a process of its own, and `--limit` seconds. Needs the extra `zoo`; a
+model whose package is not there is named. An hour and a half on a quiet core, with --quick half a minute.
+"""
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from fnmatch import fnmatchcase
+from functools import partial
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.page import ROOT, version
+from benchmarks.zoo import one_run, ranks, table
+from benchmarks.zoo.cases import CASES, PREDICTED, QUICK
+from benchmarks.zoo.subject import OPTIMIZERS
+from lightning_amp.progress import track
+from tests.ranks import PRELOADED
+
+FILE, PAGE = ROOT / "docs" / "reports" / "zoo.jsonl", ROOT / "docs" / "reports" / "zoo.md"
+LIMIT = 120.0
+FORKS = multiprocessing.get_context("fork")
+Records = Callable[[], Iterator[one_run.Record]]
+
+
+def in_a_child(records: Records, limit: float) -> Iterator[one_run.Record]:
+    """Yield what a fork yields; after `limit` seconds it is ended, and a last record says so."""
+    ours, theirs = FORKS.Pipe(duplex=False)
+    child = FORKS.Process(target=_send, args=(records, theirs), daemon=False)
+    child.start()
+    theirs.close()
+    deadline = time.monotonic() + limit
+    try:
+        while ours.poll(max(0.0, deadline - time.monotonic())):
+            record = ours.recv()
+            if record is None:
+                return
+            yield record
+        yield {"kind": "end", "ended": f"not finished in {limit:.0f} s"}
+    except EOFError:
+        child.join()
+        yield {"kind": "end", "ended": f"the process ended with status {child.exitcode}"}
+    finally:
+        child.kill()
+        child.join()
+
+
+def _send(records: Records, connection: Any) -> None:
+    """Run in the fork; an error is a record."""
+    one_run.be_quiet()
+    try:
+        for record in records():
+            connection.send(record)
+    except BaseException as error:
+        connection.send({"kind": "end", "ended": one_run.said(error)})
+    connection.send(None)
+
+
+def jobs(asked: argparse.Namespace, names: list[str]) -> Iterator[tuple[dict[str, str], Callable[..., Any]]]:
+    """What is run for each model, with what its records have in common."""
+    for name in names:
+        if asked.ranks:
+            yield {"model": name, "run": "ranks"}, partial(ranks.runs_of, CASES[name])
+        elif asked.optimizers:
+            for optimizer in OPTIMIZERS if name in PREDICTED else ():
+                fits = partial(one_run.fits_of, CASES[name], optimizer, torch.float32, (1.0, 0.5), whole=False)
+                yield {"model": name, "run": f"{optimizer}, float32"}, fits
+        else:
+            shares = (0.5,) if asked.quick else one_run.SHARES
+            fits = partial(one_run.fits_of, CASES[name], "SGD", torch.float64, shares, whole=not asked.quick)
+            yield {"model": name, "run": "SGD, float64"}, fits
+
+
+def run(asked: argparse.Namespace, names: list[str], file: Path) -> None:
+    """Append the records of every job that is not in the file yet."""
+    for late in PRELOADED:
+        importlib.import_module(late)
+    there = {(one["model"], one["run"]) for one in table.read(file)}
+    wanted = [job for job in jobs(asked, names) if asked.again or tuple(job[0].values()) not in there]
+    about = {"version": version(), "date": date.today().isoformat(), "torch": torch.__version__}
+    for common, records in track(wanted, description="zoo", total=len(wanted)):
+        package = CASES[common["model"]].package
+        try:
+            # in this process, so that every model of a library finds it imported
+            importlib.import_module(package)
+        except ImportError as error:
+            print(f"{common['model']}: left out, for {package} is not there: {error}")
+            continue
+        about["library"] = version_of(package)
+        for record in in_a_child(records, asked.limit):
+            line = json.dumps(common | record | about)
+            with file.open("a") as lines:
+                lines.write(line + "\n")
+            if asked.quick:
+                print(line)
+
+
+def main() -> None:
+    """Run, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="PATTERN", help="models whose name fits, such as 'timm*'")
+    parser.add_argument("--again", action="store_true", help="also models whose results are in the file")
+    parser.add_argument("--optimizers", action="store_true", help="in float32, with four optimizers")
+    parser.add_argument("--ranks", action="store_true", help="on two ranks")
+    parser.add_argument(
+        "--quick", action="store_true", help="two models, at 50 %% of their bytes; the file stays as it is"
+    )
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of a model, %(default)s by default")
+    parser.add_argument("--file", type=Path, default=FILE, help="JSON lines that results are appended to")
+    parser.add_argument("--tables", action="store_true", help="write the page, and run nothing")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    patterns = asked.only or ["*"]
+    names = [name for name in CASES if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if not names:
+        parser.error(f"--only {' '.join(patterns)}: no model's name fits; names are as {next(iter(CASES))!r}")
+    if asked.quick:
+        names, asked.file, asked.again = list(QUICK), Path("/dev/null"), True
+    if not asked.tables:
+        run(asked, names, asked.file)
+    if asked.write or asked.tables:
+        table.write(asked.file, PAGE, list(CASES))
+
+
+if __name__ == "__main__":
+    main()
