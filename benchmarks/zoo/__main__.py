@@ -2,15 +2,15 @@
 
     python -m benchmarks.zoo [--only PATTERN ...] [--again] [--optimizers] [--ranks] [--quick] [--limit S] [--write]
 
-Every model has random weights and a small configuration, and nothing is downloaded. It trains five steps in float64 with
-SGD: plain, under 100, 75, 50 and 35 % of the bytes of the plain step, with the fewest bytes, and with each layer
-checkpointed by hand, or by the library's own switch. `--optimizers` trains some of them in float32 with Adam, AdamW and
-Adafactor too; `--ranks` on two ranks with each technique, against one process.
+Every model has random weights and a small configuration; nothing is downloaded. It trains five steps in float64 with
+SGD: plain, with each layer checkpointed by hand or by the library's own switch, under 75, 50 and 35 % of the bytes of
+the plain step, with the fewest bytes, and under 100 %. `--optimizers` trains some of them in float32 with each of four
+optimizers; `--ranks` on two ranks with each technique, against one process.
 
-What is found is appended to docs/reports/zoo.jsonl as it comes. A run leaves out what is there, unless `--again`; a name
-or pattern such as `timm*` in `--only` takes these models. `--write` makes the tables of docs/reports/zoo.md of the file,
-and `--tables` does it without a run. Each model has a process of its own, and `--limit` seconds. Needs the extra `zoo`; a
-model whose package is not there is named. An hour and a half on a quiet core, with --quick half a minute.
+What is found is appended to docs/reports/zoo.jsonl as it comes. A run leaves out what is there, unless `--again` is
+given; `--only` takes names or patterns such as 'timm*'. `--write` makes the tables of docs/reports/zoo.md of the file
+after the run, `--tables` without one. Each model has a process of its own, and `--limit` seconds. Needs the extra
+`zoo`; a model whose package is not there is named. About two hours on a quiet core, with --quick half a minute.
 """
 
 import argparse

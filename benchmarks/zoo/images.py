@@ -27,30 +27,90 @@ def of_timm(name: str, n: int = 8, side: int = 64, *, sized: bool = False, **siz
 
 TIMM: dict[str, dict[str, Any]] = {
     # timm's own small models, one of a family
-    "test_vit": {"side": 160, "n": 16}, "test_resnet": {"n": 16}, "test_efficientnet": {"side": 96},
-    "test_convnext": {"n": 16}, "test_byobnet": {"n": 16}, "test_nfnet": {"side": 96}, "test_mambaout": {"n": 16},
-    "test_coatnet": {"side": 160, "n": 4}, "test_maxvit": {"side": 160, "n": 4}, "test_vit_relpos": {"side": 160},
+    "test_vit": {"side": 160, "n": 16},
+    "test_resnet": {"n": 16},
+    "test_efficientnet": {"side": 96},
+    "test_convnext": {"n": 16},
+    "test_byobnet": {"n": 16},
+    "test_nfnet": {"side": 96},
+    "test_mambaout": {"n": 16},
+    "test_coatnet": {"side": 160, "n": 4},
+    "test_maxvit": {"side": 160, "n": 4},
+    "test_vit_relpos": {"side": 160},
     # families whose smallest model is small, or has sizes as options
-    "swin_tiny_patch4_window7_224": {"sized": True, "side": 64, "window_size": 4, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4)},
-    "swinv2_tiny_window8_256": {"sized": True, "side": 64, "window_size": 4, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4)},
+    "swin_tiny_patch4_window7_224": {
+        "sized": True,
+        "side": 64,
+        "window_size": 4,
+        "embed_dim": 24,
+        "depths": (2, 2),
+        "num_heads": (2, 4),
+    },
+    "swinv2_tiny_window8_256": {
+        "sized": True,
+        "side": 64,
+        "window_size": 4,
+        "embed_dim": 24,
+        "depths": (2, 2),
+        "num_heads": (2, 4),
+    },
     "deit3_small_patch16_224": {"sized": True, "patch_size": 8, "embed_dim": 64, "depth": 3, "num_heads": 4},
     "eva02_tiny_patch14_224": {"sized": True, "side": 56, "patch_size": 7, "embed_dim": 48, "depth": 3, "num_heads": 4},
     "cait_xxs24_224": {"sized": True, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 4},
     "xcit_nano_12_p8_224": {"sized": True, "embed_dim": 32, "depth": 3, "num_heads": 4},
     "beit_base_patch16_224": {"sized": True, "patch_size": 8, "embed_dim": 64, "depth": 3, "num_heads": 4},
     "convit_tiny": {"sized": True, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 4},
-    "pit_ti_224": {"sized": True, "side": 64, "patch_size": 8, "stride": 4, "base_dims": [16, 16, 16], "depth": [1, 2, 1]},
-    "mobilenetv3_small_050": {"side": 96, "n": 16}, "lcnet_035": {"side": 96, "n": 16}, "ghostnet_050": {"side": 96},
-    "efficientnet_lite0": {"side": 96}, "mnasnet_small": {"side": 96}, "rexnet_100": {"side": 96, "width_mult": 0.3},
-    "regnetx_002": {"side": 96}, "edgenext_xx_small": {"side": 96}, "mobilevit_xxs": {"side": 96}, "starnet_s050": {"side": 96},
-    "convmixer_768_32": {"side": 64, "dim": 64, "depth": 4}, "poolformer_s12": {"depths": (1, 1, 1, 1), "dims": (16, 32, 64, 64)},
-    "densenet121": {"side": 96, "n": 4, "growth_rate": 8, "block_config": (3, 4, 4), "init_features": None} , "dla46_c": {"side": 96},
-    "hrnet_w18_small": {"side": 64, "n": 2}, "resnetv2_18": {"side": 96, "layers": (1, 1, 1, 1), "channels": (32, 32, 64, 64)},
-    "pvt_v2_b0": {"side": 96}, "sequencer2d_s": {"embed_dims": [32, 32, 32, 32], "layers": [1, 1, 1, 1], "hidden_sizes": [8, 8, 8, 8], "side": 112},
-    "repvit_m0_9": {"embed_dim": (16, 32, 48, 64), "depth": (1, 1, 1, 1)}, "fastvit_t8": {"embed_dims": (16, 32, 48, 64), "layers": (1, 1, 1, 1)},
-    "volo_d1_224": {"sized": True, "side": 64, "layers": (1, 1, 1, 1), "embed_dims": (32, 64, 64, 64), "num_heads": (2, 4, 4, 4)},
-    "tnt_s_patch16_224": {"sized": True, "side": 64, "patch_size": 16, "embed_dim": 64, "inner_dim": 16, "depth": 3, "num_heads_inner": 2, "num_heads_outer": 4},
-}  # fmt: skip
+    "pit_ti_224": {
+        "sized": True,
+        "side": 64,
+        "patch_size": 8,
+        "stride": 4,
+        "base_dims": [16, 16, 16],
+        "depth": [1, 2, 1],
+    },
+    "mobilenetv3_small_050": {"side": 96, "n": 16},
+    "lcnet_035": {"side": 96, "n": 16},
+    "ghostnet_050": {"side": 96},
+    "efficientnet_lite0": {"side": 96},
+    "mnasnet_small": {"side": 96},
+    "rexnet_100": {"side": 96, "width_mult": 0.3},
+    "regnetx_002": {"side": 96},
+    "edgenext_xx_small": {"side": 96},
+    "mobilevit_xxs": {"side": 96},
+    "starnet_s050": {"side": 96},
+    "convmixer_768_32": {"side": 64, "dim": 64, "depth": 4},
+    "poolformer_s12": {"depths": (1, 1, 1, 1), "dims": (16, 32, 64, 64)},
+    "densenet121": {"side": 96, "n": 4, "growth_rate": 8, "block_config": (3, 4, 4), "init_features": None},
+    "dla46_c": {"side": 96},
+    "hrnet_w18_small": {"side": 64, "n": 2},
+    "resnetv2_18": {"side": 96, "layers": (1, 1, 1, 1), "channels": (32, 32, 64, 64)},
+    "pvt_v2_b0": {"side": 96},
+    "sequencer2d_s": {
+        "embed_dims": [32, 32, 32, 32],
+        "layers": [1, 1, 1, 1],
+        "hidden_sizes": [8, 8, 8, 8],
+        "side": 112,
+    },
+    "repvit_m0_9": {"embed_dim": (16, 32, 48, 64), "depth": (1, 1, 1, 1)},
+    "fastvit_t8": {"embed_dims": (16, 32, 48, 64), "layers": (1, 1, 1, 1)},
+    "volo_d1_224": {
+        "sized": True,
+        "side": 64,
+        "layers": (1, 1, 1, 1),
+        "embed_dims": (32, 64, 64, 64),
+        "num_heads": (2, 4, 4, 4),
+    },
+    "tnt_s_patch16_224": {
+        "sized": True,
+        "side": 64,
+        "patch_size": 16,
+        "embed_dim": 64,
+        "inner_dim": 16,
+        "depth": 3,
+        "num_heads_inner": 2,
+        "num_heads_outer": 4,
+    },
+}
 """By name: n images, their side, and sizes of the network."""
 
 
@@ -110,7 +170,8 @@ TORCHVISION = {
     "regnet_y_400mf": lambda: of_torchvision("regnet_y_400mf", side=96),
     "efficientnet_b0": lambda: of_torchvision("efficientnet_b0", n=4, side=96),
     "densenet": lambda: of_class("DenseNet", 8, (3, 4, 4), 16, side=96),
-    "resnet": small_resnet, "convnext": small_convnext,
+    "resnet": small_resnet,
+    "convnext": small_convnext,
     "vit": lambda: of_class("VisionTransformer", 64, 8, 3, 4, 64, 128),
     "swin": lambda: of_class("SwinTransformer", [4, 4], 24, [2, 2], [2, 4], [4, 4]),
     "maxvit": lambda: of_class("MaxVit", (64, 64), 16, 4, [16, 32], [1, 1], 8, 0.0),
@@ -119,7 +180,7 @@ TORCHVISION = {
     "s3d": lambda: of_videos("s3d", n=1, frames=16, side=96),
     "mvit_v2_s": lambda: of_videos("mvit_v2_s"),
     "swin3d": lambda: of_video_class("SwinTransformer3d", [2, 4, 4], 24, [2, 2], [2, 4], [4, 4, 4]),
-}  # fmt: skip
+}
 
 
 def of_video_class(name: str, *given: Any) -> Made:
@@ -142,20 +203,69 @@ VIT_PYTORCH = {
     "ViT": lambda: of_vit_pytorch("vit", "ViT", **USUAL),
     "DeepViT": lambda: of_vit_pytorch("deepvit", "DeepViT", **USUAL),
     "CaiT": lambda: of_vit_pytorch("cait", "CaiT", **USUAL, cls_depth=1),
-    "CCT": lambda: of_vit_pytorch("cct", "CCT", img_size=64, embedding_dim=64, num_layers=3, num_heads=4, mlp_ratio=2.0),
+    "CCT": lambda: of_vit_pytorch(
+        "cct", "CCT", img_size=64, embedding_dim=64, num_layers=3, num_heads=4, mlp_ratio=2.0
+    ),
     "PiT": lambda: of_vit_pytorch("pit", "PiT", image_size=64, patch_size=8, dim=32, depth=(1, 2), heads=4, mlp_dim=64),
-    "LeViT": lambda: of_vit_pytorch("levit", "LeViT", image_size=64, dim=(32, 48, 64), depth=1, heads=(2, 3, 4), mlp_mult=2),
+    "LeViT": lambda: of_vit_pytorch(
+        "levit", "LeViT", image_size=64, dim=(32, 48, 64), depth=1, heads=(2, 3, 4), mlp_mult=2
+    ),
     "CvT": lambda: of_vit_pytorch("cvt", "CvT", s1_emb_dim=16, s2_emb_dim=32, s3_emb_dim=64, s3_depth=2, s3_heads=4),
-    "TwinsSVT": lambda: of_vit_pytorch("twins_svt", "TwinsSVT", 4, 3, 64, 64, s1_emb_dim=16, s2_emb_dim=32, s3_emb_dim=64, s4_emb_dim=64, s3_depth=1, s4_depth=1),
-    "CrossFormer": lambda: of_vit_pytorch("crossformer", "CrossFormer", 4, 3, 112, 112, dim=(16, 32, 64, 64), depth=(1, 1, 1, 1)),
-    "RegionViT": lambda: of_vit_pytorch("regionvit", "RegionViT", 4, 3, 112, 112, dim=(16, 32, 64, 64), depth=(1, 1, 1, 1)),
-    "NesT": lambda: of_vit_pytorch("nest", "NesT", image_size=64, patch_size=4, dim=32, heads=2, num_hierarchies=2, block_repeats=(1, 2)),
-    "MaxViT": lambda: of_vit_pytorch("max_vit", "MaxViT", 4, 3, 112, 112, dim_conv_stem=16, dim=16, dim_head=8, depth=(1, 1), window_size=7),
-    "MobileViT": lambda: of_vit_pytorch("mobile_vit", "MobileViT", image_size=(64, 64), dims=[24, 32, 40], channels=[8, 16, 16, 24, 24, 32, 32, 40, 40, 48, 64]),
+    "TwinsSVT": lambda: of_vit_pytorch(
+        "twins_svt",
+        "TwinsSVT",
+        4,
+        3,
+        64,
+        64,
+        s1_emb_dim=16,
+        s2_emb_dim=32,
+        s3_emb_dim=64,
+        s4_emb_dim=64,
+        s3_depth=1,
+        s4_depth=1,
+    ),
+    "CrossFormer": lambda: of_vit_pytorch(
+        "crossformer", "CrossFormer", 4, 3, 112, 112, dim=(16, 32, 64, 64), depth=(1, 1, 1, 1)
+    ),
+    "RegionViT": lambda: of_vit_pytorch(
+        "regionvit", "RegionViT", 4, 3, 112, 112, dim=(16, 32, 64, 64), depth=(1, 1, 1, 1)
+    ),
+    "NesT": lambda: of_vit_pytorch(
+        "nest", "NesT", image_size=64, patch_size=4, dim=32, heads=2, num_hierarchies=2, block_repeats=(1, 2)
+    ),
+    "MaxViT": lambda: of_vit_pytorch(
+        "max_vit", "MaxViT", 4, 3, 112, 112, dim_conv_stem=16, dim=16, dim_head=8, depth=(1, 1), window_size=7
+    ),
+    "MobileViT": lambda: of_vit_pytorch(
+        "mobile_vit",
+        "MobileViT",
+        image_size=(64, 64),
+        dims=[24, 32, 40],
+        channels=[8, 16, 16, 24, 24, 32, 32, 40, 40, 48, 64],
+    ),
     "XCiT": lambda: of_vit_pytorch("xcit", "XCiT", **USUAL, cls_depth=1),
-    "SepViT": lambda: of_vit_pytorch("sep_vit", "SepViT", 4, 3, 56, 56, dim=32, dim_head=16, heads=(1, 2), depth=(1, 1), window_size=7),
-    "ViT 3D": lambda: of_vit_pytorch("vit_3d", "ViT", 4, 3, 16, 32, 32, image_size=32, image_patch_size=8, frames=16, frame_patch_size=2, dim=64, depth=3, heads=4, mlp_dim=128),
-}  # fmt: skip
+    "SepViT": lambda: of_vit_pytorch(
+        "sep_vit", "SepViT", 4, 3, 56, 56, dim=32, dim_head=16, heads=(1, 2), depth=(1, 1), window_size=7
+    ),
+    "ViT 3D": lambda: of_vit_pytorch(
+        "vit_3d",
+        "ViT",
+        4,
+        3,
+        16,
+        32,
+        32,
+        image_size=32,
+        image_patch_size=8,
+        frames=16,
+        frame_patch_size=2,
+        dim=64,
+        depth=3,
+        heads=4,
+        mlp_dim=128,
+    ),
+}
 CASES = [
     {
         f"timm: {name}": Case("timm", lambda name=name, sizes=sizes: of_timm(name, **sizes))

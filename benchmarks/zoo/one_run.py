@@ -1,7 +1,8 @@
 """Fits of one model: plain, under budgets, with the fewest bytes, with layers that are checkpointed by hand.
 
 Every fit begins with the same seeds and trains STEPS steps of one batch. The meter counts the second step; later ones
-are timed, in seconds of the processor. A fit under a budget is compared with the plain one: losses, parameters, buffers and random states.
+are timed, in seconds of the processor. A fit under a budget is compared with the plain one: losses, parameters, buffers
+and random states.
 """
 
 import os
@@ -97,7 +98,7 @@ def be_quiet() -> None:
 
 
 def difference(found: Fit, plain: Fit) -> float:
-    """The largest of a loss, parameter or buffer, relative to the largest value of what differs; inf for unlike ones."""
+    """The largest of a loss, parameter or buffer, relative to the largest value of it; inf for unlike ones."""
     if found.tensors.keys() != plain.tensors.keys() or len(found.losses) != len(plain.losses):
         return float("inf")
     pairs = [(found.tensors[name], plain.tensors[name]) for name in plain.tensors]

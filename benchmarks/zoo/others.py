@@ -134,12 +134,17 @@ def attentive() -> Made:
 
 DEPTH = {"in_channels": 32, "hidden_channels": 64, "num_layers": 4, "out_channels": 8}
 GEOMETRIC = {
-    "GCN": lambda: of_graph("GCN", **DEPTH), "GATv2": lambda: of_graph("GAT", **DEPTH, heads=4, v2=True),
+    "GCN": lambda: of_graph("GCN", **DEPTH),
+    "GATv2": lambda: of_graph("GAT", **DEPTH, heads=4, v2=True),
     "GIN": lambda: of_graph("GIN", **DEPTH),
-    "GraphSAGE": lambda: of_graph("GraphSAGE", **DEPTH), "EdgeCNN": lambda: of_graph("EdgeCNN", **DEPTH),
-    "PNA": pna, "GraphUNet": graph_unet, "AttentiveFP": attentive, "SchNet": lambda: schnet("SchNet"),
+    "GraphSAGE": lambda: of_graph("GraphSAGE", **DEPTH),
+    "EdgeCNN": lambda: of_graph("EdgeCNN", **DEPTH),
+    "PNA": pna,
+    "GraphUNet": graph_unet,
+    "AttentiveFP": attentive,
+    "SchNet": lambda: schnet("SchNet"),
     "PMLP": lambda: of_graph("PMLP", **DEPTH),
-}  # fmt: skip
+}
 
 
 def adapted(kind: str, *, causal: bool = True, **options: Any) -> Made:
@@ -156,9 +161,11 @@ def adapted(kind: str, *, causal: bool = True, **options: Any) -> Made:
 PEFT = {
     "LoRA of llama": lambda: adapted("llama", r=4, target_modules=["q_proj", "v_proj"]),
     "DoRA of llama": lambda: adapted("llama", r=4, target_modules=["q_proj", "v_proj"], use_dora=True),
-    "IA3 of llama": lambda: adapted("llama", method="IA3Config", target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "IA3 of llama": lambda: adapted(
+        "llama", method="IA3Config", target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
     "LoRA of bert": lambda: adapted("bert", causal=False, r=4, target_modules=["query", "value"]),
-}  # fmt: skip
+}
 
 
 def of_lightning() -> Made:

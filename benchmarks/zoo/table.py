@@ -85,7 +85,8 @@ def counts(main: dict[str, Runs], absent: list[str]) -> Iterator[str]:
     ])  # fmt: skip
     libraries = Counter(name.split(": ")[0] for name in main)
     yield from paragraph(
-        f"{len(main)} models of {len(libraries)} libraries: {', '.join(f'{n} of {name}' for name, n in libraries.items())}."
+        f"{len(main)} models of {len(libraries)} libraries: "
+        f"{', '.join(f'{n} of {name}' for name, n in libraries.items())}."
     )
     ended = [f"{name} ({runs['end']['ended']})" for name, runs in main.items() if "end" in runs]
     if ended:
@@ -98,7 +99,7 @@ def errors(found: dict[tuple[str, str], Runs]) -> Iterator[str]:
     """Predicted against measured, over all fits of the file."""
     groups: dict[str, list[Record]] = defaultdict(list)
     for (_, run), runs in found.items():
-        for kind, record in runs.items():
+        for record in runs.values():
             if "predicted" in record:
                 groups["all"].append(record)
                 groups[f"{run}"].append(record)
@@ -165,12 +166,19 @@ def models(main: dict[str, Runs]) -> Iterator[str]:
             format_seconds(plain["step"]),
             *(cell(runs.get(kind), plain, runs) for kind in BUDGETS),
             share + cell(runs.get(LEAST), plain, runs),
-            f"{hand['measured'] / plain['measured']:.0%} x{hand['step'] / plain['step']:.2f}" if "measured" in hand else "fails" if hand else "",
+            of_hand(hand, plain),
             exactness(runs),
             planning(runs),
         ])  # fmt: skip
     header = ["model", "plain", "step", *BUDGETS, "least", "by hand", "exact", "planning"]
     yield from table(header, rows)
+
+
+def of_hand(hand: Record, plain: Record) -> str:
+    """Bytes and time of checkpointing by hand, by those of a plain step."""
+    if "measured" in hand:
+        return f"{hand['measured'] / plain['measured']:.0%} x{hand['step'] / plain['step']:.2f}"
+    return "fails" if hand else ""
 
 
 def exactness(runs: Runs) -> str:
