@@ -37,6 +37,8 @@ from tests.ranks import PRELOADED
 
 FILE, PAGE = ROOT / "docs" / "reports" / "zoo.jsonl", ROOT / "docs" / "reports" / "zoo.md"
 LIMIT = 120.0
+RANKS = "ranks"
+PASSES = (("plain", "by hand", "50%"), ("75%", "35%", "least"))
 FORKS = multiprocessing.get_context("fork")
 Records = Callable[[], Iterator[one_run.Record]]
 
@@ -54,10 +56,10 @@ def in_a_child(records: Records, limit: float) -> Iterator[one_run.Record]:
             if record is None:
                 return
             yield record
-        yield {"kind": "end", "ended": f"not finished in {limit:.0f} s"}
+        yield {"kind": table.END, "ended": f"not finished in {limit:.0f} s"}
     except EOFError:
         child.join()
-        yield {"kind": "end", "ended": f"the process ended with status {child.exitcode}"}
+        yield {"kind": table.END, "ended": f"the process ended with status {child.exitcode}"}
     finally:
         child.kill()
         child.join()
@@ -70,47 +72,56 @@ def _send(records: Records, connection: Any) -> None:
         for record in records():
             connection.send(record)
     except BaseException as error:
-        connection.send({"kind": "end", "ended": one_run.said(error)})
+        connection.send({"kind": table.END, "ended": one_run.said(error)})
     connection.send(None)
 
 
-def jobs(asked: argparse.Namespace, names: list[str]) -> Iterator[tuple[dict[str, str], Callable[..., Any]]]:
-    """What is run for each model, with what its records have in common."""
-    for name in names:
-        if asked.ranks:
-            yield {"model": name, "run": "ranks"}, partial(ranks.runs_of, CASES[name])
-        elif asked.optimizers:
-            for optimizer in OPTIMIZERS if name in PREDICTED else ():
-                fits = partial(one_run.fits_of, CASES[name], optimizer, torch.float32, (1.0, 0.5), whole=False)
-                yield {"model": name, "run": f"{optimizer}, float32"}, fits
-        else:
-            shares = (0.5,) if asked.quick else one_run.SHARES
-            fits = partial(one_run.fits_of, CASES[name], "SGD", torch.float64, shares, whole=not asked.quick)
-            yield {"model": name, "run": "SGD, float64"}, fits
+def jobs(asked: argparse.Namespace, names: list[str]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """A model, a run and kinds of fits; the first pass over all models has the most telling ones."""
+    if asked.ranks:
+        yield from ((name, RANKS, ranks.KINDS) for name in names)
+    elif asked.optimizers:
+        of = [name for name in names if name in PREDICTED]
+        yield from ((name, f"{optimizer}, float32", ("100%", "50%")) for name in of for optimizer in OPTIMIZERS)
+    else:
+        yield from ((name, table.MAIN, kinds) for kinds in PASSES[: 1 if asked.quick else None] for name in names)
+
+
+def records_of(name: str, run: str, kinds: tuple[str, ...]) -> Records:
+    """What is run in the child."""
+    if run == RANKS:
+        return partial(ranks.runs_of, CASES[name], kinds)
+    optimizer, _, dtype = run.partition(", ")
+    return partial(one_run.fits_of, CASES[name], optimizer, getattr(torch, dtype), kinds)
 
 
 def run(asked: argparse.Namespace, names: list[str], file: Path) -> None:
-    """Append the records of every job that is not in the file yet."""
+    """Append the records of every kind of fit that is not in the file yet."""
     for late in PRELOADED:
         importlib.import_module(late)
-    there = {(one["model"], one["run"]) for one in table.read(file)}
-    wanted = [job for job in jobs(asked, names) if asked.again or tuple(job[0].values()) not in there]
+    there = {} if asked.again else table.latest(table.read(file))
     about = {"version": version(), "date": date.today().isoformat(), "torch": torch.__version__}
-    for common, records in track(wanted, description="zoo", total=len(wanted)):
-        package = CASES[common["model"]].package
+    for name, run, kinds in track(list(jobs(asked, names)), description="zoo"):
+        done = there.get((name, run), {})
+        package, left = CASES[name].package, tuple(kind for kind in kinds if kind not in done)
+        if table.END in done or not left:
+            continue
         try:
             # in this process, so that every model of a library finds it imported
             importlib.import_module(package)
         except ImportError as error:
-            print(f"{common['model']}: left out, for {package} is not there: {error}")
+            print(f"{name}: left out, for {package} is not there: {error}")
             continue
-        about["library"] = version_of(package)
-        for record in in_a_child(records, asked.limit):
-            line = json.dumps(common | record | about)
+        for record in in_a_child(records_of(name, run, left), asked.limit):
+            about["library"] = version_of(package)
+            line = json.dumps({"model": name, "run": run} | record | about)
             with file.open("a") as lines:
                 lines.write(line + "\n")
             if asked.quick:
                 print(line)
+            if record["kind"] == table.END:
+                # later passes leave it out
+                there.setdefault((name, run), {})[table.END] = record
 
 
 def main() -> None:

@@ -31,7 +31,6 @@ from lightning_amp.quantities import parse_bytes
 from tests.any_module import QUIET
 
 STEPS = 5
-SHARES = (0.75, 0.5, 0.35)
 AT_LEAST = re.compile(r"requires at least ([\d.,]+ ?\w+)")
 Record = dict[str, Any]
 
@@ -117,37 +116,29 @@ def same_draws(found: Fit, plain: Fit) -> bool:
     return torch.equal(a, b) and repr(others) == repr(of_plain)
 
 
-def fits_of(
-    case: Case, optimizer: str, dtype: torch.dtype, shares: tuple[float, ...], *, whole: bool
-) -> Iterator[Record]:
-    """Yield what each fit has left: plain, under shares of its peak, and with `whole` the least and by hand."""
+def fits_of(case: Case, optimizer: str, dtype: torch.dtype, kinds: tuple[str, ...]) -> Iterator[Record]:
+    """Yield what each fit has left, of kinds such as "plain", "by hand", "50%" of plain's bytes, and "least"."""
     plain = fit(case, dtype, optimizer)
-    held = sum((1 + p.requires_grad) * p.nbytes for p in made(case, dtype)[0].parameters())
-    yield {
-        "kind": "plain",
-        "measured": plain.peak,
-        "step": plain.step,
-        "held": held,
-        "finite": plain.losses[-1] == plain.losses[-1],
-    }
-    if whole:
-        yield _by_hand(case, dtype, optimizer)
-    record: Record = {}
-    for share in shares:
-        budget = int(share * plain.peak)
-        if budget < (record.get("needs") or 0):
-            # a refusal has said what is enough: less is refused too
-            record = record | {"budget": budget, "planning": None}
+    refused: Record = {}
+    for kind in kinds:
+        if kind == "plain":
+            held = sum((1 + p.requires_grad) * p.nbytes for p in made(case, dtype)[0].parameters())
+            record = {"measured": plain.peak, "held": held}
+        elif kind == "by hand":
+            record = _by_hand(case, dtype, optimizer)
+        elif kind == "least":
+            record = _under(case, dtype, optimizer, plain, None)
         else:
-            record = _under(case, dtype, optimizer, plain, budget)
-        yield {"kind": f"{share:.0%}", **record}
-    if whole:
-        yield {"kind": "least", **_under(case, dtype, optimizer, plain, None)}
-        yield {"kind": "100%", **_under(case, dtype, optimizer, plain, plain.peak)}
+            budget = plain.peak * int(kind.rstrip("%")) // 100
+            # a refusal has said what is enough: less is refused too
+            known = refused | {"budget": budget, "planning": None}
+            record = known if budget < refused.get("needs", 0) else _under(case, dtype, optimizer, plain, budget)
+            refused = record if record.get("needs") else refused
+        yield {"kind": kind, "plain step": plain.step, **record}
 
 
 def _by_hand(case: Case, dtype: torch.dtype, optimizer: str) -> Record:
-    record: Record = {"kind": "by hand", "switch": checkpoint_layers(made(case, dtype)[0].network)}
+    record: Record = {"switch": checkpoint_layers(made(case, dtype)[0].network)}
     try:
         found = fit(case, dtype, optimizer, by_hand=True)
     except Exception as error:

@@ -10,18 +10,19 @@ from benchmarks.zoo.subject import Case, made
 from lightning_amp import verify
 from lightning_amp.errors import AmpError
 
-TECHNIQUES = ("S1", "fsdp", "sequence", "tensor3d", "pipeline")
 SHARE = 0.6
+POLICY = f"policy at {SHARE:.0%}"
+KINDS = ("S1", "fsdp", "sequence", "tensor3d", "pipeline", POLICY)
 SECONDS = 300.0
 
 
-def runs_of(case: Case) -> Iterator[Record]:
+def runs_of(case: Case, kinds: tuple[str, ...]) -> Iterator[Record]:
     """Yield what `verify` says of each: the largest relative error of a loss, gradient, parameter or buffer."""
-    budget = int(SHARE * fit(case, torch.float64, "SGD").peak)
-    asked: dict[str, dict[str, Any]] = {name: {"strategies": name} for name in TECHNIQUES}
-    asked[f"policy at {SHARE:.0%}"] = {"device_memory": budget}
     module, batch = made(case, torch.float64)
-    for kind, options in asked.items():
+    for kind in kinds:
+        options: dict[str, Any] = {"strategies": kind}
+        if kind == POLICY:
+            options = {"device_memory": int(SHARE * fit(case, torch.float64, "SGD").peak)}
         try:
             found = verify(module, batch, devices=2, steps=2, precisions=["float64"], timeout=SECONDS, **options)
         except AmpError as error:

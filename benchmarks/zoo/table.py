@@ -15,7 +15,7 @@ Record = dict[str, Any]
 Runs = dict[str, Record]
 """Of a model: the record of every kind of fit."""
 PART = "zoo"
-MAIN, BUDGETS, LEAST, HAND = "SGD, float64", ("75%", "50%", "35%"), "least", "by hand"
+MAIN, BUDGETS, LEAST, HAND, END = "SGD, float64", ("75%", "50%", "35%"), "least", "by hand", "end"
 ROUNDING = 1e-9
 """Relative difference after five steps in float64 up to which sums in another order explain it."""
 UNDER, OVER = 0.99, 1.0
@@ -27,14 +27,12 @@ def read(file: Path) -> list[Record]:
 
 
 def latest(records: Iterable[Record]) -> dict[tuple[str, str], Runs]:
-    """Of every model and run the records of its last run, by kind."""
+    """Of every model and run the last record of each kind; that a run has ended is forgotten when it goes on."""
     found: dict[tuple[str, str], Runs] = {}
     for record in records:
-        of = (record["model"], record["run"])
-        if record["kind"] in ("plain", "end") and found.get(of, {}).keys() - {"end"} >= {record["kind"]}:
-            # another run begins
-            found[of] = {}
-        found.setdefault(of, {})[record["kind"]] = record
+        runs = found.setdefault((record["model"], record["run"]), {})
+        runs.pop(END, None)
+        runs[record["kind"]] = record
     return found
 
 
@@ -88,7 +86,7 @@ def counts(main: dict[str, Runs], absent: list[str]) -> Iterator[str]:
         f"{len(main)} models of {len(libraries)} libraries: "
         f"{', '.join(f'{n} of {name}' for name, n in libraries.items())}."
     )
-    ended = [f"{name} ({runs['end']['ended']})" for name, runs in main.items() if "end" in runs]
+    ended = [f"{name} ({runs[END]['ended']})" for name, runs in main.items() if END in runs]
     if ended:
         yield from paragraph(f"Not finished: {'; '.join(ended)}.")
     if absent:
@@ -151,7 +149,7 @@ def models(main: dict[str, Runs]) -> Iterator[str]:
             return f"**crashed**: {record['crashed'].split(':')[0]}"
         bold = "**over** " if verdict(record, runs) == "over budget" else ""
         ratio = f"{record['predicted'] / record['measured']:.3f}"
-        return f"{bold}{plan_of(record)} {ratio} x{record['step'] / plain['step']:.2f}"
+        return f"{bold}{plan_of(record)} {ratio} x{record['step'] / record['plain step']:.2f}"
 
     rows = []
     for name, runs in sorted(main.items()):
@@ -163,7 +161,7 @@ def models(main: dict[str, Runs]) -> Iterator[str]:
         rows.append([
             name,
             f"{format_bytes(plain['measured'])}, {1 - plain['held'] / plain['measured']:.0%}",
-            format_seconds(plain["step"]),
+            format_seconds(plain["plain step"]),
             *(cell(runs.get(kind), plain, runs) for kind in BUDGETS),
             share + cell(runs.get(LEAST), plain, runs),
             of_hand(hand, plain),
@@ -177,7 +175,7 @@ def models(main: dict[str, Runs]) -> Iterator[str]:
 def of_hand(hand: Record, plain: Record) -> str:
     """Bytes and time of checkpointing by hand, by those of a plain step."""
     if "measured" in hand:
-        return f"{hand['measured'] / plain['measured']:.0%} x{hand['step'] / plain['step']:.2f}"
+        return f"{hand['measured'] / plain['measured']:.0%} x{hand['step'] / hand['plain step']:.2f}"
     return "fails" if hand else ""
 
 
@@ -229,7 +227,7 @@ def on_ranks(found: dict[tuple[str, str], Runs], names: list[str]) -> Iterator[s
     rows, kinds = [], list[str]()
     for name in names:
         runs = found.get((name, "ranks"), {})
-        kinds += [kind for kind in runs if kind not in kinds and kind != "end"]
+        kinds += [kind for kind in runs if kind not in kinds and kind != END]
         rows += [(name, runs)] if runs else []
 
     def cell(one: Record | None) -> str:
