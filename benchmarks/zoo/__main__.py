@@ -101,7 +101,8 @@ def run(asked: argparse.Namespace, names: list[str], file: Path) -> None:
         importlib.import_module(late)
     there = {} if asked.again else table.latest(table.read(file))
     about = {"version": version(), "date": date.today().isoformat(), "torch": torch.__version__}
-    for name, run, kinds in track(list(jobs(asked, names)), description="zoo"):
+    wanted = list(jobs(asked, names))
+    for name, run, kinds in track(wanted, description="zoo", total=len(wanted)):
         done = there.get((name, run), {})
         package, left = CASES[name].package, tuple(kind for kind in kinds if kind not in done)
         if table.END in done or not left:
