@@ -13,5 +13,33 @@ def alternating(groups: tuple[dict[str, Case], ...]) -> dict[str, Case]:
 
 
 CASES = alternating(GROUPS)
-QUICK = ("torch: nn.TransformerEncoder", "local_attention: LocalTransformer")
-PREDICTED = ()
+QUICK = (
+    *("torch: nn.TransformerEncoder", "local_attention: LocalTransformer", "transformers: gpt2", "timm: test_vit"),
+    *(
+        "monai: UNet 2D",
+        "smp: Linknet",
+        "diffusers: DiTTransformer2DModel",
+        "vit_pytorch: ViT",
+        "torchvision: densenet",
+    ),
+    *("x_transformers: Decoder", "torch_geometric: GIN", "peft: LoRA of llama"),
+)
+"""One of each library; the tests have the packages of the first two."""
+PREDICTED = (
+    *("transformers: gpt2", "vit_pytorch: ViT", "torch_geometric: GCN", "transformers: t5", "monai: UNet 2D"),
+    *(
+        "x_transformers: Decoder",
+        "timm: test_efficientnet",
+        "transformers: llama",
+        "smp: Linknet",
+        "transformers: bert",
+    ),
+    *(
+        "diffusers: UNet2DModel",
+        "torchvision: squeezenet1_1",
+        "transformers: wav2vec2",
+        "timm: test_vit",
+        "peft: LoRA of llama",
+    ),
+)
+"""Those that are trained with four optimizers."""

@@ -1,8 +1,8 @@
 """Fits of one model: plain, under budgets, with the fewest bytes, with layers that are checkpointed by hand.
 
-Every fit begins with the same seeds and trains STEPS steps of one batch. The meter counts the first two steps; later ones
-are timed, in seconds of the processor. A fit under a budget is compared with the plain one: losses, parameters, buffers
-and random states.
+Every fit begins with the same seeds and trains STEPS steps of one batch. The meter counts the first two steps; later
+ones are timed, in seconds of the processor. A fit under a budget is compared with the plain one: losses, parameters,
+buffers and random states.
 """
 
 import os
