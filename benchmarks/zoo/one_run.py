@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.any_module.values import Clocked, seed
 from benchmarks.page import ROOT
-from benchmarks.zoo.subject import Case, checkpoint_layers, made
+from benchmarks.zoo.subject import Case, Subject, checkpoint_layers, made
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.live_bytes import LiveBytes
@@ -131,8 +131,9 @@ def fits_of(case: Case, optimizer: str, dtype: torch.dtype, kinds: tuple[str, ..
     refused: Record = {}
     for kind in kinds:
         if kind == "plain":
-            held = sum((1 + p.requires_grad) * p.nbytes for p in made(case, dtype)[0].parameters())
-            record = {"measured": plain.peak, "held": held}
+            module, batch = made(case, dtype)
+            held = sum((1 + p.requires_grad) * p.nbytes for p in module.parameters())
+            record = {"measured": plain.peak, "held": held, "float32": computes_in_float32(module, batch)}
         elif kind == "by hand":
             record = _by_hand(case, dtype, optimizer)
         elif kind == "least":
@@ -144,6 +145,19 @@ def fits_of(case: Case, optimizer: str, dtype: torch.dtype, kinds: tuple[str, ..
             record = known if budget < refused.get("needs", 0) else _under(case, dtype, optimizer, plain, budget)
             refused = record if record.get("needs") else refused
         yield {"kind": kind, "plain step": plain.step, **record}
+
+
+def computes_in_float32(module: Subject, batch: Any) -> bool:
+    """Whether the network saves tensors of less precision than float64, as RMSNorm of transformers does."""
+    found = set[torch.dtype]()
+
+    def note(x: Tensor) -> Tensor:
+        found.add(x.dtype)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        module.training_step(batch, 0)
+    return bool(found & {torch.float32, torch.bfloat16, torch.float16})
 
 
 def _by_hand(case: Case, dtype: torch.dtype, optimizer: str) -> Record:

@@ -72,6 +72,12 @@ def test_how_a_fit_is_counted(record: dict[str, Any], by_hand: int, says: str) -
     assert table.verdict(record, {table.HAND: {"measured": by_hand}}) == says
 
 
+def test_rounding_of_a_network_that_computes_in_float32() -> None:
+    runs = {"plain": {"float32": True}}
+    assert table.verdict(fit(difference=1e-7), runs) == "to rounding"
+    assert table.verdict(fit(difference=1e-4), runs) == table.verdict(fit(difference=1e-7), {}) == "wrong"
+
+
 def test_errors_of_predictions() -> None:
     records = [fit(predicted=100, measured=100)] * 18 + [
         fit(predicted=98, measured=100),
