@@ -76,10 +76,9 @@ def local_transformer() -> Made:
     """Attention to neighbouring windows."""
     from local_attention import LocalTransformer
 
-    network = LocalTransformer(
-        num_tokens=WORDS, dim=64, depth=3, max_seq_len=128, local_attn_window_size=16, heads=4, dim_head=16
-    )
-    return Transposed(network), (torch.randint(0, WORDS, (8, 128)),), torch.randint(0, WORDS, (8, 128))
+    sizes = {"num_tokens": WORDS, "max_seq_len": 64, "local_attn_window_size": 16}
+    network = LocalTransformer(dim=32, depth=2, heads=4, dim_head=8, **sizes)
+    return Transposed(network), (torch.randint(0, WORDS, (8, 64)),), torch.randint(0, WORDS, (8, 64))
 
 
 def graph(nodes: int = 2000, edges: int = 8000) -> torch.Tensor:
