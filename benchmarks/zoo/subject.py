@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.any_module.attributes import modules_of
 from benchmarks.any_module.by_hand import blocks_of
+from benchmarks.any_module.values import seed
 
 Made = tuple[nn.Module, Any, Any]
 """A network; its inputs, a dict or a tuple of tensors whose first dim is the sample; its target, or None.
@@ -74,7 +75,8 @@ def first_tensor(found: Any) -> Tensor:
 
 def made(case: Case, dtype: torch.dtype, optimizer: str = "SGD") -> tuple[Subject, Any]:
     """The module and a batch, the same in each call."""
-    torch.manual_seed(0)
+    # some libraries draw what they begin with from Python's generator
+    seed(0)
     torch.set_default_dtype(dtype)
     try:
         network, inputs, target = case.make()
