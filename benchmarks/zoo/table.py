@@ -49,7 +49,8 @@ def write(file: Path, page: Path, names: list[str]) -> None:
     lines += ["### Error of prediction", "", *errors(found)]
     lines += ["### Models", "", *models(main)]
     lines += ["### Refused, and why", "", *reasons(main)]
-    lines += ["### On two ranks", "", *on_ranks(found, names)]
+    ranks = list(on_ranks(found, names))
+    lines += ["### On two ranks", "", *ranks] if ranks else []
     write_part(page, PART, lines)
 
 
@@ -90,7 +91,7 @@ def counts(main: dict[str, Runs], absent: list[str]) -> Iterator[str]:
     ])  # fmt: skip
     libraries = Counter(name.split(": ")[0] for name in main)
     yield from paragraph(
-        f"{len(main)} models of {len(libraries)} libraries: "
+        f"{len(main)} of {len(main) + len(absent)} models, of {len(libraries)} libraries: "
         f"{', '.join(f'{n} of {name}' for name, n in libraries.items())}."
     )
     ended = [f"{name} ({runs[END]['ended']})" for name, runs in main.items() if END in runs]
@@ -101,7 +102,7 @@ def counts(main: dict[str, Runs], absent: list[str]) -> Iterator[str]:
         for name in absent:
             groups[name.split(": ")[0]].append(name.split(": ")[1])
         listed = "; ".join(f"{library}: {', '.join(sorted(models))}" for library, models in groups.items())
-        yield from paragraph(f"{len(absent)} models of the list were not run. {listed}.")
+        yield from paragraph(f"Not run in this file: {len(absent)} models. {listed}.")
 
 
 def errors(found: dict[tuple[str, str], Runs]) -> Iterator[str]:
