@@ -78,8 +78,6 @@ TIMM: dict[str, dict[str, Any]] = {
     "edgenext_xx_small": {"side": 96},
     "mobilevit_xxs": {"side": 96},
     "starnet_s050": {"side": 96},
-    "convmixer_768_32": {"side": 64, "dim": 64, "depth": 4},
-    "poolformer_s12": {"depths": (1, 1, 1, 1), "dims": (16, 32, 64, 64)},
     "densenet121": {"side": 96, "n": 4, "growth_rate": 8, "block_config": (3, 4, 4), "init_features": None},
     "dla46_c": {"side": 96},
     "hrnet_w18_small": {"side": 64, "n": 2},
@@ -177,8 +175,6 @@ TORCHVISION = {
     "maxvit": lambda: of_class("MaxVit", (64, 64), 16, 4, [16, 32], [1, 1], 8, 0.0),
     "deeplabv3_mobilenet_v3_large": lambda: of_pixels("deeplabv3_mobilenet_v3_large"),
     "lraspp_mobilenet_v3_large": lambda: of_pixels("lraspp_mobilenet_v3_large"),
-    "s3d": lambda: of_videos("s3d", n=1, frames=16, side=96),
-    "mvit_v2_s": lambda: of_videos("mvit_v2_s"),
     "swin3d": lambda: of_video_class("SwinTransformer3d", [2, 4, 4], 24, [2, 2], [2, 4], [4, 4, 4]),
 }
 
@@ -211,23 +207,6 @@ VIT_PYTORCH = {
         "levit", "LeViT", image_size=64, dim=(32, 48, 64), depth=1, heads=(2, 3, 4), mlp_mult=2
     ),
     "CvT": lambda: of_vit_pytorch("cvt", "CvT", s1_emb_dim=16, s2_emb_dim=32, s3_emb_dim=64, s3_depth=2, s3_heads=4),
-    "TwinsSVT": lambda: of_vit_pytorch(
-        "twins_svt",
-        "TwinsSVT",
-        4,
-        3,
-        64,
-        64,
-        s1_emb_dim=16,
-        s2_emb_dim=32,
-        s3_emb_dim=64,
-        s4_emb_dim=64,
-        s3_depth=1,
-        s4_depth=1,
-    ),
-    "CrossFormer": lambda: of_vit_pytorch(
-        "crossformer", "CrossFormer", 4, 3, 112, 112, dim=(16, 32, 64, 64), depth=(1, 1, 1, 1)
-    ),
     "RegionViT": lambda: of_vit_pytorch(
         "regionvit", "RegionViT", 4, 3, 112, 112, dim=(16, 32, 64, 64), depth=(1, 1, 1, 1)
     ),
@@ -236,13 +215,6 @@ VIT_PYTORCH = {
     ),
     "MaxViT": lambda: of_vit_pytorch(
         "max_vit", "MaxViT", 4, 3, 112, 112, dim_conv_stem=16, dim=16, dim_head=8, depth=(1, 1), window_size=7
-    ),
-    "MobileViT": lambda: of_vit_pytorch(
-        "mobile_vit",
-        "MobileViT",
-        image_size=(64, 64),
-        dims=[24, 32, 40],
-        channels=[8, 16, 16, 24, 24, 32, 32, 40, 40, 48, 64],
     ),
     "XCiT": lambda: of_vit_pytorch("xcit", "XCiT", **USUAL, cls_depth=1),
     "SepViT": lambda: of_vit_pytorch(

@@ -63,9 +63,6 @@ MONAI: dict[str, Callable[[], Made]] = {
     "ViT 3D": lambda: of_monai(
         "ViT", 1, 32, 8, **THIN, num_layers=3, classification=True, **LABELLED, shape=(8, *CUBE[1:])
     ),
-    "ViTAutoEnc 3D": lambda: of_monai(
-        "ViTAutoEnc", 1, (24, 24, 24), (8, 8, 8), **THIN, num_layers=3, deconv_chns=8, shape=SPACE, out=1
-    ),
     "DenseNet 3D": lambda: of_monai("DenseNet", 3, 1, 2, 16, 8, (2, 3, 3), dense=False, shape=CUBE),
     "ResNet 3D": lambda: of_monai(
         "ResNet", "basic", [1, 1, 1, 1], [8, 16, 32, 32], n_input_channels=1, **LABELLED, shape=(4, *CUBE[1:])
