@@ -7,12 +7,13 @@ STAMP := $(VENV)/.installed
 DOCS := $(VENV)-docs
 LOWEST := $(VENV)-lowest
 WHEEL := $(VENV)-wheel
+ZOO := $(VENV)-zoo
 # two at a time, each with one thread; a file's tests stay together, for they share what is made once
 PYTEST := -n 2 --dist loadfile
 EXTRA := import sys, tomllib; found = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
 	print(*(line for name in sys.argv[1:] for line in found[name]), sep='\n')
 
-.PHONY: demo check fast test lowest full release mutants lint docs real extras wheel clean
+.PHONY: demo check fast test lowest full release mutants lint docs real extras zoo wheel clean
 
 demo: $(STAMP)
 	$(BIN)/lightning-amp demo --out demo
@@ -45,6 +46,7 @@ lowest: $(LOWEST)/.installed
 release: full
 	$(BIN)/python -m pytest $(PYTEST) -m release tests
 	$(MAKE) lowest LOWEST_TESTS=tests
+	$(MAKE) zoo
 
 # edits of the files that matter, which their tests have to notice; before a release
 mutants: $(STAMP)
@@ -80,6 +82,10 @@ extras: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST) -m "not exhaustive" -k "scglue or geneformer or gpt2 or vit" \
 		tests/models tests/footprint tests/graph
 
+# one model of each public library under half of its bytes; before a release
+zoo: $(ZOO)/.installed
+	$(ZOO)/bin/python -m benchmarks zoo --quick
+
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch --constraint constraints.txt
@@ -97,6 +103,12 @@ $(WHEEL)/.installed: constraints.txt
 	$(WHEEL)/bin/python -m pip install --quiet torch --constraint constraints.txt
 	touch $(WHEEL)/.installed
 
+# with the torch of its torchvision, which is newer than that of constraints.txt
+$(ZOO)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(ZOO)
+	$(ZOO)/bin/python -m pip install --quiet --editable '.[test,zoo]'
+	touch $(ZOO)/.installed
+
 $(DOCS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -c "$(EXTRA)" docs > $(DOCS)/docs.txt
@@ -104,4 +116,4 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 	touch $(DOCS)/.installed
 
 clean:
-	rm -rf $(VENV) $(LOWEST) $(DOCS) $(WHEEL) demo dist site build *.egg-info
+	rm -rf $(VENV) $(LOWEST) $(DOCS) $(WHEEL) $(ZOO) demo dist site build *.egg-info

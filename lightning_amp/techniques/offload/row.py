@@ -32,8 +32,6 @@ COUNTS = 6
 ON_CPU = "a CPU's memory is the host's, so that nothing would be free; strategies='offload' copies there nevertheless"
 
 UNPROVED = "its copies have not run on a GPU yet, so that it is used by name only; name it in strategies"
-    "its copies beside the passes have not run on a GPU yet, so that it is used by name only; name it in strategies"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,99 @@
+"""Claim: the zoo has more than 120 models, needs none of their packages until they run, and counts what it finds.
+
+Two of its models, whose packages are those of the tests, are trained under half of their bytes.
+"""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.zoo import table
+from benchmarks.zoo.cases import CASES, PREDICTED, QUICK
+from benchmarks.zoo.one_run import fits_of
+from tests.paths import ROOT
+
+FILES = sorted((ROOT / "benchmarks" / "zoo").glob("*.py"))
+
+
+def test_the_zoo_is_large() -> None:
+    assert len(CASES) >= 120
+    assert len({case.package for case in CASES.values()}) >= 10
+    assert {*QUICK, *PREDICTED} <= CASES.keys()
+    assert {CASES[name].package for name in QUICK} == {case.package for case in CASES.values()}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_a_package_is_imported_when_its_model_is_made(file: Path) -> None:
+    packages = {case.package for case in CASES.values()} - {"torch"}
+    top = [part for part in ast.parse(file.read_text()).body if isinstance(part, ast.Import | ast.ImportFrom)]
+    names = {name for part in top for name in ([a.name for a in part.names] + [getattr(part, "module", None) or ""])}
+    assert not {name.partition(".")[0] for name in names} & packages
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", QUICK[:2])
+def test_a_model_trains_under_half_of_its_bytes(name: str) -> None:
+    plain, half = fits_of(CASES[name], "SGD", torch.float64, ("plain", "50%"))
+    assert plain["held"] < 0.4 * plain["measured"], "activations are most of it"
+    assert table.verdict(half, {}) in ("bit by bit", "to rounding"), half
+    assert half["predicted"] == pytest.approx(half["measured"], rel=0.01)
+
+
+def fit(**changes: Any) -> dict[str, Any]:
+    found = {"budget": 100, "plan": ["replay"], "predicted": 90, "measured": 90, "step": 2.0, "planning": 1.0}
+    return found | {"difference": 0.0, "draws": True} | changes
+
+
+REFUSED = {"budget": 100, "refused": "DoesNotFitError: predicted to need 12 MiB; the step is large", "planning": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("record", "by_hand", "says"),
+    [
+        (fit(), 120, "bit by bit"),
+        (fit(difference=1e-14), 120, "to rounding"),
+        (fit(difference=1e-3), 120, "wrong"),
+        (fit(difference=float("nan")), 120, "wrong"),
+        (fit(draws=False), 120, "wrong"),
+        (fit(draws=False, run="Adam, float32", difference=1e-3), 120, "to rounding"),
+        ({"equal": False}, 120, "wrong"),
+        (fit(measured=101), 120, "over budget"),
+        (fit(measured=101, budget=None), 120, "bit by bit"),
+        (REFUSED, 120, "refused with the reason"),
+        (REFUSED, 100, "refused although checkpointing by hand fits"),
+        ({"budget": 100, "crashed": "KeyError: 'x'"}, 120, "crashed"),
+        ({"kind": table.HAND, "crashed": "KeyError: 'x'"}, 120, "does not run"),
+    ],
+)
+def test_how_a_fit_is_counted(record: dict[str, Any], by_hand: int, says: str) -> None:
+    assert table.verdict(record, {table.HAND: {"measured": by_hand}}) == says
+
+
+def test_rounding_of_a_network_that_computes_in_float32() -> None:
+    runs = {"plain": {"float32": True}}
+    assert table.verdict(fit(difference=1e-7), runs) == "to rounding"
+    assert table.verdict(fit(difference=1e-4), runs) == table.verdict(fit(difference=1e-7), {}) == "wrong"
+
+
+def test_errors_of_predictions() -> None:
+    records = [fit(predicted=100, measured=100)] * 18 + [
+        fit(predicted=98, measured=100),
+        fit(predicted=110, measured=100),
+    ]
+    records[0] = fit(predicted=100, measured=101)
+    found = {("a", table.MAIN): {str(k): record for k, record in enumerate(records)}}
+    head, _, all_fits, *_ = table.errors(found)
+    assert head.startswith("| fits | n | median | 95th percentile |")
+    assert all_fits == "| all | 20 | 0.00% | 10.00% | 1 (5.0%) | 1 |"
+
+
+def test_a_later_run_of_a_model_takes_the_place_of_an_earlier_one() -> None:
+    of = {"model": "a", "run": table.MAIN}
+    first = [of | {"kind": kind, "n": 1} for kind in ("plain", "75%", table.END)]
+    found = table.latest(first)["a", table.MAIN]
+    assert list(found) == ["plain", "75%", table.END]
+    found = table.latest([*first, of | {"kind": "75%", "n": 2}])["a", table.MAIN]
+    assert {kind: record["n"] for kind, record in found.items()} == {"plain": 1, "75%": 2}
