@@ -206,7 +206,7 @@ def test_an_accelerator_takes_it_by_name_with_a_window() -> None:
     whole = lightning_amp.plan(module, batch, rates="H100").plan.predicted_peak_bytes
     options: Any = {"rates": "H100", "device_memory": int(0.7 * whole)}
     made = lightning_amp.plan(module, batch, strategies="offload", **options).plan
-    assert made.strategies == ("offload",)
+    assert "offload" in made.strategies
     assert made.fits
     spec = spec_of(made)
     assert spec.window > 0
