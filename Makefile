@@ -28,7 +28,7 @@ fast: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST) -m "not (alone or full or exhaustive or slow)" tests
 
-# those of `make test` too: in one run, for files with tests of both kinds share what is made once
+# those of `make test` too, in one run, for files with tests of both kinds share what is made once; and ranks that fail
 full: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST) -m "not (alone or slow or release)" tests
 	$(BIN)/python -m pytest -m "alone and not slow" tests/lightning/faults
@@ -42,9 +42,11 @@ lowest: $(LOWEST)/.installed
 		-m "not (ranks or long or alone or full or exhaustive or slow)" $(LOWEST_TESTS)
 	$(LOWEST)/bin/lightning-amp demo --out $(LOWEST)/demo
 
-# before a release, and before an issue is called resolved: the rows of matrices that CI leaves out
+# before a release: also the rows of matrices that `make full` leaves out, packages that few tests need, all tests with
+# the lowest versions, public models
 release: full
 	$(BIN)/python -m pytest $(PYTEST) -m release tests
+	$(MAKE) extras
 	$(MAKE) lowest LOWEST_TESTS=tests
 	$(MAKE) zoo
 

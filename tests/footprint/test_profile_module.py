@@ -398,3 +398,23 @@ def test_a_conversion_in_the_step_that_changes_nothing_needs_no_values() -> None
 
     assert profile_module(Router(), torch.zeros(8, 4)).measured == "fake tensors"
     assert nn.Module._apply.__module__ == "torch.nn.modules.module"
+
+
+def test_adafactor_scales_its_updates_by_numbers_that_decide_nothing() -> None:
+    class Factored(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.layers(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adafactor(self.parameters(), lr=1e-3)
+
+    module, meter = Factored(), Meter()
+    found = profile_module(module, torch.zeros(64, 16))
+    assert found.measured == "fake tensors"
+    trainer = pl.Trainer(accelerator="cpu", max_steps=2, callbacks=[meter], **QUIET)
+    trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(128, 16), 64))
+    assert found.peak_bytes == meter.live.peak

@@ -11,6 +11,7 @@ placeholder to 1, and branches on the result are not detected.
 """
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import DataDependentOutput, FakeTensor, OpOverload, tree_leaves, tree_map
+from lightning_amp._torch import SCALES_UPDATES, DataDependentOutput, FakeTensor, OpOverload, tree_leaves, tree_map
 from lightning_amp.footprint.copies.noted_values import answers_now
 from lightning_amp.footprint.live_bytes import places_written, tensors_of, tensors_written
 from lightning_amp.holding import replacing
@@ -277,6 +278,8 @@ def numbers_may_be_taken() -> Iterator[None]:
         may_be_read = recipe is not None and not any(leaf.closed for leaf in leaves_of(recipe))
         if tensor.numel() != 1 or tensor.is_complex() or may_be_read:
             return usual(tensor)
+        if tensor.is_floating_point() and sys._getframe(1).f_globals.get("__name__") in SCALES_UPDATES:
+            return 1.0
         return UnreadFloat() if tensor.is_floating_point() else UnreadInt()
 
     with replacing(FakeTensor, item=item):

@@ -39,12 +39,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-from lightning_amp._torch import begin_gathered, end_gathered, forget_step, make_root, start_backward, undo_fully_shard
 from lightning_amp.costs.rule import Rule
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.techniques.contract.protocol import Units
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, is_split, local
+from lightning_amp.techniques.fsdp._torch import (
+    begin_gathered,
+    end_gathered,
+    forget_step,
+    make_root,
+    start_backward,
+    undo_fully_shard,
+)
 from lightning_amp.techniques.fsdp.look import SWAPPED, chosen_units, refuse
 from lightning_amp.techniques.fsdp.parameters import AddUp, Gather, ReachedParameters, shards_of
 from lightning_amp.techniques.fsdp.row import FullyShard
