@@ -16,7 +16,8 @@ from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.installing.describe_module import describe
-from lightning_amp.planning.plan.plan import MeshShape, Plan
+from lightning_amp.planning.plan.mesh_shape import MeshShape
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import track

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_amp
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.planning.plan.plan import MeshShape
+from lightning_amp.planning.plan.mesh_shape import MeshShape
 from lightning_amp.simulation.simulate import fake_world
 from tests.optimised import Optimised
 

@@ -17,7 +17,8 @@ from lightning_amp.costs.model_shape import ModelShape, reference_shape
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
 from lightning_amp.planning import sizes
-from lightning_amp.planning.plan.plan import Candidate, MeshShape
+from lightning_amp.planning.plan.mesh_shape import MeshShape
+from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.policies import recommend_devices as recommendation
 from lightning_amp.planning.policies.auto import TIE, candidates
 from lightning_amp.planning.policies.make_plan import plan

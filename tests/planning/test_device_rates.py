@@ -20,7 +20,8 @@ from lightning_amp.costs.device_rates import (
 )
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan.plan import Axes, MeshShape
+from lightning_amp.planning.plan.mesh_shape import MeshShape
+from lightning_amp.planning.plan.plan import Axes
 from lightning_amp.planning.time.step_seconds import step_seconds
 
 

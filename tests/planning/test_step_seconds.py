@@ -13,7 +13,8 @@ from lightning_amp.costs.model_shape import DecoderShape, ModelShape, reference_
 from lightning_amp.costs.ordered_runs import deal
 from lightning_amp.planning import sizes
 from lightning_amp.planning.memory.peak_model import predict
-from lightning_amp.planning.plan.plan import Axes, MeshShape
+from lightning_amp.planning.plan.mesh_shape import MeshShape
+from lightning_amp.planning.plan.plan import Axes
 from lightning_amp.planning.policies.auto import candidates
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.policies.recommend_devices import recommend_devices

@@ -20,7 +20,8 @@ from benchmarks.pipeline.dynamic_program import least_sum
 from benchmarks.pipeline.imd import EPSILON, imd, layer_by_layer
 from benchmarks.pipeline.instances import draw
 from lightning_amp.costs.device_rates import CPU_CORE
-from lightning_amp.planning.plan.plan import Axes, MeshShape
+from lightning_amp.planning.plan.mesh_shape import MeshShape
+from lightning_amp.planning.plan.plan import Axes
 from lightning_amp.planning.time.step_seconds import step_seconds
 from tests.any_module import make
 

@@ -19,7 +19,8 @@ from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, TEMPOR
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
-from lightning_amp.planning.plan.plan import MeshShape, Plan
+from lightning_amp.planning.plan.mesh_shape import MeshShape
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import with_speeds
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.read_profile import profile

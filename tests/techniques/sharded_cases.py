@@ -20,7 +20,8 @@ from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.installing.install import Installed, install
 from lightning_amp.models.decoders.stratified import KeyKind, StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import Variant
-from lightning_amp.planning.plan.plan import Axes, MeshShape, Plan
+from lightning_amp.planning.plan.mesh_shape import MeshShape
+from lightning_amp.planning.plan.plan import Axes, Plan
 from lightning_amp.techniques.hic.rows import (
     ChunkedAttention,
     CompileStrata,

@@ -20,7 +20,8 @@ from lightning_amp.diagnosis import HEAVY_DECOMPOSITION, register_signal
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.installing.install import install
 from lightning_amp.models.latents import Encoder
-from lightning_amp.planning.plan.plan import MeshShape, Plan
+from lightning_amp.planning.plan.mesh_shape import MeshShape
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import plan_report
 from lightning_amp.techniques.contract.change import Change

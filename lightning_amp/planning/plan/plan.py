@@ -13,28 +13,10 @@ from typing import Any
 from lightning_amp.costs.profiled_step import Stage
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.plan.mesh_shape import MeshShape
 from lightning_amp.techniques.data.row import BalanceCells
 from lightning_amp.techniques.hic.rows import RETAINED, StreamStrata
 from lightning_amp.techniques.table import STRATEGIES, conflicts, specs_by_name, technique_of_steps, without_blocks
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeshShape:
-    """Ranks along the two axes of the device mesh; the model axis is innermost."""
-
-    data: int
-    model: int
-
-    def __post_init__(self) -> None:
-        if not all(type(n) is int and n >= 1 for n in (self.data, self.model)):
-            raise PlanError(
-                f"a mesh of {self.data!r} x {self.model!r} is not supported; both axes need a whole number of 1 or more"
-            )
-
-    @property
-    def ranks(self) -> int:
-        """Return the number of all ranks."""
-        return self.data * self.model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,8 @@ from itertools import product
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.planning.memory.peak_model import predict
-from lightning_amp.planning.plan.plan import Axes, Candidate, MeshShape
+from lightning_amp.planning.plan.mesh_shape import MeshShape
+from lightning_amp.planning.plan.plan import Axes, Candidate
 from lightning_amp.planning.time.step_seconds import decoder_seconds
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.table import STRATEGIES, conflicts, in_order, on_axis

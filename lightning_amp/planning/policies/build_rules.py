@@ -10,7 +10,8 @@ from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import predict
-from lightning_amp.planning.plan.plan import Axes, Explanation, MeshShape, Plan
+from lightning_amp.planning.plan.mesh_shape import MeshShape
+from lightning_amp.planning.plan.plan import Axes, Explanation, Plan
 from lightning_amp.planning.time.step_seconds import settle, strata_ends
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes

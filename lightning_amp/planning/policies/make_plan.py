@@ -12,7 +12,8 @@ from lightning_amp.costs.model_shape import LARGEST, DecoderShape, ModelShape, r
 from lightning_amp.diagnosis import diagnose
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import predict
-from lightning_amp.planning.plan.plan import Axes, Candidate, Explanation, MeshShape, Plan
+from lightning_amp.planning.plan.mesh_shape import MeshShape
+from lightning_amp.planning.plan.plan import Axes, Candidate, Explanation, Plan
 from lightning_amp.planning.policies.auto import LOCAL_ATTENTION_ONLY, candidates
 from lightning_amp.planning.policies.build_rules import build_rules, decide_balance, too_few_cells, with_memory
 from lightning_amp.planning.policies.paper import PlanRequest, mapped, model_ranks_of, registered, without_strata

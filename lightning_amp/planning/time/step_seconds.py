@@ -42,7 +42,8 @@ from lightning_amp.costs.model_shape import DecoderShape, ModelShape
 from lightning_amp.costs.ordered_runs import deal
 from lightning_amp.costs.rule import Spec
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan.plan import Axes, MeshShape
+from lightning_amp.planning.plan.mesh_shape import MeshShape
+from lightning_amp.planning.plan.plan import Axes
 from lightning_amp.planning.sizes import RankSizes, Strata, Term, strata_of
 from lightning_amp.planning.time.collectives import Collective, gradient_numbers, region_traffic, stratum_traffic
 from lightning_amp.planning.time.operator_costs import PARTS, Part, spine, there_and_back

@@ -14,7 +14,7 @@ from lightning_amp.footprint.chain.chain import CHUNKED, RECOMPUTED, peak_bytes
 from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules
-from lightning_amp.planning.plan.plan import MeshShape
+from lightning_amp.planning.plan.mesh_shape import MeshShape
 from lightning_amp.techniques.chunk.forms import ChunkForms
 from lightning_amp.techniques.chunk.look import block_tables
 from lightning_amp.techniques.chunk.row import ChunkBlock

@@ -20,7 +20,8 @@ from lightning_amp.errors import InstallError, PlanError, ShardError
 from lightning_amp.footprint.inner_run import BY_ITSELF
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
-from lightning_amp.planning.plan.plan import MeshShape, Plan
+from lightning_amp.planning.plan.mesh_shape import MeshShape
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.sequence.row import SequenceParallel
 from lightning_amp.techniques.table import in_order
 from tests.any_module import Meter
