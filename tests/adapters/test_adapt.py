@@ -113,6 +113,7 @@ class Told(Foreign):
         self.decoder.attn_layers[0].register_forward_hook(lambda *_: None)
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_what_is_not_detected_trains_under_s1_and_the_plan_says_so() -> None:
     batches = foreign_cases.batches(BASE)[:3]
@@ -272,6 +273,7 @@ def peaks(module: Any, strategy: AMPStrategy) -> tuple[int, int]:
     return row["predicted_bytes"], row["peak_bytes"]
 
 
+@pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize("strategies", [["S1", "fused"], ["S1", "stream"], None], ids=str)
 def test_the_prediction_is_for_the_rows_that_v_has(

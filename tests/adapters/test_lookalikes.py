@@ -283,6 +283,7 @@ def foreign(kind: type, copy: Copy = BASE) -> Foreign:
     return module
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_what_a_small_example_shows_is_noted_and_left_alone() -> None:
     for kind, said in (SMALL | LARGE).items():

@@ -158,6 +158,7 @@ def refused(words: list[str], said: str, capsys: Any) -> str:
     return err
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_json_has_the_largest_batch_the_fewest_devices_and_what_would_help(config: str, capsys: Any) -> None:
     """Claim: the answers of the text are fields, null where there is none; the plan is read from the same file."""

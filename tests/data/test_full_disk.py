@@ -74,6 +74,7 @@ def file_limit(n_bytes: int) -> Iterator[None]:
 
 
 # from the first byte to the last ones of the largest file, which has 119 kB
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("limit", [100, 110_000])
 def test_prepare_leaves_nothing_and_does_not_crash(files: Files, limit: int) -> None:

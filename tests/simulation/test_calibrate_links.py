@@ -74,6 +74,7 @@ def test_every_axis_of_four_ranks_is_measured(tmp_path: Path) -> None:
             assert predicted == pytest.approx(seconds[-1], rel=0.01)
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_the_command_keeps_what_it_measures(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("lightning_amp.simulation.calibrate.SIZES", {"cpu": STEP})

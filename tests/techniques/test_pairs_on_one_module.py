@@ -32,6 +32,7 @@ from tests.techniques.pair_cases import (
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("few", FEW)
 def test_techniques_on_one_module_train_as_one_process(few: bool, tmp_path: Any) -> None:
@@ -53,6 +54,7 @@ def test_techniques_on_one_module_train_as_one_process(few: bool, tmp_path: Any)
                 )
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_techniques_on_blocks_of_stages_train_as_one_process_or_are_refused(tmp_path: Any) -> None:
     expected, _ = staged(None)

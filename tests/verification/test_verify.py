@@ -128,6 +128,7 @@ SUSPECTS: dict[str, tuple[cases.Case, list[tuple[str, str]]]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.long
 def test_suspects_are_named_and_nothing_else_is(tmp_path: Path) -> None:
@@ -358,6 +359,7 @@ def test_a_forked_process_collects_no_garbage_of_its_parent(tmp_path: Path, monk
         gc.enable()
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.long
 def test_examples_are_equal_and_random_draws_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     return run_ranks(everything, 2, folder, folder)
 
 
+@pytest.mark.full
 def test_a_norm_taken_by_hand_is_told_and_the_strategy_s_is_not(pair: list[dict[Any, Any]]) -> None:
     for also in ALSO:
         assert not pair[0][True, also]

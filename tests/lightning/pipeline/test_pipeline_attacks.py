@@ -66,6 +66,7 @@ def trained(rank: int, ranks: int, cases: Cases) -> list[dict[str, Any]]:
     return [train((rank, ranks), kind, settings) for kind, settings in cases]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", EVERY)
 def test_what_can_be_stages_is_exact(schedule: int, tmp_path: Path) -> None:
     cases = [(kind, SCHEDULES[schedule]) for kind in EXACT] + ([] if schedule else UNCUT)

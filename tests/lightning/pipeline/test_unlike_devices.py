@@ -89,6 +89,7 @@ def test_a_slow_or_small_device_has_fewer_blocks(tmp_path: Path) -> None:
         assert "has 3 sizes, and there are 2 devices; give one for each" in found["refused"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("memory", [["64MiB", "32MiB"], "64MiB,32MiB"])
 def test_other_plans_keep_to_the_least(memory: Any) -> None:
     found = lightning_amp.plan(GPT(), tokens()[0], devices=2, device_memory=memory, strategies="recompute")

@@ -61,6 +61,7 @@ def again(plan: Plan) -> list[str]:
     return [rule.fqn for rule in plan.rules if isinstance(rule.spec, RecomputeBlock)]
 
 
+@pytest.mark.full
 def test_all_blocks_run_again_where_that_is_not_enough(
     least: Fitted, of_decoder: int, plain: dict[str, torch.Tensor]
 ) -> None:
@@ -105,6 +106,7 @@ def on_rank(rank: int, ranks: int) -> list[Fitted]:
     return [all_that_can_be, fitted(rank, ranks, CASE, device_memory=budget), fitted(case=CASE)]
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_ranks_choose_alike(tmp_path: Path) -> None:
     found = run_ranks(on_rank, 2, tmp_path, timeout=200)

@@ -65,6 +65,7 @@ def test_examples_of_single_layers_say_that_chunks_are_of_no_use() -> None:
         of_example("wide_mlp", AMPStrategy(strategies="chunk"))
 
 
+@pytest.mark.full
 def test_a_stack_of_attention_trains_within_its_budget() -> None:
     """Dropout is on: its numbers are those of a plain run, in the same order."""
     meter, doubles = Meter(), {"precision": "64-true", "max_epochs": 3}
@@ -141,6 +142,7 @@ def reading(rank: int, ranks: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=BEFORE_A_RELEASE), 2])
 def test_a_head_and_its_loss_train_within_half_of_the_memory(ranks: int, tmp_path: Path) -> None:
@@ -237,6 +239,7 @@ class Other(pl.LightningModule):
         return self.layer(batch)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("other", [Other, lambda: Stack(layers=1)])
 def test_another_module_than_that_of_the_fit_is_evaluated(other: Any) -> None:
     own = AMPStrategy(device_memory=BUDGET)

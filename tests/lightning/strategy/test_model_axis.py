@@ -45,6 +45,7 @@ def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], flo
         assert error <= RTOL * value.double().norm() + floor, f"{name}: off by {error:.1e}"
 
 
+@pytest.mark.full
 def test_clipped_and_accumulated_steps_are_those_of_one_process(runs: Runs) -> None:
     (one,) = (found["fit"] for found in runs["one"])
     assert one["plan"] == (("S1",), 1, 1)

@@ -261,6 +261,7 @@ def test_a_fit_says_five_lines_and_writes_the_report(tmp_path: Path, caplog: pyt
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_one_device_opens_no_port_and_leaves_no_rank_behind(tmp_path: Path) -> None:
     script = """
@@ -322,6 +323,7 @@ Trainer(strategy=strategy, **options).fit(Small(), cells())
 """
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_two_ranks_say_a_mistake_once_without_a_traceback(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -288,6 +288,7 @@ def test_logits_are_never_whole_and_the_peak_is_the_predicted_one() -> None:
         assert difference(exact, after) < 1e-12, names
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_the_policy_recomputes_no_more_blocks_beside_it_than_needed() -> None:
     with torch.device("meta"):

@@ -199,6 +199,7 @@ def beside_fsdp(rank: int, ranks: int) -> list[Any]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_an_accelerator_takes_it_by_name_with_a_window() -> None:
     torch.manual_seed(0)

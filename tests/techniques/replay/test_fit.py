@@ -40,6 +40,7 @@ def test_any_module_trains_within_a_budget_at_the_predicted_peak() -> None:
         assert difference(before, after) == 0.0, name
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_a_tight_budget_runs_stretches_again_for_one_tensor_after_the_other() -> None:
     before, peak = plain("ResNet")
@@ -55,6 +56,7 @@ def test_a_tight_budget_runs_stretches_again_for_one_tensor_after_the_other() ->
     }
 
 
+@pytest.mark.full
 def test_a_plan_is_kept_as_json_and_carried_out_again(tmp_path: Path) -> None:
     _, _, plan = fit("points", AMPStrategy(strategies="replay"), steps=1)
     (tmp_path / "plan.json").write_text(plan.to_json())
@@ -105,6 +107,7 @@ def by_hand(kind: Any) -> Any:
     return Manual
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_manual_optimisation_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "points", (by_hand(Points), MODELS["points"][1]))
@@ -145,6 +148,7 @@ class Adversarial(Points):
             optimizer.step()
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_each_of_several_backward_passes_frees_what_was_saved_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What all of them save is never there at once: a bound for its sum made more run again than had to."""

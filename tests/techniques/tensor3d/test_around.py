@@ -117,6 +117,7 @@ def on_ranks(rank: int, ranks: int, folder: str) -> dict[Any, Any]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_what_a_trainer_does_around_a_step_is_exact(tmp_path: Path) -> None:
     """Also `validate`, and `predict`, where ranks have whole parameters."""

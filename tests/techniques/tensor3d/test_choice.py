@@ -84,6 +84,7 @@ def test_the_cheaper_deal_of_roles_is_taken() -> None:
     assert {m.axis for m in one.messages()} == {"x"}
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_a_grid_is_chosen_of_all_factorings_of_the_ranks() -> None:
     """It fits, it is as fast as it was predicted to be, and the note compares it with others."""
@@ -101,6 +102,7 @@ def test_a_grid_is_chosen_of_all_factorings_of_the_ranks() -> None:
     assert steps.notes[1].startswith(f"tensor_grid={steps.spec.sizes}:")
 
 
+@pytest.mark.full
 @pytest.mark.long
 def test_bytes_of_all_grids_follow_from_one_dry_run_of_each_pair() -> None:
     """Of z and of the copies too, which average gradients (Eq. 8 of AxoNN); the peak is within 5 %."""

@@ -59,6 +59,7 @@ def on_grids(rank: int, ranks: int) -> dict[Any, Any]:
     return {(name, grid): run(case, grid, rank, ranks) for name, case in NETWORKS.items() for grid in GRIDS}
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_residuals_are_added_in_place(tmp_path: Path) -> None:
     found = run_ranks(on_grids, 2, tmp_path)

@@ -306,6 +306,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return [*run_ranks(on_ranks, 4, folder, str(folder), timeout=400), folder]
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_modules_train_as_on_one_process(found: list[Any]) -> None:
     """Recomputed blocks with their predicted peak, and running statistics of all rows on every rank; tokens split over
