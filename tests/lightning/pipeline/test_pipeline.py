@@ -33,7 +33,7 @@ EXAMPLES = {
     "evoformer": "",
     # a mean over what is hidden, of which every sample has as much
     "gene_transformer": "",
-    "unet": "what follows the blocks reads random numbers that the step draws before them",
+    "unet": "it has automatic_optimization=False",
     "cnn": "BatchNorm",
 }
 """What is said of the unedited modules; nothing of those that train."""
