@@ -13,7 +13,7 @@ PYTEST := -n 2 --dist loadfile
 EXTRA := import sys, tomllib; found = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
 	print(*(line for name in sys.argv[1:] for line in found[name]), sep='\n')
 
-.PHONY: demo check fast test lowest full release mutants lint docs real extras zoo wheel clean
+.PHONY: demo check fast test lowest full release mutants lint docs real extras zoo wheel installed clean
 
 demo: $(STAMP)
 	$(BIN)/lightning-amp demo --out demo
@@ -46,7 +46,7 @@ lowest: $(LOWEST)/.installed
 # the lowest versions, public models
 release: full
 	$(BIN)/python -m pytest $(PYTEST) -m release tests
-	$(MAKE) extras
+	$(MAKE) extras installed
 	$(MAKE) lowest LOWEST_TESTS=tests
 	$(MAKE) zoo
 
@@ -68,10 +68,19 @@ docs: $(DOCS)/.installed
 real: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not release" tests
 
+# the wheel has every file: a command runs from it alone
+wheel: $(STAMP)
+	rm -rf dist $(WHEEL)
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python -m pip install --quiet --no-deps --target $(WHEEL) dist/*.whl
+	cd $(WHEEL) && PYTHONPATH=. ../$(BIN)/python -c "import lightning_amp.cli.main as command; \
+		assert '$(WHEEL)' in command.__file__; command.main(['plan', '--help'])" > /dev/null
+
 # what a user installs: the wheel in an environment that has nothing else, run outside of the sources
-wheel: $(WHEEL)/.installed
-	rm -rf dist
-	$(WHEEL)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+installed: wheel
+	rm -rf $(WHEEL)
+	$(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip install --quiet torch --constraint constraints.txt
 	$(WHEEL)/bin/python -m pip install --quiet dist/*.whl --constraint constraints.txt
 	cd $(WHEEL) && bin/lightning-amp demo --out demo
 	test -s $(WHEEL)/demo/predictions/embedding.png
@@ -99,11 +108,6 @@ $(LOWEST)/.installed: pyproject.toml constraints.txt .ci/lowest.py
 	$(PYTHON) .ci/lowest.py > $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --editable '.[test]' --constraint $(LOWEST)/lowest.txt
 	touch $(LOWEST)/.installed
-
-$(WHEEL)/.installed: constraints.txt
-	$(PYTHON) -m venv $(WHEEL)
-	$(WHEEL)/bin/python -m pip install --quiet torch --constraint constraints.txt
-	touch $(WHEEL)/.installed
 
 # with the torch of its torchvision, which is newer than that of constraints.txt
 $(ZOO)/.installed: pyproject.toml
