@@ -25,10 +25,12 @@ check: $(STAMP)
 fast: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST) -m "not (ranks or long or alone or full or exhaustive or slow)" tests
 
+# the fast ones, and those of several ranks
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST) -m "not (alone or full or exhaustive or slow)" tests
+	$(BIN)/python -m pytest $(PYTEST) -m "not (long or alone or full or exhaustive or slow or release)" tests
 
-# those of `make test` too, in one run, for files with tests of both kinds share what is made once; and ranks that fail
+# those of `make test` too, and all that take longer: in one run, for files with tests of several kinds share what is
+# made once; then ranks that fail
 full: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST) -m "not (alone or slow or release)" tests
 	$(BIN)/python -m pytest -m "alone and not slow" tests/lightning/faults

@@ -132,12 +132,11 @@ def forget() -> Iterator[None]:
         table.update(rows)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=BEFORE_A_RELEASE if name in SLOW else ())
+        pytest.param(name, marks=() if name == "README.md" else BEFORE_A_RELEASE if name in SLOW else pytest.mark.long)
         for name, page in PAGES.items()
         if any(block.language != "text" for block in blocks(page))
     ],
