@@ -10,7 +10,6 @@ norms computed by hand cover only the rank's shards; `gradient_norm` covers all.
 as a warning.
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import fields
@@ -214,9 +213,6 @@ class AMPStrategy(MeshStrategy):
         with self._failures.starting():
             super().setup_environment()
             self._failures.connected()
-        if self.world_size == 1:
-            # Lightning advises whoever logs while a process group exists, also of one process
-            warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
         let_segments_grow(self.root_device)
         # DDPStrategy reseeds the streams; a plain run does not, and uses them for shuffling
         set_random_streams(self.broadcast(drawn) if self.world_size > 1 else drawn, self.root_device)

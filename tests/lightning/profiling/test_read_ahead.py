@@ -25,9 +25,12 @@ from tests.lightning.profiling.stream_cases import (
 )
 from tests.lightning.strategy.strategy_cases import trainer_of
 
-# Lightning's own words on streams with a length, and on several loaders of which one has none
+# Lightning's own words on streams with a length, on loaders of which one has none, and on one process with a group
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:Your `IterableDataset` has `__len__`", "ignore:Found .* dataloader", "ignore:You requested to overfit"
+    "ignore:Your `IterableDataset` has `__len__`",
+    "ignore:Found .* dataloader",
+    "ignore:You requested to overfit",
+    "ignore:It is recommended to use `self.log",
 )
 
 
