@@ -34,7 +34,7 @@ EXAMPLES = {
     # a mean over what is hidden, of which every sample has as much
     "gene_transformer": "",
     "unet": "it has automatic_optimization=False",
-    "cnn": "BatchNorm",
+    "cnn": "it has automatic_optimization=False",
 }
 """What is said of the unedited modules; nothing of those that train."""
 if find_spec("transformers"):
