@@ -18,7 +18,7 @@ EXTRA := import sys, tomllib; found = tomllib.load(open('pyproject.toml', 'rb'))
 demo: $(STAMP)
 	$(BIN)/lightning-amp demo --out demo
 
-# what one change is tried with again and again: under a minute
+# what one change is tried with again and again
 check: $(STAMP)
 	$(MAKE) --no-print-directory --jobs 2 --output-sync lint fast
 
