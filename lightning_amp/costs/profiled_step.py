@@ -121,7 +121,7 @@ class ProfiledStep:
 
     def peak_bytes(self, ranks: int) -> int:
         """Return the peak on D ranks that average gradients; small ones are copied when the backward pass ends."""
-        alone = max(self.profile.peak_bytes, self.profile.first_bytes)
+        alone = self.profile.larger_peak_bytes
         return max(alone + self.agreed_bytes(ranks), self.averaging_bytes(ranks))
 
     def averaging_bytes(self, ranks: int) -> int:

@@ -133,6 +133,11 @@ class ModuleProfile:
     noted: bool = field(default=False, repr=False, compare=False)
     counted: Any = field(default=None, repr=False, compare=False)
 
+    @property
+    def larger_peak_bytes(self) -> int:
+        """Most bytes alive at once in the first step or in this one."""
+        return max(self.peak_bytes, self.first_bytes)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         plain = asdict(replace(self, counted=None, reads=None, makes=None))

@@ -10,7 +10,6 @@ from lightning_amp.cli.configuration import add_named_class, named_step, of_shap
 from lightning_amp.cli.request import add_data, read, refuse
 from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import PlanError
-from lightning_amp.footprint.trace.write_trace import form_of
 
 OF_STEP, OF_FOLDER = {"--batch-size": "batch_size"}, {"--setting": "setting", "--keys": "keys"}
 """Options for a training step only, and for a data directory only."""
@@ -34,6 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    from lightning_amp.footprint.trace.write_trace import form_of
     from lightning_amp.planning.reports.module_report import module_report, trace_lines
     from lightning_amp.planning.reports.plan_report import profile_report
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 SMALLEST, SMALL, SMALL_SEGMENT = 512, 2**20, 2 * 2**20
 LARGE_SEGMENT, LEAST_OWN_SEGMENT, ROUND_LARGE = 20 * 2**20, 10 * 2**20, 2 * 2**20
-APART = 2**40
-"""Distance of the addresses of segments, in bytes."""
+ADDRESSES = 2**40
+"""Addresses between the beginnings of two segments, which may grow."""
 
 
 def rounded(n_bytes: int, unit: int = SMALLEST) -> int:
@@ -139,7 +139,7 @@ class CachingAllocator:
         return last
 
     def _reserved(self, block: Block) -> Segment:
-        block.address = APART * (len(self.segments) + 1)
+        block.address = ADDRESSES * (len(self.segments) + 1)
         self.segments.append(Segment(block, block.size))
         self._add(block.size)
         return self.segments[-1]

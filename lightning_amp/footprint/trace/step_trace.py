@@ -52,15 +52,15 @@ class StepTrace:
         """Storages that exist before the step."""
         return [life for life in self.lives if life.n_bytes and not life.birth]
 
-    def replayed(self, allocator: CachingAllocator, steps: int = STEPS) -> Iterator[tuple[int, Event, Block]]:
-        """Run the step several times in an allocator; yield number of the step, event and block.
+    def replayed(self, allocator: CachingAllocator) -> Iterator[tuple[int, Event, Block]]:
+        """Run the step `STEPS` times in an allocator; yield number of the step, event and block.
 
         What a step leaves is what the next one begins with: gradients and state by name. The batch is a new one.
         """
         held = {id(life): allocator.allocate(life.n_bytes) for life in self.before}
         for life in self.before:
             yield 0, Event(0, life, True), held[id(life)]
-        for step in range(steps):
+        for step in range(STEPS):
             if step:
                 yield from ((step, *done) for done in self._begun(allocator, held))
             for event in self.events():
@@ -79,17 +79,15 @@ class StepTrace:
         for life in self.lives:
             if life.birth and id(life) in held:
                 left[life.name, life.n_bytes].append(life)
-        missing = [life for life in self.before if id(life) not in held]
-        new = []
-        for life in missing:
+        for life in self.before:
+            if id(life) in held:
+                continue
             same = left[life.name, life.n_bytes] if life.kind != ACTIVATIONS else []
             if same:
                 held[id(life)] = held.pop(id(same.pop()))
             else:
-                new.append(life)
-        for life in new:
-            held[id(life)] = allocator.allocate(life.n_bytes)
-            yield Event(0, life, True), held[id(life)]
+                held[id(life)] = allocator.allocate(life.n_bytes)
+                yield Event(0, life, True), held[id(life)]
         for life in (life for lives in left.values() for life in lives):
             block = held.pop(id(life))
             yield Event(0, life, False), block

@@ -298,7 +298,7 @@ def choose_grid(
         if (found.run.sizes["z"], found.run.sizes["data"]) != (cost.sizes[2], cost.copies):
             found = counted((*cost.roles, cost.sizes[2]), cost.copies, layouts[cost.roles])
         # the profile is of the second step; the first one may need more memory
-        tried.append((max(found.step.profile.peak_bytes, found.step.profile.first_bytes), cost, found))
+        tried.append((found.step.profile.larger_peak_bytes, cost, found))
         # grids that are not expected to fit are sorted by memory: the first one needs least
         if budget is None or tried[-1][0] <= budget or cost.peak_bytes > budget:
             break

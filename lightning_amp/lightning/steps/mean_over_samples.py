@@ -177,27 +177,24 @@ def warn_unless_mean(
         first.halves()
         found = first
 
-    def whole() -> float:
-        assert found is not None, "it has begun"
-        return found.loss(batch)
-
     try:
         tried(begin)
         assert found is not None, "it has begun"
-        loss, _ = tried(whole)
-        halves, shares = found.halves()
+        judged = found
+        loss, _ = tried(partial(judged.loss, batch))
+        halves, shares = judged.halves()
         # one by one: after an error the ranks meet again at the end of a pass
-        losses = [tried(partial(found.loss, half))[0] for half in halves]
+        losses = [tried(partial(judged.loss, half))[0] for half in halves]
         mean = sum(share * one for share, one in zip(shares, losses, strict=True))
         rounds = rounds or (multiplies_in_tf32() and next(module.parameters()).is_cuda)
-        rounding = HALF if rounds else ROUNDING.get(found.dtype, HALF) * (SUSPECTED if found.labels else 1)
+        rounding = HALF if rounds else ROUNDING.get(judged.dtype, HALF) * (SUSPECTED if judged.labels else 1)
         differs = abs(loss - mean) > rounding * max(abs(loss), *map(abs, losses))
         text = NO_MEAN.format(whole=loss, halves=" and ".join(f"{one:.6g}" for one in losses))
-        _, said = tried(lambda: (differs, found.labels, text))
+        _, said = tried(lambda: (differs, judged.labels, text))
         if not any(differs for differs, *_ in said):
             return False
         # a clock, or a generator that nobody can find
-        _, again = tried(lambda: whole() == loss)
+        _, again = tried(lambda: judged.loss(batch) == loss)
         if not all(again):
             raise NotJudged("the same batch has another loss when it runs again")
     except NotJudged as reason:

@@ -16,7 +16,6 @@ from torch import nn
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.footprint.inner_run import EnoughSeen
-from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.profile_module import counted_step, profile_module
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.techniques.contract.change import Change
@@ -91,7 +90,7 @@ class Look:
 
     def plain_bytes(self, rules: tuple[Rule, ...]) -> int:
         """Return the peak without the technique."""
-        return _once(self._plain, _key(rules), lambda: _peak(self._step.run_with(rules, profile_module)))
+        return _once(self._plain, _key(rules), lambda: self._step.run_with(rules, profile_module).larger_peak_bytes)
 
     def sizes(self, rules: tuple[Rule, ...]) -> list[int]:
         """Return the bytes of all storages that could leave, in the order in which autograd saves them."""
@@ -108,7 +107,7 @@ ALL = Offload(least_bytes=1)
 
 
 def look(step: StepToPlan) -> Look | str:
-    """Return the counts of a step, made when a draft asks for them; on a CPU, why it is only installed by name."""
+    """Return the counts of a step, made when a draft asks for them; or why only its name installs it."""
     if NAME in step.requested:
         return Look(step)
     return UNPROVED if step.launches else ON_CPU
@@ -128,15 +127,11 @@ def _rule(spec: Offload) -> Rule:
     return Rule(fqn="", spec=spec, strategy=NAME, why="counted")
 
 
-def _peak(profile: ModuleProfile) -> int:
-    return max(profile.peak_bytes, profile.first_bytes)
-
-
 def _moved(module: LightningModule, batch: Any, **options: Any) -> CountedMoves:
     profile, moves = profile_module(module, batch, **options), moves_of(module)
     assert moves is not None, "the rule is installed"
     return CountedMoves(
-        peak_bytes=_peak(profile),
+        peak_bytes=profile.larger_peak_bytes,
         host_bytes=moves.pool.n_bytes,
         left_bytes=sum(moves.sizes),
         came_bytes=moves.came_bytes,

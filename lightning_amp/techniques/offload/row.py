@@ -30,7 +30,6 @@ AHEAD = 2
 COUNTS = 6
 """Most steps that are counted to find how many tensors leave."""
 ON_CPU = "a CPU's memory is the host's, so that nothing would be free; strategies='offload' copies there nevertheless"
-
 UNPROVED = "its copies have not run on a GPU yet, so that it is used by name only; name it in strategies"
 
 
@@ -58,21 +57,18 @@ class Offload:
 
 def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     """Let tensors that autograd saves leave for host memory, as many as the budget requires."""
-    asked = seen.requested.get(NAME)
-    assert asked is None or isinstance(asked, Offload), "rules of offload have this spec"
     # blocks that run again, and split parameters, save tensors as before
     rules = tuple(rule for rule in draft.targets if not splits_parameters(rule))
     others = dict.fromkeys(rule.strategy for rule in rules if not runs_again(rule))
     if others:
         return f"it is not supported together with {' and '.join(others)}"
     if budget is not None and draft.peak_bytes <= budget:
-        if asked is None:
-            return "no tensor has to leave"
         budget = None
-    look = seen.facts.get(NAME)
+    look, spec = seen.facts.get(NAME), seen.requested.get(NAME)
     if look is None:
         return "the step was not counted with it"
-    step = _Step(look, rules, asked or Offload())
+    assert isinstance(spec, Offload), "the step is counted with it by name only"
+    step = _Step(look, rules, spec)
     try:
         step.plain_bytes = look.plain_bytes(rules) if rules else seen.peak_bytes(1)
         step.choose_sizes(ahead=AHEAD if seen.rates.launches else 0)
