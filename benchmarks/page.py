@@ -108,6 +108,23 @@ def show_tables(
     print("\n".join(lines))
 
 
+def show_parts(page: Path, parts: Iterable[tuple[str, str, Callable[[], Iterable[str]]]], *, write: bool) -> None:
+    """Print tables as they come, each under its heading, and write each into its own part of a page.
+
+    Args:
+        page: The page.
+        parts: Heading that is printed, name of the part, and what gives its lines.
+        write: Whether to write. A page without the markers of a part is refused before the part is measured.
+    """
+    for heading, name, lines_of in parts:
+        if write:
+            read_part(page, name)
+        lines = list(lines_of())
+        print(*filter(None, [heading]), *lines, sep="\n", flush=True)
+        if write:
+            write_part(page, name, lines)
+
+
 def version() -> str:
     """Of the sources, by git."""
     command = ["git", "describe", "--always", "--dirty"]

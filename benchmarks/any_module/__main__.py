@@ -101,11 +101,13 @@ def first_sentence(error: str) -> str:
     return error.split(". ")[0].splitlines()[0].replace("|", "/") if error else ""
 
 
-def available(names: list[str]) -> tuple[list[str], list[str]]:
-    """Names whose packages are there, and the others."""
+def available(names: list[str]) -> list[str]:
+    """Names whose packages are there; the others are said."""
     files = {name: (ROOT / "examples" / "any_module" / f"{name}.py").read_text() for name in names}
     absent = [name for name in names if "transformers" in files[name] and find_spec("transformers") is None]
-    return [name for name in names if name not in absent], absent
+    if absent:
+        print(f"left out, for they need the package transformers: {', '.join(absent)}")
+    return [name for name in names if name not in absent]
 
 
 def main() -> None:
@@ -115,9 +117,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=NAMES, help="these modules")
     parser.add_argument("--write", action="store_true", help="put the table into docs/reports/any_module.md")
     asked = parser.parse_args()
-    names, absent = available(asked.only or list(QUICK if asked.quick else NAMES))
-    if absent:
-        print(f"left out, for they need the package transformers: {', '.join(absent)}")
+    names = available(asked.only or list(QUICK if asked.quick else NAMES))
     command = f"python -m benchmarks.any_module{' --quick' * asked.quick} --write"
     first = f"{origin(command)} Bytes of the second step; the most of any rank."
     write_as_it_grows(PAGE, PART, first, HEADER, peer_rows(names, quick=asked.quick), write=asked.write)

@@ -68,7 +68,7 @@ def budget_rows(names: list[str], *, quick: bool) -> Iterator[list[str]]:
                 yield [*first, first_sentence(failed), "", ""]
                 continue
             pairs = zip(same.numbers, plain[key].numbers, strict=True)
-            yield [*first, *(f"{apart(one, other):.1e}" for one, other in pairs)]
+            yield [*first, *(f"{relative_difference(one, other):.1e}" for one, other in pairs)]
 
 
 def doubled(plan: dict[str, Any], folder: Path) -> str:
@@ -82,7 +82,7 @@ def doubled(plan: dict[str, Any], folder: Path) -> str:
     return str(file)
 
 
-def apart(some: dict[str, Any], others: dict[str, Any]) -> float:
+def relative_difference(some: dict[str, Any], others: dict[str, Any]) -> float:
     """The largest difference of tensors by their names, as a share of the largest value."""
     assert some.keys() == others.keys(), f"{sorted(some.keys() ^ others.keys())} are on one side only"
     largest = max(float(abs(value).max()) for value in others.values())
@@ -96,9 +96,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=NAMES, help="these modules")
     parser.add_argument("--write", action="store_true", help="put the table into docs/reports/any_module.md")
     asked = parser.parse_args()
-    names, absent = available(asked.only or (["wide_mlp"] if asked.quick else list(NAMES)))
-    if absent:
-        print(f"left out, for they need the package transformers: {', '.join(absent)}")
+    names = available(asked.only or (["wide_mlp"] if asked.quick else list(NAMES)))
     first = f"""{origin("python -m benchmarks.any_module.budgets --write")} Bytes of the second step; the most of any
         rank."""
     write_as_it_grows(PAGE, PART, first, HEADER, budget_rows(names, quick=asked.quick), write=asked.write)

@@ -68,7 +68,7 @@ def budgets(*, quick: bool) -> Iterator[str]:
     for model in MODELS[: 1 if quick else None]:
         length = model.quick_length if quick else model.length
         rows += under_shares(f"{model.name}, {length}", model.build(), model.args(length))
-    for name in available(["wide_mlp"] if quick else list(EXAMPLES))[0]:
+    for name in available(["wide_mlp"] if quick else list(EXAMPLES)):
         rows += under_shares(name, *example_loss(name, **({} if quick else EXAMPLES[name])))
     header = ["model", "budget", "bytes", "of eager", "operators", "FLOP", "time", "difference", "planned in"]
     yield from table(header, rows)

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import lightning_amp
-from benchmarks.page import ROOT, origin, paragraph, read_part, table, write_part
+from benchmarks.page import ROOT, origin, paragraph, show_parts, table
 from benchmarks.paper.runs import ALL, COARSE, FINE, GIB, OURS, Form, Setting, make_plan, without
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.figures import simulated_memory
@@ -187,14 +187,13 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the tables into docs/reports/paper_tables.md")
     asked = parser.parse_args()
     register()
-    for name, section in {"quick": quick}.items() if asked.quick else ((name, SECTIONS[name]) for name in asked.only):
-        part = f"{PART}.{name.replace(' ', '_')}"
-        if asked.write:
-            read_part(PAGE, part)  # a page without markers is refused before anything is counted
-        lines = [*paragraph(origin("python -m benchmarks.paper.tables --write")), *section()]
-        print(f"## {name}\n", *lines, sep="\n", flush=True)
-        if asked.write:
-            write_part(PAGE, part, lines)
+    sections = {"quick": quick} if asked.quick else {name: SECTIONS[name] for name in asked.only}
+
+    def lines_of(name: str) -> list[str]:
+        return [*paragraph(origin("python -m benchmarks.paper.tables --write")), *sections[name]()]
+
+    parts = ((f"## {name}\n", f"{PART}.{name.replace(' ', '_')}", partial(lines_of, name)) for name in sections)
+    show_parts(PAGE, parts, write=asked.write)
     if asked.figure:
         draw(asked.figure)
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.page import ROOT, origin, paragraph, table, write_part
+from benchmarks.page import ROOT, origin, paragraph, show_parts, table
 from benchmarks.pipeline.baselines import seconds
 from benchmarks.pipeline.dynamic_program import least_sum, one_pass, tables
 from benchmarks.pipeline.imd import imd
@@ -252,12 +252,13 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put them into docs/reports/pipeline.md")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
-    for name in asked.only:
+
+    def lines_of(name: str) -> list[str]:
         command = f"python -m benchmarks.pipeline{' --quick' * asked.quick} --only {name} --write"
-        lines = [*paragraph(origin(command)), *SECTIONS[name](quick=asked.quick)]
-        print(f"## {name}\n", *lines, sep="\n", flush=True)
-        if asked.write:
-            write_part(PAGE, f"pipeline.{name}", lines)
+        return [*paragraph(origin(command)), *SECTIONS[name](quick=asked.quick)]
+
+    parts = ((f"## {name}\n", f"pipeline.{name}", partial(lines_of, name)) for name in asked.only)
+    show_parts(PAGE, parts, write=asked.write)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ is hidden. Half an hour of a processor.
 import argparse
 import warnings
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from benchmarks.models import GPT
-from benchmarks.page import ROOT, origin, paragraph, table, write_part
+from benchmarks.page import ROOT, origin, paragraph, show_parts, table
 from benchmarks.tensor3d.scale import (
     A100,
     GPT_HEADER,
@@ -163,13 +164,14 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put them into docs/paper/axonn.md")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
-    for name in asked.only or SECTIONS:
-        part = SECTIONS[name]
-        lines = [f"### {name}", "", *paragraph(f"Predicted. {origin('python -m benchmarks.tensor3d.paper --write')}")]
-        lines += part()
-        if asked.write:
-            write_part(PAGE, f"tensor3d.paper.{part.__name__}", lines)
-        print("\n".join(lines), flush=True)
+    first = list(paragraph(f"Predicted. {origin('python -m benchmarks.tensor3d.paper --write')}"))
+
+    def lines_of(name: str) -> list[str]:
+        return [f"### {name}", "", *first, *SECTIONS[name]()]
+
+    names = asked.only or SECTIONS
+    parts = (("", f"tensor3d.paper.{SECTIONS[name].__name__}", partial(lines_of, name)) for name in names)
+    show_parts(PAGE, parts, write=asked.write)
 
 
 if __name__ == "__main__":
