@@ -161,7 +161,7 @@ def _exposed(seen: ProfiledStep, out: int, back: int) -> float:
     return sum(max(0.0, n_bytes / rates.host_bandwidth - time) for n_bytes, time in beside)
 
 
-def _asked(spec: Offload, request: Any) -> tuple[Offload, bool]:
+def _requested_spec(spec: Offload, request: Any) -> tuple[Offload, bool]:
     """Return the spec with `host_memory` of a request; the rest is chosen for the step."""
     found = getattr(request, "host_memory", None)
     if found is None:
@@ -178,7 +178,7 @@ ROW = Technique(
     installers={Offload: Installer("lightning_amp.techniques.offload.install:install")},
     look="lightning_amp.techniques.offload.install:look",
     option_names=("host_memory",),
-    options=_asked,
+    options=_requested_spec,
     remark=lambda spec, launches: "" if launches else f"offload: {ON_CPU}",
     prediction=Prediction(
         add=add,
