@@ -200,7 +200,7 @@ def named_step(arguments: argparse.Namespace) -> "Callable[..., Step] | None":
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
     from lightning_amp.data.batch import batch_of_shapes
-    from lightning_amp.footprint.inner_run import BY_ITSELF
+    from lightning_amp.footprint.inner_run import UNDER_AMP
 
     # import the class and parse its arguments first: only the constructor and the hooks run on the meta device
     kind, values = _class_of(name), dict[str, Any]()
@@ -229,7 +229,7 @@ def named_step(arguments: argparse.Namespace) -> "Callable[..., Step] | None":
         with nullcontext() if values else torch.device("meta"), quiet:
             module = make()
             if not is_overridden("configure_model", module):
-                return module, batch, BY_ITSELF, {}
+                return module, batch, UNDER_AMP, {}
             try:
                 module.setup("fit")
                 module.configure_model()
@@ -237,8 +237,8 @@ def named_step(arguments: argparse.Namespace) -> "Callable[..., Step] | None":
                 if not values:
                     raise ModelError("the hooks that create layers require values") from error
                 # the hooks may require a Trainer, which profiling provides
-                return make(), batch, BY_ITSELF, {}
-            return module, batch, replace(BY_ITSELF, prepared=True), {}
+                return make(), batch, UNDER_AMP, {}
+            return module, batch, replace(UNDER_AMP, prepared=True), {}
 
     return prepare
 

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import ModelError, PlanError
+from lightning_amp.footprint.copies.other_lengths import length_of_dim, with_length
 from lightning_amp.footprint.find_blocks import named_blocks
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import PARAMETERS, ModuleProfile
@@ -48,6 +49,8 @@ class ModulePlan:
         module: The module whose step was planned.
         step: The step, to count it again.
         seen_at: Function that counts the step with another batch size.
+        batch: The batch.
+        seen_of: Function that counts the step with another batch.
         counting: Context for counting, with the blocks of `blocks` and tensor sizes as on the device.
         named: Whether the user chose the techniques, not the policy.
         split: Technique of the plan that replaces the training step, or ""; the questions are then not supported.
@@ -60,6 +63,8 @@ class ModulePlan:
     module: LightningModule = field(repr=False)
     step: StepOfModule = field(repr=False)
     seen_at: Callable[[int | None], ProfiledStep] = field(repr=False)
+    batch: Any = field(repr=False)
+    seen_of: Callable[[Any], ProfiledStep] = field(repr=False)
     counting: Callable[[], AbstractContextManager[None]] = field(repr=False)
     named: bool = field(repr=False)
     split: str = field(repr=False)
@@ -90,7 +95,41 @@ class ModulePlan:
                 "largest_batch requires a batch whose tensors have a common length, found none: give one that has"
             )
         with self.counting():
-            most = largest_batches(self.seen_at, self.seen_at(start), budget=budget, **self._asked)
+            seen = self.seen_at(start)
+            most = largest_batches(self.seen_at, seen, start=start, budget=budget, **self._asked)
+        return max(most.plain, most.lean)
+
+    def largest(self, name: str, dim: int = 1) -> int:
+        """Return the largest length of a dimension of the batch that fits the budget; 0 if a length of 1 does not.
+
+        All dimensions of the batch that have the same length change with it, except the first of each tensor: those of
+        labels and masks, or both sides of a square picture. Rows are repeated. The answer is about memory alone: a table
+        of positions may end earlier.
+
+        Args:
+            name: Tensor of the batch, such as "ids", "0" in a tuple, or "batch" for a batch that is a tensor.
+            dim: The dimension, from 1; `largest_batch` answers for 0.
+
+        Raises:
+            PlanError: There is no budget, no such tensor or dimension, or the step does not run with another length.
+        """
+        budget, start = self._budget("largest"), length_of_dim(self.batch, name, dim)
+        seen, known = self.seen_at(self.profile.batch_size), dict[int, ProfiledStep]()
+
+        def seen_at(length: int | None) -> ProfiledStep:
+            assert length is not None, "the search gives lengths"
+            if length not in known:
+                known[length] = self.seen_of(with_length(self.batch, start, length))
+            return known[length]
+
+        with self.counting():
+            try:
+                most = largest_batches(seen_at, seen, start=start, budget=budget, **self._asked)
+            except ModelError as error:
+                raise PlanError(
+                    f"largest({name!r}, dim={dim!r}) cannot be computed, the step does not run with other lengths than"
+                    f" {start:,}: {error}"
+                ) from error
         return max(most.plain, most.lean)
 
     def fewest_devices(self) -> int | None:
@@ -190,11 +229,12 @@ def plan_of_module(
     requested = requested_specs(ids if request["strategies"] else (), given)
     share = options.get("share_batch_statistics") is not False
 
-    def step_at(n: int | None) -> StepOfModule:
+    def step_at(n: int | None, other: Any = None) -> StepOfModule:
         # the search for the largest batch must not fill this machine's memory with a step that requires real values
-        limit = None if n == batch_size else psutil.virtual_memory().total // 2
+        limit = None if n == batch_size and other is None else psutil.virtual_memory().total // 2
         limited = replace(around, limit_bytes=around.limit_bytes or limit)
-        return StepOfModule(module, lambda: batch, around=limited, batch_size=n, steps=steps)
+        given = batch if other is None else other
+        return StepOfModule(module, lambda: given, around=limited, batch_size=n, steps=steps)
 
     def look(step: StepOfModule, devices: int = devices) -> ProfiledStep:
         return step.profiled(rates, requested=requested, shared_statistics=share and devices > 1)
@@ -258,6 +298,8 @@ def plan_of_module(
         module=module,
         step=counted_step,
         seen_at=seen_at,
+        batch=batch,
+        seen_of=lambda other: look(step_at(batch_size, other)),
         counting=counting,
         named=request["strategies"] is not None,
         split=technique_of_steps(made.strategies),

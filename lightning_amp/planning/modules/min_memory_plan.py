@@ -207,8 +207,8 @@ class LargestBatch:
     """Largest batches that fit; 0 if not even one sample does.
 
     Attributes:
-        plain: Samples per rank without techniques.
-        lean: Samples with techniques, per rank or per `sharing` ranks.
+        plain: Samples per rank without techniques, or the length of another dimension.
+        lean: The same with techniques, per rank or per `sharing` ranks.
         techniques: Techniques of `lean`.
         sharing: Ranks that share the batch of `lean`, as stages of a pipeline.
     """
@@ -220,13 +220,14 @@ class LargestBatch:
 
 
 def largest_batches(
-    seen_at: SeenAt, seen: ProfiledStep, *, ranks: int, budget: int, named: Plan | None, planned: Plan | None = None
+    seen_at: SeenAt, seen: ProfiledStep, *, start: int, ranks: int, budget: int, named: Plan | None, planned: Plan | None
 ) -> LargestBatch:
     """Find the largest batches without techniques, and with techniques.
 
     Args:
-        seen_at: Counts the step for another batch length.
-        seen: The counted step, of a batch with a known length.
+        seen_at: Counts the step for another length of the batch, or of another dimension of it.
+        seen: The counted step.
+        start: Its length.
         ranks: Ranks of a data axis, or stages.
         budget: Bytes of a device.
         named: A plan whose techniques are the only ones to use; None allows all techniques.
@@ -235,8 +236,6 @@ def largest_batches(
     Raises:
         AmpError: The step cannot be counted with another batch length.
     """
-    start = seen.profile.batch_size
-    assert start is not None, "the batch has a length"
 
     def with_techniques(n: int) -> Draft:
         step = seen if n == start else seen_at(n)
@@ -325,7 +324,7 @@ def answers(
     most, why = None, "the tensors of a batch have no length in common"
     if length is not None:
         try:
-            most = largest_batches(seen_at, seen, ranks=ranks, budget=budget, named=named, planned=planned)
+            most = largest_batches(seen_at, seen, start=length, ranks=ranks, budget=budget, named=named, planned=planned)
         except AmpError as error:
             why = f"one of another length cannot be counted: {error}"
     if most is None:
