@@ -124,8 +124,23 @@ def _plan_of_step(
     )
     code = made.code() if getattr(arguments, "show_code", False) else ""
     plan, found = made.plan, made.answers()
-    plan = replace(plan, notes=(*plan.notes, *notes, *(() if found is None else found.said)))
-    return PlannedStep(plan, {} if found is None else found.to_dict(), code)
+    answers, said = ({}, ()) if found is None else (found.to_dict(), found.said)
+    if (asked := getattr(arguments, "largest", None)) is not None:
+        name, dim = _dimension(asked)
+        length = made.largest(name, dim)
+        said = (*said, f"the largest length of dimension {dim} of {name!r} that fits: {length or 'none'}")
+        answers["largest_length"] = {"tensor": name, "dim": dim, "length": length}
+    return PlannedStep(replace(plan, notes=(*plan.notes, *notes, *said)), answers, code)
+
+
+def _dimension(text: str) -> tuple[str, int]:
+    """Parse a tensor of the batch and a dimension, as in "ids" or "image:2"."""
+    name, colon, dim = text.rpartition(":")
+    if not colon:
+        return text, 1
+    if not (name and dim.isdecimal()):
+        raise PlanError(f"--largest {text!r} was given; write NAME or NAME:DIM, for example ids or image:2")
+    return name, int(dim)
 
 
 def _grid(text: str, strategies: Any) -> tuple[int, ...] | None:

@@ -17,17 +17,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
+from lightning_amp._torch import GRADIENT
 from lightning_amp.errors import ModelError
 
 LIBRARIES = ("torch", "lightning", "lightning_amp")
 """Packages that may look at `.grad` in a step: torch's compiler does so for every parameter, without using it."""
-_GRAD: Any = torch._C.TensorBase.grad  # type: ignore[attr-defined]
 
 
 def nothing_reads_them(trainer: Trainer) -> bool:
@@ -79,12 +78,12 @@ class LastGradients:
                 parameter.grad = None
         watched = [kind for kind in self._kinds if "grad" not in vars(kind)]
         for kind in watched:
-            kind.grad = property(self._read, _GRAD.__set__, _GRAD.__delete__)  # type: ignore[attr-defined]
+            type.__setattr__(kind, "grad", property(self._read, GRADIENT.__set__, GRADIENT.__delete__))
         try:
             yield
         finally:
             for kind in watched:
-                del kind.grad  # type: ignore[attr-defined]
+                type.__delattr__(kind, "grad")
 
     def _read(self, parameter: Any) -> Any:
         reader = str(sys._getframe(1).f_globals.get("__name__", ""))
@@ -93,8 +92,8 @@ class LastGradients:
                 raise ModelError(
                     f"training_step reads the gradient of {self._names[id(parameter)]!r}, which the first step did not;"
                     " gradients of the last step are freed before training_step to save their memory. Read them in"
-                    " on_before_optimizer_step or on_train_batch_end, or define on_before_zero_grad, which may be empty:"
-                    " then they stay"
+                    " on_before_optimizer_step or on_train_batch_end, or define on_before_zero_grad, which may be"
+                    " empty: then they stay"
                 )
             self.freed = False
-        return _GRAD.__get__(parameter)
+        return GRADIENT.__get__(parameter)

@@ -22,8 +22,8 @@ def length_of_dim(batch: Any, name: str, dim: int) -> int:
         raise PlanError(f"{name!r} is no tensor of the batch; allowed are {', '.join(map(repr, found)) or 'none'}")
     if not 1 <= dim < tensor.dim():
         raise PlanError(
-            f"dim={dim!r} is not supported for {name!r}, a tensor of {tensor.dim()} dimensions; allowed are whole numbers"
-            f" from 1 to {tensor.dim() - 1}, and largest_batch answers for the first"
+            f"dim={dim!r} is not supported for {name!r}, a tensor of {tensor.dim()} dimensions; allowed are whole"
+            f" numbers from 1 to {tensor.dim() - 1}, and largest_batch answers for the first"
         )
     return tensor.shape[dim]
 
