@@ -268,7 +268,7 @@ def test_a_class_is_planned_without_a_configuration(config: str, capsys: Any) ->
         refused([*named, *more], said, capsys)
     refused(["plan", "deep_model:Deep"], "was named without --batch", capsys)
     for asked, said in (
-        ("0:2", "dim=2 is not supported for '0'"),
+        ("batch:2", "dim=2 is not supported for 'batch'"),
         ("x", "'x' is no tensor of the batch; allowed are 'batch'"),
         ("ids:", "write NAME or NAME:DIM, for example ids or image:2"),
         ("batch:1", "the step does not run with other lengths than 64"),
