@@ -41,7 +41,10 @@ class Other(Net):
         return super().loss(batch)
 
 
-@pytest.mark.parametrize(("factor", "words"), [(8, r"repeat \[2048, 64\].*the count gelu \[256, 64\] of net.1"), (0, "")])
+MORE = r"repeat \[2048, 64\].*the count gelu \[256, 64\] of net.1"
+
+
+@pytest.mark.parametrize(("factor", "words"), [(8, MORE), (0, "")])
 def test_a_step_that_differs_from_its_count_is_told(factor: int, words: str, caplog: Any, recwarn: Any) -> None:
     said = told(Other(factor), caplog, recwarn)
     assert len(said) == 1

@@ -7,11 +7,11 @@ Where rows of queries and of keys are sharded over one axis, there are two ways:
     ring    keys and values are passed around the ranks (ring_attention.py)
 
     way     a rank sends, forward and backward       used
-    heads   2 (q + k + v + out) (R - 1) / R           if there is a head for each rank, and ranks have nearly as many
-    ring    (3 R - 2) (k + v)                         otherwise, or if the mask has a row of its own for each query of a
-                                                      rank
+    heads   2 (q + k + v + out) (R - 1) / R          where there is a head for each rank, and the mask is whole
+    ring    (3 R - 2) (k + v)                        otherwise
 
-The ring is even for any number of heads, but not for a causal mask, of which the last rank has most.
+Ranks may have one head more than others, for which these wait. With a causal mask the ranks of a ring wait too, for the
+last one; and on other devices than CPUs a ring has no fused kernel.
 
 Legend: q, k, v and out are bytes of a rank's shards; R ranks; `log_sums` are logarithms of sums of exponentials,
 [batch, head, row].
@@ -31,7 +31,7 @@ from lightning_amp.dist.ops.random import kept
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.redistribute import own_part
 from lightning_amp.dist.registry import operator, shard_error
-from lightning_amp.dist.ring_attention import ON_CPU, block_backward, block_forward, ring_attention
+from lightning_amp.dist.ring_attention import block_backward, block_forward, ring_attention
 from lightning_amp.dist.sharded_tensor import (
     computed_in,
     held_by,
@@ -94,7 +94,7 @@ def _attention(
         found = F.scaled_dot_product_attention(q, k, v, mask, p, causal, scale=scale, enable_gqa=enable_gqa)
         return found.squeeze(0) if n < 4 else found.unflatten(0, lead[:-1])
     q, k, v = (with_whole(func, t, [3]) for t in (q, k, v))
-    if (axis := _axis_of_heads(q, k, v, mask, p, causal)) is not None:
+    if (axis := _axis_of_heads(q, k, v, mask, p)) is not None:
         return _by_heads(q, k, v, mask, causal, scale, axis)
     if enable_gqa and shape_of(q)[1] != shape_of(k)[1]:
         k, v = (t.repeat_interleave(shape_of(q)[1] // shape_of(k)[1], 1) for t in (k, v))
@@ -141,23 +141,16 @@ def _attention(
     return wrap(found, splits_of(q))
 
 
-UNEVEN = 4 / 3
-"""Most heads of a rank, as a multiple of their mean: the others wait for it. Of a ring with a causal mask it is 2."""
-
-
-def _axis_of_heads(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, causal: bool) -> MeshAxis | None:
+def _axis_of_heads(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float) -> MeshAxis | None:
     """Return the axis that shards the rows of queries, keys and values, if each of its ranks can have whole heads."""
     rows = [splits_of(t).at(2) for t in (q, k, v)]
     axes = {split.axis for split in rows if split is not None}
     if None in rows or len(axes) != 1 or p or any(splits_of(t).at(1) is not None for t in (q, k, v)):
         return None
-    axis, heads = axes.pop(), shape_of(q)[1]
+    axis = axes.pop()
     if mask is not None and (mask.requires_grad or splits_of(mask).on(axis) is not None):
         return None
-    uneven = -(-heads // axis.size) * axis.size / max(heads, 1)
-    # on other devices a ring writes all scores of a block, in single precision or wider
-    even = uneven <= (2 if causal else UNEVEN) or local_of(q).device.type not in ON_CPU
-    return axis if heads >= axis.size and even else None
+    return axis if shape_of(q)[1] >= axis.size else None
 
 
 def _by_heads(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: float, axis: MeshAxis) -> Tensor:
