@@ -1,10 +1,11 @@
 """Which pairs of bins will a cell have a contact between? Expected contacts of `GLUE` beside a random walk's.
 
-    python -m benchmarks.domain.held_out FOLDER [--seeds 0 1 2] [--epochs 10] [--set NAME=VALUE ...] [--write]
+    python -m benchmarks.domain.held_out [FOLDER] [--seeds 0 1 2] [--epochs 10] [--set NAME=VALUE ...] [--write]
 
-A fifth of every cell's contacts is held out (each contact by itself, drawn with the seed), and all methods see the rest.
-Of each cell and stratum, the pairs without a contact that is seen are ranked; the score is the area under precision and
-recall (average precision) of those with a held-out contact, the mean over cells and strata that have both kinds.
+FOLDER, --set and --write are those of benchmarks.domain.integration. A fifth of every cell's contacts is held out (each
+contact by itself, drawn with the seed), and all methods see the rest. Of each cell and stratum, the pairs without a
+contact that is seen are ranked; the score is the area under precision and recall (average precision) of those with a
+held-out contact, the mean over cells and strata that have both kinds.
 
     expected      `GLUE`'s expected contacts
     nearby        the same, given the cell's own contacts at nearby pairs: `impute(output="nearby")`
@@ -132,6 +133,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--only", choices=["cortex", "synthetic"])
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -140,10 +142,11 @@ def main() -> None:
     }
     rows = list[list[str]]()
     with tempfile.TemporaryDirectory() as folder:
-        if arguments.files is not None:
+        if arguments.files is not None and arguments.only != "synthetic":
             rows += rows_of("cortex", prepare_cortex(arguments.files, Path(folder) / "cortex"), arguments, settings)
-        synthesize(Path(folder) / "cells", **SYNTHETIC)
-        rows += rows_of("synthetic", Path(folder) / "cells", arguments, settings)
+        if arguments.only != "cortex":
+            synthesize(Path(folder) / "cells", **SYNTHETIC)
+            rows += rows_of("synthetic", Path(folder) / "cells", arguments, settings)
     lines = list(table(HEADER, rows))
     print(*lines, sep="\n")
     if arguments.write:

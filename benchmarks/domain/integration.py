@@ -247,7 +247,9 @@ def one_seed(
     return scores(model, data), baselines(data), seconds
 
 
-def rows_of(name: str, data_dir: Path, arguments: argparse.Namespace, settings: dict[str, Any]) -> list[list[list[str]]]:
+def rows_of(
+    name: str, data_dir: Path, arguments: argparse.Namespace, settings: dict[str, Any]
+) -> list[list[list[str]]]:
     """Train once a seed; return a row of both tables for each, and the medians."""
     asked = {"epochs": arguments.epochs, "batch_size": arguments.batch_size, "settings": settings}
     rows, found, times, base = list[list[list[str]]](), list[dict[str, Any]](), list[float](), dict[str, float]()

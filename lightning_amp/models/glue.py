@@ -231,7 +231,8 @@ class GLUE(TrainedModel):
         found = decoder.predicted(u, rows, batch=batch["batch"], library=library_of(batch), output=kind)
         if output != "nearby":
             return found
-        assert self.inputs is not None and self.inputs.strata is not None, "a model of Hi-C has strata"
+        assert self.inputs is not None, "encode has checked that the networks are there"
+        assert self.inputs.strata is not None, "ModelInputs checks that Hi-C comes with strata"
         x = batch["x"]
         return nearby(found, x.to_dense(found.dtype) if isinstance(x, SparseCounts) else x, self.inputs.strata)
 

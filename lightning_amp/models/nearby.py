@@ -3,9 +3,9 @@
     nearby_p = e_p (1 + sum_n k_n x_n) / (1 + sum_n k_n e_n)        n: pairs at most one bin from p at either end
     k        = [1 2 1] x [1 2 1], the pair itself included
 
-A latent has what the cells of a type have in common; a cell's contacts also cluster in places of its own. The quotient is
-the mean of a rate that the nearby pairs share, with the prior Gamma(1, 1), given the cell's contacts. Every stratum of a
-cell is scaled to the sum that it was expected to have.
+A latent has what the cells of a type have in common; a cell's contacts also cluster in places of its own. The quotient
+is the mean of a rate that the nearby pairs share, with the prior Gamma(1, 1), given the cell's contacts. Every stratum
+of a cell is scaled to the sum that it was expected to have.
 """
 
 import numpy as np

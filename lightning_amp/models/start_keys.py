@@ -13,9 +13,9 @@ For the components r_c of the training cells, the log share of a feature is its 
     value of a key   least squares for p value^T + attention(p) = w_f / softplus(0), p = LayerNorm(v), damped
     bias             such that the mean share of each feature stays that of the cells
 
-The gated layer of a key begins as zero. Random keys, with deviations of v as large as the prior's, give all cells nearly
-the same shares for hundreds of steps. Decoders of values that are not counts, and keys without a residual
-(`convolution`, `paper`) or that are chained, begin as without this file.
+The gated layer of a key begins as zero. With random keys and deviations of v as large as the prior's, samples are noise,
+and training begins by switching latents off. Decoders of values that are not counts begin as without this file, and so
+do keys without a residual (`convolution`, `paper`) or that are chained.
 """
 
 from collections.abc import Callable
@@ -216,9 +216,7 @@ def keep_shares(decoder: nn.Module, v: Tensor, cells: Cells) -> None:
         stratum = cast(Stratum, module)
         key, v_next = stratum.keys(v)
         library = _sums(cells.counts[:, slice(*stratum.columns)], like=v)
-        _correct(
-            stratum.bias, lambda own, s=stratum, k=key: s.shares(k, u[own], batch[own]), library, batch
-        )
+        _correct(stratum.bias, lambda own, s=stratum, k=key: s.shares(k, u[own], batch[own]), library, batch)
         v = v_next
 
 
