@@ -97,7 +97,8 @@ class Projection(nn.Module):
     def components(self, counts: Any) -> NDArray[np.float64]:
         """Return the same as `forward`, of a SciPy CSR matrix, in double precision."""
         weight, bias = self.weight.double().cpu().numpy(), self.bias.double().cpu().numpy()
-        return np.asarray(self.normalised(counts) @ weight.T) + bias
+        found: NDArray[np.float64] = np.asarray(self.normalised(counts) @ weight.T) + bias
+        return found
 
     @torch.no_grad()
     def rotate(self, rotation: NDArray[np.float64]) -> None:

@@ -13,13 +13,14 @@ For the components r_c of the training cells, the log share of a feature is its 
     value of a key   least squares for p value^T + attention(p) = w_f / softplus(0), p = LayerNorm(v), damped
     bias             such that the mean share of each feature stays that of the cells
 
-The gated layer of a key begins as zero. With random keys and deviations of v as large as the prior's, samples are noise,
-and training begins by switching latents off. Decoders of values that are not counts begin as without this file, and so
-do keys without a residual (`convolution`, `paper`) or that are chained.
+The gated layer of a key begins as zero. With random keys and deviations of v as large as the prior's, samples are
+noise, and training begins by switching latents off. Decoders of values that are not counts begin as without this file,
+and so do keys without a residual (`convolution`, `paper`) or that are chained.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -209,28 +210,24 @@ def keep_shares(decoder: nn.Module, v: Tensor, cells: Cells) -> None:
     u[:, : cells.components.shape[1]] = torch.from_numpy(cells.components[:, : v.shape[1]])
     batch = torch.from_numpy(cells.batch).to(v.device)
     if isinstance(decoder, PlainDecoder):
-        library = _sums(cells.counts, like=v)
-        _correct(decoder.get_parameter("bias"), lambda own: decoder.shares(u[own], v, batch[own]), library, batch)
+        _correct(decoder.get_parameter("bias"), partial(decoder.shares, v=v), u, batch, cells.counts)
         return
     for module in cast(StratifiedDecoder, decoder).strata:
         stratum = cast(Stratum, module)
         key, v_next = stratum.keys(v)
-        library = _sums(cells.counts[:, slice(*stratum.columns)], like=v)
-        _correct(stratum.bias, lambda own, s=stratum, k=key: s.shares(k, u[own], batch[own]), library, batch)
+        _correct(stratum.bias, partial(stratum.shares, key=key), u, batch, cells.counts[:, slice(*stratum.columns)])
         v = v_next
 
 
-def _sums(counts: Any, like: Tensor) -> Tensor:
-    return torch.from_numpy(np.asarray(counts.sum(axis=1)).ravel()).to(like)
-
-
-def _correct(bias: Tensor, shares: Callable[[slice], Tensor], library: Tensor, batch: Tensor) -> None:
+def _correct(bias: Tensor, shares: Callable[..., Tensor], u: Tensor, batch: Tensor, counts: Any) -> None:
+    """Correct one table, with `shares(u=, batch=)` of some cells for the present values of it."""
     wanted = bias.log_softmax(dim=1)
-    present = torch.zeros(len(bias), device=bias.device).index_add_(0, batch, library) > 0
+    library = torch.from_numpy(np.asarray(counts.sum(axis=1)).ravel()).to(u)
+    present = library.new_zeros(len(bias)).index_add_(0, batch, library) > 0
     for _ in range(ROUNDS):
         total = torch.zeros_like(bias)
         for first in range(0, len(library), CELLS_AT_A_TIME):
             own = slice(first, first + CELLS_AT_A_TIME)
-            total.index_add_(0, batch[own], shares(own) * library[own, None])
+            total.index_add_(0, batch[own], shares(u=u[own], batch=batch[own]) * library[own, None])
         found = (total / total.sum(dim=1, keepdim=True)).log()
         bias += torch.where(present[:, None], wanted - found, 0.0)
