@@ -17,8 +17,12 @@ held-out contact, the mean over cells and strata that have both kinds.
 """
 
 import argparse
+import logging
 import shutil
 import tempfile
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +101,9 @@ def score(maps: Maps, seen: Maps, held: Maps, layout: Any) -> float:
 
 def one_seed(data_dir: Path, seed: int, arguments: argparse.Namespace, settings: dict[str, Any]) -> list[float]:
     """Hold out, train once; return the scores in the order of the header."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         held = hold_out(data_dir, Path(folder) / "seen", seed).toarray()
         model, data = trained(
@@ -118,10 +125,12 @@ def one_seed(data_dir: Path, seed: int, arguments: argparse.Namespace, settings:
 def rows_of(name: str, data_dir: Path, arguments: argparse.Namespace, settings: dict[str, Any]) -> list[list[str]]:
     """Return a row for each seed, and the medians."""
     found, rows = list[list[float]](), list[list[str]]()
-    for seed in arguments.seeds:
-        found.append(one_seed(data_dir, seed, arguments, settings))
-        rows.append([name, str(seed), *(f"{one:.3f}" for one in found[-1])])
-        print(*rows[-1], sep=" | ", flush=True)
+    # a process for each seed, as in benchmarks.domain.integration
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        for seed in arguments.seeds:
+            found.append(pool.submit(one_seed, data_dir, seed, arguments, settings).result())
+            rows.append([name, str(seed), *(f"{one:.3f}" for one in found[-1])])
+            print(*rows[-1], sep=" | ", flush=True)
     return [*rows, [f"**{name}**", "median", *(f"{one:.3f}" for one in np.median(found, axis=0))]]
 
 
@@ -136,7 +145,6 @@ def main() -> None:
     parser.add_argument("--only", choices=["cortex", "synthetic"])
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     settings = SETTINGS | {
         name: yaml.safe_load(value) for name, _, value in (one.partition("=") for one in arguments.set)
     }
