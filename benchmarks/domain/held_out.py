@@ -158,7 +158,8 @@ def main() -> None:
     lines = list(table(HEADER, rows))
     print(*lines, sep="\n")
     if arguments.write:
-        given = " ".join(["--seeds", *map(str, arguments.seeds), f"--epochs {arguments.epochs}", *arguments.set])
+        only = ["--only", arguments.only] if arguments.only else []
+        given = " ".join([*only, "--seeds", *map(str, arguments.seeds), f"--epochs {arguments.epochs}", *arguments.set])
         first = origin(f"python -m benchmarks.domain.held_out FOLDER {given} --write")
         write_part(PAGE, "domain.held_out", [*paragraph(first), *lines])
 
