@@ -9,13 +9,14 @@ the discriminator on the detached u first, then the rest; both use one pass thro
 Legend: cell, feature, dim; M modalities, F_m features of modality m, V vertices of the graph.
 """
 
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
 from lightning_amp.data.batch import Batch, CellBatch, hash_integers
+from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import ModelError
 from lightning_amp.models.decoders.likelihoods import Output, PlainDecoder
 from lightning_amp.models.decoders.stratified import KeyKind, StratifiedDecoder
@@ -32,8 +33,9 @@ from lightning_amp.models.latents import (
     normal_kl,
     sample,
 )
+from lightning_amp.models.nearby import nearby
 from lightning_amp.models.representation import projection_of
-from lightning_amp.models.settings import Representation, Stage, check_settings, check_weights
+from lightning_amp.models.settings import REP_DIM, Representation, Stage, check_names, check_settings, components_of
 from lightning_amp.models.start_values import parameter_sets
 from lightning_amp.models.trained_model import TrainedModel
 from lightning_amp.shapes import Counts, PerCell, PerVertex, Scalar
@@ -57,7 +59,7 @@ class GLUE(TrainedModel):
         dropout: of the encoders.
         use_rep: what the encoders read: "counts", or "pca", the components of normalised counts (representation.py),
             which the latents begin as.
-        rep_dim: components of "pca".
+        rep_dim: components of "pca", of all modalities or by modality; 50 for those not named.
         key: "attention" (local), "full_attention" or "convolution" keys of the Hi-C strata.
         variant: form of the attention key, "higlue" or "paper".
         chained: whether the attention key of a stratum reads the previous one's projected anchors.
@@ -93,7 +95,7 @@ class GLUE(TrainedModel):
         hidden_depth: int = 2,
         dropout: float = 0.2,
         use_rep: Representation = "counts",
-        rep_dim: int = 50,
+        rep_dim: int | dict[str, int] = REP_DIM,
         key: KeyKind = "attention",
         variant: Variant = "higlue",
         chained: bool = False,
@@ -135,7 +137,8 @@ class GLUE(TrainedModel):
                 f"{type(self).__name__} for other data"
             )
         h = self.settings
-        check_weights(h.modality_weights, inputs.modalities)
+        check_names("modality_weights", h.modality_weights, inputs.modalities)
+        check_names("rep_dim", h.rep_dim if isinstance(h.rep_dim, dict) else None, inputs.modalities)
         encoders: dict[str, nn.Module] = {}
         decoders: dict[str, nn.Module] = {}
         for i, (name, modality) in enumerate(inputs.modalities.items()):
@@ -147,7 +150,7 @@ class GLUE(TrainedModel):
                 dropout=h.dropout,
                 total=TOTALS[name],
                 stream=STREAMS_PER_MODALITY * i,
-                projection=projection_of(name, inputs, h.rep_dim) if h.use_rep == "pca" else None,
+                projection=projection_of(name, inputs, components_of(name, h.rep_dim)) if h.use_rep == "pca" else None,
             )
         # created after all encoders: the order determines the initial weights
         for name, modality in inputs.modalities.items():
@@ -211,12 +214,27 @@ class GLUE(TrainedModel):
         }
 
     @torch.no_grad()
-    def impute(self, modality: str, batch: CellBatch, *, output: Output = "expected") -> Counts:
-        """Return the expected data of some cells, or another `Output`, at the means of latents; call in eval mode."""
+    def impute(self, modality: str, batch: CellBatch, *, output: Output | Literal["nearby"] = "expected") -> Counts:
+        """Return the expected data of some cells, or another `Output`, at the means of latents; call in eval mode.
+
+        "nearby", of Hi-C, are the expected contacts given the cell's own contacts at nearby pairs (nearby.py).
+        """
+        if output == "nearby" and modality != HIC:
+            raise ModelError(
+                f"GLUE.impute({modality!r}, output='nearby') was asked for; only {HIC!r} has pairs of bins, use"
+                " output='expected'"
+            )
         (u, _), (v, _) = self.encode(modality, batch), self.vertices()
         decoder = cast(StratifiedDecoder | PlainDecoder, self.decoders[modality])
         rows = self.graph_encoder.rows[modality](v)  # of all features, even if vertices are sharded
-        return decoder.predicted(u, rows, batch=batch["batch"], library=library_of(batch), output=output)
+        kind: Output = "expected" if output == "nearby" else output
+        found = decoder.predicted(u, rows, batch=batch["batch"], library=library_of(batch), output=kind)
+        if output != "nearby":
+            return found
+        assert self.inputs is not None, "encode has checked that the networks are there"
+        assert self.inputs.strata is not None, "ModelInputs checks that Hi-C comes with strata"
+        x = batch["x"]
+        return nearby(found, x.to_dense(found.dtype) if isinstance(x, SparseCounts) else x, self.inputs.strata)
 
     def stream(self, modality: str) -> int:
         """Return the first random stream of a modality, which has STREAMS_PER_MODALITY of them."""

@@ -94,6 +94,12 @@ class Projection(nn.Module):
             z.data = np.log1p(z.data * depth[group] / np.maximum(self._sums(counts)[cell, group], 1))
         return z
 
+    def components(self, counts: Any) -> NDArray[np.float64]:
+        """Return the same as `forward`, of a SciPy CSR matrix, in double precision."""
+        weight, bias = self.weight.double().cpu().numpy(), self.bias.double().cpu().numpy()
+        found: NDArray[np.float64] = np.asarray(self.normalised(counts) @ weight.T) + bias
+        return found
+
     @torch.no_grad()
     def rotate(self, rotation: NDArray[np.float64]) -> None:
         """Rotate the first components, as many as the orthogonal matrix has."""

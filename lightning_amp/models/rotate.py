@@ -34,7 +34,10 @@ def rotate(
     found = {name: _covariance(projections[name], counts[name], name, inputs)[:dim] for name in projections}
     first, *others = found
     for name in others:
-        shared = _over_edges(found[first], found[name], inputs.graph)
+        # directions that the first one does not have can be chosen freely
+        n = len(found[name])
+        target = np.pad(found[first][:n], ((0, max(n - len(found[first]), 0)), (0, 0)))
+        shared = _over_edges(target, found[name], inputs.graph)
         if shared.any():
             left, _, right = np.linalg.svd(shared)
             projections[name].rotate(left @ right)

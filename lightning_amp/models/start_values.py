@@ -3,6 +3,7 @@
     bias of a feature          log of its share of the contacts of its stratum, or of a cell's counts
     zero inflation of Hi-C     hardly any, so that expected contacts begin with the sums of the cells
     projections of encoders    principal components (representation.py), rotated towards each other (rotate.py)
+    keys of decoders           what these components say about each feature (start_keys.py)
 
 RMSprop changes an entry of a table by about the learning rate a step, so that from zero the decay of contacts with
 distance is learnt only after thousands of steps, and expected contacts are wrong until then.
@@ -21,17 +22,22 @@ from lightning_amp.errors import ModelError
 from lightning_amp.models.decoders.likelihoods import PlainDecoder
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.models.decoders.stratum import Stratum
+from lightning_amp.models.graph_encoder import GraphEncoder
 from lightning_amp.models.inputs import HIC, ModelInputs
 from lightning_amp.models.latents import Encoder
+from lightning_amp.models.representation import Projection
 from lightning_amp.models.rotate import rotate
+from lightning_amp.models.start_keys import Cells, start_keys
 
 STRATA_WEIGHTS = f"decoders.{HIC}.strata_weights"
 FEW_DROPOUTS = -5.0
 """Logit of an additional zero, a probability of 0.7 %."""
 
 
-def start_from(encoders: nn.ModuleDict, decoders: nn.ModuleDict, inputs: ModelInputs, data: object) -> None:
-    """Set tables and projections, by modality, from the training cells of a data module.
+def start_from(
+    encoders: nn.ModuleDict, decoders: nn.ModuleDict, graph: GraphEncoder, inputs: ModelInputs, data: object
+) -> None:
+    """Set tables, projections and keys, by modality, from the training cells of a data module.
 
     Raises:
         ModelError: The encoders need principal components, and the data module does not have the counts of all cells.
@@ -46,7 +52,7 @@ def start_from(encoders: nn.ModuleDict, decoders: nn.ModuleDict, inputs: ModelIn
         return
     rows = data.training_rows()
     matrices = {name: table.counts[rows[name]] for name, table in data.tables.items()}
-    _project(cast(dict[str, Encoder], dict(encoders.items())), matrices, inputs)
+    projections = _project(cast(dict[str, Encoder], dict(encoders.items())), matrices, inputs)
     for name, table in data.tables.items():
         counts, batch = matrices[name], table.batch[rows[name]]
         decoder = cast(StratifiedDecoder | PlainDecoder, decoders[name])
@@ -60,15 +66,25 @@ def start_from(encoders: nn.ModuleDict, decoders: nn.ModuleDict, inputs: ModelIn
             own = counts[:, slice(*stratum.columns)]
             _set(stratum.bias, log_shares(own, batch, len(stratum.bias)))
             _set(stratum.zi_logits, np.full(stratum.zi_logits.shape, FEW_DROPOUTS))
+    start_keys(
+        graph,
+        decoders,
+        inputs,
+        {
+            name: Cells(matrices[name], data.tables[name].batch[rows[name]], one, one.components(matrices[name]))
+            for name, one in projections.items()
+        },
+    )
 
 
-def _project(encoders: dict[str, Encoder], counts: dict[str, Any], inputs: ModelInputs) -> None:
-    """Set the projections of the encoders that have one, and rotate them towards each other."""
+def _project(encoders: dict[str, Encoder], counts: dict[str, Any], inputs: ModelInputs) -> dict[str, Projection]:
+    """Set the projections of the encoders that have one, rotate them towards each other, and return them."""
     projections = {name: one.projection for name, one in encoders.items() if one.projection is not None}
     for name, projection in projections.items():
         projection.fit(counts[name])
     if len(projections) > 1:
         rotate(projections, counts, inputs, dim=next(iter(encoders.values())).loc.out_features)
+    return projections
 
 
 def log_shares(counts: Any, batch: NDArray[np.int64], n_batches: int) -> NDArray[np.float64]:

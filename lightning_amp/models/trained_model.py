@@ -19,6 +19,7 @@ from lightning_amp.data.loading.datamodule import FEW_ENTRIES, MANY_FEATURES, Si
 from lightning_amp.data.loading.dataset import CellTable
 from lightning_amp.errors import ModelError
 from lightning_amp.models.draw_losses import draw_losses
+from lightning_amp.models.graph_encoder import GraphEncoder
 from lightning_amp.models.inputs import CHECKPOINT_KEY, HIC, ModelInputs, inputs_from
 from lightning_amp.models.match_features import match_features
 from lightning_amp.models.start_values import start_from
@@ -66,6 +67,7 @@ class TrainedModel(pl.LightningModule):
     inputs: ModelInputs | None
     encoders: nn.ModuleDict
     decoders: nn.ModuleDict
+    graph_encoder: GraphEncoder
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +97,7 @@ class TrainedModel(pl.LightningModule):
                 "datamodule=SingleCellDataModule(...), or call build(inputs) first"
             )
         self.build(inputs := inputs_from(datamodule))
-        start_from(self.encoders, self.decoders, inputs, datamodule)
+        start_from(self.encoders, self.decoders, self.graph_encoder, inputs, datamodule)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the inputs, so that the networks can be built without the data, and the losses."""

@@ -117,11 +117,29 @@ def test_a_checkpoint_keeps_the_projection_and_its_fit_can_go_on(cells, tmp_path
     torch.testing.assert_close(resumed.encoders["hic"].projection.weight, model.encoders["hic"].projection.weight)
 
 
-def test_unknown_settings_are_refused():
+@pytest.mark.filterwarnings("ignore:.*max_epochs=0.*")
+@pytest.mark.parametrize("sizes", [{"hic": 3, "rna": 6}, {"hic": 6, "rna": 3}, {"rna": 4}])
+def test_modalities_have_components_of_their_own_number(cells, sizes):
+    model, data, _ = fitted(cells, rep_dim=sizes)
+    latents = {}
+    for name, part in rows_of(data).items():
+        assert len(model.encoders[name].projection.bias) == sizes.get(name, 50)
+        latents[name] = model.encode(name, part)[0].detach().numpy()
+        assert not latents[name][:, sizes.get(name, 50) :].any()
+    types = {name: table.read_obs()["celltype"].to_numpy() for name, table in data.tables.items()}
+    near = np.linalg.norm(latents["hic"][:, None] - latents["rna"], axis=2).argsort(axis=1)[:, :5]
+    assert (types["rna"][near] == types["hic"][:, None]).mean() > 0.9
+
+
+def test_unknown_settings_are_refused(cells):
     with pytest.raises(ModelError, match="use_rep='lsi'"):
         lightning_amp.GLUE(use_rep="lsi")
     with pytest.raises(ModelError, match="rep_dim=0"):
         lightning_amp.GLUE(rep_dim=0)
+    with pytest.raises(ModelError, match="rep_dim={'rna': 0}"):
+        lightning_amp.GLUE(rep_dim={"rna": 0})
+    with pytest.raises(ModelError, match=r"rep_dim={'atac': 5}\) names \['atac'\]"):
+        fitted(cells, rep_dim={"atac": 5})
 
 
 @pytest.mark.filterwarnings("ignore:.*max_epochs=0.*")

@@ -154,6 +154,10 @@ class PlainDecoder(nn.Module):
         zi_logits = self._rows("zi_logits", batch) if "zi_logits" in self.tables else None
         return predicted(output, log_mean.exp(), zi_logits)
 
+    def shares(self, u: PerCell, v: Float[Tensor, "feature dim"], batch: Experiment) -> Counts:
+        """Return the features' shares of a cell's counts."""
+        return self._location(u, v, batch, u.new_ones(len(u), 1)).exp()
+
     def _location(self, u: Tensor, v: Tensor, batch: Tensor, library: Tensor) -> Tensor:
         linear = F.softplus(self._rows("scale", batch)) * (u @ v.T) + self._rows("bias", batch)
         return linear.log_softmax(dim=1) + library.log() if self.counts else linear

@@ -170,7 +170,7 @@ class Stratum(nn.Module):
 
     def forward(self, v: PerAnchor, u: PerCell, **cells: Any) -> tuple[Scalar, PerAnchor]:
         """Return the negative log-likelihood summed over cells and features, and v for the next stratum."""
-        key, v_next = self._keys(v)
+        key, v_next = self.keys(v)
         return self.sum_over_cells(self.nll, key, u, parameters=self.parameters(recurse=False), **cells), v_next
 
     def arguments(
@@ -220,7 +220,7 @@ class Stratum(nn.Module):
 
         mean = mu    dropout = sigmoid(zi_logits)    expected = (1 - dropout) mean
         """
-        key, v_next = self._keys(v)
+        key, v_next = self.keys(v)
         logits = self._logits(key, u, batch)
         if self.binarized:
             own = predicted(output, logits.sigmoid(), None)
@@ -233,12 +233,17 @@ class Stratum(nn.Module):
         self, v: PerAnchor, u: PerCell, *, batch: Experiment, library: Library, log_weight: Float[Tensor, "#cell 1"]
     ) -> tuple[Float[Tensor, "cell stratum_feature"], PerAnchor]:
         """Return the log mean of all features (logits if binarized), and v for the next stratum."""
-        key, v_next = self._keys(v)
+        key, v_next = self.keys(v)
         logits = self._logits(key, u, batch)
         own = logits if self.binarized else self._log_mean(logits, library, log_weight)
         return self.features.whole(own), v_next
 
-    def _keys(self, v: Tensor) -> tuple[Tensor, Tensor]:
+    def shares(self, key: PerAnchor, u: PerCell, batch: Experiment) -> OwnCounts:
+        """Return the features' shares of the stratum's counts, for a key."""
+        return self.features.log_softmax(self._logits(key, u, batch)).exp()
+
+    def keys(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the key, and v for the next stratum."""
         key, val = (v, v) if self.key is None else self.key(v)
         return key, (val if self.chained else v)
 
