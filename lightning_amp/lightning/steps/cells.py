@@ -248,7 +248,7 @@ def sizes_of(batch: object) -> set[int]:
 
 OTHER_LOSS = (
     "The loss of a step is not the result of one cross-entropy on every rank, as it was in the first step: gradients of"
-    " such steps are averaged by samples, no longer by the labels that count. They are those of the union of batches only if"
+    " such steps are averaged by samples, no longer by the labels that count. They are those of the union of batches if"
     " equally many labels count in every sample"
 )
 
