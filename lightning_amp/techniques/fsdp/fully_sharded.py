@@ -291,6 +291,9 @@ class FullySharded(Units):
             held: Any = unit
             held.set_custom_all_gather(Gather(fqn, self._agreement))
             held.set_custom_reduce_scatter(AddUp(fqn, self._agreement, watch.take))
+            # as torch's own refusal, by name
+            vars(unit)["__deepcopy__"] = partial(_refuse_copy, fqn)
+            self._undo.append(partial(vars(unit).pop, "__deepcopy__"))
             if fqn:
                 # before torch's hook, which replaces whatever is in the place of the parameters
                 own = unit.register_forward_pre_hook(partial(refuse_swapped, fqn), prepend=True)
@@ -351,6 +354,14 @@ def refuse_swapped(fqn: str, unit: nn.Module, *_: Any) -> None:
     """Raise a ModelError for a call of a unit in which other tensors replace its parameters."""
     if not all(isinstance(parameter, nn.Parameter) for parameter in unit.parameters()):
         raise ModelError(f"under fsdp {SWAPPED.format(fqn)}")
+
+
+def _refuse_copy(fqn: str, memo: object) -> None:
+    what = repr(fqn) if fqn else "the module"
+    raise ModelError(
+        f"under fsdp {what} was copied (copy.deepcopy), and the copy would have a rank's rows of its parameters: make it"
+        " in __init__, before they are split, and move its values between steps, or train with strategies='S1'"
+    )
 
 
 def _differs(parameter: ShardedParameter) -> bool:
