@@ -359,8 +359,8 @@ def refuse_swapped(fqn: str, unit: nn.Module, *_: Any) -> None:
 def _refuse_copy(fqn: str, memo: object) -> None:
     what = repr(fqn) if fqn else "the module"
     raise ModelError(
-        f"under fsdp {what} was copied (copy.deepcopy), and the copy would have a rank's rows of its parameters: make it"
-        " in __init__, before they are split, and move its values between steps, or train with strategies='S1'"
+        f"under fsdp {what} was copied (copy.deepcopy), and the copy would have a rank's rows of its parameters: make"
+        " it in __init__, before they are split, and move its values between steps, or train with strategies='S1'"
     )
 
 
