@@ -48,6 +48,7 @@ from lightning_amp.graph.after_blocks import AfterBlocks, leave_out_before
 from lightning_amp.graph.calls import Calls, CannotFollow, FollowedTensor, Recorder, empty_for, follow
 from lightning_amp.graph.guards import OPAQUE, PLAIN, described, first_change, settings_of, signature, state_of
 from lightning_amp.graph.out_of_place import without_writes
+from lightning_amp.graph.own_checkpoints import WHY, refusing_checkpoints
 from lightning_amp.graph.rewrites import REWRITES
 from lightning_amp.holding import replacing
 
@@ -292,6 +293,7 @@ def _watched(python: "_NoPython") -> Iterator[None]:
         replacing(Trainer, **counters(Trainer)),
         replacing(FakeTensor, device=property(device, of_fake.fset)),
         replacing(fake_tensors, FakeTensor=FollowedTensor),
+        refusing_checkpoints(refuse(WHY, _watched)),
     ):
         yield
 
