@@ -1,7 +1,6 @@
-"""Find a block whose forward checkpoints itself, as transformers' layers do if the user has switched that on.
+"""Find out whether a user's code checkpoints itself, as transformers' layers do if the user has switched that on.
 
-A graph of such a forward has the operators and no checkpoint, so in chunks the block would keep what it does not keep
-by itself. A checkpoint of this package is no part of it.
+A checkpoint of this package is no part of it.
 """
 
 import sys
@@ -12,19 +11,22 @@ from typing import Any
 from lightning_amp._torch import CheckpointFrame
 from lightning_amp.holding import replacing
 
-WHY = (
+CHECKPOINTS = (
     "runs under torch.utils.checkpoint by itself; switch that off, as by gradient_checkpointing_disable(), and"
     " recompute can be planned for it"
 )
+"""Why such a block's forward is not run in chunks."""
 
 
 @contextmanager
-def refusing_checkpoints(refuse: Callable[..., Any]) -> Iterator[None]:
-    """Call `refuse` where code of others begins a checkpoint in this context."""
+def watching_checkpoints(seen: Callable[[], Any]) -> Iterator[None]:
+    """Call `seen` where code of others begins a non-reentrant checkpoint in this context."""
     begin = CheckpointFrame.__init__
 
     def begun(*args: Any, **kwargs: Any) -> None:
-        (refuse if _is_of_others() else begin)(*args, **kwargs)
+        if _is_of_others():
+            seen()
+        begin(*args, **kwargs)
 
     with replacing(CheckpointFrame, __init__=begun):
         yield
