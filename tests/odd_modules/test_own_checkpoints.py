@@ -1,4 +1,4 @@
-"""Claim: where the user's code checkpoints its blocks, a step that does not fit says so, and that a plan may do more."""
+"""Claim: where the user's code checkpoints its blocks, a step that does not fit says so, and what may take less."""
 
 from typing import Any
 
