@@ -286,14 +286,17 @@ class FullySharded(Units):
     def _watch(self, units: dict[str, nn.Module]) -> None:
         """Compare the units' collectives over the ranks, and detect backward passes that the user started."""
         taken: set[int] = set()
+        names = {id(unit): fqn for fqn, unit in units.items()}
+        # torch's classes of split modules, which refuse it without a name; in the class, so that no copy of a module's
+        # attributes has it
+        for kind in {type(unit) for unit in units.values()}:
+            self._undo.append(partial(setattr, kind, "__deepcopy__", vars(kind)["__deepcopy__"]))
+            setattr(kind, "__deepcopy__", lambda unit, memo: _refuse_copy(names.get(id(unit), "")))
         for fqn, unit in units.items():
             watch = ReachedParameters(unit, taken)
             held: Any = unit
             held.set_custom_all_gather(Gather(fqn, self._agreement))
             held.set_custom_reduce_scatter(AddUp(fqn, self._agreement, watch.take))
-            # as torch's own refusal, by name
-            vars(unit)["__deepcopy__"] = partial(_refuse_copy, fqn)
-            self._undo.append(partial(vars(unit).pop, "__deepcopy__"))
             if fqn:
                 # before torch's hook, which replaces whatever is in the place of the parameters
                 own = unit.register_forward_pre_hook(partial(refuse_swapped, fqn), prepend=True)
@@ -356,7 +359,7 @@ def refuse_swapped(fqn: str, unit: nn.Module, *_: Any) -> None:
         raise ModelError(f"under fsdp {SWAPPED.format(fqn)}")
 
 
-def _refuse_copy(fqn: str, memo: object) -> None:
+def _refuse_copy(fqn: str) -> None:
     what = repr(fqn) if fqn else "the module"
     raise ModelError(
         f"under fsdp {what} was copied (copy.deepcopy), and the copy would have a rank's rows of its parameters: make"
