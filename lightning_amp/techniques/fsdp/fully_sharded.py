@@ -289,9 +289,10 @@ class FullySharded(Units):
         names = {id(unit): fqn for fqn, unit in units.items()}
         # torch's classes of split modules, which refuse it without a name; in the class, so that no copy of a module's
         # attributes has it
-        for kind in {type(unit) for unit in units.values()}:
+        kinds: set[Any] = {type(unit) for unit in units.values()}
+        for kind in kinds:
             self._undo.append(partial(setattr, kind, "__deepcopy__", vars(kind)["__deepcopy__"]))
-            setattr(kind, "__deepcopy__", lambda unit, memo: _refuse_copy(names.get(id(unit), "")))
+            kind.__deepcopy__ = lambda unit, memo: _refuse_copy(names.get(id(unit), ""))
         for fqn, unit in units.items():
             watch = ReachedParameters(unit, taken)
             held: Any = unit
