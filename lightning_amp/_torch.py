@@ -157,6 +157,8 @@ RNN_ON_CPU = torch.ops.aten.mkldnn_rnn_layer.default
 
 SOFTMAX_BACKWARD = (torch.ops.aten._softmax_backward_data.default, torch.ops.aten._softmax_backward_data.out)
 
+# the attribute `grad` of every kind of tensor, which a property on a subclass replaces
+GRADIENT: Any = torch._C.TensorBase.grad
 SCALES_UPDATES = {"torch.optim._adafactor"}
 """Modules that read numbers of tensors only to scale updates by them: no shape and no branch depends on one."""
 

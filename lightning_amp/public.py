@@ -213,13 +213,13 @@ def plan(
         _refuse("a module and a batch, whose structure is the module's", shape=shape, node_devices=node_devices)
         what = _of_compiled(what)
         from lightning_amp.data.batch import batch_of_shapes
-        from lightning_amp.footprint.inner_run import BY_ITSELF, Around
+        from lightning_amp.footprint.inner_run import UNDER_AMP
         from lightning_amp.lightning.profiling.plan_of_module import plan_of_module
 
         planned = plan_of_module(
             what,
             batch_of_shapes(batch) if isinstance(batch, str) else batch,
-            around=BY_ITSELF if precision is None else Around(precision=str(precision)),
+            around=UNDER_AMP if precision is None else replace(UNDER_AMP, precision=str(precision)),
             rates=reached,
             request=request,
             options={"blocks": blocks},

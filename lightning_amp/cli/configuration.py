@@ -124,8 +124,23 @@ def _plan_of_step(
     )
     code = made.code() if getattr(arguments, "show_code", False) else ""
     plan, found = made.plan, made.answers()
-    plan = replace(plan, notes=(*plan.notes, *notes, *(() if found is None else found.said)))
-    return PlannedStep(plan, {} if found is None else found.to_dict(), code)
+    answers, said = ({}, ()) if found is None else (found.to_dict(), found.said)
+    if (asked := getattr(arguments, "largest", None)) is not None:
+        name, dim = _dimension(asked)
+        length = made.largest(name, dim)
+        said = (*said, f"the largest length of dimension {dim} of {name!r} that fits: {length or 'none'}")
+        answers["largest_length"] = {"tensor": name, "dim": dim, "length": length}
+    return PlannedStep(replace(plan, notes=(*plan.notes, *notes, *said)), answers, code)
+
+
+def _dimension(text: str) -> tuple[str, int]:
+    """Parse a tensor of the batch and a dimension, as in "ids" or "image:2"."""
+    name, colon, dim = text.rpartition(":")
+    if not colon:
+        return text, 1
+    if not (name and dim.isdecimal()):
+        raise PlanError(f"--largest {text!r} was given; write NAME or NAME:DIM, for example ids or image:2")
+    return name, int(dim)
 
 
 def _grid(text: str, strategies: Any) -> tuple[int, ...] | None:
@@ -200,7 +215,7 @@ def named_step(arguments: argparse.Namespace) -> "Callable[..., Step] | None":
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
     from lightning_amp.data.batch import batch_of_shapes
-    from lightning_amp.footprint.inner_run import BY_ITSELF
+    from lightning_amp.footprint.inner_run import UNDER_AMP
 
     # import the class and parse its arguments first: only the constructor and the hooks run on the meta device
     kind, values = _class_of(name), dict[str, Any]()
@@ -229,7 +244,7 @@ def named_step(arguments: argparse.Namespace) -> "Callable[..., Step] | None":
         with nullcontext() if values else torch.device("meta"), quiet:
             module = make()
             if not is_overridden("configure_model", module):
-                return module, batch, BY_ITSELF, {}
+                return module, batch, UNDER_AMP, {}
             try:
                 module.setup("fit")
                 module.configure_model()
@@ -237,8 +252,8 @@ def named_step(arguments: argparse.Namespace) -> "Callable[..., Step] | None":
                 if not values:
                     raise ModelError("the hooks that create layers require values") from error
                 # the hooks may require a Trainer, which profiling provides
-                return make(), batch, BY_ITSELF, {}
-            return module, batch, replace(BY_ITSELF, prepared=True), {}
+                return make(), batch, UNDER_AMP, {}
+            return module, batch, replace(UNDER_AMP, prepared=True), {}
 
     return prepare
 

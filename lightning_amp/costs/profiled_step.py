@@ -119,7 +119,9 @@ class ProfiledStep:
     @property
     def held_bytes(self) -> int:
         """Bytes that are kept between steps."""
-        return sum(self.profile.by_kind[kind] for kind in HELD)
+        # at the peak the last step's gradients may have been freed
+        peak, end = self.profile.by_kind, self.profile.timeline[-1].by_kind
+        return max(sum(peak[kind] for kind in HELD), sum(end[kind] for kind in HELD))
 
     def peak_bytes(self, ranks: int) -> int:
         """Return the peak on D ranks that average gradients; small ones are copied when the backward pass ends."""

@@ -28,6 +28,7 @@ from lightning_amp.footprint.confirm_count import StepMakes
 from lightning_amp.footprint.copies.fake_copy import make_fake, without_values
 from lightning_amp.footprint.copies.noted_values import Answers, NoteTaker
 from lightning_amp.footprint.foreseen import averaged_by, foresee
+from lightning_amp.footprint.last_gradients import LastGradients, nothing_reads_them
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.recompute_state import types_of_the_step
 from lightning_amp.footprint.step_recorder import StepRecorder
@@ -55,6 +56,8 @@ class Around:
         unfreezes: Whether a callback will unfreeze parameters later. They are trained in the profiled step already, and
             are added to the first optimizer if none has them.
         answers: What values decide in the forward pass (noted_values.py), by number of samples; filled when needed.
+        frees_gradients: Whether the run frees the last step's gradients before `training_step`, where nothing reads
+            them (last_gradients.py); a plain Trainer does not.
     """
 
     prepared: bool = False
@@ -69,6 +72,7 @@ class Around:
     averaged: tuple[tuple[str, int], ...] = ()
     own_parts: Any = None
     answers: dict[int | None, Answers] | None = None
+    frees_gradients: bool = False
 
     @classmethod
     def of(cls, trainer: Trainer, *, prepared: bool, datamodule: LightningDataModule | None) -> "Around":
@@ -87,6 +91,7 @@ class Around:
             datamodule=datamodule,
             unfreezes=any(isinstance(callback, BaseFinetuning) for callback in callbacks),
             averaged=averaged_by(trainer),
+            frees_gradients=nothing_reads_them(trainer),
         )
 
     @property
@@ -97,6 +102,7 @@ class Around:
 
 
 BY_ITSELF = Around()
+UNDER_AMP = Around(frees_gradients=True)
 
 
 def run_two_steps(
@@ -158,7 +164,7 @@ def _trainer(device: torch.device, counter: "_Count", fake: FakeTensorMode | Non
         plugins, precision = [*plugins, MixedPrecision("bf16-mixed", device.type)], None
     trainer = Trainer(
         accelerator="cpu",
-        strategy=_Here(device, counter, fake, around.own_parts),
+        strategy=_Here(device, counter, fake, around),
         plugins=plugins,
         precision=precision,
         gradient_clip_val=around.gradient_clip_val,
@@ -217,9 +223,11 @@ class _Repeated:
 class _Here(SingleDeviceStrategy):
     """Single-device strategy that does not move the module: fake parameters cannot be moved."""
 
-    def __init__(self, device: torch.device, counter: "_Count", fake: FakeTensorMode | None, own_parts: Any) -> None:
+    def __init__(self, device: torch.device, counter: "_Count", fake: FakeTensorMode | None, around: Around) -> None:
         super().__init__(device=device)
-        self._counter, self._fake, self.own_parts = counter, fake, own_parts
+        self._counter, self._fake, self.own_parts = counter, fake, around.own_parts
+        self._frees = around.frees_gradients
+        self._last_gradients: LastGradients | None = None
 
     @property
     def mesh(self) -> dict[str, Any]:
@@ -248,6 +256,8 @@ class _Here(SingleDeviceStrategy):
         late = [p for p in self._counter.unfrozen if id(p) not in taken]
         if late and self.optimizers:
             self.optimizers[0].add_param_group({"params": late})
+        assert self.lightning_module is not None, "the Trainer sets the module before its optimizers"
+        self._last_gradients = LastGradients(self.lightning_module, self.optimizers, allowed=self._frees)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the training step, and report its start and end to the recorder."""
@@ -259,8 +269,11 @@ class _Here(SingleDeviceStrategy):
             raise EnoughSeen
         if answers is not None:
             answers.restart(in_step=True)
-        recorder.begin_step(args[0] if args else None)
-        returned = super().training_step(*args, **kwargs)
+        assert self._last_gradients is not None, "the Trainer sets up the optimizers before a step"
+        with self._last_gradients.before_step():
+            recorder.frees_gradients = self._last_gradients.freed
+            recorder.begin_step(args[0] if args else None)
+            returned = super().training_step(*args, **kwargs)
         recorder.end_step(returned)
         return returned
 

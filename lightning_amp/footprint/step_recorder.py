@@ -61,6 +61,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         stepped: Optimizers that have stepped, by id.
         written: Parameters that are changed before the optimizer's step, and "batch" if the batch is.
         first_bytes, left_bytes: As in ModuleProfile; bytes of the step before.
+        frees_gradients: Whether the last step's gradients are freed before `training_step`.
         batch_reads, foreseen, makes, measured, noted: As `reads`, `foreseen`, ... in ModuleProfile.
 
     Args:
@@ -74,7 +75,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         # operator 0 stands for all storages from before the step
         self.work: list[tuple[str, str]] = [(FORWARD, "")]
         self.head: Head | None = None
-        self.optimising = self.in_step = False
+        self.optimising = self.in_step = self.frees_gradients = False
         self.lengths: frozenset[int] = frozenset()
         self.returned: list[Life] = []
         self.went_back: set[str] = set()

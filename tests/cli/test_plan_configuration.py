@@ -267,6 +267,14 @@ def test_a_class_is_planned_without_a_configuration(config: str, capsys: Any) ->
     ):
         refused([*named, *more], said, capsys)
     refused(["plan", "deep_model:Deep"], "was named without --batch", capsys)
+    for asked, said in (
+        ("batch:2", "dim=2 is not supported for 'batch'"),
+        ("x", "'x' is no tensor of the batch; allowed are 'batch'"),
+        ("ids:", "write NAME or NAME:DIM, for example ids or image:2"),
+        ("batch:1", "the step does not run with other lengths than 64"),
+    ):
+        refused([*named, "--largest", asked], said, capsys)
+    refused(["plan", "data", "--largest", "ids"], "--largest requires --config FILE.yaml or MODULE:CLASS", capsys)
 
 
 def test_any_number_of_devices(config: str, capsys: Any) -> None:

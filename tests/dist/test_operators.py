@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_amp.dist import ring_attention
 from lightning_amp.dist.dispatch.guards import guarded
-from lightning_amp.dist.ops import ShardedTensor
+from lightning_amp.dist.ops import ShardedTensor, attention
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.sharded_tensor import redistribute
 from lightning_amp.dist.splits import WHOLE, MeshAxis, Split, Splits
@@ -279,9 +279,12 @@ def everything(rank: int, size: int, of: int) -> dict[str, Any]:
             outcome(c, s, a, named=n and exact) for i, c in some for s, a, n in ways(i, c, size, axis, grid)[:most]
         ]
         found[name] = [text for text in outcomes if text]
-    if size == 2:
-        # as on devices without torch's kernel
-        with patch.object(ring_attention, "ON_CPU", ()):
+    if size < 4:
+        # around a ring where heads would do; on two ranks as on devices without torch's kernel
+        with (
+            patch.object(attention, "_axis_of_heads", lambda *of: None),
+            patch.object(ring_attention, "ON_CPU", () if size == 2 else ring_attention.ON_CPU),
+        ):
             some = [c for c in PRODUCTS if c.name.startswith(("attention", "causal", "cross-attention"))]
             found["attention"] = [
                 text for c in some if (text := outcome(c, named_splits(c, [axis], "uneven"), [axis], named=True))

@@ -22,7 +22,7 @@ TOLD = "the first real step takes"
 def told(module: LightningModule, caplog: Any, recwarn: Any, **options: Any) -> list[str]:
     """What is said about a fit whose batches are all alike."""
     with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
-        fitted(module, rows((32, 16)), **{"budget": "64MiB", **options})
+        fitted(module, rows((256, 16)), **{"budget": "64MiB", **options})
     said = [str(one.message) for one in recwarn.list] + [one.getMessage() for one in caplog.records]
     return [text for text in said if TOLD in text]
 
@@ -41,7 +41,10 @@ class Other(Net):
         return super().loss(batch)
 
 
-@pytest.mark.parametrize(("factor", "words"), [(8, r"repeat \[256, 64\].*the count gelu \[32, 64\] of net.1"), (0, "")])
+MORE = r"repeat \[2048, 64\].*the count gelu \[256, 64\] of net.1"
+
+
+@pytest.mark.parametrize(("factor", "words"), [(8, MORE), (0, "")])
 def test_a_step_that_differs_from_its_count_is_told(factor: int, words: str, caplog: Any, recwarn: Any) -> None:
     said = told(Other(factor), caplog, recwarn)
     assert len(said) == 1
@@ -69,7 +72,7 @@ class Blocks(Net):
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_step_as_it_was_counted_is_not_told(share: int, accumulated: int, caplog: Any, recwarn: Any) -> None:
     options: dict[str, Any] = {"accumulate_grad_batches": accumulated}
-    plan: Plan = fitted(Blocks(), rows((32, 16)), budget="64MiB", **options)[0]
+    plan: Plan = fitted(Blocks(), rows((256, 16)), budget="64MiB", **options)[0]
     budget = plan.predicted_peak_bytes * share // 100
     assert told(Blocks(), caplog, recwarn, budget=f"{budget}B", **options) == []
 

@@ -57,6 +57,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --config or MODULE:CLASS: print what the blocks run that the plan computes in chunks, as Python",
     )
+    parser.add_argument(
+        "--largest",
+        metavar="NAME[:DIM]",
+        help="with --config or MODULE:CLASS and --device-memory: say the largest length that fits of a dimension of the"
+        " batch, by default 1, such as ids or image:2",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -86,6 +92,8 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     if arguments.show_code:
         raise PlanError("--show-code requires --config FILE.yaml or MODULE:CLASS, whose blocks it would show; name one")
+    if arguments.largest:
+        raise PlanError("--largest requires --config FILE.yaml or MODULE:CLASS, whose batch it would change; name one")
     if arguments.recommend_devices:
         return _recommend(arguments)
     request = request_of(arguments)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,8 @@ def _run(arguments: argparse.Namespace) -> None:
         from lightning_amp.footprint.profile_module import profile_and_trace
 
         def profiled(module: Any, batch: Any, around: Any, options: Any) -> Any:
-            return profile_and_trace(module, batch, batch_size=arguments.batch_size, around=around)
+            plain = replace(around, frees_gradients=False)
+            return profile_and_trace(module, batch, batch_size=arguments.batch_size, around=plain)
 
         with of_shapes(arguments):
             found, trace = use_step(arguments, named, profiled)

@@ -1,6 +1,20 @@
-"""Compute attention of sharded tensors; sequence-sharded queries and keys use ring attention (ring_attention.py).
+"""Compute attention of sharded tensors.
 
-Legend: `log_sums` are logarithms of sums of exponentials, [batch, head, row].
+Where rows of queries and of keys are sharded over one axis, there are two ways:
+
+    heads   an all-to-all gives each rank all rows of some heads, torch's kernel computes these, and another all-to-all
+            returns the rows (Jacobs et al., DeepSpeed Ulysses, 2023)
+    ring    keys and values are passed around the ranks (ring_attention.py)
+
+    way     a rank sends, forward and backward       used
+    heads   2 (q + k + v + out) (R - 1) / R          where there is a head for each rank, and the mask is whole
+    ring    (3 R - 2) (k + v)                        otherwise
+
+Ranks may have one head more than others, for which these wait. With a causal mask the ranks of a ring wait too, for the
+last one; and on other devices than CPUs a ring has no fused kernel.
+
+Legend: q, k, v and out are bytes of a rank's shards; R ranks; `log_sums` are logarithms of sums of exponentials,
+[batch, head, row].
 """
 
 import math
@@ -14,11 +28,13 @@ from lightning_amp.derivatives import first_only
 from lightning_amp.dist.collectives import reduce_now
 from lightning_amp.dist.dispatch.by_rule import by_rule, with_whole
 from lightning_amp.dist.ops.random import kept
+from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.redistribute import own_part
 from lightning_amp.dist.registry import operator, shard_error
 from lightning_amp.dist.ring_attention import block_backward, block_forward, ring_attention
 from lightning_amp.dist.sharded_tensor import (
     computed_in,
+    held_by,
     in_order,
     local_of,
     part_in,
@@ -27,7 +43,7 @@ from lightning_amp.dist.sharded_tensor import (
     splits_of,
     wrap,
 )
-from lightning_amp.dist.splits import MeshAxis, Splits
+from lightning_amp.dist.splits import MeshAxis, Split, Splits
 
 
 class _SplitColumns(torch.autograd.Function):
@@ -78,6 +94,8 @@ def _attention(
         found = F.scaled_dot_product_attention(q, k, v, mask, p, causal, scale=scale, enable_gqa=enable_gqa)
         return found.squeeze(0) if n < 4 else found.unflatten(0, lead[:-1])
     q, k, v = (with_whole(func, t, [3]) for t in (q, k, v))
+    if (axis := _axis_of_heads(q, k, v, mask, p)) is not None:
+        return _by_heads(q, k, v, mask, causal, scale, axis)
     if enable_gqa and shape_of(q)[1] != shape_of(k)[1]:
         k, v = (t.repeat_interleave(shape_of(q)[1] // shape_of(k)[1], 1) for t in (k, v))
     q, k = in_order(q, 2), in_order(k, 2)
@@ -121,6 +139,47 @@ def _attention(
         a, b, c, axis=of_q.axis, rows=every_row, columns=every_column, scale=scale, mask=mask, causal=causal
     )
     return wrap(found, splits_of(q))
+
+
+def _axis_of_heads(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float) -> MeshAxis | None:
+    """Return the axis that shards the rows of queries, keys and values, if each of its ranks can have whole heads."""
+    rows = [splits_of(t).at(2) for t in (q, k, v)]
+    axes = {split.axis for split in rows if split is not None}
+    if None in rows or len(axes) != 1 or p or any(splits_of(t).at(1) is not None for t in (q, k, v)):
+        return None
+    axis = axes.pop()
+    if mask is not None and (mask.requires_grad or splits_of(mask).on(axis) is not None):
+        return None
+    return axis if shape_of(q)[1] >= axis.size else None
+
+
+def _by_heads(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: float, axis: MeshAxis) -> Tensor:
+    """Attention of whole samples, of which each rank has some heads; rows are returned to their owners."""
+    own, heads = splits_of(q), shape_of(q)[1]
+    # kernels return tensors with the memory order of the queries
+    rows_first = held_by(q).stride(1) < held_by(q).stride(2)
+    groups = heads // shape_of(k)[1]
+    if groups > 1 and (heads % axis.size or shape_of(k)[1] % axis.size):
+        # a rank's queries would read heads of keys that another rank has
+        k, v, groups = *(t.repeat_interleave(groups, 1) for t in (k, v)), 1
+
+    def with_heads(x: Tensor) -> Tensor:
+        split = Split(axis, 1, Owners.even(shape_of(x)[1], axis.size))
+        return redistribute(x, splits_of(x).replaced(axis, split))
+
+    q, k, v = map(with_heads, (q, k, v))
+    if mask is not None:
+        mask = mask.view([*[1] * (4 - len(shape_of(mask))), *shape_of(mask)])
+        mask = part_in(mask, splits_of(q).without(*[d for d, m in enumerate(shape_of(mask)) if m == 1]))
+    a, b, c = (computed_in(local_of(t)) for t in (q, k, v))
+    found = F.scaled_dot_product_attention(a, b, c, mask, 0.0, causal, scale=scale, enable_gqa=groups > 1)
+    if not rows_first:
+        local = local_of(redistribute(wrap(found, splits_of(q)), own))
+        # one sample gets the stride that it has in a plain tensor
+        return wrap(local.flatten(0, 1).unflatten(0, local.shape[:2]), own)
+    exchanged = {1: 2, 2: 1}
+    turned = wrap(found.transpose(1, 2), splits_of(q).mapped(lambda dim: exchanged.get(dim, dim)))
+    return redistribute(turned, own.mapped(lambda dim: exchanged.get(dim, dim))).transpose(1, 2)
 
 
 def _with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float) -> Tensor:

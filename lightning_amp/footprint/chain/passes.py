@@ -69,6 +69,7 @@ class Passes:
             chunks holds those of its inputs and parameters from its first chunk to its last.
         parameters: All parameters.
         buffer_bytes, batch_bytes: Bytes of buffers, and of the batch.
+        frees_gradients: Whether the last step's gradients are freed before this step.
         draws: Why the batch cannot be cut into micro-batches; "" if no reason was detected.
     """
 
@@ -95,6 +96,7 @@ class Passes:
     parameters: tuple[Parameter, ...]
     buffer_bytes: int
     batch_bytes: int
+    frees_gradients: bool = False
     draws: str = ""
 
     def at(self, other: "Passes", rows: int) -> "Passes | None":
@@ -295,6 +297,7 @@ class _Cut:
             parameters=tuple(self._parameters(kinds)),
             buffer_bytes=sum(life.n_bytes for name, life in kinds[PARAMETERS].items() if name not in step.trained),
             batch_bytes=sum(life.n_bytes for life in step.lives if life.name == "batch"),
+            frees_gradients=step.frees_gradients,
         )
 
     def _places(self, lives: Sequence[Any]) -> tuple[int, ...]:

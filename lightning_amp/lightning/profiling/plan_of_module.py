@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from html import escape
 from typing import Any
 
@@ -12,8 +12,9 @@ import psutil
 from lightning.pytorch import LightningModule
 
 from lightning_amp.costs.device_rates import Rates
-from lightning_amp.costs.profiled_step import ProfiledStep
+from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.errors import ModelError, PlanError
+from lightning_amp.footprint.copies.other_lengths import length_of_dim, with_length
 from lightning_amp.footprint.find_blocks import named_blocks
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import PARAMETERS, ModuleProfile
@@ -22,8 +23,10 @@ from lightning_amp.installing.describe_module import describe
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.profiling.split_samples import samples_may_be_split, with_split_samples
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
-from lightning_amp.planning.modules.min_memory_plan import Answers, answers, fewest_ranks, largest_batches
-from lightning_amp.planning.modules.plan_module import Counted, base_plan, plan_step
+from lightning_amp.planning.modules.finish_plan import rules_of
+from lightning_amp.planning.modules.min_memory_plan import fewest_ranks
+from lightning_amp.planning.modules.plan_module import Counted, base_plan, counted_draft, plan_step
+from lightning_amp.planning.modules.questions import Answers, CountAt, SeenAt, answers, largest_batches
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import without_shared_statistics
 from lightning_amp.planning.reports.step_report import step_report
@@ -47,7 +50,8 @@ class ModulePlan:
         profile: Profile of the step without techniques, on one device.
         module: The module whose step was planned.
         step: The step, to count it again.
-        seen_at: Function that counts the step with another batch size.
+        batch: The batch.
+        at: Function that counts the step with a batch size, or with another batch.
         counting: Context for counting, with the blocks of `blocks` and tensor sizes as on the device.
         named: Whether the user chose the techniques, not the policy.
         split: Technique of the plan that replaces the training step, or ""; the questions are then not supported.
@@ -59,7 +63,8 @@ class ModulePlan:
     profile: ModuleProfile
     module: LightningModule = field(repr=False)
     step: StepOfModule = field(repr=False)
-    seen_at: Callable[[int | None], ProfiledStep] = field(repr=False)
+    batch: Any = field(repr=False)
+    at: Callable[..., tuple[StepOfModule, ProfiledStep]] = field(repr=False)
     counting: Callable[[], AbstractContextManager[None]] = field(repr=False)
     named: bool = field(repr=False)
     split: str = field(repr=False)
@@ -90,8 +95,51 @@ class ModulePlan:
                 "largest_batch requires a batch whose tensors have a common length, found none: give one that has"
             )
         with self.counting():
-            most = largest_batches(self.seen_at, self.seen_at(start), budget=budget, **self._asked)
+            most = largest_batches(*self._counts(self.at), start=start, budget=budget, **self._asked)
         return max(most.plain, most.lean)
+
+    def largest(self, name: str, dim: int = 1) -> int:
+        """Return the largest length of a dimension of the batch that fits the budget; 0 if a length of 1 does not.
+
+        All dimensions of the batch that have the same length change with it, except the first of each tensor: those of
+        labels and masks, or both sides of a square picture. Entries are repeated. The answer is about memory alone: a
+        table of positions may end earlier.
+
+        Args:
+            name: Tensor of the batch, such as "ids", "0" in a tuple, or "batch" for a batch that is a tensor.
+            dim: The dimension, from 1; `largest_batch` answers for 0.
+
+        Raises:
+            PlanError: There is no budget, no such tensor or dimension, or the step does not run with another length.
+        """
+        budget, start = self._budget("largest"), length_of_dim(self.batch, name, dim)
+
+        @cache
+        def at(length: int) -> tuple[StepOfModule, ProfiledStep]:
+            size = self.profile.batch_size
+            return self.at(size) if length == start else self.at(size, with_length(self.batch, start, length))
+
+        with self.counting():
+            try:
+                most = largest_batches(*self._counts(at), start=start, budget=budget, **self._asked)
+            except ModelError as error:
+                raise PlanError(
+                    f"largest({name!r}, dim={dim!r}) cannot be computed, the step does not run with other lengths than"
+                    f" {start:,}: {error}"
+                ) from error
+        return max(most.plain, most.lean)
+
+    @staticmethod
+    def _counts(at: Callable[[int], tuple[StepOfModule, ProfiledStep]]) -> tuple[SeenAt, CountAt]:
+        """Return the functions that count the step as it is, and with the techniques of a draft."""
+
+        def with_draft(length: int, made: Draft) -> int:
+            step, seen = at(length)
+            if made.stages:
+                return made.peak_bytes
+            return counted_draft(seen, rules_of(made, named=False), ranks=made.ranks, count=step.count).peak_bytes
+
+        return lambda length: at(length)[1], with_draft
 
     def fewest_devices(self) -> int | None:
         """Return the fewest devices on which the batch fits the budget, by any technique; None if there are none.
@@ -102,7 +150,7 @@ class ModulePlan:
             PlanError: There is no budget, or the memory on more devices cannot be computed.
         """
         with self.counting():
-            found = fewest_ranks(self.seen_at(self.profile.batch_size), self._budget("fewest_devices"))
+            found = fewest_ranks(self.at(self.profile.batch_size)[1], self._budget("fewest_devices"))
         predicted = None if found is None else found.ranks * found.model
         counted = self._on_fewest(COUNTED_ON, below=predicted)
         return predicted if counted is None else counted.mesh.ranks
@@ -125,11 +173,11 @@ class ModulePlan:
         if budget is None or self.unlike or self.split:
             return None
         with self.counting():
-            seen = self.seen_at(self.profile.batch_size)
+            seen = self.at(self.profile.batch_size)[1]
             # each further number of devices takes seconds
             own = self.plan.mesh.ranks
             on_fewest = partial(self._on_fewest, (own, 2 * own))
-            return answers(self.seen_at, seen, budget=budget, on_fewest=on_fewest, **self._asked)
+            return answers(*self._counts(self.at), seen, budget=budget, on_fewest=on_fewest, **self._asked)
 
     @property
     def _asked(self) -> dict[str, Any]:
@@ -190,11 +238,12 @@ def plan_of_module(
     requested = requested_specs(ids if request["strategies"] else (), given)
     share = options.get("share_batch_statistics") is not False
 
-    def step_at(n: int | None) -> StepOfModule:
+    def step_at(n: int | None, other: Any = None) -> StepOfModule:
         # the search for the largest batch must not fill this machine's memory with a step that requires real values
-        limit = None if n == batch_size else psutil.virtual_memory().total // 2
+        limit = None if n == batch_size and other is None else psutil.virtual_memory().total // 2
         limited = replace(around, limit_bytes=around.limit_bytes or limit)
-        return StepOfModule(module, lambda: batch, around=limited, batch_size=n, steps=steps)
+        given = batch if other is None else other
+        return StepOfModule(module, lambda: given, around=limited, batch_size=n, steps=steps)
 
     def look(step: StepOfModule, devices: int = devices) -> ProfiledStep:
         return step.profiled(rates, requested=requested, shared_statistics=share and devices > 1)
@@ -209,7 +258,7 @@ def plan_of_module(
     with counting():
         seen = look(step)
         shape = replace(describe(module, batch_size=seen.profile.batch_size or 1), profiled=True)
-    profile, known = seen.profile, {seen.profile.batch_size: seen}
+    profile = seen.profile
     own = {id(tensor): tensor.nbytes for tensor in (*module.parameters(), *module.buffers())}
     if not around.prepared and profile.by_kind[PARAMETERS] > sum(own.values()):
         raise ModelError(
@@ -247,17 +296,24 @@ def plan_of_module(
     if not share:
         made = without_shared_statistics(made)
 
-    def seen_at(n: int | None) -> ProfiledStep:
-        if n not in known:
-            known[n] = look(step_at(n))
-        return known[n]
+    @cache
+    def sized(n: int | None) -> tuple[StepOfModule, ProfiledStep]:
+        other = step_at(n)
+        return other, look(other)
+
+    def at(n: int | None, other: Any = None) -> tuple[StepOfModule, ProfiledStep]:
+        if other is None:
+            return (counted_step, seen) if n == seen.profile.batch_size else sized(n)
+        longer = step_at(n, other)
+        return longer, look(longer)
 
     return ModulePlan(
         plan=made,
         profile=profile,
         module=module,
         step=counted_step,
-        seen_at=seen_at,
+        batch=batch,
+        at=at,
         counting=counting,
         named=request["strategies"] is not None,
         split=technique_of_steps(made.strategies),

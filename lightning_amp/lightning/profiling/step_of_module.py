@@ -71,7 +71,9 @@ class StepOfModule:
             own = OwnParts(size=steps.ranks, axis=lambda: steps.axis)
             around = replace(around, own_parts=own)
         self._answers: dict[int | None, Answers] = {}
-        around = replace(around, answers=self._answers)
+        # strata are planned in closed form, with the last step's gradients
+        frees = around.frees_gradients and not find_decoders(module)
+        around = replace(around, answers=self._answers, frees_gradients=frees)
         self.module, self._take_batch, self._around = module, take_batch, around
         self._trains, self._steps, self._decoders = trains, steps, decoders
         self._batch_size = batch_size

@@ -34,6 +34,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_amp._torch import FakeTensor
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import DataError, ModelError
+from lightning_amp.footprint.last_gradients import LastGradients, nothing_reads_them
 from lightning_amp.footprint.recompute_state import types_of_the_step
 from lightning_amp.holding import replacing
 from lightning_amp.lightning._compat import rank_zero_warn
@@ -42,6 +43,7 @@ from lightning_amp.lightning.consistency.same_parameters import refuse_new_param
 from lightning_amp.lightning.steps.cells import CellWeight
 from lightning_amp.lightning.steps.mean_over_samples import warn_unless_mean
 from lightning_amp.lightning.steps.uneven_means import MeansOverLabels, warn_of_labels
+from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.contract.sharded_parameter import local
 from lightning_amp.techniques.data.gradient_sync import GradientSync
 
@@ -198,6 +200,7 @@ class TrainingStep:
         # parameters whose gradients become those of all ranks, by id; with references, so that no id is used again
         self._known = {id(parameter): parameter for parameter in model.parameters()} if mesh.size() > 1 else None
         self._steps = 0
+        self._last_gradients: LastGradients | None = None
         self._refuse: Callable[[], None] | None = None
         if not own_statistics:
             self._refuse = partial(refuse_own_statistics, module, mesh, model_ranks_differ=shards.model_ranks_differ)
@@ -221,6 +224,11 @@ class TrainingStep:
         if self._known is not None:
             refuse_new_parameters(self._known, self._module, self._module.trainer.optimizers)
         self._steps += 1
+        if self._last_gradients is None:
+            # strata are planned in closed form, with the last step's gradients
+            allowed = nothing_reads_them(self._module.trainer) and not find_decoders(self._module)
+            optimizers = self._module.trainer.optimizers
+            self._last_gradients = LastGradients(self._module, optimizers, allowed=allowed)
         if self._steps == 2 and self._refuse is not None:
             # after the first step: during it, one rank alone may have run out of memory
             self._refuse()
@@ -234,7 +242,8 @@ class TrainingStep:
         if self._finite is not None:
             self._finite.start()
         try:
-            with means.watching() if means.looks or self._weight.expects_labels else nullcontext():
+            watched = means.looks or self._weight.expects_labels
+            with self._last_gradients.before_step(), means.watching() if watched else nullcontext():
                 output = step(*args, **kwargs)
         except ValueError as error:
             if ONE_VALUE not in str(error):

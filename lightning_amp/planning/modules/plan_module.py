@@ -130,7 +130,7 @@ def plan_module(
         try:
             peak = best.peak_bytes
             if count is not None:
-                peak = _drafted(seen, rules, ranks=best.ranks, count=count).peak_bytes
+                peak = counted_draft(seen, rules, ranks=best.ranks, count=count).peak_bytes
         except AmpError as error:
             if named is not None:
                 raise
@@ -182,7 +182,7 @@ def _at_least(
         seen = replace(seen, counts={**seen.counts, names: min(peak, seen.counts.get(names, peak))})
 
     def counted(one: Draft) -> int:
-        return _drafted(seen, rules_of(one, named=False), ranks=one.ranks, count=count).peak_bytes
+        return counted_draft(seen, rules_of(one, named=False), ranks=one.ranks, count=count).peak_bytes
 
     least, found = leanest_counted(replace(seen, beyond={}), best.ranks, known, counted)
     least = min(least, best, key=lambda one: one.peak_bytes)
@@ -222,7 +222,7 @@ def _without_refused(
         if isinstance(alone, str):
             continue
         try:
-            _drafted(seen, rules_of(alone, named=False), ranks=ranks, count=count)
+            counted_draft(seen, rules_of(alone, named=False), ranks=ranks, count=count)
         except AmpError as error:
             found[name] = _why(error)
     return replace(seen, refused={**seen.refused, **found})
@@ -239,7 +239,7 @@ def plan_again(given: Plan, seen: ProfiledStep, *, count: Count | None = None, m
         return predicted_again(given, seen, replace(decided, memory=memory))
     rules = tuple(rule for rule in given.rules if rule.strategy in PREDICTIONS)
     ranks = given.gradient_ranks
-    made = _drafted(seen, rules, ranks=ranks, count=count)
+    made = counted_draft(seen, rules, ranks=ranks, count=count)
     return replace(
         given,
         predicted_base_bytes=held_bytes(seen, made),
@@ -250,7 +250,7 @@ def plan_again(given: Plan, seen: ProfiledStep, *, count: Count | None = None, m
     )
 
 
-def _drafted(seen: ProfiledStep, rules: tuple[Rule, ...], *, ranks: int, count: Count | None) -> Draft:
+def counted_draft(seen: ProfiledStep, rules: tuple[Rule, ...], *, ranks: int, count: Count | None) -> Draft:
     """Count the step with those rules installed that change modules, and add the effects of the others."""
     strategies = tuple(dict.fromkeys(rule.strategy for rule in rules))
     local = tuple(rule for rule in rules if PREDICTIONS[rule.strategy].counted)

@@ -80,7 +80,7 @@ class ModuleDiagnosis:
     reason: str
 
 
-ANSWERS = ("fits", "would_help", "largest_batch", "fewest_devices")
+ANSWERS = ("fits", "would_help", "largest_batch", "fewest_devices", "largest_length")
 """What the JSON form says for programs that read it, and `from_json` leaves out."""
 SCHEMA = 2
 """Version of the JSON form. 2: places of `replay` do not count views, and a rule of `chunk` has the device's rates."""

@@ -203,15 +203,16 @@ def remedy(plan: Plan) -> str:
 
 
 def plan_as_json(plan: Plan, answers: Mapping[str, Any]) -> str:
-    """Return the plan as JSON, with what would help, the largest batch and the fewest devices, or null for each.
+    """Return the plan as JSON, with what would help, and answers or null for each.
 
     Args:
-        answers: The last two, if they were looked for.
+        answers: The largest batch, the fewest devices and the largest length, as far as they were asked for.
     """
     helps = {} if plan.diagnosis is None else plan.diagnosis.helps
     others = {name: effect for name, effect in helps.items() if name not in plan.strategies}
     would = {"said": remedy(plan), "techniques": others} if plan.fits is False else None
-    return plan.to_json({"would_help": would, "largest_batch": None, "fewest_devices": None, **answers})
+    unanswered = dict.fromkeys(("largest_batch", "fewest_devices", "largest_length"))
+    return plan.to_json({"would_help": would, **unanswered, **answers})
 
 
 def _of_validation(plan: Plan, found: Validation) -> str:

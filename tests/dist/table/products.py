@@ -11,6 +11,7 @@ FEW = (2, 3, 5, 4)
 IMAGE = (2, 4, 12, 9)
 LINE = (2, 4, 13)
 VOLUME = (1, 2, 9, 5, 6)
+SIX = (2, 6, 9, 4)
 sdpa = F.scaled_dot_product_attention
 
 PRODUCTS = [
@@ -63,6 +64,12 @@ PRODUCTS = [
     case("attention of rows that see nothing with split keys", lambda q, k: sdpa(q, k, k, _blind()), HEADS, HEADS, at={1: 2}),
     case("attention with a padding mask", lambda q, m: sdpa(q, q, q, m[:, None, None]), HEADS, _padding := (lambda: torch.arange(9) < torch.tensor([[9], [6]])), at={0: 2, 1: 1}),
     case("attention of grouped heads", lambda q, k: sdpa(q, k, k, enable_gqa=True), (2, 4, 9, 4), (2, 2, 9, 4), at={0: 2, 1: 2}),
+    case("attention of six heads on several ranks", lambda q, k, v: sdpa(q, k, v), SIX, SIX, SIX, at={0: 2, 1: 2, 2: 2}),
+    case("causal attention of six heads with a scale", lambda q: sdpa(q, q * 2, q + 1, is_causal=True, scale=0.3), SIX, at=2),
+    case("cross-attention of six heads, more features of values", lambda q, k, v: sdpa(q, k, v), SIX, (2, 6, 7, 4), (2, 6, 7, 5), at={0: 2, 1: 2, 2: 2}),
+    case("attention of six heads in groups", lambda q, k: sdpa(q, k, k + 1, enable_gqa=True), SIX, (2, 2, 9, 4), at={0: 2, 1: 2}),
+    case("attention of six heads to one", lambda q, k: sdpa(q, k, k + 1, is_causal=True, enable_gqa=True), SIX, (2, 1, 9, 4), at={0: 2, 1: 2}),
+    case("attention of six heads with a mask of each", lambda q: sdpa(q, q, q, _of_heads()), SIX, at=2),
     case("attention of scale 0", lambda x: sdpa(x, x, x, scale=0.0), X),
     case("attention that drops all", lambda x: sdpa(x, x, x, dropout_p=1.0), X),
     case("causal attention with a mask", lambda x: sdpa(x, x, x, torch.ones(9, 9).bool(), is_causal=True), X, refused="causal"),
@@ -116,6 +123,14 @@ def _by_hand(x):
     with torch.autocast("cpu", torch.bfloat16):
         q = F.linear(x.float(), torch.eye(6))
         return ((q @ q.mT).float().softmax(-1) @ q).double()
+
+
+def _of_heads() -> torch.Tensor:
+    """A mask with other scores for each head, and a row of one of them that sees nothing."""
+    mask = torch.sin(torch.arange(6 * 9 * 9, dtype=torch.float64)).view(1, 6, 9, 9)
+    return mask.index_put(
+        (torch.tensor(0), torch.tensor(3), torch.tensor(5)), torch.tensor(-torch.inf, dtype=mask.dtype)
+    )
 
 
 def _blind():

@@ -57,6 +57,23 @@ class Blocks(Normalised):
         self.net = nn.Sequential(*blocks)
 
 
+class Words(pl.LightningModule):
+    """A small language model, whose attention grows with the square of the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+        self.words, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+        self.layers = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.head(self.layers(self.words(batch["ids"])))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_what_a_technique_refuses_is_said(sparse: bool) -> None:
     step = StepOfModule(Normalised(sparse=sparse), lambda: torch.arange(4), around=Around())
@@ -257,6 +274,30 @@ def test_the_largest_batch_fits_with_the_plan_and_one_more_does_not(lean: Any) -
         for more, fits in ((0, True), (1, False)):
             found = lightning_amp.plan(Deep(), SHAPE, device_memory=budget, strategies=strategies, batch_size=n + more)
             assert found.plan.fits is fits
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("strategies", "near"), [("S1", 1.0), (None, 0.97)])
+def test_the_largest_length_and_batch_are_those_of_a_plan_that_fits(strategies: str | None, near: float) -> None:
+    def planned(rows: int, length: int) -> Any:
+        ids = torch.randint(0, 50, (rows, length))
+        asked = {"device_memory": budget, "strategies": strategies}
+        return lightning_amp.plan(Words(), {"ids": ids, "labels": ids.clone()}, **asked)
+
+    budget = 2_000_000
+    made = planned(4, 48)
+    rows, length = made.largest_batch(), made.largest("ids")
+    assert (rows > 4, length > 48) == (True, True)
+    for found in (planned(rows, 48), planned(4, length)):
+        assert near * budget <= found.plan.predicted_peak_bytes <= budget or strategies == "S1"
+        assert found.plan.fits
+    if strategies == "S1":
+        assert not planned(4, length + 1).plan.fits
+    assert made.largest("batch.labels", dim=1) == length
+    with pytest.raises(PlanError, match="'text' is no tensor of the batch; allowed are 'ids', 'labels'"):
+        made.largest("text")
+    with pytest.raises(PlanError, match=r"dim=2 is not supported for 'ids', a tensor of 2 dimensions"):
+        made.largest("ids", dim=2)
 
 
 @pytest.mark.release

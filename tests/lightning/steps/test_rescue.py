@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 from tests.techniques.recompute.test_beside_decoder import Run
 from tests.techniques.sharded_cases import Case
 
-BATCHES = [torch.randn(6, 8, generator=torch.Generator().manual_seed(k)) for k in range(5)]
+BATCHES = [torch.randn(24, 8, generator=torch.Generator().manual_seed(k)) for k in range(5)]
 
 
 class Ends(torch.autograd.Function):
@@ -184,7 +184,7 @@ def test_in_the_update_and_without_rescue_the_error_is_raised(where: str, rescue
         fit(Deep((where, 1)), AMPStrategy(rescue=rescue))
 
 
-@pytest.mark.parametrize(("leaner", "tried"), [("", 2), ("another plan, which needs as much", 4)])
+@pytest.mark.parametrize(("leaner", "tried"), [("", 3), ("another plan, which needs as much", 4)])
 def test_the_error_is_raised_without_a_leaner_plan_and_after_three(
     leaner: str, tried: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,7 +143,9 @@ def within(n_bytes: int, **options: Any) -> AMPStrategy:
 
 
 def test_steps_of_torch_func_are_profiled_and_their_budget_is_held() -> None:
-    plain, peak = run(Equation())
+    plain, more = run(Equation())
+    _, peak = run(Equation(), AMPStrategy())
+    assert peak < more, "without gradients of the last step"
     found, measured = run(Equation(), within(peak))
     assert found["plan"].predicted_peak_bytes == measured == peak
     assert found["plan"].fits is True
@@ -157,7 +159,7 @@ def test_a_generator_is_counted_while_it_runs_and_refused_where_it_is_not(monkey
     def stream() -> Any:
         return (batch for batch in batches(4))
 
-    _, peak = run(Net(), data=stream())
+    _, peak = run(Net(), AMPStrategy(), stream())
     found, measured = run(Net(), within(peak), stream())
     assert measured == peak
     assert found["plan"].fits is None
@@ -199,7 +201,7 @@ def test_parameters_that_a_callback_unfreezes_are_counted_from_the_beginning() -
         return {"callbacks": [tune], "max_epochs": 8, "max_steps": 5}
 
     one = DataLoader(batches(1), batch_size=None)  # type: ignore[arg-type]
-    _, peak = run(Net(), data=one, **later())
+    _, peak = run(Net(), AMPStrategy(), one, **later())
     found, measured = run(Net(), within(peak), one, **later())
     assert found["plan"].predicted_peak_bytes == measured == peak
     assert any("a callback unfreezes some" in note for note in found["plan"].notes)
@@ -209,7 +211,7 @@ def test_parameters_that_a_callback_unfreezes_are_counted_from_the_beginning() -
 
 def test_a_budget_is_held_where_parameters_are_unfrozen_unasked() -> None:
     options = {"max_epochs": 2, "max_steps": 5}
-    _, peak = run(Unfreezing(), **options)
+    _, peak = run(Unfreezing(), AMPStrategy(), **options)
     found, _ = run(Unfreezing(), within(peak), **options)
     assert found["plan"].predicted_peak_bytes < 0.7 * peak
     assert any("of parameters are frozen, and counted so" in note for note in found["plan"].notes)

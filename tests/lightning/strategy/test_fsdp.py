@@ -255,7 +255,8 @@ def refusals(rank: int) -> dict[str, tuple[str, bool]]:
         plain &= type(module) is kind and "training_step" not in vars(module)
         # 5 rows on 2 ranks are 3 and 2; what an ended run has of the other rank's is nan
         rows = module.first.weight[:3] if rank == 0 else module.first.weight[3:]
-        kept = rows if told.startswith("ModelError") else torch.cat([p.flatten() for p in module.parameters()])
+        ended = told.startswith(("ModelError", "RanksDiffer"))
+        kept = rows if ended else torch.cat([p.flatten() for p in module.parameters()])
         found[name] = told, plain and bool(kept.isfinite().all())
         dist.barrier()
     return found

@@ -1,17 +1,12 @@
 """Claim: the largest batch that fits, the fewest devices and the leanest plan are looked for among pipelines too."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from lightning_amp.costs.profiled_step import ProfiledStep
+from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.planning.modules.candidates import as_it_is
-from lightning_amp.planning.modules.min_memory_plan import (
-    answers,
-    fewest_ranks,
-    leanest,
-    missing,
-    over_data,
-    over_stages,
-)
+from lightning_amp.planning.modules.min_memory_plan import fewest_ranks, leanest, missing, over_data, over_stages
+from lightning_amp.planning.modules.questions import answers
 from lightning_amp.quantities import format_bytes
 from tests.planning.modules.facts import with_stages, with_units
 from tests.planning.modules.test_plan_of_a_module import profiled, seen
@@ -25,6 +20,11 @@ def at(rows: int) -> ProfiledStep:
     """The step of a batch of some length, whose parameters no technique of a data axis splits."""
     plain = with_units(seen(profiled(held=HELD, batch_size=rows)), ())
     return with_stages(plain, passes=lambda part: passes(part or rows))
+
+
+def drafted(rows: int, made: Draft) -> int:
+    """The peak of a draft, as if a count confirmed it."""
+    return made.peak_bytes
 
 
 def test_a_pipeline_may_be_the_leanest() -> None:
@@ -59,7 +59,7 @@ def test_a_step_requires_no_more_than_it_takes_as_it_is() -> None:
 
 def test_the_answers_name_a_pipeline_where_nothing_else_fits() -> None:
     budget = leanest(at(ROWS), 2).peak_bytes
-    found = answers(at, at(ROWS), ranks=2, budget=budget)
+    found = answers(at, drafted, at(ROWS), ranks=2, budget=budget)
     devices, batch = found.said
     assert devices.startswith("the fewest devices for this step with a batch of 8 for all of them: 2, ")
     assert devices.endswith("with pipeline and recompute")
@@ -83,10 +83,10 @@ def test_the_answers_name_a_pipeline_where_nothing_else_fits() -> None:
         "samples_without_techniques": 0,
         "said": batch,
     }
-    found = answers(at, at(ROWS), ranks=1, budget=budget)
+    found = answers(at, drafted, at(ROWS), ranks=1, budget=budget)
     assert "none, not even one of 1" in found.said[1]
     assert found.to_dict()["largest_batch"]["samples"] == 0
-    found = answers(at, at(ROWS), ranks=1, budget=1)
+    found = answers(at, drafted, at(ROWS), ranks=1, budget=1)
     assert found.said[0].startswith("no number of devices has the memory")
     assert found.to_dict()["fewest_devices"] is None
 
@@ -97,4 +97,21 @@ def test_a_batch_for_each_rank_is_more_than_a_larger_one_for_both() -> None:
         return with_stages(plain, passes=lambda part: passes(part or rows, saved=1000))
 
     assert over_stages(grown(10), 2)[0].peak_bytes < 11_000 < over_data(grown(8), 2).peak_bytes
-    assert answers(grown, grown(ROWS), ranks=2, budget=11_000).said[1].endswith(" 7 with recompute")
+    assert answers(grown, drafted, grown(ROWS), ranks=2, budget=11_000).said[1].endswith(" 7 with recompute")
+
+
+def test_a_largest_batch_is_one_that_a_count_confirms() -> None:
+    def grown(rows: int) -> ProfiledStep:
+        return with_units(seen(profiled(saved=6000 + 100 * rows, batch_size=rows)), ())
+
+    def more(rows: int, made: Draft) -> int:
+        return made.peak_bytes + 50 * rows
+
+    def largest(count: Callable[[int, Draft], int]) -> int:
+        found = answers(grown, count, grown(ROWS), ranks=1, budget=11_000).largest
+        assert found is not None
+        return found.lean
+
+    n = largest(more)
+    assert n < largest(drafted)
+    assert 0.98 * 11_000 <= more(n, over_data(grown(n), 1)) <= 11_000

@@ -1,7 +1,7 @@
 """Predict the peak bytes of every rank of a pipeline in its second training step, in the order of the schedule.
 
     always          parameters and optimiser state of the rank's blocks, and of what it reads outside blocks; buffers;
-                    the full batch; gradients of the last step, which are kept until this step has its loss
+                    the full batch; gradients of the last step, where they are kept until this step has its loss
     forward pass    what it allocates, after what the rank computes before its blocks; received tensors, twice (the
                     leaf, and the copy that blocks may write into)
     in flight       what autograd keeps of the segments, what was received, the result of the last block
@@ -191,7 +191,8 @@ class _StageWalk:
         whole = pipeline.whole
         self._last = len(pipeline.ends) - 1
         kept = sum(p.n_bytes + p.state_bytes for p in self._held)
-        self._always = kept + self._gradients + whole.buffer_bytes + whole.batch_bytes
+        self._always = kept + whole.buffer_bytes + whole.batch_bytes
+        self._always += 0 if whole.frees_gradients else self._gradients
         ends_here = self._last % len(pipeline.orders) == rank
         self._segments = [i for run in pipeline.runs_of(rank) for i in range(*run)]
         self._segments += [len(whole.names)] * ends_here
@@ -252,7 +253,7 @@ class _StageWalk:
         if last and several and not pipeline.at_once:
             self._reach(rest_bytes(whole, rank=self._segments).silent)
         # old gradients are freed before the new ones are set
-        self._now = self._always
+        self._now = self._always + (self._gradients if whole.frees_gradients else 0)
         self._reach(self._optimiser())
 
     def _tied(self) -> int:
@@ -305,8 +306,8 @@ def layer_bytes(part: Passes, orders: Sequence[Order], stages: int, *, at_once: 
     for p in part.parameters:
         places = {min(i, blocks - 1) for i in p.segments} if p.block is None else {p.block}
         for i in places:
-            # gradients of the last step exist too
-            held[i] += p.n_bytes + p.state_bytes + 2 * p.gradient_bytes
+            # gradients of the last step may exist too
+            held[i] += p.n_bytes + p.state_bytes + (1 if part.frees_gradients else 2) * p.gradient_bytes
     flights = [most_in_flight(order) for order in orders]
     for stage in range(stages):
         flying = flights[stage % len(orders)][stage]

@@ -1,0 +1,99 @@
+"""Free the gradients of the last step before `training_step`, where nothing reads them any more.
+
+Lightning frees them between `training_step` and the backward pass, so that they live through the forward pass, whose
+end is the peak of most steps. A run and a counted step of it free them earlier, by the same rule. They stay if one of
+these may read or keep them:
+
+    manual optimization, gradient accumulation
+    `on_before_zero_grad` of the module or a callback, which Lightning calls after `training_step`
+    `optimizer_zero_grad` of the module, `zero_grad` of the optimizer
+    the first `training_step`, if it reads `.grad` of a parameter
+
+A later `training_step` that reads `.grad` raises an error, because it would get None instead of the gradient.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
+
+from lightning_amp._torch import GRADIENT
+from lightning_amp.errors import ModelError
+
+LIBRARIES = ("torch", "lightning", "lightning_amp")
+"""Packages that may look at `.grad` in a step: torch's compiler does so for every parameter, without using it."""
+
+
+def nothing_reads_them(trainer: Trainer) -> bool:
+    """Whether the settings and callbacks of a run let the last gradients go before `training_step`."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return trainer.accumulate_grad_batches == 1 and not any(
+        isinstance(one, GradientAccumulationScheduler)
+        or "on_before_zero_grad" in vars(one)
+        or type(one).on_before_zero_grad is not Callback.on_before_zero_grad
+        for one in callbacks
+    )
+
+
+class LastGradients:
+    """The gradients of one optimizer's parameters between two steps.
+
+    Args:
+        module: The module that is trained.
+        optimizers: Its optimizers; gradients stay unless there is one.
+        allowed: Whether the run lets them go (`nothing_reads_them`).
+    """
+
+    def __init__(self, module: LightningModule, optimizers: Sequence[Optimizer], *, allowed: bool) -> None:
+        hooks = ("on_before_zero_grad", "optimizer_zero_grad")
+        self.freed = (
+            allowed
+            and len(optimizers) == 1
+            and type(optimizers[0]).zero_grad is Optimizer.zero_grad
+            and module.automatic_optimization
+            and not any(is_overridden(name, module, parent=LightningModule) for name in hooks)
+        )
+        self._optimizers, self._steps = optimizers, 0
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._kinds = {type(parameter) for parameter in module.parameters()}
+
+    @contextmanager
+    def before_step(self) -> Iterator[None]:
+        """Free the gradients, if nothing reads them, and run a `training_step` in this context.
+
+        Raises:
+            ModelError: A step after the first one reads a gradient that was freed.
+        """
+        if not self.freed:
+            yield
+            return
+        self._steps += 1
+        for group in self._optimizers[0].param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        watched = [kind for kind in self._kinds if "grad" not in vars(kind)]
+        for kind in watched:
+            type.__setattr__(kind, "grad", property(self._read, GRADIENT.__set__, GRADIENT.__delete__))
+        try:
+            yield
+        finally:
+            for kind in watched:
+                type.__delattr__(kind, "grad")
+
+    def _read(self, parameter: Any) -> Any:
+        reader = str(sys._getframe(1).f_globals.get("__name__", ""))
+        if id(parameter) in self._names and reader.partition(".")[0] not in LIBRARIES:
+            if self._steps > 1 and self.freed:
+                raise ModelError(
+                    f"training_step reads the gradient of {self._names[id(parameter)]!r}, which the first step did not;"
+                    " gradients of the last step are freed before training_step to save their memory. Read them in"
+                    " on_before_optimizer_step or on_train_batch_end, or define on_before_zero_grad, which may be"
+                    " empty: then they stay"
+                )
+            self.freed = False
+        return GRADIENT.__get__(parameter)
