@@ -90,6 +90,7 @@ def profile(
     seen = ProfiledStep(
         profile=step.profile,
         chain=step.chain,
+        own_checkpoints=step.own_checkpoints,
         rates=CPU_CORE,
         gradient_sizes=gradient_sizes(what),
         facts=facts_of_step(what, step),

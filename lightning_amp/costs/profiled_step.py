@@ -81,6 +81,7 @@ class ProfiledStep:
         notes: Notes on the count, one sentence each.
         sent_seconds: Time of a technique's collectives, without those that average gradients.
         averages: Whether ranks average full gradients; otherwise `sent_seconds` includes the collectives of shards.
+        own_checkpoints: Whether the user's code checkpoints parts of the step.
         counted: Function that maps a rule to the step with the rule, or to the reason why it is impossible; None if
             no step is counted with rules.
     """
@@ -99,6 +100,7 @@ class ProfiledStep:
     notes: tuple[str, ...] = ()
     sent_seconds: float = 0.0
     averages: bool = True
+    own_checkpoints: bool = False
     counted: Callable[[Rule], CountedWith | str] | None = None
 
     def requesting(self, specs: Mapping[str, Spec]) -> "ProfiledStep":

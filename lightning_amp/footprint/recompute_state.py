@@ -311,8 +311,12 @@ def _held(value: Any, seen: dict[int, Any], depth: int) -> Any:
 
 @cache
 def slots_of(kind: type) -> tuple[str, ...]:
-    """Names of the slots of a class: `__slots__`, and the arguments that a `partial` binds."""
-    return tuple(n for base in kind.__mro__ for n, own in vars(base).items() if isinstance(own, MemberDescriptorType))
+    """Names of the slots of a class: `__slots__`, and the arguments that a `partial` binds.
+
+    Left out is where CPython keeps something for itself, such as an address in a `partial`, which a call may change.
+    """
+    members = (n for base in kind.__mro__ for n, own in vars(base).items() if isinstance(own, MemberDescriptorType))
+    return tuple(name for name in members if not name.endswith("offset__"))
 
 
 def _name(place: Place) -> str:

@@ -43,6 +43,7 @@ from lightning_amp._torch import (
 from lightning_amp.footprint.copies.fake_copy import copy_of
 from lightning_amp.footprint.copies.restore_state import forgetting, restoring_state
 from lightning_amp.footprint.forward_overrides import hooked
+from lightning_amp.footprint.own_checkpoints import CHECKPOINTS, watching_checkpoints
 from lightning_amp.footprint.recompute_state import random_state, same_random, set_random
 from lightning_amp.graph.after_blocks import AfterBlocks, leave_out_before
 from lightning_amp.graph.calls import Calls, CannotFollow, FollowedTensor, Recorder, empty_for, follow
@@ -292,6 +293,8 @@ def _watched(python: "_NoPython") -> Iterator[None]:
         replacing(Trainer, **counters(Trainer)),
         replacing(FakeTensor, device=property(device, of_fake.fset)),
         replacing(fake_tensors, FakeTensor=FollowedTensor),
+        # a graph has no checkpoint, so in chunks the block would keep what it does not keep by itself
+        watching_checkpoints(refuse(CHECKPOINTS, _watched)),
     ):
         yield
 

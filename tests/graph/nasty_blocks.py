@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Base(nn.Module):
@@ -31,6 +32,9 @@ InPlace = of("InPlace", lambda m, x: m.layer(x.mul_(2)))
 Shared = of("Shared", lambda m, x: m.layer(nn.functional.gelu(m.layer(x))))
 ByValue = of("ByValue", lambda m, x: m.layer(x) if x.sum() > 0 else x)
 Chance = of("Chance", lambda m, x: m.layer(x) if random.random() < 0.5 else x)
+
+
+Checkpointed = of("Checkpointed", lambda m, x: checkpoint(m.layer, x, use_reentrant=False))
 
 
 class Buffer(Base):

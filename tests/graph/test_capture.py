@@ -95,6 +95,7 @@ def test_nasty_blocks_are_captured_exactly(kind: type[nasty_blocks.Base]) -> Non
     (nasty_blocks.Makes, "its forward replaces its parameter or buffer 'mask'"),
     (nasty_blocks.Seeded, "its forward sets the seed of torch's random numbers"),
     (nasty_blocks.GoesBack, "its forward calls 'backward' of a tensor, which is Python"),
+    (nasty_blocks.Checkpointed, r"runs under torch.utils.checkpoint by itself; switch that off"),
     (nasty_blocks.Leaf, "its forward calls 'requires_grad_' of a tensor, which is Python"),
 ])  # fmt: skip
 def test_what_a_graph_would_get_wrong_stays_as_it_is(kind: type[nasty_blocks.Base], reason: str) -> None:
@@ -318,6 +319,18 @@ class Private(nasty_blocks.Base):
 
 def closed(numbers: list[float]) -> Any:
     return lambda: numbers[0]
+
+
+def test_a_call_of_a_partial_changes_no_attribute() -> None:
+    """CPython writes an address into a `partial` with keywords when it is called."""
+    captures, seen = Captures(), []
+    block = nasty_blocks.of("Act", lambda m, x: m.act(m.layer(x)))()
+    block.act = partial(nn.functional.leaky_relu, negative_slope=0.2)
+    for _ in range(2):
+        seen.append(captures.of(block, (nasty_blocks.x_of(),), {}))
+        block(nasty_blocks.x_of())
+    assert [one.reason for one in seen] == ["", ""]
+    assert seen[0] is seen[1]
 
 
 LATER = nasty_blocks.Settings()

@@ -108,7 +108,7 @@ def fit(rank: int, ranks: int, kind: str, judged: bool = True, strategies: str =
     torch.manual_seed(7 + rank)
     random.seed(7)
     SEEN.clear()
-    instead = {} if judged else {"warn_unless_mean": lambda *_, **__: False}
+    instead = {} if judged else {"warn_unless_mean": lambda *_, **__: (False, "")}
     with warnings.catch_warnings(record=True) as said, replacing(training_step, **instead):
         warnings.simplefilter("always")
         trainer_of(AMPStrategy(strategies=strategies), rank=rank, ranks=ranks).fit(

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_amp.graph.capture import capture
-from lightning_amp.lightning.steps.uneven_means import warning_of_uneven_means
+from lightning_amp.lightning.steps.uneven_means import MeansOverLabels
 
 
 class Names(TorchFunctionMode):
@@ -34,7 +34,7 @@ def test_a_watched_loss_is_passed_on_as_the_function_itself() -> None:
     for watched in (False, True):
         with Names() as names:
             if watched:
-                with warning_of_uneven_means():
+                with MeansOverLabels(looks=True).watching():
                     F.cross_entropy(logits, labels)
             else:
                 F.cross_entropy(logits, labels)
@@ -48,7 +48,7 @@ class Head(nn.Module):
 
 
 def test_a_watched_loss_is_captured() -> None:
-    with warning_of_uneven_means():
+    with MeansOverLabels(looks=True).watching():
         found = capture(Head(), (torch.randn(4, 3, requires_grad=True), torch.zeros(4, dtype=torch.long)), {}, key=())
     assert found.reason == ""
 

@@ -23,6 +23,7 @@ from lightning_amp.footprint.find_blocks import refuse_uncalled
 from lightning_amp.footprint.inner_run import BY_ITSELF, Around
 from lightning_amp.footprint.module_profile import REAL, ModuleProfile
 from lightning_amp.footprint.operator_rates import OperatorRates
+from lightning_amp.footprint.own_checkpoints import watching_checkpoints
 from lightning_amp.footprint.profile_module import counted_step, profile_of
 
 CPU_CORE = OperatorRates(matmul_flops=140e9, memory_bytes=11.5e9, overhead_seconds=8e-6)
@@ -49,6 +50,7 @@ class CountedStep:
         copied: Blocks of which it called a copy that it had made.
         read_outside: Blocks whose parameters it read outside of their calls.
         written: Parameters that it changed before the optimizer's step, and "batch" if it changed the batch.
+        own_checkpoints: Whether the user's code checkpoints parts of it.
     """
 
     profile: ModuleProfile
@@ -64,6 +66,7 @@ class CountedStep:
     copied: frozenset[str]
     read_outside: frozenset[str]
     written: frozenset[str]
+    own_checkpoints: bool = False
 
 
 def count_step(
@@ -87,7 +90,9 @@ def count_step(
         PlanError: The step does not call a named block.
     """
     make = partial(ChainRecorder, rates=rates, stages=names)
-    step, reason = counted_step(module, batch, batch_size, make, around, plain=partial(make, watches_saved=False))
+    seen = list[bool]()
+    with watching_checkpoints(lambda: seen.append(True)):
+        step, reason = counted_step(module, batch, batch_size, make, around, plain=partial(make, watches_saved=False))
     if step.watches_saved:
         refuse_uncalled(module, {call.fqn for call in step.calls})
     rows = length_of(batch) if batch_size is None else batch_size
@@ -113,4 +118,5 @@ def count_step(
         copied=frozenset(step.copied),
         read_outside=step.read_outside,
         written=frozenset(step.written),
+        own_checkpoints=bool(seen),
     )

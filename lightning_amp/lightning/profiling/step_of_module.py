@@ -146,6 +146,7 @@ class StepOfModule:
         found = ProfiledStep(
             profile=step.profile,
             chain=step.chain,
+            own_checkpoints=step.own_checkpoints,
             rates=rates,
             gradient_sizes=gradient_sizes(self.module) if averages else (),
             requested=requested,

@@ -13,6 +13,8 @@ Weight: for n_r cells on rank r
 
     w_r = n_r R / sum n,        (1 / R) sum_r w_r L_r = mean loss over the union of the ranks' batches
 
+A mean over labels is weighed by its labels instead, if the loss of every rank is one (uneven_means.py).
+
 Metrics: a torchmetrics Metric gathers its states over the data axis instead of over all ranks. Sums, counts and
 concatenations then contain every cell once, and every rank computes the same value. This uses the metric's
 `dist_sync_fn`, not `process_group`, because a mesh can be deep-copied with the metric (`MetricTracker`, `clone`) and a
@@ -244,8 +246,21 @@ def sizes_of(batch: object) -> set[int]:
     return sizes | {len(part) for part in parts if isinstance(part, SparseCounts)}
 
 
+OTHER_LOSS = (
+    "The loss of a step is not the result of one cross-entropy on every rank, as it was in the first step: gradients of"
+    " such steps are averaged by samples, no longer by the labels that count. They are those of the union of batches if"
+    " equally many labels count in every sample"
+)
+
+
 class CellWeight:
-    """The weight of this rank's loss in the present training step, computed during the forward pass."""
+    """The weight of this rank's loss in the present training step: by samples, or by the labels of a mean over labels.
+
+    Attributes:
+        expects_labels: Whether all ranks call `take_labels` in this step.
+        no_labels: Whether no label of this rank counts, so that its loss is nan, but some of other ranks do.
+        otherwise: Called once, if the loss of the first step that has one is no mean over labels on every rank.
+    """
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         """Store the mesh of the data axis: a mesh can be deep-copied, a process group cannot."""
@@ -256,19 +271,79 @@ class CellWeight:
         self._travelling: Work | None = None
         self._weight = 1.0
         self._warned = False
+        self._labels = torch.empty(0)
+        self._labels_travelling: Work | None = None
+        self._by_labels: bool | None = None
+        self._told, self._lost = False, 0.0
+        self.expects_labels = self.no_labels = False
+        self.otherwise: Callable[[], None] = lambda: None
 
-    def start(self, batch: object) -> None:
-        """Begin a training step: start a collective, which `value` waits for."""
+    def start(self, batch: object, *, may_be_of_labels: bool = False) -> None:
+        """Begin a training step: start a collective, which `value` waits for.
+
+        Args:
+            batch: The batch.
+            may_be_of_labels: Whether every rank calls `take_labels` after its forward pass, if `expects_labels` is set.
+        """
         if self._mesh.size() > 1:
-            # a previous step without a backward pass has not waited for its collective
-            self.value()
+            # a previous step without a backward pass has not waited for its collectives
+            self._samples_weight()
+            self._labels_weight()
+            self.no_labels = False
+            self.expects_labels = may_be_of_labels and self._by_labels is not False
             n = cells_to_weigh(batch)
             self._cells = n or 0
             self._counts = torch.tensor([self._cells, n is None], dtype=torch.int64, device=self._device)
             self._travelling = all_reduce(self._counts, group=self._mesh.get_group(), async_op=True)
 
+    def take_labels(self, count: Tensor | None, *, lost: bool = False) -> None:
+        """Start a collective with what the loss of this rank divides by, once in a step.
+
+        Args:
+            count: None if the loss is no mean over labels.
+            lost: Whether this rank has run out of memory, so that the step will not end.
+        """
+        if not self.expects_labels:
+            return
+        self.expects_labels = False
+        own = torch.zeros((), dtype=torch.float64, device=self._device) if count is None else count.to(self._device)
+        self._labels = torch.stack([own, own, torch.full_like(own, count is None), torch.full_like(own, lost)])
+        self._labels_travelling = all_reduce(self._labels[1:], group=self._mesh.get_group(), async_op=True)
+
     def value(self) -> float:
-        """Return the weight; exactly 1.0 if all ranks have equally many cells."""
+        """Return the weight; exactly 1.0 if all ranks have equally many cells, or labels."""
+        if self._labels_travelling is not None:
+            by_labels = self._labels_weight()
+            if by_labels is not None:
+                if self._travelling is not None:
+                    wait_in_all_reduce(self._travelling)
+                self._travelling, self._by_labels, self._weight = None, True, by_labels
+                return by_labels
+            if self._lost:
+                return self._samples_weight()
+            if self._by_labels is None:
+                self._by_labels = False
+                self.otherwise()
+            elif not self._told:
+                self._told = True
+                rank_zero_warn(OTHER_LOSS)
+        return self._samples_weight()
+
+    def _labels_weight(self) -> float | None:
+        """Wait for the labels of this step; return the weight by them, None if a rank's loss is no mean over labels."""
+        if self._labels_travelling is None:
+            return None
+        wait_in_all_reduce(self._labels_travelling)
+        self._labels_travelling = None
+        own, total, others, self._lost = self._labels.tolist()
+        if others:
+            return None
+        self.no_labels = own == 0 and total > 0
+        # without any label the mean is nan on every rank, as that of their union is
+        return own * self._mesh.size() / total if total else 1.0
+
+    def _samples_weight(self) -> float:
+        """Wait for the samples of this step; return the weight by them."""
         if self._travelling is None:
             return self._weight
         wait_in_all_reduce(self._travelling)

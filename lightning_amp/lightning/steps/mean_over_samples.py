@@ -4,8 +4,9 @@ Ranks average gradients with the weights of their numbers of samples n_r, which 
 
     loss(batch) = n_1 / n loss(first half) + n_2 / n loss(second half)
 
-Three passes of the step without gradients compare the two sides, with BatchNorm by its running statistics (the ranks
-share those of a batch) and without random numbers (same_draws.py). Everything that a pass has changed is put back
+and the same with labels in place of samples for a mean over labels, which is weighed by these (uneven_means.py). Three
+passes of the step without gradients compare the two sides, with BatchNorm by its running statistics (the ranks share
+those of a batch) and without random numbers (same_draws.py). Everything that a pass has changed is put back
 (state_of_batch.py). If the sides differ, another pass of the batch must repeat its loss.
 
 Cost: about two forward passes of one batch on every rank, once.
@@ -39,7 +40,6 @@ from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 from lightning_amp.lightning.steps.cells import cells_to_weigh
 from lightning_amp.lightning.steps.same_draws import NotJudged, SameDraws
 from lightning_amp.lightning.steps.state_of_batch import StateOfBatch
-from lightning_amp.lightning.steps.uneven_means import warn_of_labels
 from lightning_amp.techniques.ranks.collectives import RanksDiffer, trying_a_pass
 
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -62,6 +62,10 @@ NO_MEAN = (
 class FirstLosses:
     """Losses of the first batch and of its halves, on this rank.
 
+    Attributes:
+        labels: What a cross-entropy divides by that depends on its labels; "" if none does.
+        n_labels: What the last loss divides by, if it is a mean over labels; else None.
+
     Args:
         module: The module, attached to its Trainer.
         step: Runs the training step on a batch, with all that is installed.
@@ -79,6 +83,7 @@ class FirstLosses:
             raise NotJudged("it has BatchNorm without running statistics")
         self._state = StateOfBatch(module, loop, None, ())
         self.labels = ""
+        self.n_labels: float | None = None
 
     def loss(self, part: Any) -> float:
         """Return the loss of a part of the batch, and put everything back.
@@ -111,7 +116,14 @@ class FirstLosses:
         loss = returned.get("loss") if isinstance(returned, Mapping) else returned
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
             raise NotJudged("it returns no loss")
-        self.dtype = loss.dtype
+        self.dtype, self.n_labels = loss.dtype, None
+        if len(draws.means) == 1 and torch.equal(
+            draws.means[0][0].nan_to_num().to(loss), loss.nan_to_num().reshape(())
+        ):
+            self.n_labels = float(draws.means[0][1])
+        if self.n_labels == 0:
+            # no label counts: nan, of which the mean has nothing
+            return 0.0
         if not bool(torch.isfinite(loss)):
             raise NotJudged("its loss is not finite without random numbers")
         return float(loss)
@@ -145,13 +157,17 @@ class FirstLosses:
 
 def warn_unless_mean(
     module: LightningModule, step: Callable[[Any], Any], batch: Any, group: dist.ProcessGroup, *, rounds: bool
-) -> bool:
-    """Warn on the first rank if the loss is no mean over samples on any rank; return whether it has. A collective.
+) -> tuple[bool, str]:
+    """Warn on the first rank if the loss is no mean over samples or labels on any rank. A collective.
 
     Args:
         module, step, batch: As for FirstLosses.
         group: The ranks of the data axis.
         rounds: Whether the step runs in half precision.
+
+    Returns:
+        Whether the loss was judged to be no mean over samples, and what its cross-entropy divides by if it can be a
+        mean over labels, of which nothing was said.
     """
     found: FirstLosses | None = None
 
@@ -181,34 +197,45 @@ def warn_unless_mean(
         tried(begin)
         assert found is not None, "it has begun"
         judged = found
-        loss, _ = tried(partial(judged.loss, batch))
+
+        def measured(part: Any) -> tuple[float, float | None]:
+            return judged.loss(part), judged.n_labels
+
+        (loss, _), _ = tried(partial(measured, batch))
         halves, shares = judged.halves()
         # one by one: after an error the ranks meet again at the end of a pass
-        losses = [tried(partial(judged.loss, half))[0] for half in halves]
-        mean = sum(share * one for share, one in zip(shares, losses, strict=True))
+        parts = [tried(partial(measured, half))[0] for half in halves]
+        losses, counts = [one for one, _ in parts], [count or 0.0 for _, count in parts]
         rounds = rounds or (multiplies_in_tf32() and next(module.parameters()).is_cuda)
-        rounding = HALF if rounds else ROUNDING.get(judged.dtype, HALF) * (SUSPECTED if judged.labels else 1)
-        differs = abs(loss - mean) > rounding * max(abs(loss), *map(abs, losses))
+        rounding = HALF if rounds else ROUNDING.get(judged.dtype, HALF)
+
+        def differs(weights: list[float], share: float = 1.0) -> bool:
+            mean = sum(weight * one for weight, one in zip(weights, losses, strict=True)) / sum(weights)
+            return bool(abs(loss - mean) > share * rounding * max(abs(loss), *map(abs, losses)))
+
+        no_mean = differs(shares, SUSPECTED if judged.labels else 1.0)
+        known = all(count is not None for _, count in parts) and sum(counts) > 0
+        # with other terms it cannot be tested, and is not weighed by labels either
+        may_be_of_labels = bool(judged.labels) and not (known and differs(counts))
         text = NO_MEAN.format(whole=loss, halves=" and ".join(f"{one:.6g}" for one in losses))
-        _, said = tried(lambda: (differs, judged.labels, text))
-        if not any(differs for differs, *_ in said):
-            return False
+        _, said = tried(lambda: (no_mean, judged.labels if may_be_of_labels else "", text))
+        said = [one for one in said if one[0]]
+        if not said:
+            return False, ""
         # a clock, or a generator that nobody can find
         _, again = tried(lambda: judged.loss(batch) == loss)
         if not all(again):
             raise NotJudged("the same batch has another loss when it runs again")
     except NotJudged as reason:
         rank_zero_info(f"Whether the loss of the step is a mean over samples was not tested: {reason}")
-        return False
+        return False, ""
     finally:
         if found is not None:
             found.finish()
-    labels, text = next((labels, text) for differs, labels, text in said if differs)
-    if labels:
-        warn_of_labels("cross_entropy", labels)
-    else:
-        rank_zero_warn(text)
-    return True
+    if all(labels for _, labels, _ in said):
+        return True, str(said[0][1])
+    rank_zero_warn(next(text for _, labels, text in said if not labels))
+    return True, ""
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -175,6 +175,7 @@ class Rescue(pl.Callback):
 
     Args:
         leaner: Function that installs a leaner plan, the same on all ranks, and describes it; "" if there is none.
+        join: Function that takes part in the collectives of a step that other ranks start before `gradients_are_there`.
         written: Parameters that a step changes before its update, and "batch" if it changes the batch.
         budget: Bytes beyond which a counted batch raises; None does not count batches.
         predicted: Profile of the plan's step, as for CountedBatches.
@@ -185,13 +186,14 @@ class Rescue(pl.Callback):
         module: pl.LightningModule,
         *,
         leaner: Callable[[], str],
+        join: Callable[[], None],
         budget: int | None,
         device: torch.device,
         written: Collection[str] = (),
         predicted: ModuleProfile | None = None,
     ) -> None:
         self._module, self._leaner, self._device, self._written = module, leaner, device, written
-        self._left, self._updating, self._told = TIMES, False, False
+        self._left, self._updating, self._told, self._join = TIMES, False, False, join
         self._counted = None if budget is None else CountedBatches(module, budget, predicted=predicted)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
@@ -228,7 +230,8 @@ class Rescue(pl.Callback):
         if not is_out_of_memory(error) or self._updating:
             raise error
         if not self._told:
-            # the other ranks wait in this collective, which they call in `gradients_are_there`
+            # the other ranks wait in these collectives; they call the second in `gradients_are_there`
+            self._join()
             largest(1.0, self._device)
         elif not isinstance(error, OtherRank):
             # the error occurred while gradients are averaged, which the other ranks wait for

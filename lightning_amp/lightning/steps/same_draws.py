@@ -4,7 +4,7 @@ A dispatch mode replaces what random operators return: uniform and normal number
 ones, a permutation by the order, draws of classes by the likeliest. Dropout inside of other operators is off.
 
 It also ends the step before it writes to parameters, and notes what decides whether its loss can be judged: exchanges
-with other ranks, and a cross-entropy that leaves out labels.
+with other ranks, and means over labels.
 
 Known limits: random numbers of Python and NumPy are not replaced.
 """
@@ -71,6 +71,7 @@ class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         exchanges: Whether the step itself communicates with other ranks.
         labels: What a cross-entropy divides by that depends on its labels; "" if none does.
+        means: Results of every mean over labels, with what it divides by.
 
     Args:
         kept: Tensors that the step must not write to.
@@ -80,7 +81,7 @@ class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept = {part.untyped_storage()._cdata for tensor in kept for part in parts_of(tensor)}
         self._draws = 0
-        self.exchanges, self.labels = False, ""
+        self.exchanges, self.labels, self.means = False, "", list[tuple[Tensor, Tensor]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, or return its constant.
@@ -95,10 +96,13 @@ class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.is_mutable:
             self._refuse_kept(tensors_written(func, args, kwargs))
         name = func._opname
-        if name in NLL and not self.labels:
+        if name in NLL:
             given = named_arguments(func, args, kwargs)
             mean = "mean" if given["reduction"] == MEAN else ""
-            self.labels = why_uneven(given["target"], given["weight"], given["ignore_index"], mean)
+            self.labels = self.labels or why_uneven(given["target"], given["weight"], given["ignore_index"], mean)
+            if mean:
+                self.means.append(func(*args, **kwargs))
+                return self.means[-1]
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         return self._drawn(func, name.removesuffix("_"), args, kwargs)
@@ -135,9 +139,11 @@ def _called_by_user() -> bool:
     frame = sys._getframe(2)
     while frame is not None and frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.startswith(("torch.distributed.fsdp", "lightning_amp.")):
+        # what `self.trainer.strategy` offers is called by the user
+        asked = name.startswith("lightning_amp.lightning.strategy.")
+        if not asked and name.startswith(("torch.distributed.fsdp", "lightning_amp.")):
             return False
-        if name.partition(".")[0] not in LIBRARIES:
+        if not asked and name.partition(".")[0] not in LIBRARIES:
             return True
         frame = frame.f_back
     return False

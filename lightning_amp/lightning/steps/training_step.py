@@ -18,7 +18,7 @@ purpose and skips such steps; computations outside modules are not attributed to
 """
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.consistency.same_parameters import refuse_new_parameters, refuse_own_statistics
 from lightning_amp.lightning.steps.cells import CellWeight
 from lightning_amp.lightning.steps.mean_over_samples import warn_unless_mean
-from lightning_amp.lightning.steps.uneven_means import warning_of_uneven_means
+from lightning_amp.lightning.steps.uneven_means import MeansOverLabels, warn_of_labels
 from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.contract.sharded_parameter import local
 from lightning_amp.techniques.data.gradient_sync import GradientSync
@@ -233,13 +233,17 @@ class TrainingStep:
             # after the first step: during it, one rank alone may have run out of memory
             self._refuse()
         batch = args[0] if args else None
-        unwatched = self._steps > 1 or self._data_ranks == 1 or self._is_judged(step, *args, **kwargs)
-        self._weight.start(batch)
+        first = self._steps == 1 and self._data_ranks > 1
+        judged, uneven = self._is_judged(step, *args, **kwargs) if first else (False, "")
+        means = MeansOverLabels(looks=first and not judged)
+        may_be_of_labels = self._judged_over is not None and self._module.automatic_optimization
+        self._weight.start(batch, may_be_of_labels=may_be_of_labels)
         self._gradients.watch()
         if self._finite is not None:
             self._finite.start()
         try:
-            with self._last_gradients.before_step(), nullcontext() if unwatched else warning_of_uneven_means():
+            watched = means.looks or self._weight.expects_labels
+            with self._last_gradients.before_step(), means.watching() if watched else nullcontext():
                 output = step(*args, **kwargs)
         except ValueError as error:
             if ONE_VALUE not in str(error):
@@ -249,14 +253,27 @@ class TrainingStep:
                 " or more, of all ranks together (of each rank with share_batch_statistics=False): set batch_size to 2"
                 " or more, and drop_last=True if the last batch of an epoch has one sample"
             ) from error
-        if self._finite is not None:
+        if said := ("cross_entropy", uneven) if uneven else means.uneven:
+            self._weight.otherwise = partial(warn_of_labels, *said)
+            if not self._weight.expects_labels:
+                self._weight.otherwise()
+        n_labels = means.behind(output.get("loss") if isinstance(output, Mapping) else output)
+        empty = (
+            n_labels is not None and self._weight.expects_labels and self._finite is not None and not n_labels.item()
+        )
+        self._weight.take_labels(n_labels)
+        if self._finite is not None and not empty:
             self._finite.check_loss(output)
         return output
 
-    def _is_judged(self, step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> bool:
-        """Test whether the first step's loss is a mean over samples; return whether a warning says that it is none."""
+    def join(self) -> None:
+        """Take part in the collective of this step that other ranks start after their forward pass."""
+        self._weight.take_labels(None, lost=True)
+
+    def _is_judged(self, step: Callable[..., STEP_OUTPUT], *args: Any, **kwargs: Any) -> tuple[bool, str]:
+        """Test whether the first step's loss is a mean over samples; return whether it is found to be none, and why."""
         if not args or self._judged_over is None or not self._module.automatic_optimization:
-            return False
+            return False, ""
         half = not self._precision.precision.startswith(("32", "64"))
         return warn_unless_mean(
             self._module,
@@ -279,7 +296,8 @@ class TrainingStep:
         self._shards.check(loss)
         if isinstance(loss, FakeTensor):
             raise ModelError(NO_VALUES)
-        if self._finite is not None:
+        # where no label of this rank counts, its mean is nan, and its gradients are zeros
+        if self._finite is not None and not self._labels_left_out():
             self._finite.check_loss(loss)
         loss = self._precision.pre_backward(loss, self._module)
         # weighted after `on_before_backward`, which receives the unweighted loss; averaging gives the mean over cells
@@ -313,9 +331,17 @@ class TrainingStep:
                 self._gradients.reduce_rest()
             # LBFGS reads the loss in its line search, and ranks must take the same number of steps
             is_read = isinstance(optimizer, LBFGS) and isinstance(loss, Tensor)
-            return mean(self._share_of(loss).detach().clone()) if is_read else loss
+            if not is_read:
+                return loss
+            share = self._share_of(loss).detach().clone()
+            return mean(share.nan_to_num() if self._weight.no_labels else share)
 
         return averaged
+
+    def _labels_left_out(self) -> bool:
+        """Whether no label of this rank counts, but some of other ranks do."""
+        self._weight.value()
+        return self._weight.no_labels
 
     def _share_of(self, loss: Tensor) -> Tensor:
         weight = self._weight.value()

@@ -159,6 +159,7 @@ class InstalledPlan:
         rescue = Rescue(
             self._trainer.lightning_module,
             leaner=self._leaner,
+            join=step.join,
             budget=self._facts.budget if self._counts else None,
             device=self._strategy.root_device,
             # of rank 0, which alone has profiled the step

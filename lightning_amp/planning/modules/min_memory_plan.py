@@ -20,6 +20,11 @@ from lightning_amp.techniques.table import STRATEGIES, is_of_block, stage_search
 
 LEAST = "the step requires at least "
 """Start of the message that says what is missing."""
+OWN_CHECKPOINTS = (
+    ", with the checkpoints of its own code; without these (gradient_checkpointing_disable() of transformers) recompute"
+    " and chunk may take less"
+)
+"""Said of a step that a user's code has made lean already."""
 MOST_COUNTS = 6
 """Most plans that are counted to find the one that requires the least memory."""
 MOST_RANKS = 1024
@@ -41,6 +46,7 @@ def missing(seen: ProfiledStep, best: Draft, *, budget: int) -> str:
     said = f"{LEAST}{spelled(least)} on {on_ranks(ranks)}"
     fixed = seen.chain.all_fixed
     said += f" ({fixed})" if fixed else ""
+    said += OWN_CHECKPOINTS if seen.own_checkpoints else ""
     more = fewest_ranks(seen, budget, above=ranks)
     if more is None and seen.counted is None:
         # for a profile alone, or a step that needs values, some techniques were not searched

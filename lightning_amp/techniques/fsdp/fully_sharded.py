@@ -286,6 +286,13 @@ class FullySharded(Units):
     def _watch(self, units: dict[str, nn.Module]) -> None:
         """Compare the units' collectives over the ranks, and detect backward passes that the user started."""
         taken: set[int] = set()
+        names = {id(unit): fqn for fqn, unit in units.items()}
+        # torch's classes of split modules, which refuse it without a name; in the class, so that no copy of a module's
+        # attributes has it
+        kinds: set[Any] = {type(unit) for unit in units.values()}
+        for kind in kinds:
+            self._undo.append(partial(setattr, kind, "__deepcopy__", vars(kind)["__deepcopy__"]))
+            kind.__deepcopy__ = lambda unit, memo: _refuse_copy(names.get(id(unit), ""))
         for fqn, unit in units.items():
             watch = ReachedParameters(unit, taken)
             held: Any = unit
@@ -351,6 +358,14 @@ def refuse_swapped(fqn: str, unit: nn.Module, *_: Any) -> None:
     """Raise a ModelError for a call of a unit in which other tensors replace its parameters."""
     if not all(isinstance(parameter, nn.Parameter) for parameter in unit.parameters()):
         raise ModelError(f"under fsdp {SWAPPED.format(fqn)}")
+
+
+def _refuse_copy(fqn: str) -> None:
+    what = repr(fqn) if fqn else "the module"
+    raise ModelError(
+        f"under fsdp {what} was copied (copy.deepcopy), and the copy would have a rank's rows of its parameters: make"
+        " it in __init__, before they are split, and move its values between steps, or train with strategies='S1'"
+    )
 
 
 def _differs(parameter: ShardedParameter) -> bool:

@@ -3,6 +3,7 @@ offers in addition to plain steps works, or is refused on all ranks. Techniques 
 tests/techniques/test_pairs_on_one_module.py.
 """
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,13 @@ class Averaged(Blocks):
         self.last.bias.data = self.last.bias.data * 0.5
 
 
+class Copied(Blocks):
+    """A target network, made when training starts."""
+
+    def on_train_start(self) -> None:
+        vars(self)["target"] = copy.deepcopy(self.blocks)
+
+
 class Quasinewton(Blocks):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
@@ -211,6 +219,7 @@ REFUSED: dict[str, tuple[type[Blocks], dict[str, Any], str]] = {
     "a sparse gradient": (Sparse, {}, "['words'] have sparse gradients"),
     "a complex parameter": (Complex, {}, "which is complex"),
     "data that are assigned": (Averaged, {}, "assigned to the .data of 'bias'"),
+    "a block that is copied": (Copied, {}, "'blocks.0' was copied (copy.deepcopy)"),
     "a penalty on weights": (Penalised, {"given": True}, "the loss is computed from a rank's rows"),
     "an optimiser that mixes entries": (Quasinewton, {}, "parameters that fsdp splits over ranks"),
     "hooks on a parameter": (Hooked, {}, "'first.weight' over the ranks, which has hooks"),

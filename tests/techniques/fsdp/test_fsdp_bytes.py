@@ -198,6 +198,29 @@ def as_an_accelerator(rank: int, ranks: int) -> float:
     return max(float((p.detach() - q.detach()).abs().max()) for p, q in pairs)
 
 
+def copied(rank: int, ranks: int) -> list[str]:
+    """What copies of a block, of a list of blocks and of the module end with, and those of the module after `undo`."""
+    module, said = Net(), []
+    sharded = FullySharded(module, ["blocks.*", ""], init_device_mesh("cpu", (ranks,), mesh_dim_names=("data",)))
+    for given in (module.blocks[1], module.blocks, module):
+        with pytest.raises(ModelError) as error:
+            copy.deepcopy(given)
+        said.append(str(error.value))
+    for parameter in sharded.parameters:
+        parameter.restore()
+    sharded.undo()
+    twin = copy.deepcopy(module)
+    assert all(torch.equal(p, q) for p, q in zip(twin.parameters(), module.parameters(), strict=True))
+    return said
+
+
+@pytest.mark.ranks
+def test_a_copy_of_what_is_split_is_refused_by_name(tmp_path: Path) -> None:
+    for said in run_ranks(copied, 2, tmp_path):
+        for text, name in zip(said, ("'blocks.1'", "'blocks.0'", "the module"), strict=True):
+            assert f"under fsdp {name} was copied (copy.deepcopy)" in text
+
+
 @pytest.mark.ranks
 def test_a_step_without_arguments_runs_where_torch_moves_them(tmp_path: Path) -> None:
     assert max(run_ranks(as_an_accelerator, 2, tmp_path)) < 1e-12
