@@ -127,7 +127,7 @@ def within(rank: int, ranks: int) -> list[tuple[int, int, int]]:
     for _ in range(2):
         torch.manual_seed(0)
         strategy = AMPStrategy(**options)
-        loader = DataLoader(torch.randn(6, 128, 32), batch_size=2)  # type: ignore[arg-type]
+        loader = DataLoader(torch.randn(6, 256, 32), batch_size=2)  # type: ignore[arg-type]
         meter, step = fit(rank, ranks, strategy, Attentive(), loader)
         assert strategy.plan is not None
         assert {rule.strategy for rule in strategy.plan.rules} >= {"fsdp", "recompute", "chunk"}
