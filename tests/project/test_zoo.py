@@ -4,6 +4,8 @@ Two of its models, whose packages are those of the tests, are trained under half
 """
 
 import ast
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.zoo import table
+from benchmarks.zoo.__main__ import in_a_child
 from benchmarks.zoo.cases import CASES, PREDICTED, QUICK
 from benchmarks.zoo.one_run import fits_of
 from tests.paths import ROOT
@@ -97,3 +100,21 @@ def test_a_later_run_of_a_model_takes_the_place_of_an_earlier_one() -> None:
     assert list(found) == ["plain", "75%", table.END]
     found = table.latest([*first, of | {"kind": "75%", "n": 2}])["a", table.MAIN]
     assert {kind: record["n"] for kind, record in found.items()} == {"plain": 1, "75%": 2}
+
+
+def a_second_of_waiting() -> Iterator[dict[str, Any]]:
+    time.sleep(2)
+    yield {"kind": "plain"}
+
+
+def no_end_of_work() -> Iterator[dict[str, Any]]:
+    yield {"kind": "plain"}
+    while True:
+        pass
+
+
+def test_a_model_is_ended_by_its_own_seconds_and_not_those_of_other_work() -> None:
+    # on a machine with other work most of a model's minutes are spent waiting for a processor
+    assert list(in_a_child(a_second_of_waiting, 1)) == [{"kind": "plain"}]
+    ended = {"kind": table.END, "ended": "not finished in 1 s of the processor"}
+    assert list(in_a_child(no_end_of_work, 1)) == [{"kind": "plain"}, ended]
