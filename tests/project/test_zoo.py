@@ -15,7 +15,7 @@ import torch
 from benchmarks.zoo import table
 from benchmarks.zoo.__main__ import in_a_child
 from benchmarks.zoo.cases import CASES, PREDICTED, QUICK
-from benchmarks.zoo.one_run import fits_of
+from benchmarks.zoo.one_run import Fit, difference, fits_of
 from tests.paths import ROOT
 
 FILES = sorted((ROOT / "benchmarks" / "zoo").glob("*.py"))
@@ -73,6 +73,19 @@ REFUSED = {"budget": 100, "refused": "DoesNotFitError: predicted to need 12 MiB;
 )
 def test_how_a_fit_is_counted(record: dict[str, Any], by_hand: int, says: str) -> None:
     assert table.verdict(record, {table.HAND: {"measured": by_hand}}) == says
+
+
+def trained(bias: float) -> Fit:
+    tensors = {"weight": torch.ones(2, dtype=torch.float64), "bias": torch.full((2,), bias, dtype=torch.float64)}
+    return Fit(tensors, [1.0], [], 0, 0.0, 0.0, None)
+
+
+def test_a_bias_that_a_norm_takes_away_is_no_difference() -> None:
+    # its gradient is 0 but for rounding, and so is what it is after a few steps
+    assert difference(trained(2e-20), trained(1e-20)) < table.ROUNDING
+    assert difference(trained(2e-8), trained(1e-8)) > table.ROUNDING
+    assert difference(trained(1.1), trained(1.0)) == pytest.approx(0.1)
+    assert difference(trained(float("nan")), trained(1.0)) == float("inf")
 
 
 def test_rounding_of_a_network_that_computes_in_float32() -> None:
