@@ -108,7 +108,7 @@ def be_quiet() -> None:
 
 
 def difference(found: Fit, plain: Fit) -> float:
-    """The largest of a loss, parameter or buffer, relative to its largest value, at least SMALL; inf for unlike ones."""
+    """The largest of a loss, parameter or buffer, relative to its largest value or SMALL; inf for unlike ones."""
     if found.tensors.keys() != plain.tensors.keys() or len(found.losses) != len(plain.losses):
         return float("inf")
     pairs = [(found.tensors[name], plain.tensors[name]) for name in plain.tensors]

@@ -96,7 +96,8 @@ UP = (32, 16, 16, 8, 8)
 SMP = {
     "Unet": lambda: of_smp("Unet", "mobilenet_v2", decoder_channels=UP),
     "UnetPlusPlus": lambda: of_smp("UnetPlusPlus", decoder_channels=UP),
-    "MAnet": lambda: of_smp("MAnet", decoder_channels=UP),
+    # without the deepest features, with which most of the bytes would be parameters
+    "MAnet": lambda: of_smp("MAnet", encoder_depth=4, decoder_channels=UP[:4]),
     "Linknet": lambda: of_smp("Linknet"),
     "FPN": lambda: of_smp("FPN", decoder_pyramid_channels=32, decoder_segmentation_channels=32),
     "PSPNet": lambda: of_smp("PSPNet", psp_out_channels=32),
