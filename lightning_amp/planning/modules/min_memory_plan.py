@@ -47,13 +47,20 @@ def missing(seen: ProfiledStep, best: Draft, *, budget: int) -> str:
         # for a profile alone, or a step that needs values, some techniques were not searched
         return f"{said}, as far as techniques were looked for"
     if more is None:
-        return f"{said}; no number of ranks up to {MOST_RANKS} would be enough: {smaller(seen)}"
+        return f"{said}; no number of ranks up to {MOST_RANKS} would be enough: {smaller(seen, budget)}"
     with_what = " and ".join(more.strategies) or "nothing else"
     return f"{said}; {on_ranks(more.ranks * more.model)} with {with_what} would fit"
 
 
-def smaller(seen: ProfiledStep) -> str:
+def smaller(seen: ProfiledStep, budget: int) -> str:
     """Advise on a step that fits on no number of ranks if each has at least one complete sample."""
+    if (held := seen.held_bytes) > budget:
+        # no batch is small enough for one rank
+        splitting = " or ".join(repr(name) for name, row in STRATEGIES.items() if row.split_parameters)
+        several = f", or a smaller batch on several ranks that split them, with strategies={splitting}"
+        several = "" if seen.profile.batch_size == 1 else several
+        alone = f"parameters, gradients and optimizer state alone take {format_bytes(held)}, whatever the batch"
+        return f"{alone}: use a smaller model{several}"
     # searched techniques do not split a sample; strategies that run the step themselves do
     splitting = " or ".join(repr(name) for name, row in STRATEGIES.items() if row.steps)
     split = f"split a sample over several ranks with strategies={splitting}"
@@ -314,7 +321,7 @@ def answers(
     draft, length = fewest_ranks(seen, budget), seen.profile.batch_size
     where = "for all of them" if draft is not None and draft.model > 1 else "on each"
     each = "" if length is None else f" with a batch of {length:,} {where}"
-    devices, fewest = f"no number of devices has the memory for this step{each}: {smaller(seen)}", None
+    devices, fewest = f"no number of devices has the memory for this step{each}: {smaller(seen, budget)}", None
     if draft is None and (counted := on_fewest()) is not None:
         fewest = counted.mesh.ranks, counted.strategies, counted.predicted_peak_bytes
     if draft is not None:
