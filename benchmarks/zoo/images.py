@@ -164,7 +164,7 @@ TORCHVISION = {
     "mobilenet_v3_small": lambda: of_torchvision("mobilenet_v3_small", side=128, width_mult=0.5),
     "mnasnet0_5": lambda: of_torchvision("mnasnet0_5", side=96),
     "shufflenet_v2_x0_5": lambda: of_torchvision("shufflenet_v2_x0_5", side=128),
-    "googlenet": lambda: of_torchvision("googlenet", n=4, side=128, aux_logits=False, init_weights=False),
+    "googlenet": lambda: of_torchvision("googlenet", n=6, side=128, aux_logits=False, init_weights=False),
     "regnet_y_400mf": lambda: of_torchvision("regnet_y_400mf", side=96),
     "efficientnet_b0": lambda: of_torchvision("efficientnet_b0", n=4, side=96),
     "densenet": lambda: of_class("DenseNet", 8, (3, 4, 4), 16, side=96),

@@ -50,7 +50,7 @@ MONAI: dict[str, Callable[[], Made]] = {
     "BasicUNet 3D": lambda: of_monai("BasicUNet", spatial_dims=3, features=(4, 4, 8, 8, 16, 4), shape=CUBE),
     "BasicUNetPlusPlus 2D": lambda: of_monai("BasicUNetPlusPlus", spatial_dims=2, features=(8, 8, 16, 32, 32, 8)),
     "SegResNet 2D": lambda: of_monai("SegResNet", spatial_dims=2, init_filters=8),
-    "SegResNet 3D": lambda: of_monai("SegResNet", spatial_dims=3, init_filters=8, shape=SPACE),
+    "SegResNet 3D": lambda: of_monai("SegResNet", spatial_dims=3, init_filters=8, shape=(2, *SPACE[1:])),
     "DynUNet 3D": lambda: of_monai("DynUNet", 3, 1, 2, **KERNELS, shape=SPACE),
     "UNETR 3D": lambda: of_monai("UNETR", 1, 2, 32, feature_size=4, **THIN, shape=CUBE),
     "SwinUNETR 2D": lambda: of_monai("SwinUNETR", 1, 2, feature_size=12, spatial_dims=2),
