@@ -106,6 +106,15 @@ def test_errors_of_predictions() -> None:
     assert all_fits == "| all | 20 | 0.00% | 10.00% | 1 (5.0%) | 1 |"
 
 
+def test_a_refusal_is_shown_with_its_way_out() -> None:
+    said = (
+        "predicted to run out of memory in the step: 2.25 MiB per rank of 2.17 MiB; the step requires at least 2.25 MiB"
+        " with replay on 1 rank; 2 ranks with fsdp and recompute would fit"
+    )
+    record = {"refused": f"DoesNotFitError: {said}. Nothing was trained: AMPStrategy(on_predicted_oom='warn')"}
+    assert table.reason(record) == said.replace("2.25 MiB", "N").replace("2.17 MiB", "N")
+
+
 def test_a_later_run_of_a_model_takes_the_place_of_an_earlier_one() -> None:
     of = {"model": "a", "run": table.MAIN}
     first = [of | {"kind": kind, "n": 1} for kind in ("plain", "75%", table.END)]
