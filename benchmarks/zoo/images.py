@@ -204,7 +204,7 @@ VIT_PYTORCH = {
     ),
     "PiT": lambda: of_vit_pytorch("pit", "PiT", image_size=64, patch_size=8, dim=32, depth=(1, 2), heads=4, mlp_dim=64),
     "LeViT": lambda: of_vit_pytorch(
-        "levit", "LeViT", image_size=64, dim=(32, 48, 64), depth=1, heads=(2, 3, 4), mlp_mult=2
+        "levit", "LeViT", 16, 3, 64, 64, image_size=64, dim=(32, 48, 64), depth=1, heads=(2, 3, 4), mlp_mult=2
     ),
     "CvT": lambda: of_vit_pytorch("cvt", "CvT", s1_emb_dim=16, s2_emb_dim=32, s3_emb_dim=64, s3_depth=2, s3_heads=4),
     "RegionViT": lambda: of_vit_pytorch(
