@@ -148,7 +148,7 @@ def small_resnet() -> Made:
     """A ResNet of one block a stage."""
     from torchvision.models.resnet import BasicBlock
 
-    return of_class("ResNet", BasicBlock, [1, 1, 1, 1], n=16, side=96)
+    return of_class("ResNet", BasicBlock, [1, 1, 1, 1], n=24, side=96)
 
 
 def small_convnext() -> Made:

@@ -56,7 +56,8 @@ MONAI: dict[str, Callable[[], Made]] = {
     "SwinUNETR 2D": lambda: of_monai("SwinUNETR", 1, 2, feature_size=12, spatial_dims=2),
     "HighResNet 2D": lambda: of_monai("HighResNet", spatial_dims=2, out_channels=2, shape=(1, 1, 48, 48)),
     "FlexibleUNet 2D": lambda: of_monai(
-        "FlexibleUNet", 1, 2, "efficientnet-b0", pretrained=False, decoder_channels=(64, 32, 16, 8, 8)
+        "FlexibleUNet", 1, 2, "efficientnet-b0", pretrained=False, decoder_channels=(64, 32, 16, 8, 8),
+        shape=(4, 1, 96, 96),
     ),
     "AutoEncoder 2D": lambda: of_monai("AutoEncoder", 2, 1, 1, (8, 16, 32), (2, 2, 2), out=1),
     "VarAutoEncoder 2D": lambda: of_monai("VarAutoEncoder", 2, (1, 64, 64), 1, 16, (8, 16), (2, 2), out=1),
