@@ -9,7 +9,8 @@ optimizers; `--ranks` on two ranks with each technique, against one process.
 
 What is found is appended to docs/reports/zoo.jsonl as it comes. A run leaves out what is there, unless `--again` is
 given; `--only` takes names or patterns such as 'timm*'. `--write` makes the tables of docs/reports/zoo.md of the file
-after the run, `--tables` without one. Each model has a process of its own, and `--limit` seconds. Needs the extra
+after the run, `--tables` without one. Each model has a process of its own, and `--limit` seconds of the processor, so
+that other work on the machine ends none; one that waits ends after WAITS times as long. Needs the extra
 `zoo`; a model whose package is not there is named. The status is 1 if a fit is wrong, over its budget or crashed. About
 two hours on a quiet core, with --quick three minutes.
 """
@@ -18,6 +19,8 @@ import argparse
 import importlib
 import json
 import multiprocessing
+import resource
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -38,37 +41,43 @@ from lightning_amp.progress import track
 from tests.ranks import PRELOADED
 
 FILE, PAGE = ROOT / "docs" / "reports" / "zoo.jsonl", ROOT / "docs" / "reports" / "zoo.md"
-LIMIT = 120.0
+LIMIT = 120
+WAITS = 30
+"""Seconds that may pass for each second of the limit."""
 RANKS = "ranks"
 PASSES = (("plain", "by hand", "50%"), ("75%", "35%", "least"))
 FORKS = multiprocessing.get_context("fork")
 Records = Callable[[], Iterator[one_run.Record]]
 
 
-def in_a_child(records: Records, limit: float) -> Iterator[one_run.Record]:
-    """Yield what a fork yields; after `limit` seconds it is ended, and a last record says so."""
+def in_a_child(records: Records, limit: int) -> Iterator[one_run.Record]:
+    """Yield what a fork yields; after `limit` seconds of the processor it is ended, and a last record says so."""
     ours, theirs = FORKS.Pipe(duplex=False)
-    child = FORKS.Process(target=_send, args=(records, theirs), daemon=False)
+    child = FORKS.Process(target=_send, args=(records, theirs, limit), daemon=False)
     child.start()
     theirs.close()
-    deadline = time.monotonic() + limit
+    deadline = time.monotonic() + WAITS * limit
     try:
         while ours.poll(max(0.0, deadline - time.monotonic())):
             record = ours.recv()
             if record is None:
                 return
             yield record
-        yield {"kind": table.END, "ended": f"not finished in {limit:.0f} s"}
+        yield {"kind": table.END, "ended": f"not finished in {WAITS * limit} s"}
     except EOFError:
         child.join()
-        yield {"kind": table.END, "ended": f"the process ended with status {child.exitcode}"}
+        late = f"not finished in {limit} s of the processor"
+        other = f"the process ended with status {child.exitcode}"
+        yield {"kind": table.END, "ended": late if child.exitcode == -signal.SIGXCPU else other}
     finally:
         child.kill()
         child.join()
 
 
-def _send(records: Records, connection: Any) -> None:
+def _send(records: Records, connection: Any, limit: int) -> None:
     """Run in the fork; an error is a record."""
+    # ends it by SIGXCPU; ranks that it starts have as many seconds, each
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
     one_run.be_quiet()
     try:
         for record in records():
@@ -142,7 +151,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="one model of each library, at 50 %% of its bytes; the file stays as it is"
     )
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of a model, %(default)s by default")
+    parser.add_argument("--limit", type=int, default=LIMIT, help="processor seconds of a model, %(default)s by default")
     parser.add_argument("--file", type=Path, default=FILE, help="JSON lines that results are appended to")
     parser.add_argument("--tables", action="store_true", help="write the page, and run nothing")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")

@@ -148,7 +148,7 @@ def small_resnet() -> Made:
     """A ResNet of one block a stage."""
     from torchvision.models.resnet import BasicBlock
 
-    return of_class("ResNet", BasicBlock, [1, 1, 1, 1], n=16, side=96)
+    return of_class("ResNet", BasicBlock, [1, 1, 1, 1], n=24, side=96)
 
 
 def small_convnext() -> Made:
@@ -164,7 +164,7 @@ TORCHVISION = {
     "mobilenet_v3_small": lambda: of_torchvision("mobilenet_v3_small", side=128, width_mult=0.5),
     "mnasnet0_5": lambda: of_torchvision("mnasnet0_5", side=96),
     "shufflenet_v2_x0_5": lambda: of_torchvision("shufflenet_v2_x0_5", side=128),
-    "googlenet": lambda: of_torchvision("googlenet", n=4, side=128, aux_logits=False, init_weights=False),
+    "googlenet": lambda: of_torchvision("googlenet", n=6, side=128, aux_logits=False, init_weights=False),
     "regnet_y_400mf": lambda: of_torchvision("regnet_y_400mf", side=96),
     "efficientnet_b0": lambda: of_torchvision("efficientnet_b0", n=4, side=96),
     "densenet": lambda: of_class("DenseNet", 8, (3, 4, 4), 16, side=96),
@@ -204,7 +204,7 @@ VIT_PYTORCH = {
     ),
     "PiT": lambda: of_vit_pytorch("pit", "PiT", image_size=64, patch_size=8, dim=32, depth=(1, 2), heads=4, mlp_dim=64),
     "LeViT": lambda: of_vit_pytorch(
-        "levit", "LeViT", image_size=64, dim=(32, 48, 64), depth=1, heads=(2, 3, 4), mlp_mult=2
+        "levit", "LeViT", 16, 3, 64, 64, image_size=64, dim=(32, 48, 64), depth=1, heads=(2, 3, 4), mlp_mult=2
     ),
     "CvT": lambda: of_vit_pytorch("cvt", "CvT", s1_emb_dim=16, s2_emb_dim=32, s3_emb_dim=64, s3_depth=2, s3_heads=4),
     "RegionViT": lambda: of_vit_pytorch(

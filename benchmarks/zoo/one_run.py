@@ -32,6 +32,8 @@ from lightning_amp.quantities import parse_bytes
 from tests.any_module import QUIET
 
 STEPS, COUNTED = 5, 2
+SMALL = 1e-6
+"""Values that differences are relative to at least: a bias that a norm takes away is rounding and nothing else."""
 AT_LEAST = re.compile(r"requires at least ([\d.,]+ ?\w+)")
 Record = dict[str, Any]
 
@@ -106,7 +108,7 @@ def be_quiet() -> None:
 
 
 def difference(found: Fit, plain: Fit) -> float:
-    """The largest of a loss, parameter or buffer, relative to the largest value of it; inf for unlike ones."""
+    """The largest of a loss, parameter or buffer, relative to its largest value or SMALL; inf for unlike ones."""
     if found.tensors.keys() != plain.tensors.keys() or len(found.losses) != len(plain.losses):
         return float("inf")
     pairs = [(found.tensors[name], plain.tensors[name]) for name in plain.tensors]
@@ -114,7 +116,7 @@ def difference(found: Fit, plain: Fit) -> float:
     worst = 0.0
     for a, b in pairs:
         if not torch.equal(a, b) and a.numel():
-            apart = float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30))
+            apart = float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=SMALL))
             worst = max(worst, apart if apart == apart else float("inf"))
     return worst
 

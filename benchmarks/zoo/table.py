@@ -208,10 +208,10 @@ def planning(runs: Runs) -> str:
 
 
 def reason(record: Record) -> str:
-    """The first sentence of a refusal, without numbers and names."""
+    """The first sentence of a refusal with its way out, without bytes."""
     text = record["refused"].partition(": ")[2]
-    text = re.split(r"(?<=[a-z)'])[.;] ", text)[0]
-    return re.sub(r"\d[\d,.]*( [KMG]iB|%| bytes)?", "N", text).replace("|", "/").replace("\n", " ")
+    text = re.split(r"(?<=[a-z)'])[.] ", text)[0]
+    return re.sub(r"\d[\d,.]* ([KMG]i)?B\b", "N", text).replace("|", "/").replace("\n", " ")
 
 
 def letter_of(main: dict[str, Runs]) -> dict[str, str]:

@@ -50,13 +50,14 @@ MONAI: dict[str, Callable[[], Made]] = {
     "BasicUNet 3D": lambda: of_monai("BasicUNet", spatial_dims=3, features=(4, 4, 8, 8, 16, 4), shape=CUBE),
     "BasicUNetPlusPlus 2D": lambda: of_monai("BasicUNetPlusPlus", spatial_dims=2, features=(8, 8, 16, 32, 32, 8)),
     "SegResNet 2D": lambda: of_monai("SegResNet", spatial_dims=2, init_filters=8),
-    "SegResNet 3D": lambda: of_monai("SegResNet", spatial_dims=3, init_filters=8, shape=SPACE),
+    "SegResNet 3D": lambda: of_monai("SegResNet", spatial_dims=3, init_filters=8, shape=(2, *SPACE[1:])),
     "DynUNet 3D": lambda: of_monai("DynUNet", 3, 1, 2, **KERNELS, shape=SPACE),
     "UNETR 3D": lambda: of_monai("UNETR", 1, 2, 32, feature_size=4, **THIN, shape=CUBE),
     "SwinUNETR 2D": lambda: of_monai("SwinUNETR", 1, 2, feature_size=12, spatial_dims=2),
     "HighResNet 2D": lambda: of_monai("HighResNet", spatial_dims=2, out_channels=2, shape=(1, 1, 48, 48)),
     "FlexibleUNet 2D": lambda: of_monai(
-        "FlexibleUNet", 1, 2, "efficientnet-b0", pretrained=False, decoder_channels=(64, 32, 16, 8, 8)
+        "FlexibleUNet", 1, 2, "efficientnet-b0", pretrained=False, decoder_channels=(64, 32, 16, 8, 8),
+        shape=(4, 1, 96, 96),
     ),
     "AutoEncoder 2D": lambda: of_monai("AutoEncoder", 2, 1, 1, (8, 16, 32), (2, 2, 2), out=1),
     "VarAutoEncoder 2D": lambda: of_monai("VarAutoEncoder", 2, (1, 64, 64), 1, 16, (8, 16), (2, 2), out=1),
@@ -96,7 +97,8 @@ UP = (32, 16, 16, 8, 8)
 SMP = {
     "Unet": lambda: of_smp("Unet", "mobilenet_v2", decoder_channels=UP),
     "UnetPlusPlus": lambda: of_smp("UnetPlusPlus", decoder_channels=UP),
-    "MAnet": lambda: of_smp("MAnet", decoder_channels=UP),
+    # without the deepest features, with which most of the bytes would be parameters
+    "MAnet": lambda: of_smp("MAnet", encoder_depth=4, decoder_channels=UP[:4]),
     "Linknet": lambda: of_smp("Linknet"),
     "FPN": lambda: of_smp("FPN", decoder_pyramid_channels=32, decoder_segmentation_channels=32),
     "PSPNet": lambda: of_smp("PSPNet", psp_out_channels=32),

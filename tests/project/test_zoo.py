@@ -4,6 +4,8 @@ Two of its models, whose packages are those of the tests, are trained under half
 """
 
 import ast
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import pytest
 import torch
 
 from benchmarks.zoo import table
+from benchmarks.zoo.__main__ import in_a_child
 from benchmarks.zoo.cases import CASES, PREDICTED, QUICK
-from benchmarks.zoo.one_run import fits_of
+from benchmarks.zoo.one_run import Fit, difference, fits_of
 from tests.paths import ROOT
 
 FILES = sorted((ROOT / "benchmarks" / "zoo").glob("*.py"))
@@ -72,6 +75,19 @@ def test_how_a_fit_is_counted(record: dict[str, Any], by_hand: int, says: str) -
     assert table.verdict(record, {table.HAND: {"measured": by_hand}}) == says
 
 
+def trained(bias: float) -> Fit:
+    tensors = {"weight": torch.ones(2, dtype=torch.float64), "bias": torch.full((2,), bias, dtype=torch.float64)}
+    return Fit(tensors, [1.0], [], 0, 0.0, 0.0, None)
+
+
+def test_a_bias_that_a_norm_takes_away_is_no_difference() -> None:
+    # its gradient is 0 but for rounding, and so is what it is after a few steps
+    assert difference(trained(2e-20), trained(1e-20)) < table.ROUNDING
+    assert difference(trained(2e-8), trained(1e-8)) > table.ROUNDING
+    assert difference(trained(1.1), trained(1.0)) == pytest.approx(0.1)
+    assert difference(trained(float("nan")), trained(1.0)) == float("inf")
+
+
 def test_rounding_of_a_network_that_computes_in_float32() -> None:
     runs = {"plain": {"float32": True}}
     assert table.verdict(fit(difference=1e-7), runs) == "to rounding"
@@ -90,6 +106,15 @@ def test_errors_of_predictions() -> None:
     assert all_fits == "| all | 20 | 0.00% | 10.00% | 1 (5.0%) | 1 |"
 
 
+def test_a_refusal_is_shown_with_its_way_out() -> None:
+    said = (
+        "predicted to run out of memory in the step: 2.25 MiB per rank of 2.17 MiB; the step requires at least 2.25 MiB"
+        " with replay on 1 rank; 2 ranks with fsdp and recompute would fit"
+    )
+    record = {"refused": f"DoesNotFitError: {said}. Nothing was trained: AMPStrategy(on_predicted_oom='warn')"}
+    assert table.reason(record) == said.replace("2.25 MiB", "N").replace("2.17 MiB", "N")
+
+
 def test_a_later_run_of_a_model_takes_the_place_of_an_earlier_one() -> None:
     of = {"model": "a", "run": table.MAIN}
     first = [of | {"kind": kind, "n": 1} for kind in ("plain", "75%", table.END)]
@@ -97,3 +122,21 @@ def test_a_later_run_of_a_model_takes_the_place_of_an_earlier_one() -> None:
     assert list(found) == ["plain", "75%", table.END]
     found = table.latest([*first, of | {"kind": "75%", "n": 2}])["a", table.MAIN]
     assert {kind: record["n"] for kind, record in found.items()} == {"plain": 1, "75%": 2}
+
+
+def a_second_of_waiting() -> Iterator[dict[str, Any]]:
+    time.sleep(2)
+    yield {"kind": "plain"}
+
+
+def no_end_of_work() -> Iterator[dict[str, Any]]:
+    yield {"kind": "plain"}
+    while True:
+        pass
+
+
+def test_a_model_is_ended_by_its_own_seconds_and_not_those_of_other_work() -> None:
+    # on a machine with other work most of a model's minutes are spent waiting for a processor
+    assert list(in_a_child(a_second_of_waiting, 1)) == [{"kind": "plain"}]
+    ended = {"kind": table.END, "ended": "not finished in 1 s of the processor"}
+    assert list(in_a_child(no_end_of_work, 1)) == [{"kind": "plain"}, ended]

@@ -52,13 +52,20 @@ def missing(seen: ProfiledStep, best: Draft, *, budget: int) -> str:
         # for a profile alone, or a step that needs values, some techniques were not searched
         return f"{said}, as far as techniques were looked for"
     if more is None:
-        return f"{said}; no number of ranks up to {MOST_RANKS} would be enough: {smaller(seen)}"
+        return f"{said}; no number of ranks up to {MOST_RANKS} would be enough: {smaller(seen, budget)}"
     with_what = " and ".join(more.strategies) or "nothing else"
     return f"{said}; {on_ranks(more.ranks * more.model)} with {with_what} would fit"
 
 
-def smaller(seen: ProfiledStep) -> str:
+def smaller(seen: ProfiledStep, budget: int) -> str:
     """Advise on a step that fits on no number of ranks if each has at least one complete sample."""
+    if (held := seen.held_bytes) > budget:
+        # no batch is small enough for one rank
+        splitting = " or ".join(repr(name) for name, row in STRATEGIES.items() if row.split_parameters)
+        several = f", or a smaller batch on several ranks that split them, with strategies={splitting}"
+        several = "" if seen.profile.batch_size == 1 else several
+        alone = f"parameters, gradients and optimizer state alone take {format_bytes(held)}, whatever the batch"
+        return f"{alone}: use a smaller model{several}"
     # searched techniques do not split a sample; strategies that run the step themselves do
     splitting = " or ".join(repr(name) for name, row in STRATEGIES.items() if row.steps)
     split = f"split a sample over several ranks with strategies={splitting}"

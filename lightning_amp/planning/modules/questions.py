@@ -144,7 +144,7 @@ def answers(
     draft, length = fewest_ranks(seen, budget), seen.profile.batch_size
     where = "for all of them" if draft is not None and draft.model > 1 else "on each"
     each = "" if length is None else f" with a batch of {length:,} {where}"
-    devices, fewest = f"no number of devices has the memory for this step{each}: {smaller(seen)}", None
+    devices, fewest = f"no number of devices has the memory for this step{each}: {smaller(seen, budget)}", None
     if draft is None and (counted := on_fewest()) is not None:
         fewest = counted.mesh.ranks, counted.strategies, counted.predicted_peak_bytes
     if draft is not None:

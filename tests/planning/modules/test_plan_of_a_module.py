@@ -299,10 +299,23 @@ def test_what_is_missing_is_said() -> None:
     assert text in plan_report(found).replace("\n  ", " ")
     assert shortfall(plan_module(base(10), heavy)).endswith("on 1 rank, as far as techniques were looked for")
     heavy = replace(heavy, counted=lambda rule: "it has no cross-entropy")
-    hopeless = plan_module(base(10), heavy)
-    assert "no number of ranks up to 1024 would be enough: use a smaller batch, or split" in shortfall(hopeless)
+    held = "alone take 7.81 KiB, whatever the batch: use a smaller model"
+    several = ", or a smaller batch on several ranks that split them, with strategies='fsdp'"
+    hopeless = shortfall(plan_module(base(10), heavy))
+    assert "no number of ranks up to 1024 would be enough: parameters, gradients and optimizer state" in hopeless
+    assert hopeless.endswith(held + several)
     one = replace(heavy, profile=replace(heavy.profile, batch_size=1))
-    said = shortfall(plan_module(base(10), one))
+    assert shortfall(plan_module(base(10), one)).endswith(held)
+
+
+def test_a_smaller_batch_is_advised_where_it_helps() -> None:
+    # the activations of one block exceed the budget, which parameters fit
+    large = replace(seen(), counted=lambda rule: "it has no cross-entropy")
+    budget = large.held_bytes + 1
+    said = shortfall(plan_module(base(budget), large))
+    assert "no number of ranks up to 1024 would be enough: use a smaller batch, or split" in said
+    one = replace(large, profile=replace(large.profile, batch_size=1))
+    said = shortfall(plan_module(base(budget), one))
     assert "enough: split a sample over several ranks with strategies='sequence' or 'tensor3d'" in said
 
 
