@@ -15,7 +15,7 @@ from lightning_amp.footprint.copies.batch_values import AskedFakeTensor
 from lightning_amp.footprint.copies.fake_copy import fake_batch, without_values
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
-from tests.any_module import QUIET
+from tests.any_module import QUIET, Meter
 from tests.optimised import Optimised
 
 Batch = dict[str, Tensor]
@@ -37,6 +37,14 @@ class Masked(Optimised, by=torch.optim.Adam):
             if hidden:
                 x = x * mask[:, None] * x.cos()
         return x.square().mean()
+
+
+class Compared(Masked):
+    """Compares the mask with a number that the step makes, which a count keeps to read other batches."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        shown = batch["mask"] == torch.tensor([1])
+        return super().training_step({**batch, "mask": shown}, batch_idx)
 
 
 def batch_of(*, padded: bool) -> Batch:
@@ -68,6 +76,15 @@ def test_the_branch_of_the_first_batch_is_counted_without_values(padded: bool) -
     assert counted.peak_bytes == pytest.approx(taken(padded), rel=0.01)
     assert counted.reads.names == ["mask"]
     assert "reads" not in counted.to_dict()
+
+
+def test_what_a_count_keeps_to_read_other_batches_is_no_part_of_a_step() -> None:
+    meter, strategy = Meter(), AMPStrategy(strategies="S1", device_memory="1MiB")
+    batches: DataLoader[Batch] = DataLoader([batch_of(padded=False)] * 3, batch_size=None)  # type: ignore[arg-type]
+    Trainer(max_epochs=1, strategy=strategy, callbacks=[meter], **QUIET).fit(Compared(), batches)
+    assert strategy.plan is not None
+    assert any("values of 'mask'" in note for note in strategy.plan.notes)
+    assert meter.live.peak == strategy.plan.predicted_peak_bytes
 
 
 def test_only_code_outside_of_torch_that_asks_may_read_the_batch() -> None:

@@ -43,7 +43,9 @@ class BatchReads:
         for leaf in self._leaves.values():
             leaf.given = batch.get(leaf.of_batch)
         try:
-            return tuple(map(number_of, self._reads))
+            # constants that the count has kept are no tensors of the step, and meters do not count them
+            with unseen():
+                return tuple(map(number_of, self._reads))
         except (RuntimeError, IndexError) as error:
             # its sizes do not fit the operators of the first batch
             return (str(error),)
