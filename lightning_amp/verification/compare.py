@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.consistency.same_parameters import SHARE_STATISTIC, common_buffers, differing
-from lightning_amp.lightning.steps.cells import cells_to_weigh
+from lightning_amp.lightning.steps.loss_weight import cells_to_weigh
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.result import Row, Suspect
 

@@ -33,7 +33,7 @@ from lightning_amp.data.files.directory import written_aside
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.checkpoints.write_checkpoint import write_state
-from lightning_amp.lightning.steps.cells import count_cells, sizes_of
+from lightning_amp.lightning.steps.loss_weight import count_cells, sizes_of
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.compare import DTYPES, Precision, Record, Recorder, Report, common_factor, errors
 

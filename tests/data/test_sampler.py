@@ -21,7 +21,8 @@ from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.consistency.replicas import _print_of
-from lightning_amp.lightning.steps.cells import GatherOver, count_cells, count_replicas_once
+from lightning_amp.lightning.steps.cells import GatherOver, count_replicas_once
+from lightning_amp.lightning.steps.loss_weight import count_cells
 from tests.any_module import QUIET
 from tests.data.test_sparse_counts import CELLS, counts
 from tests.optimised import Optimised

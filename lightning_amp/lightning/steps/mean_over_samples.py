@@ -37,7 +37,7 @@ from lightning_amp.footprint.copies.fake_copy import map_tensors
 from lightning_amp.footprint.copies.no_side_effects import without_side_effects
 from lightning_amp.holding import replacing
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
-from lightning_amp.lightning.steps.cells import cells_to_weigh
+from lightning_amp.lightning.steps.loss_weight import cells_to_weigh
 from lightning_amp.lightning.steps.same_draws import NotJudged, SameDraws
 from lightning_amp.lightning.steps.state_of_batch import StateOfBatch
 from lightning_amp.techniques.ranks.collectives import RanksDiffer, trying_a_pass

@@ -40,7 +40,7 @@ from lightning_amp.holding import replacing
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.consistency.same_parameters import refuse_new_parameters, refuse_own_statistics
-from lightning_amp.lightning.steps.cells import CellWeight
+from lightning_amp.lightning.steps.loss_weight import CellWeight
 from lightning_amp.lightning.steps.mean_over_samples import warn_unless_mean
 from lightning_amp.lightning.steps.uneven_means import MeansOverLabels, warn_of_labels
 from lightning_amp.techniques.contract.protocol import find_decoders

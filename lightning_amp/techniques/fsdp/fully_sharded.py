@@ -6,7 +6,7 @@
     the root          gathers the parameters of no unit for a full step, from its start to the end of backward; if the
                       step continues after it, their `.grad` is that of the rows, for manual clipping
 
-The losses are weighted by the ranks' cells before (steps/cells.py), so the averages are the gradients of the mean loss
+The losses are weighted by the ranks' cells before (steps/loss_weight.py), so the averages are the gradients of the mean loss
 of the union batch, exact up to rounding. Gradients are reduced in every backward pass, also when they are accumulated:
 no full gradients are kept.
 

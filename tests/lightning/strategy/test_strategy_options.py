@@ -32,7 +32,8 @@ from lightning_amp.errors import AmpError, InstallError, PlanError
 from lightning_amp.lightning._compat import MultiProcessingLauncher
 from lightning_amp.lightning.consistency.replicas import check_replicas, decide_on_rank_zero
 from lightning_amp.lightning.faults.launchers import end_as_ours
-from lightning_amp.lightning.steps.cells import cells_to_weigh, count_cells, counted_once
+from lightning_amp.lightning.steps.cells import counted_once
+from lightning_amp.lightning.steps.loss_weight import cells_to_weigh, count_cells
 from lightning_amp.lightning.strategy.refusals import check_compiled
 from lightning_amp.lightning.strategy.registration import refuse
 from lightning_amp.lightning.strategy.strategy import AMPStrategy

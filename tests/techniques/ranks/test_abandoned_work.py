@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import all_reduce, barrier
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_amp.lightning.steps.cells import CellWeight
+from lightning_amp.lightning.steps.loss_weight import CellWeight
 from lightning_amp.techniques.data import gradient_sync
 from tests.ranks import run_ranks
 
