@@ -47,7 +47,7 @@ ALONE = 2**20
 COPIED = 2 * 25 * 2**20
 """Bytes of two buckets of packed gradients, which exist at the same time."""
 WEIGHT_BYTES = 16
-"""Bytes of the two integers with which ranks agree on the number of cells in a step (lightning/steps/loss_weight.py)."""
+"""Bytes of the two integers with which ranks agree on the number of cells in a step (loss_weight.py)."""
 
 
 class CountedWith(Protocol):
