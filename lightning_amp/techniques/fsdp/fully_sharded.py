@@ -6,9 +6,9 @@
     the root          gathers the parameters of no unit for a full step, from its start to the end of backward; if the
                       step continues after it, their `.grad` is that of the rows, for manual clipping
 
-The losses are weighted by the ranks' cells before (loss_weight.py), so the averages are the gradients of the mean loss of
-the union batch, exact up to rounding. Gradients are reduced in every backward pass, also when they are accumulated: no
-full gradients are kept.
+The losses are weighted by the ranks' cells before (loss_weight.py), so the averages are the gradients of the mean loss
+of the union batch, exact up to rounding. Gradients are reduced in every backward pass, also when they are accumulated:
+no full gradients are kept.
 
 Collectives of a unit per step: two all-gathers of its parameters, one reduction of its gradients; before each of them,
 and at the end of both passes, one all-reduce of two integers (ranks/collectives.py).
