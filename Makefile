@@ -38,7 +38,7 @@ full: $(STAMP)
 # the lowest versions that pyproject.toml allows, torch's CUDA build among them, in an environment apart; old packages
 # warn of each other, so that here a warning is no error. Only the folders that call the most of other packages; before a
 # release all
-LOWEST_TESTS ?= tests/cli tests/data tests/dist tests/footprint tests/graph tests/lightning tests/models
+LOWEST_TESTS ?= tests/cli tests/data tests/sharding tests/footprint tests/graph tests/lightning tests/models
 lowest: $(LOWEST)/.installed
 	$(LOWEST)/bin/python -m pytest $(PYTEST) -o filterwarnings=default --disable-warnings \
 		-m "not (ranks or long or alone or full or exhaustive or slow)" $(LOWEST_TESTS)

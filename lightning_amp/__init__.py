@@ -24,11 +24,6 @@ if TYPE_CHECKING:
     from lightning_amp.data.prepare.prepare import prepare as prepare
     from lightning_amp.diagnosis import diagnose as diagnose
     from lightning_amp.diagnosis import register_signal as register_signal
-    from lightning_amp.dist.ops import ShardedTensor as ShardedTensor
-    from lightning_amp.dist.own_parts import as_sharded as as_sharded
-    from lightning_amp.dist.own_parts import own_part as own_part
-    from lightning_amp.dist.register_shard import check_shard as check_shard
-    from lightning_amp.dist.register_shard import register_shard as register_shard
     from lightning_amp.footprint.module_profile import ModuleProfile as ModuleProfile
     from lightning_amp.graph.build_table import register_flow as register_flow
     from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor as StratumMemoryMonitor
@@ -41,6 +36,11 @@ if TYPE_CHECKING:
     from lightning_amp.profiling.profile import Profile as Profile
     from lightning_amp.public import plan as plan
     from lightning_amp.public import profile as profile
+    from lightning_amp.sharding.ops import ShardedTensor as ShardedTensor
+    from lightning_amp.sharding.own_parts import as_sharded as as_sharded
+    from lightning_amp.sharding.own_parts import own_part as own_part
+    from lightning_amp.sharding.register_shard import check_shard as check_shard
+    from lightning_amp.sharding.register_shard import register_shard as register_shard
     from lightning_amp.techniques.chunk.run.chunk_module import chunk as chunk
     from lightning_amp.techniques.chunk.run.module_chunks import ModuleChunks as ModuleChunks
     from lightning_amp.techniques.contract.change import Change as Change
@@ -60,13 +60,13 @@ _HOME = {
     "AMPStrategy": "lightning.strategy.strategy",
     "GLUE": "models.glue",
     "Change": "techniques.contract.change",
-    "ShardedTensor": "dist.ops",
+    "ShardedTensor": "sharding.ops",
     "OwnBins": "data.loading.dataset",
     "OwnColumns": "data.loading.dataset",
-    "own_part": "dist.own_parts",
-    "as_sharded": "dist.own_parts",
-    "check_shard": "dist.register_shard",
-    "register_shard": "dist.register_shard",
+    "own_part": "sharding.own_parts",
+    "as_sharded": "sharding.own_parts",
+    "check_shard": "sharding.register_shard",
+    "register_shard": "sharding.register_shard",
     "chunk": "techniques.chunk.run.chunk_module",
     "ModuleChunks": "techniques.chunk.run.module_chunks",
     "PipelineCut": "techniques.pipeline.schedule.cut",

@@ -28,8 +28,8 @@ from scipy import sparse
 from benchmarks.tensor3d.ranks import Ranks
 from lightning_amp.data.files.read_h5ad import store_by_columns
 from lightning_amp.data.loading.dataset import CellTable, OwnColumns
-from lightning_amp.dist.own_parts import OwnParts
 from lightning_amp.quantities import format_bytes, format_seconds
+from lightning_amp.sharding.own_parts import OwnParts
 
 FEATURES, DRAWN, BATCH, GIB = 20_000, 1_000, 64, 2**30
 """Of a cell one feature in every run of FEATURES / DRAWN is counted."""

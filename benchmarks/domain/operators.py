@@ -1,4 +1,4 @@
-"""Count the operators and odd expressions of tests/dist that sharded tensors compute exactly, refuse, or get wrong.
+"""Count the operators and odd expressions of tests/sharding that sharded tensors compute exactly, refuse, or get wrong.
 
     python -m benchmarks.domain.operators [--ranks 2 3 4] [--list refused]
 
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lightning_amp.dist.splits import MeshAxis
-from tests.dist.test_operators import CASES, REST, grid_axes, judged, ways
+from lightning_amp.sharding.splits import MeshAxis
 from tests.ranks import run_ranks
+from tests.sharding.test_operators import CASES, REST, grid_axes, judged, ways
 
 TABLES = {"operators": CASES, "odd expressions": REST}
 Judged = tuple[str, str, str, str]

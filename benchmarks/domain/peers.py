@@ -1,4 +1,4 @@
-"""Run the tables of tests/dist through other libraries' tensors that are split over ranks, on 2 ranks and CPUs.
+"""Run the tables of tests/sharding through other libraries' tensors that are split over ranks, on 2 ranks and CPUs.
 
     python -m benchmarks.domain.peers [--peers ours dtensor physicsnemo context_parallel] [--each 3] [--quick]
 
@@ -35,12 +35,12 @@ from torch.distributed.tensor.experimental import context_parallel, implicit_rep
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 
 from benchmarks.tensor3d.ranks import Ranks
-from lightning_amp.dist.dispatch.guards import guarded
-from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.sharded_tensor import redistribute
-from lightning_amp.dist.splits import WHOLE, MeshAxis, Split, Splits
-from tests.dist.table.case import Case, case, made
-from tests.dist.test_operators import CASES, REST, difference, leaves_of, whole
+from lightning_amp.sharding.dispatch.guards import guarded
+from lightning_amp.sharding.owners import Owners
+from lightning_amp.sharding.sharded_tensor import redistribute
+from lightning_amp.sharding.splits import WHOLE, MeshAxis, Split, Splits
+from tests.sharding.table.case import Case, case, made
+from tests.sharding.test_operators import CASES, REST, difference, leaves_of, whole
 
 RANKS, PATIENCE_S = 2, 20.0
 NOT_COMPARED = ("split along", "split and", "split in", "whole by hand", "data_ptr", "dlpack",

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.domain.models import GPT, Points, UNet
 from benchmarks.models import Net, ViT
-from lightning_amp.dist.splits import MeshAxis
+from lightning_amp.sharding.splits import MeshAxis
 from lightning_amp.techniques.sequence.install import install
 from lightning_amp.techniques.sequence.row import SequenceParallel
 

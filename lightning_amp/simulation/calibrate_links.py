@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from lightning_amp.costs.device_rates import BETWEEN, WITHIN, Kind, Links, rounds
-from lightning_amp.dist.collectives import start_adding_rows
 from lightning_amp.errors import PlanError
 from lightning_amp.quantities import format_bytes, format_seconds
+from lightning_amp.sharding.collectives import start_adding_rows
 from lightning_amp.text_table import table
 
 SIZES = (8, 2**16, 2**20, 2**24)

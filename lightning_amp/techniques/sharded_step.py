@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_amp.dist.dispatch.guards import guarded
-from lightning_amp.dist.sharded_tensor import ShardedTensor
-from lightning_amp.dist.splits import MeshAxis
 from lightning_amp.errors import ShardError
 from lightning_amp.footprint.copies.fake_copy import map_tensors
 from lightning_amp.holding import holding
+from lightning_amp.sharding.dispatch.guards import guarded
+from lightning_amp.sharding.sharded_tensor import ShardedTensor
+from lightning_amp.sharding.splits import MeshAxis
 from lightning_amp.techniques.put_methods import methods_put
 
 

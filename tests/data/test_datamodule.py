@@ -23,10 +23,10 @@ from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.loading.dataset import CellTable
 from lightning_amp.data.prepare.read_scool import ScoolFile
 from lightning_amp.data.prepare.synthetic import synthesize
-from lightning_amp.dist.own_parts import OwnParts
 from lightning_amp.errors import DataError
 from lightning_amp.models.glue import GLUE
 from lightning_amp.models.inputs import inputs_from
+from lightning_amp.sharding.own_parts import OwnParts
 from tests.data.tiny_data import edit, make_bins, write_all
 
 pytestmark = [

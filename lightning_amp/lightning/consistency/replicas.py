@@ -30,9 +30,9 @@ from torch.nn.parameter import is_lazy
 from lightning_amp._torch import default_store
 from lightning_amp.data.batch import dense_parts, parts_in
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.dist.sharded_tensor import ShardedTensor
 from lightning_amp.errors import AmpError, DataError, InstallError, PlanError
 from lightning_amp.random_streams import random_streams, set_random_streams
+from lightning_amp.sharding.sharded_tensor import ShardedTensor
 from lightning_amp.techniques.data.batch_norm import is_shared
 
 PATIENCE_S = 600.0

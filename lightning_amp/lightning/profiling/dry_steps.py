@@ -17,12 +17,12 @@ from lightning.pytorch import LightningModule
 
 from lightning_amp.costs.device_rates import Kind, Links
 from lightning_amp.costs.rule import Spec
-from lightning_amp.dist.splits import MeshAxis, Sent
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.installing.install import install_steps
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.quantities import format_bytes, format_seconds
+from lightning_amp.sharding.splits import MeshAxis, Sent
 from lightning_amp.techniques.put_methods import put_methods
 from lightning_amp.techniques.table import STRATEGIES, targets_of, technique_of_steps
 from lightning_amp.techniques.tensor3d.grid_seconds import (

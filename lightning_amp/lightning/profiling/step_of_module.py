@@ -20,7 +20,6 @@ from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.data.batch import datamodule_of
-from lightning_amp.dist.own_parts import OwnParts
 from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_of import CountedStep, count_step
@@ -35,6 +34,7 @@ from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of,
 from lightning_amp.planning.plan.plan import Explanation
 from lightning_amp.progress import counting
 from lightning_amp.quantities import format_bytes
+from lightning_amp.sharding.own_parts import OwnParts
 from lightning_amp.techniques.contract.protocol import INSIDE, find_decoders
 from lightning_amp.techniques.data.batch_norm import statistics_bytes
 from lightning_amp.techniques.data.gradient_sync import gradient_sizes

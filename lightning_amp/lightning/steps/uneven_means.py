@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_amp._torch import FakeTensor, unseen, without_torch_function
-from lightning_amp.dist.sharded_tensor import local_of
 from lightning_amp.holding import replacing
 from lightning_amp.lightning._compat import rank_zero_warn
+from lightning_amp.sharding.sharded_tensor import local_of
 
 WATCHED = ("cross_entropy", "nll_loss")
 SAME_VALUE = (

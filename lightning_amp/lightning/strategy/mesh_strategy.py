@@ -23,9 +23,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_amp.data.batch import tensors_in
-from lightning_amp.dist.own_parts import OwnParts
-from lightning_amp.dist.sharded_tensor import ShardedTensor
-from lightning_amp.dist.splits import axis_of
 from lightning_amp.errors import DataError, PlanError
 from lightning_amp.lightning._compat import trainer_of
 from lightning_amp.lightning.checkpoints.read_directory import load_either
@@ -36,6 +33,9 @@ from lightning_amp.lightning.faults.failure_watch import FailureWatch
 from lightning_amp.lightning.steps.cells import counted_once, unrounded, with_same_draws
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.sharding.own_parts import OwnParts
+from lightning_amp.sharding.sharded_tensor import ShardedTensor
+from lightning_amp.sharding.splits import axis_of
 from lightning_amp.techniques.hic.scores.nonzero_counts import find_entries
 from lightning_amp.techniques.hic.scores.sparse_likelihood import SparseZINB
 from lightning_amp.techniques.table import technique_of_steps

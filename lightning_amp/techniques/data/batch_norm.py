@@ -1,6 +1,6 @@
 """Synchronize BatchNorm over the ranks of a mesh axis, so that it computes as one process does on the union batch.
 
-If ranks of another axis hold shards of the cells, their values count too (dist/normalise.py).
+If ranks of another axis hold shards of the cells, their values count too (sharding/normalise.py).
 
 Collectives: forward one all-gather of 2 C + 1 numbers, backward one all-reduce of 2 C. In eval mode there are none,
 unless a layer without running statistics is part of a training step. When a block is recomputed, the forward pass has
@@ -25,12 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from lightning_amp._torch import AnyBatchNorm, unseen
-from lightning_amp.dist.normalise import batch_normalised
-from lightning_amp.dist.splits import axis_of
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.forward_overrides import Override, Position, add_override, overrides_of, remove_override
 from lightning_amp.holding import replacing
 from lightning_amp.random_streams import isolated_random_streams
+from lightning_amp.sharding.normalise import batch_normalised
+from lightning_amp.sharding.splits import axis_of
 from lightning_amp.techniques.contract.protocol import normalises_by_batch
 from lightning_amp.techniques.ranks.received import once
 

@@ -1,7 +1,7 @@
 """Collect the parameters that `fully_shard` has sharded, and run the collectives of its units.
 
 A unit has two collectives: an all-gather of parameters and a reduce-scatter of gradients. gloo has no reduce-scatter
-(dist/collectives.py has one).
+(sharding/collectives.py has one).
 
 Legend: R ranks, n elements of a rank's shard.
 """
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_amp.dist.collectives import ALL_GATHER, REDUCE_SCATTER, start_adding_rows
+from lightning_amp.sharding.collectives import ALL_GATHER, REDUCE_SCATTER, start_adding_rows
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, is_split
 from lightning_amp.techniques.ranks.collectives import Agreement
 from lightning_amp.techniques.ranks.shards import Runs

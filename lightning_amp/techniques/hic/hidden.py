@@ -1,7 +1,7 @@
 """Shard the hidden dimension of a decoder over the model axis; all ranks run each stratum together (S5).
 
     region                     own channels of u and v enter (ranks/sharded_region.py)
-    prenorm, postnorm          own channels from own channels, normalised over all (dist/normalise.py)
+    prenorm, postnorm          own channels from own channels, normalised over all (sharding/normalise.py)
     qk, value, ff              y[:, I_r] = sum_q x[:, I_q] W[I_r, I_q]^T + bias[I_r], summed in blocks, one per receiver
     pairs                      y[I_r] = conv(x[I_r], weight[I_r]) + bias[I_r]: channels are independent
     attention                  scores of the own channels are summed, values stay (the model's `shard`); or keys and
@@ -49,10 +49,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_amp.dist.normalise import normalised
-from lightning_amp.dist.splits import axis_of
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import Counts, FeatureAnchor, OwnCounts
+from lightning_amp.sharding.normalise import normalised
+from lightning_amp.sharding.splits import axis_of
 from lightning_amp.techniques.checks.decoder import decode_problem
 from lightning_amp.techniques.checks.key import channels_problem
 from lightning_amp.techniques.checks.same_function import shown

@@ -8,8 +8,8 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_amp._torch import tree_map
-from lightning_amp.dist._torch import functorch_utils
 from lightning_amp.holding import replacing
+from lightning_amp.sharding._torch import functorch_utils
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.logits.pending import PutOff, values
 from lightning_amp.techniques.put_methods import method_of, refuse_unseen

@@ -45,8 +45,8 @@ from torch.distributed import Work
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import functional_collectives as functional
-from lightning_amp.dist.collectives import start_adding_rows
 from lightning_amp.errors import ModelError
+from lightning_amp.sharding.collectives import start_adding_rows
 
 Result = TypeVar("Result")
 

@@ -11,10 +11,10 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import lightning_amp.dist.ops  # noqa: F401  (registers the operators)
-from lightning_amp.dist._torch import skip_one_torch_function
-from lightning_amp.dist.splits import MeshAxis, axis_of
+import lightning_amp.sharding.ops  # noqa: F401  (registers the operators)
 from lightning_amp.errors import InstallError
+from lightning_amp.sharding._torch import skip_one_torch_function
+from lightning_amp.sharding.splits import MeshAxis, axis_of
 from lightning_amp.techniques.contract.change import hooks_of
 from lightning_amp.techniques.put_methods import STEPS
 from lightning_amp.techniques.sequence.row import SequenceParallel, written_dims

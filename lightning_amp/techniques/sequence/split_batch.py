@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.sharded_tensor import ShardedTensor, redistribute
-from lightning_amp.dist.splits import MeshAxis, Split, Splits
 from lightning_amp.errors import PlanError, ShardError
 from lightning_amp.footprint.copies.fake_copy import map_tensors
+from lightning_amp.sharding.owners import Owners
+from lightning_amp.sharding.sharded_tensor import ShardedTensor, redistribute
+from lightning_amp.sharding.splits import MeshAxis, Split, Splits
 from lightning_amp.techniques.sharded_step import tensors
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_amp.dist.splits import MeshAxis
+from lightning_amp.sharding.splits import MeshAxis
 
 AXES = ("x", "y", "z")
 

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.dist._torch import in_backward
-from lightning_amp.dist.collectives import LATER, do_later
 from lightning_amp.errors import ModelError
+from lightning_amp.sharding._torch import in_backward
+from lightning_amp.sharding.collectives import LATER, do_later
 from lightning_amp.techniques.tensor3d.row import OVERLAP
 
 IN_FLIGHT = 2

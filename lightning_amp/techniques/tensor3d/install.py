@@ -18,17 +18,17 @@ from torch.utils.hooks import RemovableHandle
 
 import lightning_amp.techniques.tensor3d.layout_rules  # noqa: F401  (registers the rules)
 from lightning_amp._torch import in_transform, is_compiled
-from lightning_amp.dist._torch import (
+from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.footprint.live_bytes import tensors_of
+from lightning_amp.sharding._torch import (
     AUTOGRAD_AND_AUTOCAST,
     excluded_keys,
     force_dispatch_keys,
     included_keys,
     skip_one_torch_function,
 )
-from lightning_amp.dist.registry import shard_error
-from lightning_amp.dist.splits import MeshAxis
-from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.footprint.live_bytes import tensors_of
+from lightning_amp.sharding.registry import shard_error
+from lightning_amp.sharding.splits import MeshAxis
 from lightning_amp.techniques.contract.change import hooks_of
 from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.in_step import STRAY

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lightning_amp.dist.dispatch.by_rule import call_of
-from lightning_amp.dist.registry import name_of
 from lightning_amp.footprint.live_bytes import named_arguments, tensors_of
 from lightning_amp.graph.flow import dims_of, groups, sums_of
+from lightning_amp.sharding.dispatch.by_rule import call_of
+from lightning_amp.sharding.registry import name_of
 from lightning_amp.techniques.tensor3d.atoms import AtomGrid
 from lightning_amp.techniques.tensor3d.plan_layouts import RULES, Grids, Labels, LayoutPlanner, Rule, View, along
 

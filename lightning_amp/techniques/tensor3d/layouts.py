@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from lightning_amp.dist.owners import OwnerRun, Owners
-from lightning_amp.dist.splits import Split, Splits
 from lightning_amp.errors import PlanError
+from lightning_amp.sharding.owners import OwnerRun, Owners
+from lightning_amp.sharding.splits import Split, Splits
 from lightning_amp.techniques.tensor3d.atoms import varying
 from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.plan_layouts import LayoutPlanner

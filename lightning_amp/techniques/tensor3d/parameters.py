@@ -21,11 +21,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_amp.dist.collectives import stacked, start_adding_rows, start_stacked
-from lightning_amp.dist.redistribute import own_part
-from lightning_amp.dist.sharded_tensor import ShardedTensor, part_in, wrap
-from lightning_amp.dist.splits import WHOLE, MeshAxis, Splits, record
 from lightning_amp.errors import ModelError
+from lightning_amp.sharding.collectives import stacked, start_adding_rows, start_stacked
+from lightning_amp.sharding.redistribute import own_part
+from lightning_amp.sharding.sharded_tensor import ShardedTensor, part_in, wrap
+from lightning_amp.sharding.splits import WHOLE, MeshAxis, Splits, record
 from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.in_step import InStep
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_amp._torch import TorchDispatchMode
-from lightning_amp.dist.registry import name_of
 from lightning_amp.footprint.live_bytes import tensors_of
+from lightning_amp.sharding.registry import name_of
 from lightning_amp.techniques.tensor3d.atoms import AtomGrid, Atoms, collapsed, varying
 
 Grids = dict[str, AtomGrid]

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_amp._torch import TorchDispatchMode
-from lightning_amp.dist.registry import name_of
-from lightning_amp.dist.sharded_tensor import ShardedTensor
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.live_bytes import tensors_of
+from lightning_amp.sharding.registry import name_of
+from lightning_amp.sharding.sharded_tensor import ShardedTensor
 from lightning_amp.techniques.put_methods import put_methods
 from lightning_amp.techniques.tensor3d.parameters import GridParameter
 

@@ -16,9 +16,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import lightning_amp.dist.ops  # noqa: F401  (registers the operators)
-from lightning_amp.dist.collectives import reduce_now
+import lightning_amp.sharding.ops  # noqa: F401  (registers the operators)
 from lightning_amp.errors import ModelError
+from lightning_amp.sharding.collectives import reduce_now
 from lightning_amp.techniques.contract.protocol import Units
 from lightning_amp.techniques.deferred import DEFERRED, DROPPED
 from lightning_amp.techniques.put_methods import STEPS, put_methods

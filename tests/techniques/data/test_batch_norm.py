@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from lightning_amp.dist.normalise import batch_normalised
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.sharding.normalise import batch_normalised
 from lightning_amp.techniques.data.batch_norm import is_shared, share_batch_statistics
 from tests.ranks import CountCollectives, run_ranks
 

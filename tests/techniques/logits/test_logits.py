@@ -17,8 +17,8 @@ from lightning_amp import AMPStrategy
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.techniques.logits import loss, pending
 from lightning_amp.techniques.logits.install import in_chunks
-from tests.dist.table.odd import twice
 from tests.ranks import run_ranks
+from tests.sharding.table.odd import twice
 from tests.techniques.replay.models import MODELS, Llama, difference, fit, plain
 from tests.techniques.replay.test_fit import by_hand, on_ranks
 

@@ -1,6 +1,6 @@
 """Small modules with unusual code, which say nothing of ranks: one of every kind that tensor3d has to notice.
 
-Operators on split features, one by one, are those of tests/dist.
+Operators on split features, one by one, are those of tests/sharding.
 
 A row of a table has parts, which become attributes, and a function of the module and the batch. Commit 89df923b has
 279 of them in benchmarks/tensor3d.

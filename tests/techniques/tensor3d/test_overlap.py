@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_amp.techniques.tensor3d.layout_rules  # noqa: F401  (registers the rules)
 from lightning_amp import AMPStrategy
-from lightning_amp.dist._torch import AUTOGRAD_AND_AUTOCAST, excluded_keys, force_dispatch_keys, included_keys
-from lightning_amp.dist.splits import Sent
 from lightning_amp.errors import ModelError, PlanError
+from lightning_amp.sharding._torch import AUTOGRAD_AND_AUTOCAST, excluded_keys, force_dispatch_keys, included_keys
+from lightning_amp.sharding.splits import Sent
 from lightning_amp.techniques.ranks.collectives import Agreement
 from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.in_step import InStep
@@ -257,7 +257,7 @@ def logged() -> Iterator[list[tuple[str, str]]]:
         patch.object(dist, "all_reduce", all_reduce),
         patch.object(GridParameter, "start_gather", start_gather),
         patch.object(InStep, "add_up", added),
-        patch("lightning_amp.dist.ops.products.F.linear", linear),
+        patch("lightning_amp.sharding.ops.products.F.linear", linear),
     ):
         yield log
 

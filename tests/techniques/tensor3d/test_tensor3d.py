@@ -20,11 +20,11 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_amp import AMPStrategy
-from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.splits import Split, Splits
 from lightning_amp.lightning.checkpoints.write_checkpoint import convert_checkpoint
 from lightning_amp.lightning.profiling import dry_steps
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.sharding.owners import Owners
+from lightning_amp.sharding.splits import Split, Splits
 from lightning_amp.techniques.tensor3d.grid import Grid as RankGrid
 from lightning_amp.techniques.tensor3d.grid_seconds import GridCost
 from lightning_amp.techniques.tensor3d.parameters import GridParameter

@@ -44,12 +44,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_amp.dist.collectives import start_all_to_all, wait_for
-from lightning_amp.dist.ring_attention import ring_attention
-from lightning_amp.dist.sharded_tensor import computed_in
-from lightning_amp.dist.splits import axis_of
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import FeatureAnchor, PerAnchor
+from lightning_amp.sharding.collectives import start_all_to_all, wait_for
+from lightning_amp.sharding.ring_attention import ring_attention
+from lightning_amp.sharding.sharded_tensor import computed_in
+from lightning_amp.sharding.splits import axis_of
 from lightning_amp.techniques.checks.key import full_problem, rows_problem
 from lightning_amp.techniques.checks.same_function import failure
 from lightning_amp.techniques.contract.change import Change, hooks_within

@@ -33,9 +33,9 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_amp.dist.collectives import start_all_to_all, wait_for
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import PerVertex, Scalar
+from lightning_amp.sharding.collectives import start_all_to_all, wait_for
 from lightning_amp.techniques.checks.same_function import mismatch, shown
 from lightning_amp.techniques.contract.change import Change, hooks_of, hooks_within
 from lightning_amp.techniques.contract.protocol import Messages, is_vertex_encoder

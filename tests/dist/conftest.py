@@ -1,5 +1,0 @@
-"""Sharded tensors require torch 2.13."""
-
-from lightning_amp.dist._torch import skip_one_torch_function
-
-collect_ignore_glob = [] if skip_one_torch_function is not None else ["test_*.py", "*/test_*.py"]
