@@ -1,4 +1,5 @@
-"""Claim: on two ranks steps that read values train as under DDP; validations under fsdp and sequence are predicted."""
+"""Claim: on two ranks steps that read values train as under DDP, or as one process does if their loss is a mean over
+labels; validations under fsdp and sequence are predicted."""
 
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,23 @@ pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 
 
 def trained(rank: int, ranks: int, kind: type[Net], strategies: str, share: float) -> tuple[float, float]:
-    """Difference of parameters to those of DDP, and predicted over measured bytes."""
+    """Difference of parameters to those of DDP or of one process, and predicted over measured bytes."""
     found, peaks, predicted = list[Any](), list[int](), 0
-    for strategy in ("ddp", strategies):
+    one = kind is Masked
+    for strategy in ("auto" if one else "ddp", strategies):
         torch.manual_seed(0)
         module, meter = kind().double(), Meter()
         torch.manual_seed(7)
-        batches = [torch.randn(192, N, dtype=torch.float64).chunk(ranks)[rank] for _ in range(3)]
-        # with room for batches whose rows go to other experts
-        amp = strategy if strategy == "ddp" else AMPStrategy(strategies=strategy, device_memory=int(share * peaks[0]))
+        batches = [torch.randn(192, N, dtype=torch.float64) for _ in range(3)]
+        if strategy != "auto":
+            batches = [batch.chunk(ranks)[rank] for batch in batches]
+        amp: Any = strategy
+        if peaks:
+            # with room for batches whose rows go to other experts
+            amp = AMPStrategy(strategies=strategies, device_memory=int(share * peaks[0]))
         options: dict[str, Any] = {"precision": "64-true", "callbacks": [meter], "use_distributed_sampler": False}
-        trainer = trainer_of(amp, rank=rank, ranks=ranks, **options)
+        of = {"rank": 0, "ranks": 1} if amp == "auto" else {"rank": rank, "ranks": ranks}
+        trainer = trainer_of(amp, **of, **options)
         torch.manual_seed(1)
         trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
         found.append([value.clone() for value in module.state_dict().values()])
@@ -40,14 +47,14 @@ def trained(rank: int, ranks: int, kind: type[Net], strategies: str, share: floa
 
 
 @pytest.mark.parametrize(("kind", "strategies", "share"), [
-    pytest.param(Mixture, "fsdp,recompute", 0.9, marks=pytest.mark.full), (Masked, "recompute", 0.8),
+    pytest.param(Mixture, "fsdp,recompute", 0.9, marks=pytest.mark.full), (Masked, "recompute", 0.5),
     (Logs, "replay", 0.8),
 ])  # fmt: skip
 def test_steps_that_read_values_train_as_under_ddp(
     kind: type[Net], strategies: str, share: float, tmp_path: Path
 ) -> None:
     for difference, ratio in run_ranks(trained, 2, tmp_path, kind, strategies, share):
-        assert difference == 0.0
+        assert difference == (pytest.approx(0, abs=1e-14) if kind is Masked else 0.0)
         assert ratio == pytest.approx(1, rel=0.05)
 
 
