@@ -100,14 +100,14 @@ def sizes_for(*, tiny: bool) -> tuple[dict[str, int], int]:
 def run(work: Work) -> None:
     """A row for each case."""
     sizes, rows = sizes_for(tiny=work.tiny)
-    _, exact = fit(work, sizes, 1 if work.tiny else 2, ("S1",), None, "32-true")
+    _, exact = fit(work, sizes, 2, ("S1",), None, "32-true")
     plain, wrong = 0, list[str]()
     for strategies, share in CASES[::3] if work.tiny else CASES:
         budget = None if share is None else int(share * plain)
         name = ",".join(strategies) if strategies else f"budget {share:.0%}"
         try:
             # exactness in float32, for bf16 rounds what is computed in another order
-            _, few = fit(work, sizes, 1 if work.tiny else 2, strategies or ("S1",), None, "32-true")
+            _, few = fit(work, sizes, 2, strategies or ("S1",), None, "32-true")
             error = max(float(abs(a - b) / abs(b)) for a, b in zip(few.losses, exact.losses, strict=True))
             row, found = fit(work, sizes, rows, strategies, budget, "bf16-mixed")
         except Exception as failure:
