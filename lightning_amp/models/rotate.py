@@ -7,9 +7,8 @@ orthogonal matrix Q; it is chosen such that vertices that the graph joins vary a
     M   = sum over edges (i, j) of sign w C_first[:, i] C_m[:, j]^T = U S V^T           (i of the first, j of m)
     Q   = U V^T                                                                                 (orthogonal Procrustes)
 
-A gene's value is its normalised count. A bin's is the share of its normalised contacts that are with itself and its
-neighbours: where genes are expressed, a bin has fewer contacts further away. If the data have none further away, the
-value is the sum.
+A gene's value is its normalised count. A bin's is the sum of its normalised contacts with itself and the next bin, for
+these follow the expression of its genes; contacts further away do not.
 """
 
 from typing import Any
@@ -22,7 +21,7 @@ from lightning_amp.models.inputs import HIC, GraphInputs, ModelInputs
 from lightning_amp.models.representation import Projection
 
 NEAR = 1
-"""Largest distance in bins of the contacts whose share stands for a bin's activity."""
+"""Largest distance in bins of the contacts that stand for a bin's activity."""
 
 
 def rotate(
@@ -48,7 +47,7 @@ def _covariance(projection: Projection, counts: Any, modality: str, inputs: Mode
     """Return the covariance of components and standardised values of the modality's vertices, [dim, vertex]."""
     z = projection.normalised(counts)
     weight, bias = projection.weight.double().cpu().numpy(), projection.bias.double().cpu().numpy()
-    components, values = z @ weight.T + bias, _values(z, modality, inputs)
+    components, values = z @ weight.T + bias, z @ _vertices_of_features(modality, inputs)
     mean = np.asarray(values.mean(axis=0)).ravel()
     variance = np.asarray(values.multiply(values).mean(axis=0)).ravel() - mean**2
     # components have the mean 0, so that values need not be centred
@@ -57,32 +56,15 @@ def _covariance(projection: Projection, counts: Any, modality: str, inputs: Mode
     return np.where(steady, 0.0, covariance / np.sqrt(np.where(steady, 1.0, variance)))
 
 
-def _values(z: Any, modality: str, inputs: ModelInputs) -> Any:
-    """Return a value of each vertex in each cell from the normalised counts, a sparse matrix [cell, vertex]."""
-    own = inputs.modalities[modality]
-    shape = (own.n_features, inputs.graph.n_vertices)
+def _vertices_of_features(modality: str, inputs: ModelInputs) -> Any:
+    """Return a sparse matrix that sums the features of each vertex, [feature, vertex]."""
+    own, n_vertices = inputs.modalities[modality], inputs.graph.n_vertices
     feature, vertex = np.arange(own.n_features), own.vertices
-    if modality != HIC or inputs.strata is None:
-        return z @ _sums(feature, vertex, shape)
-    nodes, distances = inputs.strata.nodes, inputs.strata.distances
-    distance, first = np.repeat(distances, [len(one) for one in nodes]), np.concatenate(nodes)
-    # a contact is one of both its bins, and one of the diagonal has one
-    apart = distance > 0
-    feature = np.concatenate([feature, feature[apart]])
-    vertex = own.vertices[np.concatenate([first, (first + distance)[apart]])]
-    close = distance[feature] <= NEAR
-    near = z @ _sums(feature[close], vertex[close], shape)
-    if close.all():
-        return near
-    total = (z @ _sums(feature, vertex, shape)).tocsr()
-    total.eliminate_zeros()
-    # the share is zero wherever nothing is near, so that it is as sparse
-    return near.multiply(total.power(-1)).tocsr()
-
-
-def _sums(feature: NDArray[np.int64], vertex: NDArray[np.int64], shape: tuple[int, int]) -> Any:
-    """Return a sparse matrix that sums the features of each vertex, [feature, vertex]; a feature can be of two."""
-    return sp.csr_matrix((np.ones(len(feature)), (feature, vertex)), shape=shape)
+    if modality == HIC and inputs.strata is not None:
+        nodes, distances = inputs.strata.nodes, inputs.strata.distances
+        near = np.repeat(np.array(distances) <= NEAR, [len(one) for one in nodes])
+        feature, vertex = feature[near], own.vertices[np.concatenate(nodes)][near]
+    return sp.csr_matrix((np.ones(len(feature)), (feature, vertex)), shape=(own.n_features, n_vertices))
 
 
 def _over_edges(one: NDArray[np.float64], other: NDArray[np.float64], graph: GraphInputs) -> NDArray[np.float64]:
