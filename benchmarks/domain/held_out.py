@@ -12,6 +12,7 @@ held-out contact, the mean over cells and strata that have both kinds.
     random walk   as scHiCluster (Zhou et al. 2019, doi 10.1073/pnas.1901423116): log2(1 + x) of the symmetric map, the
                   mean of 3 x 3 bins, rows scaled to 1, random walk with restart 0.5 to its limit, made symmetric
     all cells     sum of all cells, the same ranks for every cell
+    all, nearby   the same scaled to a cell's depth, given the cell's own contacts as "nearby" is: no model
     own type      sum of the cells of the same type, which needs labels
     chance        share of the pairs that have a held-out contact
 """
@@ -35,9 +36,11 @@ from numpy.typing import NDArray
 from benchmarks.domain.integration import PAGE, SETTINGS, SYNTHETIC, prepare_cortex, trained
 from benchmarks.page import origin, paragraph, table, write_part
 from lightning_amp.data.prepare.synthetic import synthesize
+from lightning_amp.models.inputs import StrataInputs
+from lightning_amp.models.nearby import nearby
 
 HELD_OUT, RESTART = 0.2, 0.5
-HEADER = ["cells", "seed", "expected", "nearby", "random walk", "all cells", "own type", "chance"]
+HEADER = ["cells", "seed", "expected", "nearby", "random walk", "all cells", "all, nearby", "own type", "chance"]
 Maps = NDArray[np.floating[Any]]
 
 
@@ -78,6 +81,14 @@ def random_walk(counts: Maps, layout: Any) -> Maps:
     return np.concatenate([limit[row, column] for row, column, _ in places])
 
 
+def shared_map(seen: Maps, strata: StrataInputs) -> Maps:
+    """Return the sum of all cells, scaled to each cell's depth and given its own contacts nearby, [cell, feature]."""
+    sums = torch.from_numpy(seen.sum(axis=0, dtype=np.float64))
+    x = torch.from_numpy(seen.astype(np.float64))
+    found: Maps = nearby(x.sum(dim=1, keepdim=True) * sums / sums.sum(), x, strata).numpy()
+    return found
+
+
 def average_precision(scores: Maps, positive: NDArray[np.bool_]) -> float:
     """Return the area under precision and recall; equal scores are in one step of recall."""
     order = np.argsort(-scores, kind="stable")
@@ -114,11 +125,13 @@ def one_seed(data_dir: Path, seed: int, arguments: argparse.Namespace, settings:
         with torch.no_grad():
             batch = cells.rows(np.arange(cells.n_cells))
             expected, near = (model.impute("hic", batch, output=one).numpy() for one in ("expected", "nearby"))
+        shared = shared_map(seen, model.inputs.strata)
         types, own = np.unique(cells.read_obs()["celltype"].to_numpy().astype(str), return_inverse=True)
         of_types = np.stack([seen[own == one].sum(axis=0) for one in range(len(types))])
     walked = np.stack([random_walk(one, layout) for one in seen])
     # the cell itself has no contact at the pairs that are ranked
-    maps = [expected, near, walked, np.broadcast_to(seen.sum(axis=0), seen.shape), of_types[own], np.zeros_like(seen)]
+    same = np.broadcast_to(seen.sum(axis=0), seen.shape)
+    maps = [expected, near, walked, same, shared, of_types[own], np.zeros_like(seen)]
     return [score(one, seen, held, layout) for one in maps]
 
 

@@ -5,10 +5,13 @@ from types import SimpleNamespace
 import anndata
 import numpy as np
 import pytest
+import torch
 from sklearn.metrics import average_precision_score
 
-from benchmarks.domain.held_out import average_precision, hold_out, random_walk, score
+from benchmarks.domain.held_out import average_precision, hold_out, random_walk, score, shared_map
 from lightning_amp.data.prepare.synthetic import synthesize
+from lightning_amp.models.inputs import StrataInputs
+from lightning_amp.models.nearby import nearby
 
 
 def layout(n=6, strata=3):
@@ -54,3 +57,14 @@ def test_a_fifth_of_the_contacts_is_held_out(tmp_path):
     np.testing.assert_array_equal(seen + held.toarray(), whole)
     assert held.sum() / whole.sum() == pytest.approx(0.2, abs=0.02)
     assert (held.sum(axis=1) > 0).all()
+
+
+def test_shared_map_is_the_sum_of_all_cells_at_the_depth_of_each_given_its_contacts_nearby():
+    strata = StrataInputs(n_anchors=6, nodes=[np.arange(6 - k) for k in range(3)], distances=[0, 1, 2])
+    seen = np.random.default_rng(0).poisson([[1.0], [3.0], [0.2]], (3, 15)).astype(np.float32)
+    expected = seen.sum(axis=1, keepdims=True) * seen.sum(axis=0) / seen.sum()
+    found = shared_map(seen, strata)
+    wanted = nearby(torch.from_numpy(expected), torch.from_numpy(seen), strata)
+    np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-5)
+    np.testing.assert_allclose(found.sum(axis=1), seen.sum(axis=1), rtol=1e-5)
+    assert not np.allclose(found, expected)
