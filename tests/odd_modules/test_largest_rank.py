@@ -64,7 +64,7 @@ def fitted(rank: int, ranks: int, budget: int, fails: bool = False) -> Any:
         raise ModelError("it cannot be counted here")
 
     module = Selects()
-    trainer = trainer_of(AMPStrategy(device_memory=budget), rank=rank, ranks=ranks, max_steps=2)
+    trainer = trainer_of(AMPStrategy(device_memory=f"{budget}B"), rank=rank, ranks=ranks, max_steps=2)
     with patch.object(StepOfModule, "count_own", refuses if fails and rank == 1 else StepOfModule.count_own):
         try:
             trainer.fit(module, DataLoader([FEW, ALL] * 4, batch_size=None))

@@ -135,9 +135,8 @@ def _largest(loaders: object) -> int | None:
 
 def own_rows(trainer: pl.Trainer) -> slice:
     """Return the rows that the Trainer's distributed sampler gives this rank; rank 0's example has all of them."""
-    strategy, distributes = trainer.strategy, trainer._accelerator_connector.use_distributed_sampler
-    rank = strategy.global_rank if distributes else 0
-    return slice(rank, None, strategy.world_size) if rank else EVERY
+    rank = trainer.global_rank if trainer._accelerator_connector.use_distributed_sampler else 0
+    return slice(rank, None, trainer.world_size) if rank else EVERY
 
 
 def example_batch(loaders: object, why: str = "", *, own: slice = EVERY) -> Any:
