@@ -239,6 +239,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _ACTIVE: list[LiveBytes] = []
+_NO_TENSORS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))
 
 
 def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -255,9 +256,14 @@ def tensors_of(values: Any, found: list[Tensor] | None = None) -> list[Tensor]:
     found = [] if found is None else found
     if isinstance(values, Tensor):
         found.append(values)
-    elif isinstance(values, list | tuple | dict):
-        for value in values.values() if isinstance(values, dict) else values:
+    elif isinstance(values, dict):
+        for value in values.values():
             tensors_of(value, found)
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            # numbers and None are most of the arguments, and need no call
+            if type(value) not in _NO_TENSORS:
+                tensors_of(value, found)
     return found
 
 

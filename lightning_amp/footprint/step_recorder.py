@@ -53,6 +53,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         head: The last product with a parameter in a forward pass.
         optimising: Whether the optimizer is updating parameters.
         in_step: Whether `training_step` is running, and no backward pass of the Trainer or of `manual_backward`.
+        factors: Last two dims of the second factors of products in forward passes, the smaller one first.
         trained: Parameters by name.
         lengths: Lengths of the first dimensions of the tensors in the last batch.
         returned: Storages of the last result of `training_step`.
@@ -75,6 +76,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         # operator 0 stands for all storages from before the step
         self.work: list[tuple[str, str]] = [(FORWARD, "")]
         self.head: Head | None = None
+        self.factors: set[tuple[int, int]] = set()
         self.optimising = self.in_step = self.frees_gradients = False
         self.lengths: frozenset[int] = frozenset()
         self.returned: list[Life] = []
@@ -233,6 +235,10 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
                     self.written.add(life.name)
         if func._opname not in _NOTED or self.work[self._now.birth][0] != FORWARD:
             return
+        if func._opname not in (*COPIES, "convolution"):
+            # a bias is the first argument of all but `linear`
+            smaller, larger = sorted(read[1 if func._opname == "linear" else -1][0].shape[-2:])
+            self.factors.add((smaller, larger))
         given = (self._of_key.get(id(storage)) for _, storage in read)
         if not any(life is not None and (life.kind == PARAMETERS or id(life) in self._weights) for life in given):
             return

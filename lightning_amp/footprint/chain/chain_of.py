@@ -51,6 +51,7 @@ class CountedStep:
         read_outside: Blocks whose parameters it read outside of their calls.
         written: Parameters that it changed before the optimizer's step, and "batch" if it changed the batch.
         own_checkpoints: Whether the user's code checkpoints parts of it.
+        factors: Last two dims of the second factors of its products, the smaller one first.
     """
 
     profile: ModuleProfile
@@ -67,6 +68,7 @@ class CountedStep:
     read_outside: frozenset[str]
     written: frozenset[str]
     own_checkpoints: bool = False
+    factors: frozenset[tuple[int, int]] = frozenset()
 
 
 def count_step(
@@ -119,4 +121,5 @@ def count_step(
         read_outside=step.read_outside,
         written=frozenset(step.written),
         own_checkpoints=bool(seen),
+        factors=frozenset(step.factors),
     )

@@ -90,6 +90,15 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if len(_known) > MOST:
             _known.clear()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, as LiveBytes does: torch's guard against Dynamo takes a tenth of a count."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator; torch's method does the same, behind a guard against Dynamo and a count of its calls."""
+        return self.dispatch(func, types, args, kwargs)
+
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the result of an operator."""
         kwargs = kwargs or {}

@@ -76,18 +76,18 @@ def _key(rank: int) -> str:
 
 
 T = TypeVar("T")
-Broadcast = Callable[[Any], Any]
-"""A function that returns rank 0's picklable value on every rank, like `Strategy.broadcast`."""
+Broadcast = Callable[..., Any]
+"""A function that returns the picklable value of rank `src`, 0 by default, on every rank, like `Strategy.broadcast`."""
 
 
-def decide_on_rank_zero(decide: Callable[[], T], *, rank: int, broadcast: Broadcast) -> T:
-    """Run `decide` on rank 0, and return its result, or raise its error, on every rank.
+def decide_on_rank_zero(decide: Callable[[], T], *, rank: int, broadcast: Broadcast, decider: int = 0) -> T:
+    """Run `decide` on rank 0, or on `decider`, and return its result, or raise its error, on every rank.
 
-    An AmpError is raised with the same text on all ranks. For other errors of rank 0, the others raise a PlanError.
+    An AmpError is raised with the same text on all ranks. For other errors, the other ranks raise a PlanError.
     """
     decided: T | None = None
     error: Exception | None = None
-    if rank == 0:
+    if rank == decider:
         try:
             decided = decide()
         except Exception as raised:
@@ -95,8 +95,11 @@ def decide_on_rank_zero(decide: Callable[[], T], *, rank: int, broadcast: Broadc
     first_error = error
     if error is not None and not isinstance(error, AmpError):
         # the error may not be picklable, and the other ranks must not wait forever
-        first_error = PlanError(f"rank 0 failed to plan: {type(error).__name__}: {error}; its own traceback says more")
-    decided, first_error = broadcast((decided, first_error))
+        first_error = PlanError(
+            f"rank {decider} failed to plan: {type(error).__name__}: {error}; its own traceback says more"
+        )
+    both = decided, first_error
+    decided, first_error = broadcast(both, src=decider) if decider else broadcast(both)
     if (failure := error or first_error) is not None:
         raise failure
     return cast(T, decided)

@@ -3,7 +3,7 @@
 For a map-style data set the loader's iterator is not used, because it may draw random numbers or start workers. The
 first batch is made in this process, with the loader's `collate_fn`:
 
-    sampler of torch    the first items of the data set
+    sampler of torch    the first items of the data set; on other ranks than rank 0 the first of their part
     other samplers      the first indices of a copy of the sampler
 
 The first batch of a stream is read and given to training first (read_ahead.py), unless the loader has a method
@@ -21,6 +21,7 @@ import pickle
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -43,6 +44,7 @@ UNKNOWN = (
     " batch_size, the samples per rank and step"
 )
 
+EVERY = slice(None)
 CellsOrReason = tuple[int | None, str]
 """Samples per rank and step; or None, and what to do."""
 
@@ -131,18 +133,26 @@ def _largest(loaders: object) -> int | None:
     return max((size for size in sizes if isinstance(size, int) and size >= 1), default=None)
 
 
-def example_batch(loaders: object, why: str = "") -> Any:
+def own_rows(trainer: pl.Trainer) -> slice:
+    """Return the rows that the Trainer's distributed sampler gives this rank; rank 0's example has all of them."""
+    rank = trainer.global_rank if trainer._accelerator_connector.use_distributed_sampler else 0
+    return slice(rank, None, trainer.world_size) if rank else EVERY
+
+
+def example_batch(loaders: object, why: str = "", *, own: slice = EVERY) -> Any:
     """Return the batch that one step reads from a loader, or from a dictionary, list or CombinedLoader of several.
 
     Args:
         loaders, why: As `loaders_of` returns them.
+        own: Rows of the data set of which the batch is; only for torch's samplers, which the Trainer replaces.
 
     Raises:
         DataError: No batch can be read without consuming training data, or reading it raised an error.
     """
     if loaders is None:
         raise DataError(why or "the loader is created again every few epochs, or there is none")
-    return tree_map(_example_of, loaders.iterables if isinstance(loaders, CombinedLoader) else loaders)
+    given = loaders.iterables if isinstance(loaders, CombinedLoader) else loaders
+    return tree_map(partial(_example_of, own=own), given)
 
 
 def read_streams_ahead(loaders: object) -> None:
@@ -160,15 +170,15 @@ def _streams(loaders: object) -> list[Any]:
     return [loader for loader in found if not hasattr(loader, "amp_example_batch") and is_stream(loader)]
 
 
-def _example_of(loader: Any) -> Any:
+def _example_of(loader: Any, own: slice = EVERY) -> Any:
     if isinstance(loader, CombinedLoader):
-        return example_batch(loader)
+        return example_batch(loader, own=own)
     if hasattr(loader, "amp_example_batch"):
         return loader.amp_example_batch()
     if is_stream(loader):
         return first_batch(loader)
     try:
-        return _first_batch(loader)
+        return _first_batch(loader, own)
     except Exception as error:
         raise DataError(
             f"no example batch could be read from {type(loader.dataset).__name__!r}, which raised "
@@ -176,7 +186,13 @@ def _example_of(loader: Any) -> Any:
         ) from error
 
 
-def _first_batch(loader: DataLoader[Any]) -> Any:
+def _rows(loader: DataLoader[Any], own: slice) -> range:
+    rows = range(len(loader.dataset))  # type: ignore[arg-type]
+    # a data set with fewer rows than ranks gives some of them again
+    return rows[own] or rows
+
+
+def _first_batch(loader: DataLoader[Any], own: slice) -> Any:
     # one memo for all copies: a sampler that holds the data set then holds the copy
     memo: dict[int, Any] = {}
     dataset, collate = copied_state(loader.dataset, memo), copied_state(loader.collate_fn, memo)
@@ -187,9 +203,9 @@ def _first_batch(loader: DataLoader[Any]) -> Any:
         read = order if batches is None else batches
         index: Any
         if torchs and batches is None:
-            index = 0
+            index = _rows(loader, own)[0]
         elif torchs and type(batches) is BatchSampler:
-            index = range(min(batches.batch_size, len(loader.dataset)))  # type: ignore[arg-type]
+            index = _rows(loader, own)[: batches.batch_size]
         elif (numbers := iter(read)) is read:
             raise TypeError(f"its order is an iterator ({type(read).__name__!r}), which can be read once only")
         else:

@@ -30,7 +30,7 @@ from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules, overlap
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
-from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of, read_streams_ahead
+from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of, own_rows, read_streams_ahead
 from lightning_amp.planning.plan.plan import Explanation
 from lightning_amp.progress import counting
 from lightning_amp.quantities import format_bytes
@@ -112,9 +112,8 @@ class StepOfModule:
         around = replace(around, values=values, limit_bytes=limit_bytes, own_parts=own)
         loaders, why = loaders_of(trainer)
         read_streams_ahead(loaders)
-        return cls(
-            module, partial(example_batch, loaders, why), around=around, trains=True, steps=steps, decoders=decoders
-        )
+        take = partial(example_batch, loaders, why, own=own_rows(trainer))
+        return cls(module, take, around=around, trains=True, steps=steps, decoders=decoders)
 
     def profiled(
         self, rates: Rates, *, requested: Mapping[str, Spec] = NOTHING, shared_statistics: bool = False
@@ -300,6 +299,12 @@ class StepOfModule:
             self._counts[key] = self.run_with(rules, profile_module)
         self._profiles[_places(rules)] = self._counts[key]
         return self._counts[key]
+
+    def count_own(self, rules: Sequence[Rule], rates: Rates) -> ModuleProfile:
+        """Profile the step with rules, as `count`, on a rank that may have read no batch yet."""
+        if self._batch is None:
+            self.take(rates)
+        return self.count(rules)
 
     def profile_with(self, rules: Sequence[Rule]) -> ModuleProfile | None:
         """Return the last profile of `profiled` or `count` with rules for the same modules; None without one."""

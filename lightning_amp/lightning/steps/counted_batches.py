@@ -42,7 +42,7 @@ GROWS = 1 / 1000
 """Share of the budget by which batches have to keep more than those before."""
 
 
-BY_VALUES = "values decide its shapes, and the plan was counted for the first batch, that of the first rank"
+BY_VALUES = "values decide its shapes, and the plan was counted for the first batch of each rank"
 
 
 class CountedBatches:

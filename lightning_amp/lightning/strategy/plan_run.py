@@ -10,6 +10,7 @@ from lightning_amp.lightning.profiling.blocks_outside import DecoderPlan, with_b
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.profiling.split_samples import samples_may_be_split, with_split_samples
 from lightning_amp.lightning.strategy.context import PlanningContext
+from lightning_amp.lightning.strategy.largest_rank import for_largest_rank
 from lightning_amp.lightning.strategy.validation_of_fit import with_validation
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.plan_module import model_axis_size, plan_again, plan_module, split_by_planner
@@ -54,6 +55,7 @@ def resolve_plan(
 
     try:
         plan = decide_on_rank_zero(decide, rank=strategy.global_rank, broadcast=strategy.broadcast)
+        plan = for_largest_rank(plan, facts, decide)
     except PlanError as error:
         raise (PlanError(f"{error}. {'; '.join(notes)}") if notes else error) from None
     # compared afterwards: an error of rank 0 is then raised as such, not as a difference between ranks

@@ -17,6 +17,10 @@ class ChunkLogits:
 RULE = Rule(fqn="", spec=ChunkLogits(), strategy="logits", why="counted")
 WORTH = 0.02
 """Least saving, as a share of the peak, that is worth the additional time."""
+NOTHING = (
+    "the step has no cross-entropy of a linear layer with eight times as many outputs as inputs, or its peak is"
+    " elsewhere"
+)
 
 
 def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
@@ -25,15 +29,16 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
         return "it is not supported together with fsdp"
     if seen.counted is None:
         return "the step was not counted with it"
+    least, most = WORTH * seen.profile.peak_bytes, seen.facts.get("logits")
+    if most is not None and most < least:
+        # a count takes seconds, and could not show a saving
+        return NOTHING
     step = seen.counted(RULE)
     if isinstance(step, str):
         return step
     saved = seen.profile.peak_bytes - step.profile.peak_bytes
-    if saved < WORTH * seen.profile.peak_bytes:
-        return (
-            "the step has no cross-entropy of a linear layer with eight times as many outputs as inputs, or its peak is"
-            " elsewhere"
-        )
+    if saved < least:
+        return NOTHING
     more = max(step.chain.seconds - seen.chain.seconds, LEAST_SECONDS)
     why = f"logits are never whole, which keeps {format_bytes(saved)} less and takes {format_seconds(more)} more"
     target = Rule(strategy="logits", fqn="", spec=ChunkLogits(), why=why, saves_bytes=saved)
@@ -51,5 +56,6 @@ ROW = Technique(
     shrinks="logits of a training step, and their gradients, to those of a few rows",
     specs=(ChunkLogits,),
     installers={ChunkLogits: Installer("lightning_amp.techniques.logits.install:install")},
+    read_step="lightning_amp.techniques.logits.install:read_step",
     prediction=Prediction(add=add, kinds=(ACTIVATIONS, TEMPORARIES), limit="the peak is elsewhere", turn=1, slow=True),
 )
