@@ -12,7 +12,7 @@ Suspects follow from what the runs have recorded; they are not proved.
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Literal
 
 import numpy as np
@@ -99,16 +99,7 @@ class Recorder(Callback):
         # each optimiser once: manual optimisation may step an optimiser several times
         self._stepped.add(id(optimizer))
         shards = trainer.strategy._shards if isinstance(trainer.strategy, AMPStrategy) else Shards()
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-        def whole() -> dict[str, Any]:
-            gradients = {
-                name: p.grad.detach().clone()
-                for name, p in pl_module.named_parameters()
-                if id(p) in own and p.grad is not None
-            }
-            return shards.saved_state(gradients, in_parts=False)
-
+        whole = partial(shards.full_gradients, pl_module, optimizer)
         # in manual optimisation, fsdp's root module has gathered parameters during the step
         gradients = whole() if shards.units is None else shards.units.on_rows(whole)
         self.record.gradients = gradients | self.record.gradients

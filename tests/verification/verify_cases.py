@@ -229,6 +229,24 @@ class Attends(Clean):
         return (self.head(self.attention(u, u, u, need_weights=False)[0][:, 0]) - batch["y"]).square().mean()
 
 
+class Stages(Optimised, by=torch.optim.SGD, lr=0.1):
+    """A list of blocks, and parameters before and after it, of which one is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first = nn.Linear(5, 5)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3))
+        self.last = nn.Linear(5, 5)
+        self.last.weight = self.first.weight
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.first(batch["x"])
+        for block in self.blocks:
+            x = block(x)
+        return (self.last(x) - batch["x"]).square().mean()
+
+
 class Late(Clean):
     """Wrong from the second step on."""
 
