@@ -21,6 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_amp._torch import unseen
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.consistency.same_parameters import SHARE_STATISTIC, common_buffers, differing
 from lightning_amp.lightning.steps.cells import cells_to_weigh
@@ -100,8 +101,10 @@ class Recorder(Callback):
         self._stepped.add(id(optimizer))
         shards = trainer.strategy._shards if isinstance(trainer.strategy, AMPStrategy) else Shards()
         whole = partial(shards.full_gradients, pl_module, optimizer)
-        # in manual optimisation, fsdp's root module has gathered parameters during the step
-        gradients = whole() if shards.units is None else shards.units.on_rows(whole)
+        # they are kept for the comparison, and are no part of the step, which may have a budget
+        with unseen():
+            # in manual optimisation, fsdp's root module has gathered parameters during the step
+            gradients = whole() if shards.units is None else shards.units.on_rows(whole)
         self.record.gradients = gradients | self.record.gradients
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

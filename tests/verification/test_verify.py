@@ -184,15 +184,6 @@ def test_the_reference_model_is_equal(data_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_gradients_of_stages_are_those_of_one_process(tmp_path: Path) -> None:
-    """A rank has those of its stage only; ranks that joined in unlike broadcasts waited for each other."""
-    found = verified(tmp_path, {"pipeline": (cases.Stages(), cells(8), {"strategies": "pipeline"})})["pipeline"]
-    assert found.ok, str(found)
-    (gradients,) = (row for row in found.rows if row.quantity == "gradients, step 1")
-    assert gradients.errors.keys() == dict(cases.Stages().named_parameters()).keys()
-
-
-@pytest.mark.ranks
 @pytest.mark.long
 def test_what_a_rank_raises_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
     # quicker than to spawn

@@ -247,6 +247,18 @@ class Stages(Optimised, by=torch.optim.SGD, lr=0.1):
         return (self.last(x) - batch["x"]).square().mean()
 
 
+class Wide(Optimised, by=torch.optim.SGD, lr=0.1):
+    """Most bytes are those of activations, at the end of the forward pass, when the gradients are not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(64, 64), nn.Tanh())))
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.layers(batch).square().mean()  # type: ignore[no-any-return]
+
+
 class Late(Clean):
     """Wrong from the second step on."""
 
