@@ -69,13 +69,18 @@ def verdict(record: Record, runs: Runs) -> str:
     if "crashed" in record:
         return "crashed"
     if "equal" in record:
-        return "to rounding" if record["equal"] else "wrong"
+        # `verify` asks for float64's rounding, also of a loss that is computed in float32
+        return "to rounding" if record["equal"] or _of_float32(record) else "wrong"
     allowed = OF_FLOAT32 if runs.get("plain", {}).get("float32") else ROUNDING
     if "float32" not in record.get("run", MAIN) and not (record["difference"] <= allowed and record["draws"]):
         return "wrong"
     if record["budget"] is not None and record["measured"] > record["budget"]:
         return "over budget"
     return "bit by bit" if record["difference"] == 0 else "to rounding"
+
+
+def _of_float32(record: Record) -> bool:
+    return bool(record.get("float32")) and record["difference"] <= OF_FLOAT32
 
 
 def counts(main: dict[str, Runs], absent: list[str]) -> Iterator[str]:
@@ -245,11 +250,11 @@ def on_ranks(found: dict[tuple[str, str], Runs], names: list[str]) -> Iterator[s
         if one is None:
             return ""
         if "equal" in one:
-            says = (
-                f"{one['difference']:.0e}"
-                if one["equal"]
-                else f"**differs** {one['difference']:.0e} {', '.join(one['suspects'])}"
-            )
+            says = f"{one['difference']:.0e}"
+            if verdict(one, {}) == "wrong":
+                says = f"**differs** {says} {', '.join(one['suspects'])}"
+            elif not one["equal"]:
+                says += " (float32)"
             return f"{plan_of(one)} {says}"
         key = "refused" if "refused" in one else "crashed"
         return f"{key}: {one[key].partition(': ')[2].split('. ')[0].split(';')[0][:90]}".replace("|", "/").replace(

@@ -12,7 +12,7 @@ Suspects follow from what the runs have recorded; they are not proved.
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_amp._torch import unseen
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.consistency.same_parameters import SHARE_STATISTIC, common_buffers, differing
 from lightning_amp.lightning.steps.loss_weight import cells_to_weigh
@@ -99,18 +100,11 @@ class Recorder(Callback):
         # each optimiser once: manual optimisation may step an optimiser several times
         self._stepped.add(id(optimizer))
         shards = trainer.strategy._shards if isinstance(trainer.strategy, AMPStrategy) else Shards()
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-        def whole() -> dict[str, Any]:
-            gradients = {
-                name: p.grad.detach().clone()
-                for name, p in pl_module.named_parameters()
-                if id(p) in own and p.grad is not None
-            }
-            return shards.saved_state(gradients, in_parts=False)
-
-        # in manual optimisation, fsdp's root module has gathered parameters during the step
-        gradients = whole() if shards.units is None else shards.units.on_rows(whole)
+        whole = partial(shards.full_gradients, pl_module, optimizer)
+        # they are kept for the comparison, and are no part of the step, which may have a budget
+        with unseen():
+            # in manual optimisation, fsdp's root module has gathered parameters during the step
+            gradients = whole() if shards.units is None else shards.units.on_rows(whole)
         self.record.gradients = gradients | self.record.gradients
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

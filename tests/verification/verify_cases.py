@@ -229,6 +229,36 @@ class Attends(Clean):
         return (self.head(self.attention(u, u, u, need_weights=False)[0][:, 0]) - batch["y"]).square().mean()
 
 
+class Stages(Optimised, by=torch.optim.SGD, lr=0.1):
+    """A list of blocks, and parameters before and after it, of which one is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first = nn.Linear(5, 5)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3))
+        self.last = nn.Linear(5, 5)
+        self.last.weight = self.first.weight
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.first(batch["x"])
+        for block in self.blocks:
+            x = block(x)
+        return (self.last(x) - batch["x"]).square().mean()
+
+
+class Wide(Optimised, by=torch.optim.SGD, lr=0.1):
+    """Most bytes are those of activations, at the end of the forward pass, when the gradients are not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(64, 64), nn.Tanh())))
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.layers(batch).square().mean()  # type: ignore[no-any-return]
+
+
 class Late(Clean):
     """Wrong from the second step on."""
 

@@ -117,6 +117,12 @@ class Shards:
             saved[name] = found[id(one)]
         return saved
 
+    def full_gradients(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Return the full gradients that an optimizer uses, by the names of their parameters; a collective."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        of = {name: p.grad for name, p in module.named_parameters() if id(p) in own and p.grad is not None}
+        return self._full({name: grad.detach().clone() for name, grad in of.items()}, module)
+
     def own_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Convert a state with full tensors to this rank's shards; raise a DataError if a shape differs."""
         own = copy.copy(state if isinstance(state, dict) else dict(state))
@@ -238,6 +244,9 @@ class Shards:
             optimizer.load_state_dict(state)
 
     # --- overridden for parameters of stages ---
+
+    def _full(self, gradients: dict[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
+        return self.saved_state(gradients, in_parts=False)
 
     def _held(self) -> dict[int, Any]:
         """Return the sharded parameters by the id of their shard in the module and in optimisers."""

@@ -217,6 +217,18 @@ class StageParameters(Shards):
                 whole[name] = broadcast(buffer, rank, self._model)
         return whole
 
+    def _full(self, gradients: dict[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
+        everyones: list[Any] = [None] * self._model.size()
+        # a rank has no gradients of other stages' parameters, and all ranks have to join in the same broadcasts
+        dist.all_gather_object(everyones, list(gradients), group=self._model.get_group())
+        first = {name: rank for rank in reversed(range(len(everyones))) for name in everyones[rank]}
+        found, device = dict[str, Tensor](), self._model.device_type
+        for name, parameter in module.named_parameters():
+            if name in first:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                found[name] = broadcast(gradients.get(name, empty), first[name], self._model)
+        return found
+
     def _held(self) -> dict[int, Held]:
         return {id(parameter): held for held in self.held for parameter in (held.whole, held.absent)}
 
