@@ -1,7 +1,7 @@
 """Free the gradients of the last step before `training_step`, where nothing reads them any more.
 
-Lightning frees them between `training_step` and the backward pass, so that they live through the forward pass, whose
-end is the peak of most steps. A run and a counted step of it free them earlier, by the same rule. They stay if one of
+Lightning frees them between `training_step` and the backward pass, so that they live through the forward pass, in which
+many steps have their peak. A run and a counted step of it free them earlier, by the same rule. They stay if one of
 these may read or keep them:
 
     manual optimization, gradient accumulation
@@ -25,8 +25,10 @@ from torch.optim import Optimizer
 from lightning_amp._torch import GRADIENT
 from lightning_amp.errors import ModelError
 
-LIBRARIES = ("torch", "lightning", "lightning_amp")
-"""Packages that may look at `.grad` in a step: torch's compiler does so for every parameter, without using it."""
+INTERNALS = ("torch._", "torch.distributed.", "lightning_amp.")
+"""Beginnings of the names of modules that may look at `.grad` in a step without using it, as torch's compiler does."""
+NORMS = ("lightning_amp.footprint.inner_run", "lightning_amp.lightning.checkpoints.shards")
+"""Modules with `trainer.strategy.gradient_norm`, which the user calls."""
 
 
 def nothing_reads_them(trainer: Trainer) -> bool:
@@ -87,7 +89,7 @@ class LastGradients:
 
     def _read(self, parameter: Any) -> Any:
         reader = str(sys._getframe(1).f_globals.get("__name__", ""))
-        if id(parameter) in self._names and reader.partition(".")[0] not in LIBRARIES:
+        if id(parameter) in self._names and (reader in NORMS or not reader.startswith(INTERNALS)):
             if self._steps > 1 and self.freed:
                 raise ModelError(
                     f"training_step reads the gradient of {self._names[id(parameter)]!r}, which the first step did not;"

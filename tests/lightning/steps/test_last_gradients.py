@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -39,6 +40,25 @@ class ReadsInStep(Plain):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         found = self.net[0].weight.grad
         self.seen.append(None if found is None else found.norm().item())
+        return super().training_step(batch, batch_idx)
+
+
+class ReadsNorm(Plain):
+    """Lets Lightning read the gradients of the last step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append({name: float(norm) for name, norm in grad_norm(self, 2).items()})
+        return super().training_step(batch, batch_idx)
+
+
+class ReadsNormOfStrategy(Plain):
+    """Asks the strategy for the norm of the last step's gradients."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        read = getattr(self.trainer.strategy, "gradient_norm", None)
+        grads = [p.grad for p in self.parameters() if p.grad is not None] if read is None else []
+        norm = nn.utils.get_total_norm(grads) if read is None else read()
+        self.seen.append(float(norm))
         return super().training_step(batch, batch_idx)
 
 
@@ -108,6 +128,8 @@ def test_a_step_holds_no_gradients_of_the_last_one_and_trains_as_a_plain_one() -
     ("kind", "callbacks", "options"),
     [
         (ReadsInStep, (), {}),
+        (ReadsNorm, (), {}),
+        (ReadsNormOfStrategy, (), {}),
         (BeforeZeroGrad, (), {}),
         (Plain, (Looks,), {}),
         (Adds, (), {}),
