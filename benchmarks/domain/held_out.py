@@ -30,12 +30,10 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 import torch
-import yaml  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
-from benchmarks.domain.integration import PAGE, SETTINGS, SYNTHETIC, prepare_cortex, trained
+from benchmarks.domain.integration import PAGE, asked_settings, rows_of_all, trained
 from benchmarks.page import origin, paragraph, table, write_part
-from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.models.inputs import StrataInputs
 from lightning_amp.models.nearby import nearby
 
@@ -149,25 +147,8 @@ def rows_of(name: str, data_dir: Path, arguments: argparse.Namespace, settings: 
 
 def main() -> None:
     """Read the arguments, train, print or write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", type=Path, nargs="?")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--only", choices=["cortex", "synthetic"])
-    parser.add_argument("--write", action="store_true")
-    arguments = parser.parse_args()
-    settings = SETTINGS | {
-        name: yaml.safe_load(value) for name, _, value in (one.partition("=") for one in arguments.set)
-    }
-    rows = list[list[str]]()
-    with tempfile.TemporaryDirectory() as folder:
-        if arguments.files is not None and arguments.only != "synthetic":
-            rows += rows_of("cortex", prepare_cortex(arguments.files, Path(folder) / "cortex"), arguments, settings)
-        if arguments.only != "cortex":
-            synthesize(Path(folder) / "cells", **SYNTHETIC)
-            rows += rows_of("synthetic", Path(folder) / "cells", arguments, settings)
+    arguments, settings = asked_settings(__doc__, epochs=10)
+    rows = rows_of_all(rows_of, arguments, settings)
     lines = list(table(HEADER, rows))
     print(*lines, sep="\n")
     if arguments.write:

@@ -6,7 +6,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -16,20 +15,12 @@ from lightning_amp.footprint.bounded_step import StepOverBudget
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.strategy.strategy_cases import trainer_of
+from tests.odd_modules.test_steps_that_read_values import Block, N
 from tests.optimised import Optimised
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::UserWarning")]
-ROWS, N = 512, 16
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(N, 4 * N), nn.Linear(4 * N, N)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.narrow(F.gelu(self.wide(x)))
+ROWS = 512
 
 
 class Selects(Optimised, by=torch.optim.Adam):

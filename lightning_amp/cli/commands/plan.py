@@ -92,7 +92,7 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     if arguments.show_code:
         raise PlanError("--show-code requires --config FILE.yaml or MODULE:CLASS, whose blocks it would show; name one")
-    if arguments.largest:
+    if arguments.largest is not None:
         raise PlanError("--largest requires --config FILE.yaml or MODULE:CLASS, whose batch it would change; name one")
     if arguments.recommend_devices:
         return _recommend(arguments)

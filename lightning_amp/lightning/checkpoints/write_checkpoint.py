@@ -55,7 +55,7 @@ from lightning_amp.lightning.checkpoints.read_directory import (
     open_directory,
     replaced,
 )
-from lightning_amp.lightning.consistency.replicas import Broadcast, decide_on_rank_zero
+from lightning_amp.lightning.consistency.replicas import Broadcast, decide_on_one_rank
 from lightning_amp.quantities import format_bytes
 
 ASIDE = ".partial"
@@ -272,7 +272,7 @@ def write_directory(
             except OSError as error:
                 raise _failed(path, f"failed with {error!r}") from error
 
-        decide_on_rank_zero(refused, rank=rank, broadcast=broadcast)
+        decide_on_one_rank(refused, rank=rank, broadcast=broadcast)
 
     try:
         on_rank_zero(make_way)

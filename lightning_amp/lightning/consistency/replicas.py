@@ -80,7 +80,7 @@ Broadcast = Callable[..., Any]
 """A function that returns the picklable value of rank `src`, 0 by default, on every rank, like `Strategy.broadcast`."""
 
 
-def decide_on_rank_zero(decide: Callable[[], T], *, rank: int, broadcast: Broadcast, decider: int = 0) -> T:
+def decide_on_one_rank(decide: Callable[[], T], *, rank: int, broadcast: Broadcast, decider: int = 0) -> T:
     """Run `decide` on rank 0, or on `decider`, and return its result, or raise its error, on every rank.
 
     An AmpError is raised with the same text on all ranks. For other errors, the other ranks raise a PlanError.

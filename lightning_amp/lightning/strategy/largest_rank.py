@@ -4,8 +4,8 @@ Rank 0 plans by its own first batch. In a mixture of experts, rows of another ra
 which then hold more. Each rank counts its own first batch with the rules of the plan. If the largest of these counts
 exceeds the budget, the rank that has it plans, and all ranks count again.
 
-Collectives, if values decide (rank 0 says so) and there are several ranks: for each plan, all-gathers of the counted
-bytes and of the reasons why there are none, and a broadcast of the largest count.
+Collectives, if values decide (rank 0 says so) and there are several ranks: for each plan, an all-gather of the counted
+bytes, or of the reason why there are none, and a broadcast of the largest count.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.lightning.consistency.replicas import decide_on_rank_zero
+from lightning_amp.lightning.consistency.replicas import decide_on_one_rank
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.planning.modules.plan_module import counted_draft
 from lightning_amp.planning.plan.plan import Explanation, Plan
@@ -38,7 +38,7 @@ def for_largest_rank(plan: Plan, facts: PlanningContext, decide: Callable[[], Pl
     strategy = facts.strategy
     if strategy.world_size == 1:
         return plan
-    agree = partial(decide_on_rank_zero, rank=strategy.global_rank, broadcast=strategy.broadcast)
+    agree = partial(decide_on_one_rank, rank=strategy.global_rank, broadcast=strategy.broadcast)
     deciders, tried = [0], list[Plan]()
     while agree(partial(_depends_on_rank, plan, facts)):
         rank, largest, why = _largest(plan, facts)
@@ -73,13 +73,12 @@ def _largest(plan: Plan, facts: PlanningContext) -> tuple[int, ModuleProfile | N
         # raised by one rank alone, it would leave the others in the collective
         why = str(error) if isinstance(error, AmpError) else f"{type(error).__name__}: {error}"
     everyones: list[Any] = [None] * facts.strategy.world_size
-    dist.all_gather_object(everyones, -1 if own is None else own.larger_peak_bytes)
-    rank = max(range(len(everyones)), key=everyones.__getitem__)
+    dist.all_gather_object(everyones, (-1 if own is None else own.larger_peak_bytes, why))
+    peaks, reasons = zip(*everyones, strict=True)
+    rank = max(range(len(peaks)), key=peaks.__getitem__)
     # what refers to tensors or functions stays here
     box = [own and replace(own, makes=None, reads=None, counted=None)]
     dist.broadcast_object_list(box, src=rank)
-    reasons: list[Any] = [None] * len(everyones)
-    dist.all_gather_object(reasons, why)
     missing = [f"rank {k}: {reason}" for k, reason in enumerate(reasons) if reason]
     return rank, box[0], "; ".join(missing)
 

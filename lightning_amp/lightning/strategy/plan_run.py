@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from lightning_amp.errors import AmpError, PlanError
-from lightning_amp.lightning.consistency.replicas import decide_on_rank_zero
+from lightning_amp.lightning.consistency.replicas import decide_on_one_rank
 from lightning_amp.lightning.profiling.blocks_outside import DecoderPlan, with_blocks_outside, within_budget
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.profiling.split_samples import samples_may_be_split, with_split_samples
@@ -54,7 +54,7 @@ def resolve_plan(
         return with_validation(build_rules.with_memory(found, facts.memory), facts)
 
     try:
-        plan = decide_on_rank_zero(decide, rank=strategy.global_rank, broadcast=strategy.broadcast)
+        plan = decide_on_one_rank(decide, rank=strategy.global_rank, broadcast=strategy.broadcast)
         plan = for_largest_rank(plan, facts, decide)
     except PlanError as error:
         raise (PlanError(f"{error}. {'; '.join(notes)}") if notes else error) from None

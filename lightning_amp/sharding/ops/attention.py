@@ -177,9 +177,8 @@ def _by_heads(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: f
         local = local_of(redistribute(wrap(found, splits_of(q)), own))
         # one sample gets the stride that it has in a plain tensor
         return wrap(local.flatten(0, 1).unflatten(0, local.shape[:2]), own)
-    exchanged = {1: 2, 2: 1}
-    turned = wrap(found.transpose(1, 2), splits_of(q).mapped(lambda dim: exchanged.get(dim, dim)))
-    return redistribute(turned, own.mapped(lambda dim: exchanged.get(dim, dim))).transpose(1, 2)
+    of_heads, of_rows = (splits.mapped(lambda dim: {1: 2, 2: 1}.get(dim, dim)) for splits in (splits_of(q), own))
+    return redistribute(wrap(found.transpose(1, 2), of_heads), of_rows).transpose(1, 2)
 
 
 def _with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float) -> Tensor:

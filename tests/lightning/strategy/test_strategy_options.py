@@ -30,7 +30,7 @@ from lightning_amp import Plan
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, InstallError, PlanError
 from lightning_amp.lightning._compat import MultiProcessingLauncher
-from lightning_amp.lightning.consistency.replicas import check_replicas, decide_on_rank_zero
+from lightning_amp.lightning.consistency.replicas import check_replicas, decide_on_one_rank
 from lightning_amp.lightning.faults.launchers import end_as_ours
 from lightning_amp.lightning.steps.cells import counted_once
 from lightning_amp.lightning.steps.loss_weight import cells_to_weigh, count_cells
@@ -206,10 +206,10 @@ def test_a_breakdown_on_rank_0_reaches_the_others() -> None:
         raise ZeroDivisionError("by mistake")
 
     with pytest.raises(ZeroDivisionError, match="by mistake"):
-        decide_on_rank_zero(break_down, rank=0, broadcast=send)
+        decide_on_one_rank(break_down, rank=0, broadcast=send)
     with pytest.raises(PlanError, match="rank 0 failed to plan: ZeroDivisionError: by mistake"):
-        decide_on_rank_zero(break_down, rank=1, broadcast=lambda mine: told[0])
-    assert decide_on_rank_zero(lambda: 7, rank=0, broadcast=send) == 7
+        decide_on_one_rank(break_down, rank=1, broadcast=lambda mine: told[0])
+    assert decide_on_one_rank(lambda: 7, rank=0, broadcast=send) == 7
 
 
 def test_replicas_that_differ_only_in_order_are_refused() -> None:
