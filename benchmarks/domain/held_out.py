@@ -32,7 +32,7 @@ import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.domain.integration import PAGE, asked_settings, rows_of_all, trained
+from benchmarks.domain.integration import PAGE, rows_of_all, trained
 from benchmarks.page import origin, paragraph, table, write_part
 from lightning_amp.models.inputs import StrataInputs
 from lightning_amp.models.nearby import nearby
@@ -147,8 +147,16 @@ def rows_of(name: str, data_dir: Path, arguments: argparse.Namespace, settings: 
 
 def main() -> None:
     """Read the arguments, train, print or write the table."""
-    arguments, settings = asked_settings(__doc__, epochs=10)
-    rows = rows_of_all(rows_of, arguments, settings)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="?")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--only", choices=["cortex", "synthetic"])
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    rows = rows_of_all(rows_of, arguments)
     lines = list(table(HEADER, rows))
     print(*lines, sep="\n")
     if arguments.write:

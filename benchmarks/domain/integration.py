@@ -269,28 +269,12 @@ def rows_of(
     return [*rows, [last, mixing_row(title, "median", medians, base)]]
 
 
-def asked_settings(text: str | None, *, epochs: int) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """Return the arguments of a command about these cells, whose help is `text`, and the settings of `GLUE`."""
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", type=Path, nargs="?")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--epochs", type=int, default=epochs)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--only", choices=["cortex", "synthetic"])
-    parser.add_argument("--write", action="store_true")
-    arguments = parser.parse_args()
-    changed = {name: yaml.safe_load(value) for name, _, value in (one.partition("=") for one in arguments.set)}
-    return arguments, SETTINGS | changed
-
-
 def rows_of_all(
-    rows_of: Callable[[str, Path, argparse.Namespace, dict[str, Any]], list[Row]],
-    arguments: argparse.Namespace,
-    settings: dict[str, Any],
+    rows_of: Callable[[str, Path, argparse.Namespace, dict[str, Any]], list[Row]], arguments: argparse.Namespace
 ) -> list[Row]:
-    """Return the rows of the cortex and of the synthetic cells, as far as they are asked for."""
-    rows = list[Row]()
+    """Return the rows of the cortex and of the synthetic cells, as far as they are asked for, with changed settings."""
+    changed = {name: yaml.safe_load(value) for name, _, value in (one.partition("=") for one in arguments.set)}
+    settings, rows = SETTINGS | changed, list[Row]()
     with tempfile.TemporaryDirectory() as folder:
         if arguments.files is not None and arguments.only != "synthetic":
             rows += rows_of("cortex", prepare_cortex(arguments.files, Path(folder) / "cortex"), arguments, settings)
@@ -302,8 +286,16 @@ def rows_of_all(
 
 def main() -> None:
     """Read the arguments, train, print or write the table."""
-    arguments, settings = asked_settings(__doc__, epochs=40)
-    rows = rows_of_all(rows_of, arguments, settings)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="?")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--only", choices=["cortex", "synthetic"])
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    rows = rows_of_all(rows_of, arguments)
     lines = [*table(HEADER, (one[0] for one in rows)), *table(MIXING, (one[1] for one in rows))]
     print(*lines, sep="\n")
     if arguments.write:
