@@ -21,8 +21,6 @@ import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
-from types import MemberDescriptorType
 from typing import Any
 
 import numpy as np
@@ -45,6 +43,7 @@ from lightning_amp._torch import (
     version_of,
 )
 from lightning_amp.footprint.forward_overrides import hooked, overrides_of
+from lightning_amp.footprint.slots import held_in_slots
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_trainer", "_fabric"}
@@ -300,23 +299,10 @@ def _held(value: Any, seen: dict[int, Any], depth: int) -> Any:
     if isinstance(value, os.PathLike):
         # its slots are filled on first access
         return os.fspath(value)
-    kind: Any = type(value)
-    # slots with two underscores belong to functions and methods, and are not state
-    slots = [name for name in slots_of(kind) if name[:2] != "__" and hasattr(value, name)]
     # the contents of slots are not compared: they may be shared objects, such as a mesh with its process groups
-    own = [(name, _outline(getattr(value, name))) for name in slots]
+    own = [(name, _outline(part)) for name, part in held_in_slots(value).items()]
     inside = mark_of(vars(value), seen, depth - 1) if hasattr(value, "__dict__") else None
     return (own, inside) if own else inside
-
-
-@cache
-def slots_of(kind: type) -> tuple[str, ...]:
-    """Names of the slots of a class: `__slots__`, and the arguments that a `partial` binds.
-
-    Left out is where CPython keeps something for itself, such as an address in a `partial`, which a call may change.
-    """
-    members = (n for base in kind.__mro__ for n, own in vars(base).items() if isinstance(own, MemberDescriptorType))
-    return tuple(name for name in members if not name.endswith("offset__"))
 
 
 def _name(place: Place) -> str:

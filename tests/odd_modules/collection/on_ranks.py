@@ -1,0 +1,103 @@
+"""Train rows of the collection on ranks, and judge what all of them have found together."""
+
+import gc
+import logging
+import pickle
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_amp._torch import tree_map
+from lightning_amp.errors import AmpError
+from lightning_amp.lightning.faults.failure_watch import FailureWatch
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from tests.odd_modules.collection.row import NO_LIST
+from tests.odd_modules.collection.run import BOUND, apart, has_blocks, trained
+from tests.odd_modules.collection.tables import ROWS
+
+Found = dict[str, Tensor] | str
+PATIENCE_S = 15
+"""For ranks that wait for one that is refused."""
+
+
+def part_of(batch: Any, which: int, parts: int) -> Any:
+    """Some rows of all tensors of a batch."""
+    return tree_map(lambda x: x.tensor_split(parts)[which] if isinstance(x, Tensor) else x, batch)
+
+
+def on_rank(
+    rank: int, ranks: int, folder: Path, names: list[str], options: Mapping[str, Any], parts: int
+) -> dict[str, Found]:
+    """What a rank has trained of each row, or why it has not.
+
+    Args:
+        options: Of the strategy.
+        parts: Parts of a batch, of which neighbouring ranks have the same.
+    """
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.ERROR)
+    found: dict[str, Found] = {}
+    dist.barrier()
+    for k, name in enumerate(names):
+        # a rank that is refused leaves the others, whose next message fails; the watch would end the process
+        dist.destroy_process_group()
+        gc.collect()
+        store, patience = dist.FileStore(str(folder / f"store{k}"), ranks), timedelta(seconds=PATIENCE_S)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
+        row = ROWS[name]
+        n = 1 if row.by_rows else parts
+        own = partial(part_of, which=rank * n // ranks, parts=n)
+        with patch.object(FailureWatch, "tell", lambda *_: None):
+            try:
+                one = trained(row, AMPStrategy(**options), part=own, rank=rank, ranks=ranks)
+                # what cannot be written to a file is refused too
+                found[name] = pickle.loads(pickle.dumps(one))
+            except AmpError as error:
+                found[name] = str(error)
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def judged_together(name: str, technique: str, found: list[Found], right: dict[str, Tensor], parts: int) -> str:
+    """What is wrong with the outcomes of all ranks; "" if they are what the row says."""
+    row = ROWS[name]
+    said = row.says.get(technique, "" if technique != "pipeline" or has_blocks(row) else NO_LIST)
+    refused = [one for one in found if isinstance(one, str)]
+    if refused:
+        # of what one rank has found the others learn by a message that fails
+        if len(refused) == len(found) and said and any(re.search(said, one, re.DOTALL) for one in refused):
+            return ""
+        return f"ranks say {[one if isinstance(one, str) else 'trained' for one in found]!r}"
+    if said:
+        return f"trained, and the row says {said!r}"
+    runs = [one for one in found if not isinstance(one, str)]
+    # random numbers are others than those of one process, wherever a rank has a part of a tensor, or of the blocks
+    right = runs[0] if row.drawn and parts == 1 else right
+    right = {key: value for key, value in right.items() if _is_compared(key, technique, parts)}
+    if missing := [key for key in right if not any(key in run for run in runs)]:
+        return f"{missing[0]!r} is on no rank"
+    for rank, run in enumerate(runs):
+        own = {key: run[key] for key, value in right.items() if key in run and not _is_part(run[key], value, key)}
+        if why := apart(own, {key: right[key] for key in own}, BOUND):
+            return f"rank {rank}: {why}"
+    return ""
+
+
+def _is_compared(key: str, technique: str, parts: int) -> bool:
+    """Whether it is the same on all ranks as on one process: losses and logs of data ranks are of their rows."""
+    if key.startswith("drawn by"):
+        return False
+    return parts == 1 or not (key.endswith("loss") or key.startswith("logged"))
+
+
+def _is_part(found: Tensor, right: Tensor, key: str) -> bool:
+    """Whether a rank has a part of a gradient, which shows in the state after the steps."""
+    return "gradient" in key and found.shape != right.shape
