@@ -61,7 +61,7 @@ class Chained(Small):
         x = batch[0]
         for k in self.order or range(len(self.net)):
             x = self.net[k](x)
-        return F.cross_entropy(x, batch[1])
+        return F.cross_entropy(x, batch[1]) + sum(getattr(block, "side", 0) for block in self.net)
 
 
 def chained(*blocks: nn.Module, order: Sequence[int] = ()) -> Chained:

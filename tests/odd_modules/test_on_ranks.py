@@ -16,17 +16,17 @@ from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 GRID = {"strategies": "tensor3d"}
-WAYS: dict[str, tuple[str, dict[str, Any], int, int]] = {
-    "data": ("data", {"strategies": "S1"}, 2, 2),
-    "fsdp": ("fsdp", {"strategies": "S1,fsdp"}, 2, 2),
-    "sequence": ("sequence", {"strategies": "sequence", "model_parallel_size": 2}, 2, 1),
-    "pipeline": ("pipeline", {"strategies": "pipeline", "micro_batches": 2}, 2, 1),
-    "tensor3d over x": ("tensor3d", GRID | {"tensor_grid": (2, 1, 1)}, 2, 1),
-    "tensor3d over y": ("tensor3d", GRID | {"tensor_grid": (1, 2, 1)}, 2, 1),
-    "tensor3d over z": ("tensor3d", GRID | {"tensor_grid": (1, 1, 2)}, 2, 2),
-    "tensor3d over x and y": ("tensor3d", GRID | {"tensor_grid": (2, 2, 1)}, 4, 1),
+WAYS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "data": ({"strategies": "S1"}, 2, 2),
+    "fsdp": ({"strategies": "S1,fsdp"}, 2, 2),
+    "sequence": ({"strategies": "sequence", "model_parallel_size": 2}, 2, 1),
+    "pipeline": ({"strategies": "pipeline", "micro_batches": 2}, 2, 1),
+    "tensor3d over x": (GRID | {"tensor_grid": (2, 1, 1)}, 2, 1),
+    "tensor3d over y": (GRID | {"tensor_grid": (1, 2, 1)}, 2, 1),
+    "tensor3d over z": (GRID | {"tensor_grid": (1, 1, 2)}, 2, 2),
+    "tensor3d over x and y": (GRID | {"tensor_grid": (2, 2, 1)}, 4, 1),
 }
-"""Technique, options of the strategy, ranks, and parts of a batch."""
+"""Options of the strategy, ranks, and parts of a batch."""
 BEFORE = {"tensor3d over y", "tensor3d over z", "tensor3d over x and y"}
 
 
@@ -38,7 +38,8 @@ def plain(name: str) -> dict[str, Any]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("way", [pytest.param(w, marks=BEFORE_A_RELEASE if w in BEFORE else ()) for w in WAYS])
 def test_every_row_is_exact_or_refused(way: str, tmp_path: Path) -> None:
-    technique, options, ranks, parts = WAYS[way]
+    options, ranks, parts = WAYS[way]
     found = run_ranks(on_rank, ranks, tmp_path, tmp_path, [*ROWS], options, parts, timeout=600)
-    wrong = {name: judged_together(name, technique, [one[name] for one in found], plain(name), parts) for name in ROWS}
-    assert not any(wrong.values()), "\n".join(f"{name}: {why}" for name, why in wrong.items() if why)
+    wrong = {name: judged_together(name, way, [one[name] for one in found], plain(name), parts) for name in ROWS}
+    wrong = {name: why for name, why in wrong.items() if why}
+    assert not wrong, "\n".join(f"{name}: {why}" for name, why in wrong.items())

@@ -96,5 +96,7 @@ HOOKS = {
     "a checkpointed block": around({}, lambda m, x: m.last(checkpoint(m.net, x, use_reentrant=False)), {
         "sequence": "'untyped_storage' in", "pipeline": "reads a parameter that another rank holds"}, last=lin(3, 2)),
     "a reentrant checkpoint": around({}, lambda m, x: m.last(checkpoint(m.net, x.requires_grad_(), use_reentrant=True)),
-        {"sequence": "'CheckpointFunction' in", "pipeline": "use_reentrant=True"}, last=lin(3, 2)),
+        {"sequence": "'CheckpointFunction' in",
+        "tensor3d over x and y": "call checkpoint with use_reentrant=False", "pipeline": "use_reentrant=True"},
+        last=lin(3, 2)),
 }  # fmt: skip

@@ -19,7 +19,7 @@ from lightning_amp.errors import AmpError
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.odd_modules.collection.row import NO_LIST
-from tests.odd_modules.collection.run import BOUND, apart, has_blocks, trained
+from tests.odd_modules.collection.run import BOUND, RANKS_DIFFER, Warned, apart, has_blocks, trained
 from tests.odd_modules.collection.tables import ROWS
 
 Found = dict[str, Tensor] | str
@@ -59,24 +59,31 @@ def on_rank(
                 one = trained(row, AMPStrategy(**options), part=own, rank=rank, ranks=ranks)
                 # what cannot be written to a file is refused too
                 found[name] = pickle.loads(pickle.dumps(one))
-            except AmpError as error:
+            except (AmpError, Warned) as error:
                 found[name] = str(error)
             except Exception as error:
                 found[name] = f"{type(error).__name__}: {error}"
     return found
 
 
-def judged_together(name: str, technique: str, found: list[Found], right: dict[str, Tensor], parts: int) -> str:
-    """What is wrong with the outcomes of all ranks; "" if they are what the row says."""
-    row = ROWS[name]
-    said = row.says.get(technique, "" if technique != "pipeline" or has_blocks(row) else NO_LIST)
+def judged_together(name: str, way: str, found: list[Found], right: dict[str, Tensor], parts: int) -> str:
+    """What is wrong with the outcomes of all ranks; "" if they are what the row says.
+
+    Args:
+        way: A technique, and where it splits, as in "tensor3d over x".
+    """
+    row, technique = ROWS[name], way.split()[0]
+    nothing = NO_LIST if technique == "pipeline" and not has_blocks(row) else ""
+    said = row.says.get(way, row.says.get(technique, nothing))
     refused = [one for one in found if isinstance(one, str)]
     if refused:
-        # of what one rank has found the others learn by a message that fails
-        if len(refused) == len(found) and said and any(re.search(said, one, re.DOTALL) for one in refused):
+        # of what one rank has found the others learn by a message that fails; the first one warns
+        enough = len(refused) == len(found) or RANKS_DIFFER in refused[0]
+        if enough and said and any(re.search(said, one, re.DOTALL) for one in refused):
             return ""
         return f"ranks say {[one if isinstance(one, str) else 'trained' for one in found]!r}"
-    if said:
+    # over z no features are split
+    if said and way != "tensor3d over z":
         return f"trained, and the row says {said!r}"
     runs = [one for one in found if not isinstance(one, str)]
     # random numbers are others than those of one process, wherever a rank has a part of a tensor, or of the blocks

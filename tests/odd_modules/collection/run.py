@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -40,6 +41,13 @@ ON_BLOCKS = ("recompute", "chunk")
 BIT_BY_BIT = ("recompute", "replay", "offload")
 """They compute the same by the same operators."""
 BOUND = 1e-10
+
+
+RANKS_DIFFER = "differ between ranks that should have the same"
+
+
+class Warned(Exception):
+    """Of a run that ended well, with a warning that ranks train different models."""
 
 
 class Seen(Callback):
@@ -80,14 +88,18 @@ def trained(
         part: Batch -> the rows of a rank.
         **options: Of `trainer_of`.
     """
-    warnings.simplefilter("ignore")
     seed_everything(3, verbose=False)
     batches = [part(batch) for batch in batches_of(row)]
     module, seen = row.make().double(), Seen()
     install(module)
     options = {"max_steps": -1, "num_sanity_val_steps": 0, "use_distributed_sampler": False} | options
+    loader = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
     trainer = trainer_of(strategy, callbacks=[seen], **options)
-    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader, loader if is_overridden("validation_step", module) else None)
+    if differ := [str(one.message) for one in told if RANKS_DIFFER in str(one.message)]:
+        raise Warned(differ[0])
     found = seen.found
     found |= {f"state {name}": value.detach().clone() for name, value in module.state_dict().items()}
     found |= {f"logged {name}": value.detach().clone() for name, value in trainer.callback_metrics.items()}

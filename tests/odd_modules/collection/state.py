@@ -230,6 +230,7 @@ STATE = {
     "a layer thawed after a step": around({"on_train_batch_start": lambda m,
         *_: m.net[0].requires_grad_(m.global_step > 0) and None}),
     "a queue of features": odd(X, queue, True, says={"sequence": "'__setitem__' in 'Small'",
+        "tensor3d over x and y": "writes sharded values into a tensor that every rank has whole",
         "pipeline": r"changed the parameters or buffers \['queue'"}, net=two(), queue=buf(5, 3)),
     "a running mean, assigned": odd(X, _running, True, says={"tensor3d": "a file would hold one rank's part"},
         a=lin(6, 8), b=lin(8, 3), mean=buf(8)),

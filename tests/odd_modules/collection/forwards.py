@@ -1,22 +1,23 @@
-"""Blocks that a capture would get wrong, and some that look so."""
+"""Blocks whose forward is unusual: branches, results in containers, what it reads, makes and sets besides tensors."""
 
 import functools
 import random
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.odd_modules.collection.blocks import DIM, of_blocks
+
 
 class Base(nn.Module):
-    """A layer, and a call counter that a test may use."""
+    """A layer, and one that is not used."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.flag, self.calls = True, 0
+        self.layer, self.unused = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.flag = True
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Any:
@@ -28,7 +29,6 @@ def of(name: str, forward: Any) -> Any:
 
 
 Flag = of("Flag", lambda m, x: m.layer(x) if m.flag else x * 2)
-InPlace = of("InPlace", lambda m, x: m.layer(x.mul_(2)))
 Shared = of("Shared", lambda m, x: m.layer(nn.functional.gelu(m.layer(x))))
 ByValue = of("ByValue", lambda m, x: m.layer(x) if x.sum() > 0 else x)
 Chance = of("Chance", lambda m, x: m.layer(x) if random.random() < 0.5 else x)
@@ -49,40 +49,13 @@ class Nested(Base):
         return {"a": (y, [y.sum(), None, 3]), "b": None if more is None else more["y"] * y}
 
 
-class Counting(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.layer(x) * self.calls
-
-
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
-
-
-class Custom(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(Twice.apply(self.layer(x)))
-
-
 class Outside(Base):
     def __init__(self) -> None:
         super().__init__()
-        self.scale = [torch.full((4,), 2.0, dtype=torch.float64)]
+        self.scale = [torch.full((DIM,), 2.0, dtype=torch.float64)]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * self.scale[0].to(x.dtype)
-
-
-class Hooked(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer.register_forward_hook(lambda module, args, result: result + 1)
 
 
 class TensorHook(Base):
@@ -92,13 +65,8 @@ class TensorHook(Base):
         return y.relu()
 
 
-def replaced(block: Base, x: Tensor) -> Tensor:
-    block.count = block.count + 1
-    return block.layer(x) * block.count
-
-
 def made(block: Base, x: Tensor) -> Tensor:
-    block.register_buffer("mask", torch.ones(4))
+    block.register_buffer("mask", torch.ones(DIM))
     return block.layer(x) * block.mask
 
 
@@ -112,34 +80,14 @@ def goes_back(block: Base, x: Tensor) -> Tensor:
     return block.layer(x)
 
 
-Replaces, Makes, Seeded, GoesBack = (of(f.__name__, f) for f in (replaced, made, seeded, goes_back))
+Makes, Seeded, GoesBack = (of(f.__name__, f) for f in (made, seeded, goes_back))
 Leaf = of("Leaf", lambda m, x: m.layer(x).detach().requires_grad_())
 
 
 class HasTo(Base):
     def __init__(self) -> None:
         super().__init__()
-        self.to = nn.Linear(4, 4)
-
-
-class Compiled(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.compile(nn.Linear(4, 4), backend="eager")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
-def x_of(rows: int = 3) -> Tensor:
-    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
-
-
-class Settings:
-    """An object that is no module: what HuggingFace's blocks hold as `config`, or get as a cache."""
-
-    def __init__(self) -> None:
-        self.scale, self.inner, self.seen = 2.0, {"deep": [self]}, np.zeros(2)
+        self.to = nn.Linear(DIM, DIM)
 
 
 @functools.lru_cache(maxsize=1)
@@ -147,4 +95,21 @@ def cached_mask(size: int) -> Tensor:
     return torch.arange(size) % 2 == 0
 
 
-Masked = of("Masked", lambda m, x: m.layer(x).masked_fill(cached_mask(4), 0.0))
+Masked = of("Masked", lambda m, x: m.layer(x).masked_fill(cached_mask(DIM), 0.0))
+
+FORWARDS = {
+    "a branch on an attribute": of_blocks(Flag),
+    "a layer that is called twice": of_blocks(Shared),
+    "a branch on the sum of the input": of_blocks(ByValue),
+    "a branch by chance": of_blocks(Chance),
+    "a checkpoint in a block": of_blocks(Checkpointed),
+    "a buffer that counts": of_blocks(Buffer),
+    "a tensor in a list": of_blocks(Outside),
+    "a hook on a tensor": of_blocks(TensorHook),
+    "a buffer that is made in a pass": of_blocks(Makes),
+    "a seed that is set in a pass": of_blocks(Seeded),
+    "a backward pass in a pass": of_blocks(GoesBack),
+    "a result that is a leaf": of_blocks(Leaf),
+    "an attribute named to": of_blocks(HasTo),
+    "a function that remembers": of_blocks(Masked),
+}
