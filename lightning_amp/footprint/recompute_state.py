@@ -110,6 +110,7 @@ class FirstPass:
         self._arguments, self._versions = _versions(self.arguments), self._versions_now()
         self._random: Any = random_state()
         self._known = changing.get(self._mode)
+        self._gradients = self._gradients_now()
         # a tensor that replaces a parameter may be gathered when it is read, so it is not copied
         read = {id(value) for child in self._modules.values() for value in child._parameters.values()}
         self._before = {
@@ -134,6 +135,9 @@ class FirstPass:
         objects = [place for place, mark in marks.items() if mark != self._marks[place]]
         if objects:
             return self._put_back(objects[0])
+        gradients = self._gradients_now()
+        if added := [place for place in gradients if gradients[place] != self._gradients.get(place)]:
+            return f"it starts a backward pass, which adds to the gradient of {_name(added[0])}"
         changed = frozenset(p for p, version in versions.items() if version != self._versions[p])
         # kernels may change buffers without a new version: values are compared in the first pass of a mode only
         changed |= self._known if self._known is not None else {p for p in self._before if self._differs(p)}
@@ -145,6 +149,13 @@ class FirstPass:
             # the second pass draws no random numbers either
             self._random = None
         return ""
+
+    def _gradients_now(self) -> dict[Place, tuple[int, int]]:
+        return {
+            place: (id(tensor.grad), version_of(tensor.grad))
+            for place, tensor in self._tensors.items()
+            if tensor.is_leaf and tensor.grad is not None
+        }
 
     def let_go(self) -> None:
         """Keep of arguments only their versions: what checkpoint saves of them may leave until the second pass."""

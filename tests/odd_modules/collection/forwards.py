@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.odd_modules.collection.blocks import DIM, of_blocks
+from tests.odd_modules.collection.row import UNCAPTURED
 
 
 class Base(nn.Module):
@@ -76,7 +77,7 @@ def seeded(block: Base, x: Tensor) -> Tensor:
 
 
 def goes_back(block: Base, x: Tensor) -> Tensor:
-    block.layer(x).sum().backward()
+    block.layer(x.detach()).sum().backward()
     return block.layer(x)
 
 
@@ -100,16 +101,18 @@ Masked = of("Masked", lambda m, x: m.layer(x).masked_fill(cached_mask(DIM), 0.0)
 FORWARDS = {
     "a branch on an attribute": of_blocks(Flag),
     "a layer that is called twice": of_blocks(Shared),
-    "a branch on the sum of the input": of_blocks(ByValue),
-    "a branch by chance": of_blocks(Chance),
-    "a checkpoint in a block": of_blocks(Checkpointed),
+    "a branch on the sum of the input": of_blocks(ByValue, {"chunk": "its forward cannot run on fake tensors"},
+        by_rows=True),
+    "a branch by chance": of_blocks(Chance, {"chunk": "draws from Python's or NumPy's random numbers"}, drawn=True),
+    "a checkpoint in a block": of_blocks(Checkpointed, {"chunk": "runs under torch.utils.checkpoint by itself"}),
     "a buffer that counts": of_blocks(Buffer),
-    "a tensor in a list": of_blocks(Outside),
-    "a hook on a tensor": of_blocks(TensorHook),
-    "a buffer that is made in a pass": of_blocks(Makes),
-    "a seed that is set in a pass": of_blocks(Seeded),
-    "a backward pass in a pass": of_blocks(GoesBack),
-    "a result that is a leaf": of_blocks(Leaf),
-    "an attribute named to": of_blocks(HasTo),
-    "a function that remembers": of_blocks(Masked),
-}
+    "a tensor in a list": of_blocks(Outside, {"chunk": UNCAPTURED}),
+    "a hook on a tensor": of_blocks(TensorHook, {"chunk": "calls 'register_hook' of a tensor"}),
+    "a buffer that is made in a pass": of_blocks(Makes, {"chunk": "replaces its parameter or buffer 'mask'"}),
+    "a seed that is set in a pass": of_blocks(Seeded, {"chunk": "sets the seed of torch's random numbers"}, drawn=True),
+    "a backward pass in a pass": of_blocks(GoesBack, {"recompute": "it starts a backward pass",
+        "chunk": "calls 'backward' of a tensor"}),
+    "a result that is a leaf": of_blocks(Leaf, {"chunk": "calls 'requires_grad_' of a tensor"}),
+    "an attribute named to": of_blocks(HasTo, {"chunk": "it has an attribute 'to'"}),
+    "a function that remembers": of_blocks(Masked, {"chunk": UNCAPTURED}),
+}  # fmt: skip

@@ -343,7 +343,7 @@ NO_STAGES = {
         "pipeline": "has changed the parameters or buffers .'ticks'."}),
     "one draw for inputs and loss": of_stages(MixesTargets, {"pipeline": "random numbers"}, by_rows=True),
     "blocks under a reentrant checkpoint": of_stages(Reentrant, {"pipeline": "use_reentrant=True"}),
-    "a collective in the loss": of_stages(Gathers, {"pipeline": "self.all_gather"}),
+    "a collective in the loss": of_stages(Gathers, {"pipeline": "self.all_gather"}, by_rows=True),
     "clipping by hand": of_stages(ClipsByHand, {"pipeline": "configure_gradient_clipping"}),
     "an object that sums up": of_stages(Metered, {"pipeline": "'meter'"}),
     "optimisation by hand": of_stages(OptimisesByHand, {"pipeline": "it has automatic_optimization=False"}),
