@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.odd_modules.collection.blocks import DIM, of_blocks
-from tests.odd_modules.collection.row import UNCAPTURED
+from tests.odd_modules.collection.row import IN_EVERY_PASS, UNCAPTURED, WRONG
 
 
 class Base(nn.Module):
@@ -101,17 +101,22 @@ Masked = of("Masked", lambda m, x: m.layer(x).masked_fill(cached_mask(DIM), 0.0)
 FORWARDS = {
     "a branch on an attribute": of_blocks(Flag),
     "a layer that is called twice": of_blocks(Shared),
-    "a branch on the sum of the input": of_blocks(ByValue, {"chunk": "its forward cannot run on fake tensors"},
+    "a branch on the sum of the input": of_blocks(ByValue, {"chunk": "its forward cannot run on fake tensors",
+        "pipeline": WRONG},
         by_rows=True),
     "a branch by chance": of_blocks(Chance, {"chunk": "draws from Python's or NumPy's random numbers"}, drawn=True),
-    "a checkpoint in a block": of_blocks(Checkpointed, {"chunk": "runs under torch.utils.checkpoint by itself"}),
-    "a buffer that counts": of_blocks(Buffer),
+    "a checkpoint in a block": of_blocks(Checkpointed, {"chunk": "runs under torch.utils.checkpoint by itself",
+        "sequence": "'untyped_storage' in"}),
+    "a buffer that counts": of_blocks(Buffer, {"pipeline": IN_EVERY_PASS}),
     "a tensor in a list": of_blocks(Outside, {"chunk": UNCAPTURED}),
-    "a hook on a tensor": of_blocks(TensorHook, {"chunk": "calls 'register_hook' of a tensor"}),
-    "a buffer that is made in a pass": of_blocks(Makes, {"chunk": "replaces its parameter or buffer 'mask'"}),
+    "a hook on a tensor": of_blocks(TensorHook, {"chunk": "calls 'register_hook' of a tensor",
+        "pipeline": "cannot register a hook on a tensor that doesn't require gradient"}),
+    "a buffer that is made in a pass": of_blocks(Makes, {"chunk": "replaces its parameter or buffer 'mask'",
+        "pipeline": "changed the parameters or buffers"}),
     "a seed that is set in a pass": of_blocks(Seeded, {"chunk": "sets the seed of torch's random numbers"}, drawn=True),
     "a backward pass in a pass": of_blocks(GoesBack, {"recompute": "it starts a backward pass",
-        "chunk": "calls 'backward' of a tensor"}),
+        "chunk": "calls 'backward' of a tensor",
+        **dict.fromkeys(("fsdp", "pipeline"), "the step takes gradients while it runs")}),
     "a result that is a leaf": of_blocks(Leaf, {"chunk": "calls 'requires_grad_' of a tensor"}),
     "an attribute named to": of_blocks(HasTo, {"chunk": "it has an attribute 'to'"}),
     "a function that remembers": of_blocks(Masked, {"chunk": UNCAPTURED}),

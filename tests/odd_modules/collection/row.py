@@ -15,6 +15,8 @@ COMPILED = "torch.compile was applied to"
 NO_LIST = "pipeline requires a ModuleList or Sequential of two or more modules"
 IN_EVERY_PASS = "every forward pass of a block changes"
 """Messages of more than one row."""
+WRONG = "without a word"
+"""A known limit: a technique trains other numbers, and does not notice. A row that has become exact fails too."""
 SAMPLES = 4
 """Rows of a batch, over all ranks."""
 STEPS = 3

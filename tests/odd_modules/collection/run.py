@@ -4,6 +4,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,8 @@ def trained(
     module, seen = row.make().double(), Seen()
     install(module)
     options = {"max_steps": -1, "num_sanity_val_steps": 0, "use_distributed_sampler": False} | options
-    loader = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+    # a batch that a step has written into comes once
+    loader = DataLoader(batches, batch_size=None, collate_fn=deepcopy)  # type: ignore[arg-type]
     trainer = trainer_of(strategy, callbacks=[seen], **options)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
