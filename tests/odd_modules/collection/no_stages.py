@@ -330,10 +330,12 @@ NO_STAGES = {
     "batch normalisation by hand": of_stages(Normalised, MIXED, by_rows=True),
     "differences from the first sample": of_stages(Referred, MIXED, by_rows=True),
     "a batch that is scaled in place": of_stages(Scales, {"pipeline": "writes in place into a tensor of its batch"}),
-    "one tensor twice between blocks": of_stages(Doubled, {"fsdp": "a block writes in place", "recompute": "it changes its argument 0 in place",
+    "one tensor twice between blocks": of_stages(Doubled, {"fsdp": "a block writes in place",
+        "recompute": "it changes its argument 0 in place",
         "chunk": "'Doubles' in chunks does not compute what its own forward does",
         "pipeline": "several tensors in one memory"}),
-    "blocks that rectify in place": of_stages(Overwritten, {"fsdp": "a block writes in place", "recompute": "it changes its argument 0 in place",
+    "blocks that rectify in place": of_stages(Overwritten, {"fsdp": "a block writes in place",
+        "recompute": "it changes its argument 0 in place",
         "pipeline": "writes in place into an argument"}),
     "an optimiser that clips by itself": of_stages(Coupled, {"fsdp": "its update mixes the elements",
         "pipeline": "its step depends on all parameters"}),
@@ -344,8 +346,10 @@ NO_STAGES = {
     "a counter of steps in a buffer": of_stages(Ticks, {
         "pipeline": "has changed the parameters or buffers .'ticks'."}),
     "one draw for inputs and loss": of_stages(MixesTargets, {"pipeline": "random numbers"}, by_rows=True),
-    "blocks under a reentrant checkpoint": of_stages(Reentrant, {"sequence": "'CheckpointFunction' in", "pipeline": "use_reentrant=True"}),
-    "a collective in the loss": of_stages(Gathers, {"sequence": "'_AllGather' in", "pipeline": "self.all_gather"}, by_rows=True),
+    "blocks under a reentrant checkpoint": of_stages(Reentrant, {
+        "sequence": "'CheckpointFunction' in", "pipeline": "use_reentrant=True"}),
+    "a collective in the loss": of_stages(Gathers, {
+        "sequence": "'_AllGather' in", "pipeline": "self.all_gather"}, by_rows=True),
     "clipping by hand": of_stages(ClipsByHand, {"pipeline": "configure_gradient_clipping"}),
     "an object that sums up": of_stages(Metered, {"pipeline": "'meter'"}),
     "optimisation by hand": of_stages(OptimisesByHand, {"pipeline": "it has automatic_optimization=False"}),

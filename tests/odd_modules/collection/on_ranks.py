@@ -15,14 +15,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from lightning_amp._torch import tree_map
 from lightning_amp.errors import AmpError
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.odd_modules.collection.row import IN_EVERY_PASS, NO_LIST, WRONG
-from tests.odd_modules.collection.run import BOUND, RANKS_DIFFER, Warned, apart, has_blocks, trained
+from tests.odd_modules.collection.run import BOUND, RANKS_DIFFER, Warned, apart, has_blocks, tensors_of, trained
 from tests.odd_modules.collection.tables import ROWS
 
 Found = dict[str, Tensor] | str
@@ -57,7 +56,7 @@ def on_rank(
         store, patience = dist.FileStore(f"{folder}/{name}", ranks), timedelta(seconds=PATIENCE_S)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
         row, module = ROWS[name], ROWS[name].make().double()
-        before = {key: value.clone() for key, value in module.state_dict().items() if not is_lazy(value)}
+        before = {key: value.clone() for key, value in tensors_of(module).items()}
         n = 1 if row.by_rows else parts
         own = partial(part_of, which=rank * n // ranks, parts=n)
         with patch.object(FailureWatch, "tell", lambda *_: None):
@@ -74,7 +73,7 @@ def on_rank(
             except (AmpError, Warned) as error:
                 found[name] = str(error)
                 # of another rank's blocks a run that has ended has no values
-                own_state = [(k, v) for k, v in module.state_dict().items() if k in before and not v.isnan().any()]
+                own_state = [(k, v) for k, v in tensors_of(module).items() if k in before and not v.isnan().any()]
                 if moved := [key for key, value in own_state if not torch.equal(value, before[key])]:
                     found[name] += f"{MOVED}{moved}"
             except Exception as error:

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from lightning_amp.costs.rule import Rule, Spec
@@ -72,6 +73,12 @@ def batches_of(row: Row) -> list[Any]:
     return drawn[0] if isinstance(drawn[0], list) else drawn
 
 
+def tensors_of(module: Any) -> dict[str, Tensor]:
+    """Parameters and buffers that have values; a state may have other things."""
+    state = module.state_dict().items()
+    return {key: value.detach() for key, value in state if isinstance(value, Tensor) and not is_lazy(value)}
+
+
 def trained(
     row: Row,
     strategy: Any = "auto",
@@ -103,7 +110,7 @@ def trained(
     if differ := [str(one.message) for one in told if RANKS_DIFFER in str(one.message)]:
         raise Warned(differ[0])
     found = seen.found
-    found |= {f"state {name}": value.detach().clone() for name, value in module.state_dict().items()}
+    found |= {f"state {name}": value.clone() for name, value in tensors_of(module).items()}
     found |= {f"logged {name}": value.detach().clone() for name, value in trainer.callback_metrics.items()}
     drawn = torch.rand(1), torch.tensor(random.random()), torch.tensor(np.random.rand())
     return found | {f"drawn by {name}": value for name, value in zip(("torch", "Python", "NumPy"), drawn, strict=True)}

@@ -1,6 +1,7 @@
 """All rows of the collection, by kind."""
 
 from tests.odd_modules.collection.forwards import FORWARDS
+from tests.odd_modules.collection.holding import HOLDING
 from tests.odd_modules.collection.hooks import HOOKS
 from tests.odd_modules.collection.losses import LOSSES
 from tests.odd_modules.collection.networks import NETWORKS
@@ -18,6 +19,7 @@ TABLES: dict[str, dict[str, Row]] = {
     "weights": WEIGHTS,
     "forwards": FORWARDS,
     "hooks": HOOKS,
+    "holding": HOLDING,
     "losses": LOSSES,
     "outputs": OUTPUTS,
     "networks": NETWORKS,
