@@ -41,6 +41,7 @@ from lightning_amp._torch import (
     tree_leaves,
     tree_unflatten,
     version_of,
+    without_torch_function,
 )
 from lightning_amp.footprint.forward_overrides import hooked, overrides_of
 from lightning_amp.footprint.slots import held_in_slots
@@ -56,6 +57,8 @@ DEPTH = 5
 ROUNDING = 1e-4
 """Allowed relative difference of sums between two equal computations on devices other than the CPU."""
 CACHE = " (if it is a cache for generating text: HuggingFace models make none with `config.use_cache = False`)"
+GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
+"""The property of a plain tensor."""
 Place = tuple[str, str]
 """Name of a module, and name of an attribute, buffer or parameter in it."""
 
@@ -151,11 +154,11 @@ class FirstPass:
         return ""
 
     def _gradients_now(self) -> dict[Place, tuple[int, int]]:
-        return {
-            place: (id(tensor.grad), version_of(tensor.grad))
-            for place, tensor in self._tensors.items()
-            if tensor.is_leaf and tensor.grad is not None
-        }
+        # not by the property of a sharded tensor, which refuses to be read in a step
+        with without_torch_function():
+            leaves = {place: tensor for place, tensor in self._tensors.items() if tensor.is_leaf}
+            found = {place: GRADIENT.__get__(tensor) for place, tensor in leaves.items()}
+        return {place: (id(grad), version_of(grad)) for place, grad in found.items() if grad is not None}
 
     def let_go(self) -> None:
         """Keep of arguments only their versions: what checkpoint saves of them may leave until the second pass."""

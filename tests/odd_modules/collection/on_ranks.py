@@ -20,7 +20,7 @@ from lightning_amp._torch import tree_map
 from lightning_amp.errors import AmpError
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from tests.odd_modules.collection.row import IN_EVERY_PASS, NO_LIST, WRONG
+from tests.odd_modules.collection.row import IN_EVERY_PASS, NO_LIST, WRONG, Row
 from tests.odd_modules.collection.run import BOUND, RANKS_DIFFER, Warned, apart, has_blocks, tensors_of, trained
 from tests.odd_modules.collection.tables import ROWS
 
@@ -55,26 +55,26 @@ def on_rank(
         gc.collect()
         store, patience = dist.FileStore(f"{folder}/{name}", ranks), timedelta(seconds=PATIENCE_S)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
-        row, module = ROWS[name], ROWS[name].make().double()
-        before = {key: value.clone() for key, value in tensors_of(module).items()}
+        row, made = ROWS[name], list[tuple[Any, dict[str, Tensor]]]()
+
+        def make(row: Row = row, made: list[Any] = made) -> Any:
+            module = row.make().double()
+            made.append((module, {key: value.clone() for key, value in tensors_of(module).items()}))
+            return module
+
         n = 1 if row.by_rows else parts
         own = partial(part_of, which=rank * n // ranks, parts=n)
         with patch.object(FailureWatch, "tell", lambda *_: None):
             try:
-                one = trained(
-                    replace(row, make=lambda module=module: module),
-                    AMPStrategy(**options),
-                    part=own,
-                    rank=rank,
-                    ranks=ranks,
-                )
+                one = trained(replace(row, make=make), AMPStrategy(**options), part=own, rank=rank, ranks=ranks)
                 # what cannot be written to a file is refused too
                 found[name] = pickle.loads(pickle.dumps(one))
             except (AmpError, Warned) as error:
                 found[name] = str(error)
+                ((module, before),) = made
                 # of another rank's blocks a run that has ended has no values
-                own_state = [(k, v) for k, v in tensors_of(module).items() if k in before and not v.isnan().any()]
-                if moved := [key for key, value in own_state if not torch.equal(value, before[key])]:
+                held = [(k, v) for k, v in tensors_of(module).items() if k in before and not v.isnan().any()]
+                if moved := [key for key, value in held if not torch.equal(value, before[key])]:
                     found[name] += f"{MOVED}{moved}"
             except Exception as error:
                 found[name] = f"{type(error).__name__}: {error}"
