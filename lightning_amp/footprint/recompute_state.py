@@ -386,7 +386,23 @@ def types_of_the_step(precision: Precision) -> Iterator[None]:
     before = torch.get_default_dtype()
     with precision.forward_context():
         of_the_step = torch.get_default_dtype()
+    _OUTSIDE.append(before)
     torch.set_default_dtype(of_the_step)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(_OUTSIDE.pop())
+
+
+_OUTSIDE: list[torch.dtype] = []
+"""Default dtypes outside of the backward passes that run."""
+
+
+@contextmanager
+def types_of_the_update() -> Iterator[None]:
+    """Set the default dtype of an optimizer's step, in which it creates its state, within a backward pass."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(_OUTSIDE[-1] if _OUTSIDE else before)
     try:
         yield
     finally:
