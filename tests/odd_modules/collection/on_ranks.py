@@ -56,6 +56,8 @@ def on_rank(
         dist.destroy_process_group()
         gc.collect()
         store, patience = dist.FileStore(f"{folder}/{name}", ranks), timedelta(seconds=PATIENCE_S)
+        store.set(f"rank {rank}", "has ended the row before")
+        store.wait([f"rank {other}" for other in range(ranks)], timedelta(seconds=8 * PATIENCE_S))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
         row, made = ROWS[name], list[tuple[Any, dict[str, Tensor]]]()
 
