@@ -70,7 +70,14 @@ def on_rank(
         own = partial(part_of, which=rank * n // ranks, parts=n)
         with patch.object(FailureWatch, "tell", lambda *_: None):
             try:
-                one = trained(replace(row, make=make), AMPStrategy(**options), part=own, rank=rank, ranks=ranks)
+                one = trained(
+                    replace(row, make=make),
+                    AMPStrategy(**options),
+                    part=own,
+                    gradients="tensor3d" not in options["strategies"],
+                    rank=rank,
+                    ranks=ranks,
+                )
                 # what cannot be written to a file is refused too
                 found[name] = pickle.loads(pickle.dumps(one))
             except (AmpError, Warned) as error:

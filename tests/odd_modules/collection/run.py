@@ -55,12 +55,13 @@ class Warned(Exception):
 class Seen(Callback):
     """Loss and gradients of every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, gradients: bool) -> None:
         self.found: dict[str, Tensor] = {}
+        self._gradients = gradients
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         step = f"step {trainer.global_step}"
-        named = module.named_parameters()
+        named = module.named_parameters() if self._gradients else ()
         self.found |= {f"{step} gradient {name}": whole(p.grad) for name, p in named if p.grad is not None}
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -85,6 +86,7 @@ def trained(
     *,
     install: Callable[[Any], Any] = lambda module: None,
     part: Callable[[Any], Any] = lambda batch: batch,
+    gradients: bool = True,
     **options: Any,
 ) -> dict[str, Tensor]:
     """Everything that has to be equal after some steps: losses, gradients, state, what was logged, what is drawn next.
@@ -94,11 +96,12 @@ def trained(
         strategy: Of the Trainer.
         install: Called with the module before the Trainer gets it.
         part: Batch -> the rows of a rank.
+        gradients: Whether they are read, which tensor3d forbids in a step.
         **options: Of `trainer_of`.
     """
     seed_everything(3, verbose=False)
     batches = [part(batch) for batch in batches_of(row)]
-    module, seen = row.make().double(), Seen()
+    module, seen = row.make().double(), Seen(gradients)
     install(module)
     options = {"max_steps": -1, "num_sanity_val_steps": 0, "use_distributed_sampler": False} | options
     # a batch that a step has written into comes once
