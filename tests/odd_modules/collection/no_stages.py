@@ -337,7 +337,8 @@ NO_STAGES = {
     "blocks that rectify in place": of_stages(Overwritten, {"fsdp": "a block writes in place",
         "recompute": "it changes its argument 0 in place",
         "pipeline": "writes in place into an argument"}),
-    "an optimiser that clips by itself": of_stages(Coupled, {**dict.fromkeys(("fsdp", "tensor3d"), "its update mixes the elements"),
+    "an optimiser that clips by itself": of_stages(Coupled, {
+        **dict.fromkeys(("fsdp", "tensor3d"), "its update mixes the elements"),
         "pipeline": "its step depends on all parameters"}),
     "losses in attributes of blocks": of_stages(LossInAttributes, {"chunk": "changes the attribute 'own'",
         "pipeline": "outside the blocks of"}),
