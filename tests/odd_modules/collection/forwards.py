@@ -120,5 +120,5 @@ FORWARDS = {
         **dict.fromkeys(("fsdp", "pipeline"), "the step takes gradients while it runs")}),
     "a result that is a leaf": of_blocks(Leaf, {"chunk": "calls 'requires_grad_' of a tensor"}),
     "an attribute named to": of_blocks(HasTo, {"chunk": "it has an attribute 'to'"}),
-    "a function that remembers": of_blocks(Masked, {"chunk": UNCAPTURED}),
+    "a function that remembers": of_blocks(Masked),
 }  # fmt: skip
