@@ -278,8 +278,8 @@ def without_values() -> Iterator[None]:
             if all(change(tensor) is tensor for tensor in (*module.parameters(recurse), *module.buffers(recurse))):
                 return module
             for child in module.children() if recurse else ():
-                child._apply(change)
-            own = [tensor for tensor in module._parameters.values() if tensor is not None]
+                cast(Any, child)._apply(change)
+            own: list[Tensor] = [tensor for tensor in module._parameters.values() if tensor is not None]
             own += [tensor.grad for tensor in own if tensor.grad is not None]
             changed = [(tensor, change(tensor)) for tensor in own]
         if not all(isinstance(new, FakeTensor) and new.device == tensor.device for tensor, new in changed):

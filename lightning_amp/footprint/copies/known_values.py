@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -267,7 +267,7 @@ class UnreadInt(_Unread):
 @contextmanager
 def numbers_may_be_taken() -> Iterator[None]:
     """Let `item()` of fake tensors return placeholders while a step is counted; f-strings call it, as with values."""
-    usual, usual_text = FakeTensor.item, FakeTensor.__format__
+    usual, usual_text = FakeTensor.item, cast(Any, FakeTensor).__format__
 
     def item(tensor: FakeTensor) -> Any:
         if answers_now() is not None:
@@ -283,7 +283,7 @@ def numbers_may_be_taken() -> Iterator[None]:
         return UnreadFloat() if tensor.is_floating_point() else UnreadInt()
 
     def text(tensor: FakeTensor, spec: str) -> str:
-        return usual_text(tensor, spec) if tensor.dim() else format(tensor.item(), spec)
+        return str(usual_text(tensor, spec) if tensor.dim() else format(tensor.item(), spec))
 
     with replacing(FakeTensor, item=item, __format__=text):
         yield
