@@ -342,8 +342,8 @@ def fake_batch(batch: Any, fake: FakeTensorMode, batch_size: int | None) -> Any:
 
     def made(path: str, tensor: Tensor) -> Tensor:
         found = fake_tensor(tensor, fake)
-        # masks and indices may decide what a step computes
-        if not (tensor.is_floating_point() or has_no_values(tensor)):
+        # masks, also of real numbers, and indices may decide what a step computes
+        if not has_no_values(tensor):
             give_values(found, tensor, path)
         return found
 
