@@ -119,7 +119,7 @@ def test_a_refusal_is_shown_with_its_way_out() -> None:
 
 def test_the_page_of_claims_has_the_counts_of_the_zoo() -> None:
     reports = ROOT / "docs" / "reports"
-    found = table.latest(table.read(reports / "zoo.jsonl"))
+    found = table.latest(one for one in table.read(reports / "zoo.jsonl") if one["model"] in CASES)
     fits = [(one, runs) for (_, run), runs in found.items() if run == table.MAIN for one in table.fits(runs).values()]
     says = [table.verdict(one, runs) for one, runs in fits]
     exact, refused = sum(one in ("bit by bit", "to rounding") for one in says), sum("refused" in one for one in says)
