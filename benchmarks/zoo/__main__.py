@@ -1,4 +1,4 @@
-"""Train more than 120 models of public libraries under budgets, against a plain step and checkpointing by hand.
+"""Train more than 200 models of public libraries under budgets, against a plain step and checkpointing by hand.
 
     python -m benchmarks.zoo [--only PATTERN ...] [--again] [--optimizers] [--ranks] [--quick] [--limit S] [--write]
 

@@ -268,6 +268,17 @@ def series(kind: str) -> Made:
     return getattr(transformers, f"{name}ForPrediction")(config), given, None
 
 
+def mixed_patches() -> Made:
+    """PatchTSMixer."""
+    import transformers
+
+    config = transformers.PatchTSMixerConfig(
+        num_input_channels=4, context_length=128, prediction_length=8, patch_length=8, patch_stride=8, d_model=32
+    )
+    given = {"past_values": torch.randn(32, 128, 4), "future_values": torch.randn(32, 8, 4)}
+    return transformers.PatchTSMixerForPrediction(config), given, None
+
+
 def patches() -> Made:
     """PatchTST."""
     import transformers
@@ -315,8 +326,8 @@ OTHERS = {
         "videomae": lambda: videos("videomae", tubelet_size=2),
         "vivit": lambda: videos("vivit", tubelet_size=[2, 8, 8]),
     },
-    **{"timesformer": lambda: videos("timesformer"), "patchtst": patches},
-    **{kind: lambda kind=kind: series(kind) for kind in ("time_series_transformer", "informer", "autoformer")},
+    **{"timesformer": lambda: videos("timesformer"), "patchtst": patches, "patchtsmixer": mixed_patches},
+    **{kind: lambda kind=kind: series(kind) for kind in ("time_series_transformer", "informer")},
 }
 CASES = {
     f"transformers: {kind}": Case("transformers", lambda make=make, kind=kind, sizes=sizes: make(kind, dict(sizes)))

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.page import origin, paragraph, table, write_part
+from benchmarks.zoo.ranks import KINDS
 from lightning_amp.quantities import format_bytes, format_seconds
 
 Record = dict[str, Any]
@@ -240,11 +241,7 @@ def reasons(main: dict[str, Runs]) -> Iterator[str]:
 
 def on_ranks(found: dict[tuple[str, str], Runs], names: list[str]) -> Iterator[str]:
     """A line for each model that was run on two ranks."""
-    rows, kinds = [], list[str]()
-    for name in names:
-        runs = found.get((name, "ranks"), {})
-        kinds += [kind for kind in runs if kind not in kinds and kind != END]
-        rows += [(name, runs)] if runs else []
+    rows = [(name, found[name, "ranks"]) for name in names if (name, "ranks") in found]
 
     def cell(one: Record | None) -> str:
         if one is None:
@@ -262,4 +259,4 @@ def on_ranks(found: dict[tuple[str, str], Runs], names: list[str]) -> Iterator[s
         )
 
     if rows:
-        yield from table(["model", *kinds], ([name, *(cell(runs.get(kind)) for kind in kinds)] for name, runs in rows))
+        yield from table(["model", *KINDS], ([name, *(cell(runs.get(kind)) for kind in KINDS)] for name, runs in rows))

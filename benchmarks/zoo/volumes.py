@@ -77,7 +77,7 @@ MONAI: dict[str, Callable[[], Made]] = {
         blocks_down=(1, 1), blocks_bottleneck=1, blocks_up=(1, 1), shape=SPACE,
     ),
     "VoxelMorphUNet 3D": lambda: of_monai(
-        "VoxelMorphUNet", 3, 2, 16, (8, 16), (16, 8), shape=(1, 2, 32, 32, 32), out=16
+        "VoxelMorphUNet", 3, 2, 16, (8, 16), (16, 8), shape=(1, 2, 32, 32, 32), out=3
     ),
     "DiffusionModelUNet 2D": noised_by_monai,
 }  # fmt: skip

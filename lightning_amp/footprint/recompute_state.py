@@ -30,6 +30,7 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 
 from lightning_amp._torch import (
+    GRADIENT,
     FakeTensor,
     counter_of,
     has_no_values,
@@ -57,8 +58,6 @@ DEPTH = 5
 ROUNDING = 1e-4
 """Allowed relative difference of sums between two equal computations on devices other than the CPU."""
 CACHE = " (if it is a cache for generating text: HuggingFace models make none with `config.use_cache = False`)"
-GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
-"""The property of a plain tensor."""
 Place = tuple[str, str]
 """Name of a module, and name of an attribute, buffer or parameter in it."""
 

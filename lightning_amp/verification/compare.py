@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from lightning_amp._torch import unseen
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.consistency.same_parameters import SHARE_STATISTIC, common_buffers, differing
-from lightning_amp.lightning.steps.loss_weight import cells_to_weigh
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.result import Row, Suspect
 
@@ -33,9 +32,8 @@ from lightning_amp.verification.result import Row, Suspect
 class Record:
     """Recorded values of a run of a few steps."""
 
-    losses: list[list[float]] = field(default_factory=list)  # per step, the loss of every backward pass
-    # cells of each step's batch on this rank; None if its tensors have different numbers of cells
-    cells: list[int | None] = field(default_factory=list)
+    # per step, the loss of every backward pass, as the rank weighs it
+    losses: list[list[float]] = field(default_factory=list)
     # full gradients of the first step, when its optimisers use them
     gradients: dict[str, Tensor] = field(default_factory=dict)
     # with buffers: the module's full state after the last step
@@ -87,11 +85,11 @@ class Recorder(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a step."""
         self.record.losses.append([])
-        self.record.cells.append(cells_to_weigh(batch))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Record the loss."""
-        self.record.losses[-1].append(float(loss.detach()))
+        step = trainer.strategy._step if isinstance(trainer.strategy, AMPStrategy) else None
+        self.record.losses[-1].append(float(loss.detach() if step is None else step.share_to_read(loss)))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Record the gradients of the first step, after averaging over ranks and before clipping."""
@@ -221,10 +219,9 @@ class Report:
 
     precision: Precision
     place: tuple[int, int]  # data rank and number of data ranks
-    # per step: losses of this rank and of the single process, and cells on this rank
+    # per step: weighted losses of this rank, and losses of the single process
     losses: list[list[float]]
     one_losses: list[list[float]]
-    cells: list[int | None]
     all_cells: int  # cells of the first global batch; 0 if not known
     errors: Errors
     # the common factor of all gradients, single process / rank; None if there is none
@@ -240,21 +237,18 @@ class Report:
 def rows_of(reports: Sequence[Report]) -> tuple[Row, ...]:
     """Compare every recorded quantity, in the order of a step.
 
-    loss of a step = sum over data ranks of (cells of the rank / cells of all) loss of the rank
+    loss of a step = mean over data ranks of the losses that they weigh by samples, or by labels
     """
     first = reports[0]
     precision, steps = first.precision, len(first.one_losses)
     after = f"after {steps} step{'s' if steps > 1 else ''}"
-    # ranks of a model group have the same cells and loss: only one of each data rank counts
+    # ranks of a model group have the same loss: only one of each data rank counts
     ranks = {report.place[0]: report for report in reversed(reports)}.values()
 
     def of_all(step: int, backward: int) -> float:
         if any(len(report.losses[step]) <= backward for report in ranks):
             return float("nan")
-        equal = not all(report.cells[step] for report in ranks)
-        weights = [1 if equal else report.cells[step] or 0 for report in ranks]
-        losses = (report.losses[step][backward] for report in ranks)
-        return sum(n * loss for n, loss in zip(weights, losses, strict=True)) / sum(weights)
+        return sum(report.losses[step][backward] for report in ranks) / len(ranks)
 
     union = [[of_all(step, i) for i, _ in enumerate(losses)] for step, losses in enumerate(first.one_losses)]
     losses: tuple[dict[str, float], ...] = {}, {}

@@ -163,7 +163,6 @@ def train_rank(rank: int, ranks: int, folder: Path, precision: Precision, run: T
         place=place,
         losses=record.losses,
         one_losses=one.losses,
-        cells=record.cells,
         all_cells=count_cells(given) or 0,
         errors={
             kind: errors(getattr(record, kind), getattr(one, kind)) for kind in ("gradients", "parameters", "buffers")

@@ -189,6 +189,7 @@ COUNTED = {
     "logged": lambda step, loss, correct: step.log("loss", loss.item()),
     "a share is logged": lambda step, loss, correct: step.log("share", correct.item() / N, prog_bar=True),
     "printed": lambda step, loss, correct: f"{loss.item():.3f} of {correct.item():d}" + str(loss.item()),
+    "printed itself": lambda step, loss, correct: f"{loss:.3f} of {correct}, {loss[None]}",
     "a mean": lambda step, loss, correct: step.losses.append(sum([loss.item(), loss.detach().item()]) / 2),
     "a factor": lambda step, loss, correct: 1 / loss.item(),
     "finite": lambda step, loss, correct: None if math.isfinite(loss.item()) else 1 / 0,
@@ -206,6 +207,7 @@ DECIDES = {
     "rounded": lambda step, loss, correct: step.losses.append(round(loss.item())),
     "a whole number for torch": lambda step, loss, correct: torch.ones(3, dtype=torch.int64).mul(correct.item()).sum(),
     "known to a set": lambda step, loss, correct: correct.item() in {1, 2},
+    "in a name": lambda step, loss, correct: {f"expert_{k}": k for k in range(N + 1)}[f"expert_{correct}"],
     "float()": lambda step, loss, correct: float(loss) > 3,
     "sum of floats": lambda step, loss, correct: sum([loss.item(), 1.0]) / 2 > 1,
 }

@@ -400,6 +400,40 @@ def test_a_conversion_in_the_step_that_changes_nothing_needs_no_values() -> None
     assert nn.Module._apply.__module__ == "torch.nn.modules.module"
 
 
+def test_a_conversion_in_the_step_to_another_type_needs_no_values() -> None:
+    """Switch Transformers keeps its router in float32, also in a model of float64; the first step converts it."""
+
+    class Router(pl.LightningModule):
+        def __init__(self, *, back: bool) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+            self.router = nn.Sequential(nn.Linear(16, 4, bias=False), nn.BatchNorm1d(4))
+            self.double()
+            self.back = back
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            found = self.layer(batch)
+            self.router = self.router.to(torch.float32)
+            return self.router(found.float()).square().mean() + found.square().mean()
+
+        def on_after_backward(self) -> None:
+            if self.back:
+                self.router.double()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), momentum=0.9)
+
+    batch = torch.rand(64, 16, dtype=torch.float64)
+    for back in (False, True):
+        module, first, second = Router(back=back), Meter(), Meter()
+        first.at = 0
+        found = profile_module(module, batch)
+        assert found.measured == "fake tensors", found.reason
+        trainer = pl.Trainer(accelerator="cpu", max_steps=2, precision="64-true", callbacks=[first, second], **QUIET)
+        trainer.fit(module, torch.utils.data.DataLoader(torch.cat([batch, batch]), 64))
+        assert [found.first_bytes, found.peak_bytes] == [first.live.peak, second.live.peak]
+
+
 def test_adafactor_scales_its_updates_by_numbers_that_decide_nothing() -> None:
     class Factored(pl.LightningModule):
         def __init__(self) -> None:

@@ -70,8 +70,10 @@ def taken(padded: bool) -> int:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_the_branch_of_the_first_batch_is_counted_without_values(padded: bool) -> None:
-    counted = profile(Masked(), batch_of(padded=padded))
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_the_branch_of_the_first_batch_is_counted_without_values(padded: bool, dtype: torch.dtype) -> None:
+    batch = batch_of(padded=padded)
+    counted = profile(Masked(), {**batch, "mask": batch["mask"].to(dtype)})
     assert counted.reason == ""
     assert counted.peak_bytes == pytest.approx(taken(padded), rel=0.01)
     assert counted.reads.names == ["mask"]
@@ -93,8 +95,8 @@ def test_only_code_outside_of_torch_that_asks_may_read_the_batch() -> None:
     with fake, without_values():
         with pytest.raises(DataDependentOutputException):
             bool(batch["mask"].all())
-        # numbers of the batch are unknown, as floats are
-        assert isinstance(batch["x"], AskedFakeTensor)
+        # what random numbers or parameters are part of is unknown
+        assert isinstance(batch["x"] * torch.rand(3), AskedFakeTensor)
         assert not isinstance(batch["mask"], AskedFakeTensor)
         assert bool(batch["mask"].all())
         assert not isinstance(torch.arange(3), AskedFakeTensor)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_amp import verify
 from lightning_amp.lightning.steps.uneven_means import MeansOverLabels
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.strategy.strategy_cases import trainer_of
@@ -112,7 +113,7 @@ def test_a_mean_over_labels_trains_as_on_one_device(kind: str, tmp_path: Path) -
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("asked", ["fsdp", "logits", "replay", "recompute", "recompute,logits"])
+@pytest.mark.parametrize("asked", ["fsdp", "logits", "replay", "recompute", "recompute,logits", "tensor3d"])
 def test_the_same_with_other_techniques(asked: str, tmp_path: Path) -> None:
     apart, told = compared(tmp_path, "plain", asked)
     assert max(apart) < 1e-13
@@ -142,6 +143,13 @@ def test_other_losses_are_warned_of_once(kind: str, expected: str, tmp_path: Pat
     assert max(apart) > 1e-6
     assert [len(said) for said in told] == [1, 0]
     assert expected in told[0][0]
+
+
+@pytest.mark.ranks
+@pytest.mark.long
+def test_verify_weighs_losses_as_the_ranks_do() -> None:
+    found = verify(Labels("plain"), (X[0], Y[0]), devices=2, steps=2, precisions=["float64"], strategies="S1")
+    assert found.ok, found
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])

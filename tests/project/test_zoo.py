@@ -1,4 +1,4 @@
-"""Claim: the zoo has more than 120 models, needs none of their packages until they run, and counts what it finds.
+"""Claim: the zoo has more than 200 models, needs none of their packages until they run, and counts what it finds.
 
 Two of its models, whose packages are those of the tests, are trained under half of their bytes.
 """
@@ -22,7 +22,7 @@ FILES = sorted((ROOT / "benchmarks" / "zoo").glob("*.py"))
 
 
 def test_the_zoo_is_large() -> None:
-    assert len(CASES) >= 120
+    assert len(CASES) >= 200
     assert len({case.package for case in CASES.values()}) >= 10
     assert {*QUICK, *PREDICTED} <= CASES.keys()
     assert {CASES[name].package for name in QUICK} == {case.package for case in CASES.values()}
@@ -115,6 +115,17 @@ def test_a_refusal_is_shown_with_its_way_out() -> None:
     )
     record = {"refused": f"DoesNotFitError: {said}. Nothing was trained: AMPStrategy(on_predicted_oom='warn')"}
     assert table.reason(record) == said.replace("2.25 MiB", "N").replace("2.17 MiB", "N")
+
+
+def test_the_page_of_claims_has_the_counts_of_the_zoo() -> None:
+    reports = ROOT / "docs" / "reports"
+    found = table.latest(one for one in table.read(reports / "zoo.jsonl") if one["model"] in CASES)
+    fits = [(one, runs) for (_, run), runs in found.items() if run == table.MAIN for one in table.fits(runs).values()]
+    says = [table.verdict(one, runs) for one, runs in fits]
+    exact, refused = sum(one in ("bit by bit", "to rounding") for one in says), sum("refused" in one for one in says)
+    assert f"| {exact} of {len(says)} fits exact, {refused} refused |" in (reports / "index.md").read_text()
+    models = sum(run == table.MAIN for _, run in found)
+    assert f"{models} of {len(CASES)} models, of " in (reports / "zoo.md").read_text()
 
 
 def test_a_later_run_of_a_model_takes_the_place_of_an_earlier_one() -> None:

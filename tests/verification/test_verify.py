@@ -144,7 +144,7 @@ def test_what_is_seen_in_single_precision_alone_may_be_rounding() -> None:
         errors = {"gradients": {"x": 1e-3}}
         reports = [
             Report(
-                precision=precision, place=(0, 2), losses=[[1.0]], one_losses=[[1.0]], cells=[4], all_cells=8,
+                precision=precision, place=(0, 2), losses=[[1.0]], one_losses=[[1.0]], all_cells=8,
                 errors=errors, factor=None, draws=[], differing_buffers=[], unshared=[], uneven=False,
                 strategies=(), mesh=(2, 1),
             )

@@ -251,12 +251,13 @@ def make_fake(module: nn.Module, fake: FakeTensorMode) -> None:
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Support deepcopy of tensors, torch.tensor of a list of scalars, `item()`, and `Module.to` that changes nothing,
-    while a fake mode is active.
+    """Support deepcopy of tensors, torch.tensor of a list of scalars, `item()`, and `Module.to` of another type, while
+    a fake mode is active.
 
     torch's own deepcopy of a tensor copies the bytes of its storage. A fake tensor has none, so it would write to
     memory that was never allocated. Numbers from `item()` are those of `known_values.py`. `Module.to` swaps fake
-    parameters even for themselves, which torch refuses once a step has used them.
+    parameters even for themselves, which torch refuses once a step has used them; here it replaces their `.data`, as it
+    does with values.
     """
     make, apply = torch.tensor, cast(Any, nn.Module._apply)
 
@@ -274,8 +275,19 @@ def without_values() -> Iterator[None]:
 
     def apply_changes(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         with torch.no_grad():
-            same = all(change(tensor) is tensor for tensor in (*module.parameters(recurse), *module.buffers(recurse)))
-        return module if same else apply(module, change, recurse)
+            if all(change(tensor) is tensor for tensor in (*module.parameters(recurse), *module.buffers(recurse))):
+                return module
+            for child in module.children() if recurse else ():
+                cast(Any, child)._apply(change)
+            own: list[Tensor] = [tensor for tensor in module._parameters.values() if tensor is not None]
+            own += [tensor.grad for tensor in own if tensor.grad is not None]
+            changed = [(tensor, change(tensor)) for tensor in own]
+        if not all(isinstance(new, FakeTensor) and new.device == tensor.device for tensor, new in changed):
+            return cast(nn.Module, apply(module, change, False))
+        for tensor, new in changed:
+            tensor.data = new
+        module._buffers.update({name: change(buffer) for name, buffer in module._buffers.items() if buffer is not None})
+        return module
 
     with (
         replacing(nn.Module, _apply=apply_changes),
@@ -330,8 +342,8 @@ def fake_batch(batch: Any, fake: FakeTensorMode, batch_size: int | None) -> Any:
 
     def made(path: str, tensor: Tensor) -> Tensor:
         found = fake_tensor(tensor, fake)
-        # masks and indices may decide what a step computes
-        if not (tensor.is_floating_point() or has_no_values(tensor)):
+        # masks, also of real numbers, and indices may decide what a step computes
+        if not has_no_values(tensor):
             give_values(found, tensor, path)
         return found
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -266,8 +266,8 @@ class UnreadInt(_Unread):
 
 @contextmanager
 def numbers_may_be_taken() -> Iterator[None]:
-    """Let `item()` of fake tensors return placeholders while a step is counted."""
-    usual = FakeTensor.item
+    """Let `item()` of fake tensors return placeholders while a step is counted; f-strings call it, as with values."""
+    usual, usual_text = FakeTensor.item, cast(Any, FakeTensor).__format__
 
     def item(tensor: FakeTensor) -> Any:
         if answers_now() is not None:
@@ -282,5 +282,8 @@ def numbers_may_be_taken() -> Iterator[None]:
             return 1.0
         return UnreadFloat() if tensor.is_floating_point() else UnreadInt()
 
-    with replacing(FakeTensor, item=item):
+    def text(tensor: FakeTensor, spec: str) -> str:
+        return str(usual_text(tensor, spec) if tensor.dim() else format(tensor.item(), spec))
+
+    with replacing(FakeTensor, item=item, __format__=text):
         yield

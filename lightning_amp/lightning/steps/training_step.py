@@ -182,7 +182,8 @@ class TrainingStep:
         self._module, self._precision, self._shards = module, precision, shards
         self._weight, self._data_ranks = CellWeight(mesh["data"], device), mesh["data"].size()
         # where ranks split samples or modules between them, a half of a batch may not run
-        self._judged_over = mesh["data"] if mesh["model"].size() == 1 and not over_model else None
+        self._has_all_labels = mesh["model"].size() == 1
+        self._judged_over = mesh["data"] if self._has_all_labels and not over_model else None
         self._gradients = GradientSync(
             # parameters of other pipeline stages are placeholders on this rank
             (parameter for parameter in shards.reduced if not (shards.model_ranks_differ and parameter.is_meta)),
@@ -236,7 +237,7 @@ class TrainingStep:
         first = self._steps == 1 and self._data_ranks > 1
         judged, uneven = self._is_judged(step, *args, **kwargs) if first else (False, "")
         means = MeansOverLabels(looks=first and not judged)
-        may_be_of_labels = self._judged_over is not None and self._module.automatic_optimization
+        may_be_of_labels = self._has_all_labels and self._module.automatic_optimization
         self._weight.start(batch, may_be_of_labels=may_be_of_labels)
         self._gradients.watch()
         if self._finite is not None:
@@ -333,8 +334,7 @@ class TrainingStep:
             is_read = isinstance(optimizer, LBFGS) and isinstance(loss, Tensor)
             if not is_read:
                 return loss
-            share = self._share_of(loss).detach().clone()
-            return mean(share.nan_to_num() if self._weight.no_labels else share)
+            return mean(self.share_to_read(loss))
 
         return averaged
 
@@ -342,6 +342,11 @@ class TrainingStep:
         """Whether no label of this rank counts, but some of other ranks do."""
         self._weight.value()
         return self._weight.no_labels
+
+    def share_to_read(self, loss: Tensor) -> Tensor:
+        """Return this rank's weighted loss without a graph; the mean over ranks is the loss of all of their samples."""
+        share = self._share_of(loss).detach().clone()
+        return share.nan_to_num() if self._weight.no_labels else share
 
     def _share_of(self, loss: Tensor) -> Tensor:
         weight = self._weight.value()

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_amp._torch import AnyBatchNorm, autograd_node, version_of
+from lightning_amp._torch import AnyBatchNorm, autograd_node
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.copies.noted_values import answers_now
@@ -66,7 +66,7 @@ class Look(Tape):  # type: ignore[no-untyped-call]
             self.saved[ref.slot] = self.at
         elif not has_storage(x):
             self.wrappers.add(type(x).__name__)
-        return Kept(x, version_of(x))
+        return Kept.of(x)
 
     def _unpack(self, kept: Handle | Kept) -> Tensor:
         """Record the tensors that a backward pass inside the step reads."""

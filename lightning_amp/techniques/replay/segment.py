@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import OpOverload, version_of
+from lightning_amp._torch import OpOverload, unseen, version_of
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.noted_values import answers_now, decided_by_values
 from lightning_amp.footprint.live_bytes import COLLECTIVES, has_storage, places_written, tensors_of
@@ -208,6 +208,14 @@ class Kept:
 
     tensor: Tensor
     version: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Kept":
+        """Keep a tensor without its node: if that saves its own result, neither would ever be freed without a backward
+        pass through it."""
+        # not an operator of the step
+        with unseen():
+            return cls(x if x.grad_fn is None else x.detach(), version_of(x))
 
 
 class Segment:

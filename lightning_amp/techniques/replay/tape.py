@@ -119,7 +119,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # recomputing the statistics of a norm would require the complete norm
         small = segment is not None and ref is not None and segment.slots[ref.slot].small
         if segment is None or ref is None or (small and segment.kind == ONE_BY_ONE):
-            return Kept(x, version_of(x))
+            return Kept.of(x)
         handle = Handle(segment, ref, version_of(x))
         segment.handles.append(weakref.ref(handle))
         if self._compares:

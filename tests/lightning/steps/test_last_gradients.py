@@ -34,6 +34,14 @@ class Plain(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
+class Converts(Plain):
+    """Converts its layers in the step, for which torch itself looks at gradients."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.net = self.net.to(batch.dtype)
+        return super().training_step(batch, batch_idx)
+
+
 class ReadsInStep(Plain):
     """Reads a gradient of the last step in every training step."""
 
@@ -109,10 +117,11 @@ def state_of(module: Plain) -> list[Tensor]:
     return [parameter.detach() for parameter in module.parameters()]
 
 
-def test_a_step_holds_no_gradients_of_the_last_one_and_trains_as_a_plain_one() -> None:
+@pytest.mark.parametrize("kind", [Plain, Converts])
+def test_a_step_holds_no_gradients_of_the_last_one_and_trains_as_a_plain_one(kind: type[Plain]) -> None:
     plain_meter, meter = Meter(), Meter()
     plain, _ = fitted(Plain, "auto", plain_meter)
-    module, trainer = fitted(Plain, "amp", meter)
+    module, trainer = fitted(kind, "amp", meter)
     torch.testing.assert_close(state_of(module), state_of(plain), rtol=0, atol=0)
     gradients = sum(parameter.nbytes for parameter in module.parameters())
     assert meter.live.peak == trainer.strategy.plan.predicted_peak_bytes  # type: ignore[attr-defined]
@@ -120,7 +129,7 @@ def test_a_step_holds_no_gradients_of_the_last_one_and_trains_as_a_plain_one() -
     assert lightning_amp.profile(Plain(), torch.zeros(ROWS, WIDTH, dtype=torch.float64)).peak_bytes == (
         plain_meter.live.peak
     )
-    planned = lightning_amp.plan(Plain(), torch.zeros(ROWS, WIDTH, dtype=torch.float64))
+    planned = lightning_amp.plan(kind(), torch.zeros(ROWS, WIDTH, dtype=torch.float64))
     assert planned.plan.predicted_peak_bytes == meter.live.peak
 
 

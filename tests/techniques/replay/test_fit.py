@@ -4,6 +4,7 @@ peak."""
 import copy
 import inspect
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MethodType
@@ -292,6 +293,20 @@ def test_a_replayed_stretch_keeps_nothing_that_it_has_made() -> None:
             held[kind] = live.peak
     # what an operator reads and makes, and its gradient, of a step that saves 25 of the kind
     assert held[ONE_BY_ONE] <= 6 * 512 * 64 * 8 < held[AT_ONCE] / 3
+
+
+def test_a_result_without_a_backward_pass_is_freed() -> None:
+    """Of a head that is not in the loss: its tanh saves what it returns."""
+    w, left = weight(64, 64), dict[Any, bool]()
+    for kind in (KEPT, AT_ONCE, ONE_BY_ONE):
+        with Tape([(ALL, kind)]) as tape, tape.hooks():
+            hidden = rows(512, 64) @ w
+            unused = hidden.tanh()
+            memory = weakref.ref(unused.untyped_storage())
+            hidden.sum().backward()
+        del hidden, unused, tape
+        left[kind] = memory() is not None
+    assert not any(left.values()), left
 
 
 def test_what_nobody_can_replay_fails_as_it_does_without() -> None:
