@@ -19,6 +19,7 @@ NOTHING = {
     "chunk": "the step calls no child of a list|no part takes less in chunks|no block takes less in chunks",
     "replay": "autograd keeps nothing that a replay would make",
     "offload": "the peak is elsewhere|autograd saves nothing",
+    "early_update": "the peak is elsewhere|the step has no gradients",
     "logits": "the step has no cross-entropy of a linear layer with eight times as many outputs",
 }
 """What is said where a technique has nothing to do."""
