@@ -36,6 +36,7 @@ CASES: tuple[tuple[tuple[str, ...] | None, float | None], ...] = (
     (("S1", "recompute"), None),
     (("S1", "logits", "recompute"), None),
     (None, 0.6),
+    (("S1", "logits", "recompute", "early_update"), None),
     (None, 0.35),
 )
 """Strategies, or the share of the plain step's peak that the policy gets as its budget."""
