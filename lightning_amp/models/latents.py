@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_amp.data.batch import CellBatch
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.models.keyed_noise import KeyedDropout, keyed_normal
+from lightning_amp.models.keyed_noise import KeyedDropout, keyed_normal, keyed_uniform
 from lightning_amp.models.representation import Projection
 from lightning_amp.shapes import Counts, Library, PerCell, Scalar
 
@@ -46,6 +46,12 @@ def noise_for(like: Rows, *, draw: Int[Tensor, " row"] | None, stream: int) -> R
     if draw is None:
         return torch.randn_like(like)
     return keyed_normal(draw, like.shape[1], stream=stream, dtype=like.dtype)
+
+
+def drawn_modality(like: Rows, n: int, draw: Int[Tensor, " row"] | None, stream: int) -> Int[Tensor, "row 1"]:
+    """Return one of n modalities for each row, from the rows' keys or, without keys, the default generator."""
+    uniform = torch.rand_like(like[:, :1]) if draw is None else keyed_uniform(draw, 1, stream=stream)
+    return (uniform * n).long().clamp_max(n - 1)
 
 
 def library_of(cells: CellBatch) -> Library:
