@@ -295,7 +295,7 @@ class SingleCellDataModule(pl.LightningDataModule):
                 " leave paired out"
             )
         if self.paired:
-            check_pairs({str(table.path): table.obs_names for table in self.tables.values()})
+            check_pairs({str(table.path): table.obs_names.tolist() for table in self.tables.values()})
         found = matched_rows({modality: table.obs_names for modality, table in self.tables.items()})
         if not len(next(iter(found.values()))):
             raise DataError(

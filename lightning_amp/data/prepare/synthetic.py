@@ -38,7 +38,7 @@ TRANSCRIPTS = 3_000
 DISPERSION = 5.0
 
 
-def synthesize(out: str | Path, *, overwrite: bool = False, **sizes: int) -> DataDirectory:
+def synthesize(out: str | Path, *, overwrite: bool = False, **sizes: Any) -> DataDirectory:
     """Write a synthetic data directory; the same arguments give the same values.
 
     Args:
@@ -61,7 +61,7 @@ def synthesize(out: str | Path, *, overwrite: bool = False, **sizes: int) -> Dat
     return find(Path(out))
 
 
-def synthesize_files(out: str | Path, **sizes: int) -> list[Path]:
+def synthesize_files(out: str | Path, **sizes: Any) -> list[Path]:
     """Write the files that `prepare` reads, of the cells of `synthesize`, into a new folder.
 
     Contacts of bins `strata` or more apart are not drawn. Arguments and errors are those of `synthesize`.
