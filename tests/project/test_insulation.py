@@ -1,4 +1,4 @@
-"""Claim: the benchmark of insulation takes the means of contacts across each bin, each divided by its stratum's mean."""
+"""Claim: the benchmark of insulation takes the means of contacts across each bin, over their stratum's mean."""
 
 import numpy as np
 import pytest
