@@ -279,7 +279,8 @@ def _name_bins(axes: Axes, chromosomes: NDArray[Any], starts: NDArray[Any]) -> N
 
 def _round_up(n: float) -> int:
     """Return the least of 1, 2, 5, 10, 20, 50, ... that is not below n."""
-    return next(unit * 10**power for power in range(12) for unit in (1, 2, 5) if unit * 10**power >= n)
+    powers = (int(10**power) for power in range(12))
+    return next(unit * power for power in powers for unit in (1, 2, 5) if unit * power >= n)
 
 
 def _draw_holders(axes: Axes, step: StepCurve, predicted: StepCurve | None, *, unit: str, size: float) -> None:
