@@ -28,10 +28,10 @@ from lightning_amp.models.latents import (
     Encoder,
     Latent,
     alignment_loss,
-    drawn_modality,
     library_of,
     noise_for,
     normal_kl,
+    one_of,
     sample,
 )
 from lightning_amp.models.nearby import nearby
@@ -324,11 +324,8 @@ class GLUE(TrainedModel):
         rows = {name: len(u) for name, u in samples.items()}
         if len(set(rows.values())) > 1:
             raise ModelError(f"GLUE got a batch of {rows!r} paired cells; give the same cells of every modality")
-        drawn = drawn_modality(samples[first], len(samples), batch[first].get("draw"), self.stream(first) + PAIR_STREAM)
-        one = samples[first]
-        for i, other in enumerate(samples.values()):
-            one = torch.where(drawn == i, other, one)
-        return dict.fromkeys(samples, one)
+        stream = self.stream(first) + PAIR_STREAM
+        return dict.fromkeys(samples, one_of([*samples.values()], draw=batch[first].get("draw"), stream=stream))
 
     def on_validation_epoch_start(self) -> None:
         """Reset the sums of the previous validation."""

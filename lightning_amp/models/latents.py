@@ -9,6 +9,7 @@ Zero counts stay zero up to the first Linear, which reads only the entries (data
 the Linear of loc is zero at first: latents begin as the principal components and are trained from there.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -48,10 +49,13 @@ def noise_for(like: Rows, *, draw: Int[Tensor, " row"] | None, stream: int) -> R
     return keyed_normal(draw, like.shape[1], stream=stream, dtype=like.dtype)
 
 
-def drawn_modality(like: Rows, n: int, draw: Int[Tensor, " row"] | None, stream: int) -> Int[Tensor, "row 1"]:
-    """Return one of n modalities for each row, from the rows' keys or, without keys, the default generator."""
-    uniform = torch.rand_like(like[:, :1]) if draw is None else keyed_uniform(draw, 1, stream=stream)
-    return (uniform * n).long().clamp_max(n - 1)
+def one_of(samples: Sequence[Rows], *, draw: Int[Tensor, " row"] | None, stream: int) -> Rows:
+    """Return each row of one of the samples, drawn from the rows' keys or, without keys, by the default generator."""
+    found = samples[0]
+    uniform = torch.rand_like(found[:, :1]) if draw is None else keyed_uniform(draw, 1, stream=stream)
+    for i, other in enumerate(samples[1:], start=1):
+        found = torch.where(uniform * len(samples) >= i, other, found)
+    return found
 
 
 def library_of(cells: CellBatch) -> Library:
