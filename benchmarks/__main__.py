@@ -24,6 +24,7 @@ QUICK = {
     "domain": ["--ranks", "1", "4"],
     "domain.exactness": ["--ranks", "2", "--only", "GPT"],
     "domain.held_out": ["--only", "synthetic", "--seeds", "0", "--epochs", "1"],
+    "domain.insulation": ["--only", "synthetic", "--seeds", "0", "--epochs", "1"],
     "domain.integration": ["--only", "synthetic", "--seeds", "0", "--epochs", "2"],
     "domain.operators": ["--ranks", "2"],
     "domain.paper": ["--only", "Table I, linear layers"],

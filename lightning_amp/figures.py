@@ -261,7 +261,9 @@ def _name_bins(axes: Axes, chromosomes: NDArray[Any], starts: NDArray[Any]) -> N
         axes.axhline(end - 0.5, color=GREY, linewidth=0.8)
         axes.axvline(end - 0.5, color=GREY, linewidth=0.8)
     per_chromosome = max(1, MAP_TICKS // len(first))
-    ticks = np.concatenate([np.arange(a, b, -(-(b - a) // per_chromosome)) for a, b in zip(first, ends, strict=True)])
+    ticks = np.concatenate(
+        [np.arange(a, b, _round_up((b - a) / per_chromosome)) for a, b in zip(first, ends, strict=True)]
+    )
     labels = [f"{starts[tick] / 1e6:g}" for tick in ticks]
     centres, names = (first + ends - 1) / 2, [f"{chromosomes[a]} (Mb)" for a in first]
     axes.set_xticks(ticks, labels, fontsize=8)
@@ -273,6 +275,12 @@ def _name_bins(axes: Axes, chromosomes: NDArray[Any], starts: NDArray[Any]) -> N
     for outer in (below, next_to):
         outer.tick_params(length=0)
         outer.spines[:].set_visible(False)
+
+
+def _round_up(n: float) -> int:
+    """Return the least of 1, 2, 5, 10, 20, 50, ... that is not below n."""
+    powers = (int(10**power) for power in range(12))
+    return next(unit * power for power in powers for unit in (1, 2, 5) if unit * power >= n)
 
 
 def _draw_holders(axes: Axes, step: StepCurve, predicted: StepCurve | None, *, unit: str, size: float) -> None:

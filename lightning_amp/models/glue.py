@@ -31,6 +31,7 @@ from lightning_amp.models.latents import (
     library_of,
     noise_for,
     normal_kl,
+    one_of,
     sample,
 )
 from lightning_amp.models.nearby import nearby
@@ -41,7 +42,7 @@ from lightning_amp.models.trained_model import TrainedModel
 from lightning_amp.shapes import Counts, PerCell, PerVertex, Scalar
 
 STREAMS_PER_MODALITY = 64  # of random numbers: dropout layers from the first on, latent and burn-in noise at the end
-LATENT_STREAM, BURN_IN_STREAM = STREAMS_PER_MODALITY - 1, STREAMS_PER_MODALITY - 2
+LATENT_STREAM, BURN_IN_STREAM, PAIR_STREAM = (STREAMS_PER_MODALITY - n for n in (1, 2, 3))
 VALIDATION_SEED = 0  # of the edges that are drawn for `val_loss`: the same ones after every epoch
 BURN_IN_NOISE = 1.5  # deviation of the first epoch's noise on the discriminator's inputs; the latent's prior has 1
 
@@ -51,6 +52,7 @@ class GLUE(TrainedModel):
 
     Networks are built from the trainer's data module before `fit`, from a checkpoint, or by `build(inputs)`. Random
     draws for the graph depend on the step and `seed`, torch's when the model was made; those of a cell on its `draw`.
+    Of paired cells, all decoders read the latent of one modality, which is drawn for each cell and step.
 
     Args:
         latent_dim: channels D of all latents; even for local attention.
@@ -299,9 +301,10 @@ class GLUE(TrainedModel):
         h, v = self.settings, self.graph_encoder.sample(*self.vertices(), generator)
         terms = {"nll_graph": self.edge_nll(v.sample, generator), "kl_graph": self.graph_encoder.kl(v.loc, v.std)}
         total = h.lam_graph * len(self.encoders) * (terms["nll_graph"] + h.lam_kl * terms["kl_graph"])
+        read = self.read(batch, latents)
         for name, cells in batch.items():
             u = latents[name]
-            nll = self.nll(name, cells, u=u.sample, v=v.sample)
+            nll = self.nll(name, cells, u=read[name], v=v.sample)
             kl = normal_kl(u.loc, u.std) / cells["x"].shape[1]
             terms |= {f"nll_{name}": nll, f"kl_{name}": kl}
             total = total + h.lam_data * self._weight(name) * (nll + h.lam_kl * kl)
@@ -310,6 +313,19 @@ class GLUE(TrainedModel):
             # minus: the encoders are trained against the discriminator
             total = total - h.lam_align * terms["alignment"]
         return {"loss": total, **terms}
+
+    def read(self, batch: Batch, latents: dict[str, Latent]) -> dict[str, PerCell]:
+        """Return what each decoder reads: its modality's samples or, of paired cells, those that are drawn."""
+        samples = {name: u.sample for name, u in latents.items()}
+        assert self.inputs is not None, "encode has checked that the networks are there"
+        if not self.inputs.paired or len(samples) == 1:
+            return samples
+        first = next(iter(batch))
+        rows = {name: len(u) for name, u in samples.items()}
+        if len(set(rows.values())) > 1:
+            raise ModelError(f"GLUE got a batch of {rows!r} paired cells; give the same cells of every modality")
+        stream = self.stream(first) + PAIR_STREAM
+        return dict.fromkeys(samples, one_of([*samples.values()], draw=batch[first].get("draw"), stream=stream))
 
     def on_validation_epoch_start(self) -> None:
         """Reset the sums of the previous validation."""

@@ -65,6 +65,7 @@ class ModelInputs:
     modalities: dict[str, ModalityInputs]
     strata: StrataInputs | None
     graph: GraphInputs
+    paired: bool = False  # whether the cells of all modalities in a training batch are the same ones, in one order
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.modalities) - set(TOTALS))
@@ -103,6 +104,7 @@ class ModelInputs:
             modalities={name: ModalityInputs(**fields) for name, fields in state["modalities"].items()},
             strata=None if state["strata"] is None else StrataInputs(**state["strata"]),
             graph=GraphInputs(**state["graph"]),
+            paired=state.get("paired", False),
         )
 
     def difference(self, other: "ModelInputs") -> str | None:
@@ -165,7 +167,8 @@ def inputs_from(datamodule: "SingleCellDataModule") -> ModelInputs:
             weight=graph.weight.astype(np.float32),
             sign=graph.sign.astype(np.float32),
         )
-    return ModelInputs(modalities=modalities, strata=strata, graph=found)
+    paired = getattr(datamodule, "pairs", None) is not None
+    return ModelInputs(modalities=modalities, strata=strata, graph=found, paired=paired)
 
 
 def _shares(datamodule: "SingleCellDataModule") -> list[float] | None:

@@ -9,6 +9,7 @@ Zero counts stay zero up to the first Linear, which reads only the entries (data
 the Linear of loc is zero at first: latents begin as the principal components and are trained from there.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_amp.data.batch import CellBatch
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.models.keyed_noise import KeyedDropout, keyed_normal
+from lightning_amp.models.keyed_noise import KeyedDropout, keyed_normal, keyed_uniform
 from lightning_amp.models.representation import Projection
 from lightning_amp.shapes import Counts, Library, PerCell, Scalar
 
@@ -46,6 +47,15 @@ def noise_for(like: Rows, *, draw: Int[Tensor, " row"] | None, stream: int) -> R
     if draw is None:
         return torch.randn_like(like)
     return keyed_normal(draw, like.shape[1], stream=stream, dtype=like.dtype)
+
+
+def one_of(samples: Sequence[Rows], *, draw: Int[Tensor, " row"] | None, stream: int) -> Rows:
+    """Return each row of one of the samples, drawn from the rows' keys or, without keys, by the default generator."""
+    found = samples[0]
+    uniform = torch.rand_like(found[:, :1]) if draw is None else keyed_uniform(draw, 1, stream=stream)
+    for i, other in enumerate(samples[1:], start=1):
+        found = torch.where(uniform * len(samples) >= i, other, found)
+    return found
 
 
 def library_of(cells: CellBatch) -> Library:

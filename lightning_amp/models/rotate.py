@@ -1,4 +1,4 @@
-"""Rotate the principal components of modalities towards each other, by the guidance graph.
+"""Rotate the principal components of modalities towards each other, by the guidance graph or by paired cells.
 
 Components of two modalities have no order in common. Distances between the cells of a modality do not change by an
 orthogonal matrix Q; it is chosen such that vertices that the graph joins vary along the same directions:
@@ -6,6 +6,8 @@ orthogonal matrix Q; it is chosen such that vertices that the graph joins vary a
     C_m = covariance of the components of modality m and its vertices' values, standardised      [dim, vertex]
     M   = sum over edges (i, j) of sign w C_first[:, i] C_m[:, j]^T = U S V^T           (i of the first, j of m)
     Q   = U V^T                                                                                 (orthogonal Procrustes)
+
+Of paired cells, C_m are the components themselves, [dim, cell], and M = C_first C_m^T: no graph is needed.
 
 A gene's value is its normalised count. A bin's is the sum of its normalised contacts with itself and the next bin, for
 these follow the expression of its genes; contacts further away do not.
@@ -31,13 +33,16 @@ def rotate(
     dim: int,  # components that latents have
 ) -> None:
     """Rotate the projections of all modalities but the first one towards it; one without a common edge is kept."""
-    found = {name: _covariance(projections[name], counts[name], name, inputs)[:dim] for name in projections}
+    if inputs.paired:
+        found = {name: one.components(counts[name]).T[:dim] for name, one in projections.items()}
+    else:
+        found = {name: _covariance(one, counts[name], name, inputs)[:dim] for name, one in projections.items()}
     first, *others = found
     for name in others:
         # directions that the first one does not have can be chosen freely
         n = len(found[name])
         target = np.pad(found[first][:n], ((0, max(n - len(found[first]), 0)), (0, 0)))
-        shared = _over_edges(target, found[name], inputs.graph)
+        shared = target @ found[name].T if inputs.paired else _over_edges(target, found[name], inputs.graph)
         if shared.any():
             left, _, right = np.linalg.svd(shared)
             projections[name].rotate(left @ right)

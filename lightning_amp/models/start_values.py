@@ -83,6 +83,7 @@ def _project(encoders: dict[str, Encoder], counts: dict[str, Any], inputs: Model
     for name, projection in projections.items():
         projection.fit(counts[name])
     if len(projections) > 1:
+        # paired cells come in one order
         rotate(projections, counts, inputs, dim=next(iter(encoders.values())).loc.out_features)
     return projections
 

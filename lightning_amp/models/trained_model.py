@@ -82,8 +82,15 @@ class TrainedModel(pl.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Put the trainer's data in the order of the features that the networks were built for, by name."""
-        if self.inputs is not None:
-            match_features(datamodule_of(self._trainer), self.inputs, predicts=stage == "predict")
+        if self.inputs is None:
+            return
+        data = datamodule_of(self._trainer)
+        match_features(data, self.inputs, predicts=stage == "predict")
+        if stage == "fit" and self.inputs.paired and isinstance(data, SingleCellDataModule) and data.pairs is None:
+            raise ModelError(
+                f"{data.data_dir}: the model was built for paired cells, and those of these data are not paired;"
+                " prepare them with --paired, give SingleCellDataModule(paired=True), or train a new model"
+            )
 
     def configure_model(self) -> None:
         """Build the networks from the trainer's data module, unless they exist."""

@@ -23,10 +23,13 @@ def draw_decay(
     left.set(yscale="log", xlabel="distance (Mb)", ylabel="contacts of a cell, mean")
     left.legend(frameon=False)
     some = measured > 0
-    right.axhspan(*NEAR, color="#e6e6e6", label="within 10 %")
+    right.axhspan(*NEAR, color="#e6e6e6", label=f"good: {NEAR[0]} to {NEAR[1]}")
     right.axhline(1, color=GREY, lw=0.8)
     right.plot(np.asarray(distances)[some], expected[some] / measured[some], "o-", color=PALETTE[2], ms=4)
     right.set(xlabel="distance (Mb)", ylabel="expected / measured")
-    right.legend(frameon=False)
+    # room above the band for its name
+    low, high = right.get_ylim()
+    right.set_ylim(low, high + 0.2 * (high - low))
+    right.legend(frameon=False, loc="upper right")
     figure.suptitle("Contacts by distance")
     save_figure(figure, path)

@@ -11,6 +11,8 @@ from lightning_amp.lightning.command_line import CONFIG_USED
 from lightning_amp.models.trained_model import find_checkpoint
 
 DATA_MODULE = "SingleCellDataModule"
+OTHER_VERBS = {"return_predictions", "verbose"}
+"""Entries of the configurations of predict, and of validate and test, whose data may be other cells."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,9 +40,9 @@ def find_run(path: str | Path, *, data: str | Path | None = None) -> Run:
     # a run of the command line saves its configuration with its logs
     places = [folder, folder.parent] if path.is_file() else [folder]
     configs = [file for place in places for depth in ("", "*/", "*/*/") for file in place.glob(f"{depth}{CONFIG_USED}")]
-    config: dict[str, Any] = {}
-    if configs:
-        config = yaml.safe_load(max(configs, key=lambda file: file.stat().st_mtime).read_text())
+    newest_first = sorted(configs, key=lambda file: -file.stat().st_mtime)
+    read = (yaml.safe_load(file.read_text()) or {} for file in newest_first)
+    config: dict[str, Any] = next((one for one in read if not OTHER_VERBS & set(one)), {})
     try:
         checkpoint = find_checkpoint(path)
     except ModelError:

@@ -24,6 +24,7 @@ from lightning_amp.report.measures import (
     by_distance,
     cluster,
     components_of_counts,
+    other_label_shares,
     same_label_share,
     silhouette,
     standardised,
@@ -31,6 +32,8 @@ from lightning_amp.report.measures import (
 
 MOST_CELLS, MOST_MAPS, MOST_TYPES = 2_000, 400, 6
 """Most cells of a modality that are measured, most cells whose contacts are imputed, and most types that are drawn."""
+MIXED, FEW_NAMES = 0.5, 3
+"""Least share of neighbours in the other modality, of what even mixing gives; names of types that are shown."""
 ALIKE = 0.02
 """A value counts as good as the baseline's if it is not lower by more."""
 Contacts = NDArray[np.floating]
@@ -89,7 +92,7 @@ def make_report(
     rng = np.random.default_rng(seed)
     for name, embedding in embeddings.items():
         checks += _embedding(name, embedding, data, types[name], batches[name], rng)
-    checks += _together(embeddings, types)
+    checks += _together(embeddings, types, rng)
     if HIC in embeddings:
         found, drawn = _contacts(model, data, types[HIC], out)
         checks, files = checks + found, files + drawn
@@ -178,23 +181,37 @@ def _embedding(
     return checks
 
 
-def _together(embeddings: Mapping[str, NDArray[np.float32]], types: Mapping[str, NDArray[np.str_]]) -> list[Check]:
+def _together(
+    embeddings: Mapping[str, NDArray[np.float32]], types: Mapping[str, NDArray[np.str_]], rng: np.random.Generator
+) -> list[Check]:
+    """Say whether cells of the modalities lie among each other, and those of a type side by side."""
+    if len(embeddings) < 2:
+        return []
+    some = {name: x[_some(np.arange(len(x)), MOST_CELLS, rng)].astype(np.float64) for name, x in embeddings.items()}
+    labels = np.repeat(np.array(list(some)), [len(x) for x in some.values()])
+    checks = [
+        Check(
+            what=f"{name}: neighbours, other modality",
+            found=f"{share:.0%}",
+            beside=f"{chance:.0%} if modalities mix",
+            good=share >= MIXED * chance,
+        )
+        for name, (share, chance) in other_label_shares(np.concatenate(list(some.values())), labels).items()
+    ]
     known = {name: labels != UNKNOWN for name, labels in types.items()}
     found = same_type_share(
         {name: x[known[name]] for name, x in embeddings.items() if known[name].any()},
         {name: labels[known[name]] for name, labels in types.items() if known[name].any()},
     )
+    what = "other modality: neighbours, same type"
     if found is None:
-        return []
+        named = (sorted(set(labels.tolist()) - {UNKNOWN}) for labels in types.values())
+        without = " / ".join(", ".join(names[:FEW_NAMES]) or "no types" for names in named)
+        beside = f"type names differ ({without}): give a type one name in all"
+        return [*checks, Check(what=what, found="not known", beside=beside, good=None)]
     share, chance = found
-    return [
-        Check(
-            what="other modality: neighbours, same type",
-            found=f"{share:.0%}",
-            beside=f"{chance:.0%} by chance",
-            good=share >= 1.25 * chance,
-        )
-    ]
+    beside = f"{chance:.0%} by chance"
+    return [*checks, Check(what=what, found=f"{share:.0%}", beside=beside, good=share >= 1.25 * chance)]
 
 
 @torch.no_grad()

@@ -61,6 +61,19 @@ def same_label_share(points: Floats, labels: Labels) -> tuple[float, float]:
     return float(np.take_along_axis(same, nearest, axis=1).mean()), float(chance.mean())
 
 
+def other_label_shares(points: Floats, labels: Labels) -> dict[str, tuple[float, float]]:
+    """Return by label the share of its points' 15 nearest neighbours that have another label, and chance's."""
+    far = cdist(points, points)
+    np.fill_diagonal(far, np.inf)
+    n = min(NEIGHBOURS, len(points) - 1)
+    other = labels[np.argpartition(far, n - 1, axis=1)[:, :n]] != labels[:, None]
+    found = {}
+    for name in np.unique(labels).tolist():
+        own = labels == name
+        found[name] = float(other[own].mean()), float((~own).sum() / (len(labels) - 1))
+    return found
+
+
 def components_of_counts(counts: Floats) -> Floats:
     """Return principal components of counts [cell, feature]: each cell scaled to the median depth, log1p, centred."""
     depth = counts.sum(axis=1, keepdims=True)

@@ -21,6 +21,7 @@ from lightning_amp.report.measures import (
     by_distance,
     cluster,
     components_of_counts,
+    other_label_shares,
     same_label_share,
     silhouette,
     standardised,
@@ -44,6 +45,10 @@ def test_measures_agree_with_those_of_others() -> None:
     share, chance = same_label_share(points, np.repeat(["x", "y"], [40, 1]))
     assert share > 0.9
     assert chance == pytest.approx(40 * 39 / 40 / 41)
+    # 16 points in one place and 20 far from them and from each other, whose nearest are the 16
+    place = np.concatenate([np.zeros((16, 20)), 10 * np.eye(20)])
+    shares = other_label_shares(place, np.repeat(["in", "out"], [16, 20]))
+    assert shares == {"in": (0.0, 20 / 35), "out": (1.0, 16 / 35)}
     counts = rng.poisson(5.0, (12, 30)).astype(float)
     x = np.log1p(counts * np.median(counts.sum(1)) / counts.sum(1, keepdims=True))
     u, s, _ = np.linalg.svd(x - x.mean(0), full_matrices=False)
@@ -82,6 +87,7 @@ def test_a_run_of_python_and_of_the_command_line(tmp_path: Path, capsys: pytest.
         assert f"wrote {run / 'report' / path}" in said
     checks = {check["what"]: check for check in json.loads((run / "report" / "report.json").read_text())}
     expected = {"val_loss, last 1 epochs", "adversary", "other modality: neighbours, same type"}
+    expected |= {f"{name}: neighbours, other modality" for name in ("hic", "rna")}
     expected |= {"expected / measured, worst", "maps nearest to own type's sum"}
     expected |= {
         f"{m}: {what}" for m in ("hic", "rna") for what in ("ARI of clusters and types", "silhouette of types")
@@ -94,6 +100,10 @@ def test_a_run_of_python_and_of_the_command_line(tmp_path: Path, capsys: pytest.
         f"trainer: {{callbacks: [{{class_path: x, init_args: {{dirpath: {run / 'checkpoints'}}}}}]}}\n"
         f"data: {{class_path: lightning_amp.SingleCellDataModule, init_args: {{data_dir: {data}}}}}\n"
     )
+    # that of a later `predict --data NEW` does not
+    later = tmp_path / "logs" / "version_1"
+    later.mkdir()
+    (later / "config_used.yaml").write_text("data: {init_args: {data_dir: new}}\nreturn_predictions: false\n")
     found = find_run(logs.parent)
     assert (found.checkpoint, found.data) == (run / "checkpoints" / "last.ckpt", {"data_dir": str(data)})
     (tmp_path / "empty").mkdir()

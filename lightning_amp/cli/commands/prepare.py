@@ -31,6 +31,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--by-columns", action="store_true", help="store counts by columns, for ranks that read their own"
     )
+    parser.add_argument(
+        "--paired",
+        action="store_true",
+        help="the cells of the two files are the same ones, by their names (barcodes): training uses the pairs",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing folder")
     parser.set_defaults(run=_run)
 

@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader
 from lightning_amp.data.batch import Batch, hash_integers, hash_text
 from lightning_amp.data.files.directory import DataDirectory, find, write_aside
 from lightning_amp.data.files.graphml import Graph, read_graph
+from lightning_amp.data.files.pairs import check_pairs, is_paired, matched_rows
 from lightning_amp.data.files.read_h5ad import read_header
 from lightning_amp.data.files.strata_layout import FeatureLayout, read_layout
 from lightning_amp.data.loading.dataset import CellTable, MultiModalDataset
-from lightning_amp.data.loading.sampler import CellRowsOf, StepLoader, StepSampler
+from lightning_amp.data.loading.sampler import PAIRS, CellRowsOf, StepLoader, StepSampler
 from lightning_amp.errors import DataError
 
 HIC = "hic"
@@ -37,7 +38,7 @@ class SingleCellDataModule(pl.LightningDataModule):
     predict take all cells once, in file order.
 
     After `setup`: `directory`, `tables` (modality -> CellTable), `layout` (of Hi-C, or None), `graph` (or
-    None).
+    None), `pairs` (modality -> rows of the cells that all modalities have, in one order; None if they are not paired).
 
     Args:
         data_dir: directory written by `lightning-amp prepare`, or one of the same form
@@ -51,9 +52,12 @@ class SingleCellDataModule(pl.LightningDataModule):
         val_fraction: share of each modality's cells that is held out for validation, in [0, 1)
         sparse: return x of Hi-C as `SparseCounts`, so that a dense [cell, feature] never exists; "auto" does so for
             many features with few nonzero counts, if the model takes such counts
+        paired: whether cells of the same name in all modalities are one cell: training then takes them together, and
+            leaves out those that only one modality has kept; None reads what `prepare` has noted. True also
+            checks that all names are the same
 
     Raises:
-        DataError: an argument is out of range, or, from `setup`, the directory lacks a file
+        DataError: an argument is out of range, or, from `setup`, the directory lacks a file, or names differ
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class SingleCellDataModule(pl.LightningDataModule):
         modalities: list[str] | None = None,
         val_fraction: float = 0.1,
         sparse: bool | Literal["auto"] = "auto",
+        paired: bool | None = None,
     ) -> None:
         super().__init__()
         if batch_size < 1:
@@ -92,6 +97,8 @@ class SingleCellDataModule(pl.LightningDataModule):
         self.modalities = modalities
         self.val_fraction = val_fraction
         self.sparse = sparse
+        self.paired = paired
+        self.pairs: dict[str, NDArray[np.int64]] | None = None
         self.directory: DataDirectory | None = None
         self.tables: dict[str, CellTable] = {}
         self.layout: FeatureLayout | None = None
@@ -189,6 +196,7 @@ class SingleCellDataModule(pl.LightningDataModule):
         if any(own.values()):
             # on the instance, for Lightning leaves the module's own hook out where the class has one
             vars(self)["on_after_batch_transfer"] = self._after_transfer
+        self.pairs = self._matched() if (is_paired(paths) if self.paired is None else self.paired) else None
         self.directory, self.layout, self.graph = directory, layout, graph
 
     def train_dataloader(self) -> StepLoader:
@@ -279,17 +287,35 @@ class SingleCellDataModule(pl.LightningDataModule):
             )
         return {modality: path for modality, path in found.items() if modality in self.modalities}
 
+    def _matched(self) -> dict[str, NDArray[np.int64]]:
+        """Return the rows of the cells that all modalities have, in one order."""
+        if len(self.tables) < 2:
+            raise DataError(
+                f"{self.data_dir}: paired=True needs two modalities or more, and loaded are {list(self.tables)!r};"
+                " leave paired out"
+            )
+        if self.paired:
+            check_pairs({str(table.path): table.obs_names.tolist() for table in self.tables.values()})
+        found = matched_rows({modality: table.obs_names for modality, table in self.tables.items()})
+        if not len(next(iter(found.values()))):
+            raise DataError(
+                f"{self.data_dir}: no cell is in all modalities; write the directory again, or paired=False"
+            )
+        return found
+
     def _split(self) -> tuple[CellRowsOf, CellRowsOf]:
-        """Return the cells for training and for validation, a function of the seed alone."""
+        """Return the cells for training and for validation, a function of the seed alone; pairs stay together."""
         train, val = {}, {}
         for modality, table in self.tables.items():
-            rng = np.random.default_rng(hash_integers(self.seed, hash_text(modality)))
-            n_held = int(np.ceil(self.val_fraction * table.n_cells)) if table.n_cells > 1 else 0
-            # not from the sampler's numbers: the same cells are held out whatever the epoch, rank or batch size
-            order = rng.permutation(table.n_cells)
+            rows = np.arange(table.n_cells) if self.pairs is None else self.pairs[modality]
+            name = modality if self.pairs is None else PAIRS
+            rng = np.random.default_rng(hash_integers(self.seed, hash_text(name)))
             # one cell is always left to train on
-            train[modality] = np.sort(order[min(n_held, table.n_cells - 1) :])
-            val[modality] = np.sort(order[: min(n_held, table.n_cells - 1)]) if n_held else train[modality]
+            n_held = min(int(np.ceil(self.val_fraction * len(rows))), len(rows) - 1)
+            # not from the sampler's numbers: the same cells are held out whatever the epoch, rank or batch size
+            order = rng.permutation(len(rows))
+            train[modality] = rows[np.sort(order[n_held:])]
+            val[modality] = rows[np.sort(order[:n_held])] if n_held else train[modality]
         return train, val
 
     def _once(self, cells: CellRowsOf | None) -> DataLoader[Batch]:
@@ -333,6 +359,7 @@ class SingleCellDataModule(pl.LightningDataModule):
             balance=by_strategy if self.balance is None else self.balance,
             cycle=cycle,
             cells=cells,
+            paired=cycle and self.pairs is not None,
         )
 
 

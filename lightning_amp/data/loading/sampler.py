@@ -18,6 +18,8 @@ from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
 from lightning_amp.errors import DataError
 
 CellRowsOf = Mapping[str, NDArray[np.int64]]
+PAIRS = "pairs"
+"""Name of the order of paired cells, which is the same in all modalities."""
 
 
 # Lightning does not replace a DistributedSampler, nor, with `overfit_batches`, a SequentialSampler: StepSampler is
@@ -44,6 +46,7 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
         balance: bool = False,  # give the ranks equal contacts, not only equally many cells (with `cycle` only)
         cycle: bool = True,
         cells: CellRowsOf | None = None,  # modality -> rows to take, by default all
+        paired: bool = False,  # the rows at one place of `cells` are one cell, and stay together (with `cycle` only)
     ) -> None:
         self.contacts = dict(contacts)
         self.cells = dict(cells) if cells is not None else {m: np.arange(len(c)) for m, c in contacts.items()}
@@ -52,7 +55,10 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
             raise DataError(
                 f"modalities without cells: {empty!r} of {list(self.cells)!r}; drop them with modalities=..."
             )
-        self.batch_size, self.balance, self.cycle = batch_size, balance, cycle
+        if paired and len(set(map(len, self.cells.values()))) > 1:
+            numbers = {modality: len(rows) for modality, rows in self.cells.items()}
+            raise DataError(f"paired cells: the modalities have {numbers!r} cells; give the same cells of each")
+        self.batch_size, self.balance, self.cycle, self.paired = batch_size, balance, cycle, paired
         self.global_batch = batch_size * num_replicas
         n_steps = -(-max(map(len, self.cells.values())) // self.global_batch)
         super().__init__(
@@ -80,7 +86,7 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
         order = self._order() if self.cycle else self.cells
         for step in range(first, len(self)):
             batch = slice(step * self.global_batch, (step + 1) * self.global_batch)
-            rows = {modality: self._share(modality, cells[batch]) for modality, cells in order.items()}
+            rows = self._shares({modality: cells[batch] for modality, cells in order.items()})
             # with fewer cells than ranks the first ranks have one each
             few = [name for name, cells in order.items() if len(cells[batch]) <= self.rank and not self.cycle]
             yield StepIndices(
@@ -96,10 +102,20 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
         for modality, cells in self.cells.items():
             passes = range(-(-total // len(cells)))
             # the number of ranks is not in the key: any number of them sees the same global batches
-            keys = [hash_integers(self.seed, self.epoch, hash_text(modality), i) for i in passes]
+            name = PAIRS if self.paired else modality
+            keys = [hash_integers(self.seed, self.epoch, hash_text(name), i) for i in passes]
             parts = [np.random.default_rng(key).permutation(cells) if self.shuffle else cells for key in keys]
             order[modality] = np.concatenate(parts)[:total]
         return order
+
+    def _shares(self, batch: CellRowsOf) -> CellRowsOf:
+        """Return this rank's cells of a global batch."""
+        if self.paired and self.cycle and self.balance:
+            # by the modality of the most contacts, on which memory depends
+            by = max(batch, key=lambda modality: float(self.contacts[modality].sum()))
+            mine = balance(self.contacts[by][batch[by]], self.num_replicas)[self.rank]
+            return {modality: rows[mine] for modality, rows in batch.items()}
+        return {modality: self._share(modality, rows) for modality, rows in batch.items()}
 
     def _share(self, modality: str, batch: NDArray[np.int64]) -> NDArray[np.int64]:
         if len(batch) == 0:

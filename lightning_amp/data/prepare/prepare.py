@@ -9,6 +9,7 @@ import pandas as pd
 from lightning_amp.data.files.directory import find, write_aside
 from lightning_amp.data.files.graphml import write_graph
 from lightning_amp.data.files.new_hdf5 import UNKNOWN_ASSEMBLY
+from lightning_amp.data.files.pairs import check_pairs
 from lightning_amp.data.files.read_h5ad import first_column, open_stream, store_by_columns
 from lightning_amp.data.prepare import read_scool
 from lightning_amp.data.prepare.earlier_features import read_earlier_features
@@ -75,6 +76,7 @@ def prepare(
     chromosomes: Sequence[str] | None = None,
     loop_quantile: float = 0.98,
     by_columns: bool = False,
+    paired: bool = False,
     overwrite: bool = False,
 ) -> PreparedDirectory:
     """Prepare a data directory; Hi-C cells are streamed, so memory grows with the genome and the RNA alone.
@@ -97,6 +99,7 @@ def prepare(
         loop_quantile: Quantile above which summed contacts become edges of the graph.
         by_columns: Store counts as CSC, so that ranks that split the features read their own columns alone; the
             contacts are read once more for every 64 million of them.
+        paired: The cells of the two files are the same ones, by name (barcode); training then uses the pairs.
         overwrite: Replace an existing data directory.
 
     Returns:
@@ -143,16 +146,17 @@ def prepare(
                     f" e.g. {table.index[:3].tolist()!r}; add them (the cell type may be empty) or correct the names"
                 )
             marks = table.loc[list(named)]
+        read = read_rna(rna)
+        if paired:
+            check_pairs({str(hic): list(named), str(rna): read.obs.index.astype(str).tolist()})
         if earlier is not None:
             earlier.check_bins(grid, scool.path)
-            read = read_rna(rna)
             if read.positions is not None:
                 check_same_positions(read.positions, earlier.genes, source=read.source, annotation=earlier.root)
             counts, positions = earlier.take(read)
         else:
             assert genes is not None, "checked above"
-            found = read_rna(rna), read_genes(genes)
-            counts, positions = choose_genes(*found, grid.bins, n_genes=n_genes, annotation=genes)
+            counts, positions = choose_genes(read, read_genes(genes), grid.bins, n_genes=n_genes, annotation=genes)
         # lazily: a cell is read when it is written
         pixels = scool.iterate(named.values())
         write_modalities(
@@ -166,6 +170,7 @@ def prepare(
             min_depth=min_depth,
             source=scool.path,
             assembly=scool.assembly,
+            paired=paired,
         )
         if by_columns:
             for path in find(aside).modalities.values():
@@ -194,6 +199,7 @@ def write_modalities(
     min_depth: int,
     source: str | Path,
     assembly: str = UNKNOWN_ASSEMBLY,
+    paired: bool = False,
 ) -> None:
     """Write hic/, rna/ and graphs/ under an existing directory; arguments as for `write_hic`, `write_rna`,
     `build_graph`.
@@ -201,6 +207,7 @@ def write_modalities(
     width = int((grid.bins["end"] - grid.bins["start"]).max())
     setting = f"{read_scool.format_resolution(width)}_raw_{loop_quantile:g}_2d_{grid.n_strata}"
     settings = {"setting": setting, "resolution": width, "strata": grid.n_strata, "cis_only": grid.cis_only}
+    settings["paired"] = paired
     for name in ("hic", "rna", "graphs"):
         (root / name).mkdir()
     write_rna(root / "rna" / f"rna_{setting}.h5ad", rna, positions, settings=settings)

@@ -3,10 +3,12 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from lightning_amp.data.files.directory import DataDirectory
-from lightning_amp.data.files.read_h5ad import open_h5ad
+from lightning_amp.data.files.pairs import is_paired, matched_rows
+from lightning_amp.data.files.read_h5ad import names_of, open_h5ad, read_strings
 from lightning_amp.text_table import table
 
 CELLTYPES = ("celltype", "cell_type", "cluster")
@@ -51,9 +53,10 @@ def describe(directory: DataDirectory) -> PreparedDirectory:
     with open_h5ad(directory.modalities["hic"]) as file:
         hic, n_hic = read_elem(file["uns/amp"]), int(file["X"].attrs["shape"][0])
         n_chroms = len(file["var/chrom/categories"])
-        celltypes = set(read_elem(file["obs/celltype"]))
+        celltypes, hic_cells = set(read_elem(file["obs/celltype"])), read_strings(names_of(file["obs"]))
     with open_h5ad(directory.modalities["rna"]) as file:
         rna, (n_rna, n_genes) = read_elem(file["uns/amp"]), file["X"].attrs["shape"].tolist()
+        rna_cells = read_strings(names_of(file["obs"]))
     n_far = int(hic["n_dropped_cells"] - hic["n_shallow_cells"])
     few = f"with fewer than {hic['min_depth']:,} contacts"
     left = list(hic["chromosomes_left_out"])
@@ -69,6 +72,10 @@ def describe(directory: DataDirectory) -> PreparedDirectory:
     notes = []
     if filled := int(rna["genes"].get("filled_with_zeros", 0)):
         notes.append(f"{filled:,} of the genes of --like are not in --rna; they have no counts in any cell")
+    if is_paired(directory.modalities):
+        n = len(matched_rows({"hic": np.array(hic_cells), "rna": np.array(rna_cells)})["hic"])
+        alone = f"; {n_hic - n:,} Hi-C and {n_rna - n:,} RNA cells are without the other half, and not trained on"
+        notes.append(f"{n:,} cells are paired{alone if n < max(n_hic, n_rna) else ''}")
     if celltypes == {"Unknown"}:
         # columns of other names are copied, but not used as the cell type
         names = f"{', '.join(CELLTYPES[:-1])} or {CELLTYPES[-1]}"

@@ -14,6 +14,7 @@ chromosome 1) has 0.3 for the genes most particular to one type. Finer bins sepa
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ TRANSCRIPTS = 3_000
 DISPERSION = 5.0
 
 
-def synthesize(out: str | Path, *, overwrite: bool = False, **sizes: int) -> DataDirectory:
+def synthesize(out: str | Path, *, overwrite: bool = False, **sizes: Any) -> DataDirectory:
     """Write a synthetic data directory; the same arguments give the same values.
 
     Args:
@@ -49,6 +50,7 @@ def synthesize(out: str | Path, *, overwrite: bool = False, **sizes: int) -> Dat
         resolution: Bin width in base pairs (1,000,000).
         depth: Mean number of contacts a cell (2000).
         seed: Seed of all random draws (0).
+        paired: Whether Hi-C and RNA cells are the same ones, with the same names and types (False).
 
     Raises:
         DataError: An argument is out of range, or `out` cannot be written.
@@ -59,7 +61,7 @@ def synthesize(out: str | Path, *, overwrite: bool = False, **sizes: int) -> Dat
     return find(Path(out))
 
 
-def synthesize_files(out: str | Path, **sizes: int) -> list[Path]:
+def synthesize_files(out: str | Path, **sizes: Any) -> list[Path]:
     """Write the files that `prepare` reads, of the cells of `synthesize`, into a new folder.
 
     Contacts of bins `strata` or more apart are not drawn. Arguments and errors are those of `synthesize`.
@@ -95,6 +97,7 @@ def _draw(
     resolution: int = 1_000_000,
     depth: int = 2000,
     seed: int = 0,
+    paired: bool = False,
 ) -> dict[str, Any]:
     rna_cells = cells if rna_cells is None else rna_cells
     sizes = {"cells": cells, "rna_cells": rna_cells, "genes": genes, "cell_types": cell_types, "depth": depth}
@@ -113,10 +116,16 @@ def _draw(
     activity, cumulative = _make_population(rng, grid, cell_types)
     positions = _place_genes(rng, table, genes)
     rna = _draw_rna(rng, table, activity, positions, rna_cells)
-    labels = _label("hic", rng.permutation(np.arange(cells) % cell_types))
+    if paired:
+        if rna_cells != cells:
+            raise DataError(f"paired cells: cells={cells!r} and rna_cells={rna_cells!r} differ; give one number")
+        labels = rna.obs.assign(read_depth=1.0).set_axis([f"cell{i}" for i in range(cells)])
+        rna = replace(rna, obs=rna.obs.set_axis(labels.index))
+    else:
+        labels = _label("hic", rng.permutation(np.arange(cells) % cell_types))
     # contacts are drawn cell by cell as these are read
     contacts = _draw_cells(rng, grid, cumulative, labels, depth)
-    return {"grid": grid, "cells": contacts, "labels": labels, "rna": rna, "positions": positions}
+    return {"grid": grid, "cells": contacts, "labels": labels, "rna": rna, "positions": positions, "paired": paired}
 
 
 def _make_population(

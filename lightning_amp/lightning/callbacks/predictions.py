@@ -225,7 +225,8 @@ def draw_maps(
     }
     bins = bin_table(layout, layout.strata[0])[: len(empty)]
     chromosomes, starts = bins["chrom"].tolist(), bins["start"].tolist()
-    title = f"{title} of the first {len(bins)} bins"
+    few = len(bins) < layout.strata[0].n_features
+    title = f"{title} of the first {len(bins)} bins" if few else f"{title} of {len(bins)} bins"
     figures.contact_maps(path, rows=drawn, chromosomes=chromosomes, starts=starts, title=title)
 
 
