@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_amp._torch import GRADIENT
 from lightning_amp.footprint.live_bytes import LiveBytes
 from tests.paths import ROOT
 
@@ -29,7 +30,7 @@ class Meter(pl.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.at:
             here = [p for p in module.parameters() if not p.is_meta]
-            held = [here, [p.grad for p in here if p.grad is not None], list(module.buffers()), batch]
+            held = [here, list(map(GRADIENT.__get__, here)), list(module.buffers()), batch]
             for optimizer in trainer.optimizers:
                 held += [value for state in optimizer.state.values() for value in state.values()]
             self.live.watch(held)

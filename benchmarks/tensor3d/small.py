@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 from torch import Tensor
 
-from tests.techniques.tensor3d.odd_modules import odd
+from tests.odd_modules.collection.row import odd
 
 QUIET = {
     "accelerator": "cpu",
@@ -25,7 +25,7 @@ class Attack(NamedTuple):
     Attributes:
         name: Of what it does.
         make: The module.
-        batch: Tensors whose dim 0 has `ROWS` rows.
+        batch: Tensors whose dim 0 has `SAMPLES` rows.
         drawn: Whether random numbers of split features are others than those of whole ones.
         by_rows: Whether ranks of data differ from one process by nature, as in a loss over pairs of rows or random
             numbers: it is then compared with plain data parallelism on as many ranks.
@@ -48,4 +48,5 @@ def attack(
     **parts: Callable[[], Any],
 ) -> Attack:
     """An attack by parts and a function; `hooks` are methods of the LightningModule."""
-    return Attack(name, *odd(batch, call, by_rows, hooks, drawn, **parts))
+    one = odd(batch, call, by_rows, hooks, drawn, **parts)
+    return Attack(name, one.make, one.batch, one.by_rows, one.drawn)

@@ -13,13 +13,14 @@ A later `training_step` that reads `.grad` raises an error, because it would get
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_amp._torch import GRADIENT
@@ -62,8 +63,7 @@ class LastGradients:
             and not any(is_overridden(name, module, parent=LightningModule) for name in hooks)
         )
         self._optimizers, self._steps = optimizers, 0
-        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._kinds = {type(parameter) for parameter in module.parameters()}
+        self._reads = GradientReads(module, self._read)
 
     @contextmanager
     def before_step(self) -> Iterator[None]:
@@ -79,24 +79,55 @@ class LastGradients:
         for group in self._optimizers[0].param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-        watched = [kind for kind in self._kinds if "grad" not in vars(kind)]
-        for kind in watched:
-            type.__setattr__(kind, "grad", property(self._read, GRADIENT.__set__, GRADIENT.__delete__))
+        self._reads.start()
         try:
             yield
         finally:
-            for kind in watched:
-                type.__delattr__(kind, "grad")
+            self._reads.stop()
 
-    def _read(self, parameter: Any) -> Any:
+    def _read(self, name: str) -> None:
+        if self._steps > 1 and self.freed:
+            raise ModelError(
+                f"training_step reads the gradient of {name!r}, which the first step did not; gradients of the last"
+                " step are freed before training_step to save their memory. Read them in on_before_optimizer_step or"
+                " on_train_batch_end, or define on_before_zero_grad, which may be empty: then they stay"
+            )
+        self.freed = False
+
+
+class GradientReads:
+    """Calls of a function, with the name of a parameter, whenever code reads its `.grad`.
+
+    Args:
+        module: The module of the parameters.
+        read: The function; an error that it raises is the reader's.
+        also: Beginnings of the names of modules that may read besides `INTERNALS`.
+    """
+
+    def __init__(self, module: nn.Module, read: Callable[[str], None], *, also: tuple[str, ...] = ()) -> None:
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._kinds = {type(parameter) for parameter in module.parameters()}
+        self._read, self._may = read, (*INTERNALS, *also)
+        self._watched = list[type]()
+
+    def of(self, module: nn.Module) -> bool:
+        """Whether the parameters are those of a module."""
+        return self._names.keys() == {id(parameter) for parameter in module.parameters()}
+
+    def start(self) -> None:
+        """Watch reads from now on; types that are watched already stay with their watch."""
+        self._watched = [kind for kind in self._kinds if "grad" not in vars(kind)]
+        for kind in self._watched:
+            type.__setattr__(kind, "grad", property(self._look, GRADIENT.__set__, GRADIENT.__delete__))
+
+    def stop(self) -> None:
+        """End the watch."""
+        for kind in self._watched:
+            type.__delattr__(kind, "grad")
+        self._watched = []
+
+    def _look(self, parameter: Any) -> Any:
         reader = str(sys._getframe(1).f_globals.get("__name__", ""))
-        if id(parameter) in self._names and (reader in NORMS or not reader.startswith(INTERNALS)):
-            if self._steps > 1 and self.freed:
-                raise ModelError(
-                    f"training_step reads the gradient of {self._names[id(parameter)]!r}, which the first step did not;"
-                    " gradients of the last step are freed before training_step to save their memory. Read them in"
-                    " on_before_optimizer_step or on_train_batch_end, or define on_before_zero_grad, which may be"
-                    " empty: then they stay"
-                )
-            self.freed = False
+        if id(parameter) in self._names and (reader in NORMS or not reader.startswith(self._may)):
+            self._read(self._names[id(parameter)])
         return GRADIENT.__get__(parameter)

@@ -21,8 +21,6 @@ import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
-from types import MemberDescriptorType
 from typing import Any
 
 import numpy as np
@@ -32,6 +30,7 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 
 from lightning_amp._torch import (
+    GRADIENT,
     FakeTensor,
     counter_of,
     has_no_values,
@@ -43,8 +42,10 @@ from lightning_amp._torch import (
     tree_leaves,
     tree_unflatten,
     version_of,
+    without_torch_function,
 )
 from lightning_amp.footprint.forward_overrides import hooked, overrides_of
+from lightning_amp.footprint.slots import held_in_slots
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_trainer", "_fabric"}
@@ -111,6 +112,7 @@ class FirstPass:
         self._arguments, self._versions = _versions(self.arguments), self._versions_now()
         self._random: Any = random_state()
         self._known = changing.get(self._mode)
+        self._gradients = self._gradients_now()
         # a tensor that replaces a parameter may be gathered when it is read, so it is not copied
         read = {id(value) for child in self._modules.values() for value in child._parameters.values()}
         self._before = {
@@ -135,6 +137,9 @@ class FirstPass:
         objects = [place for place, mark in marks.items() if mark != self._marks[place]]
         if objects:
             return self._put_back(objects[0])
+        gradients = self._gradients_now()
+        if added := [place for place in gradients if gradients[place] != self._gradients.get(place)]:
+            return f"it starts a backward pass, which adds to the gradient of {_name(added[0])}"
         changed = frozenset(p for p, version in versions.items() if version != self._versions[p])
         # kernels may change buffers without a new version: values are compared in the first pass of a mode only
         changed |= self._known if self._known is not None else {p for p in self._before if self._differs(p)}
@@ -146,6 +151,13 @@ class FirstPass:
             # the second pass draws no random numbers either
             self._random = None
         return ""
+
+    def _gradients_now(self) -> dict[Place, tuple[int, int]]:
+        # not by the property of a sharded tensor, which refuses to be read in a step
+        with without_torch_function():
+            leaves = {place: tensor for place, tensor in self._tensors.items() if tensor.is_leaf}
+            found = {place: GRADIENT.__get__(tensor) for place, tensor in leaves.items()}
+        return {place: (id(grad), version_of(grad)) for place, grad in found.items() if grad is not None}
 
     def let_go(self) -> None:
         """Keep of arguments only their versions: what checkpoint saves of them may leave until the second pass."""
@@ -300,23 +312,10 @@ def _held(value: Any, seen: dict[int, Any], depth: int) -> Any:
     if isinstance(value, os.PathLike):
         # its slots are filled on first access
         return os.fspath(value)
-    kind: Any = type(value)
-    # slots with two underscores belong to functions and methods, and are not state
-    slots = [name for name in slots_of(kind) if name[:2] != "__" and hasattr(value, name)]
     # the contents of slots are not compared: they may be shared objects, such as a mesh with its process groups
-    own = [(name, _outline(getattr(value, name))) for name in slots]
+    own = [(name, _outline(part)) for name, part in held_in_slots(value).items()]
     inside = mark_of(vars(value), seen, depth - 1) if hasattr(value, "__dict__") else None
     return (own, inside) if own else inside
-
-
-@cache
-def slots_of(kind: type) -> tuple[str, ...]:
-    """Names of the slots of a class: `__slots__`, and the arguments that a `partial` binds.
-
-    Left out is where CPython keeps something for itself, such as an address in a `partial`, which a call may change.
-    """
-    members = (n for base in kind.__mro__ for n, own in vars(base).items() if isinstance(own, MemberDescriptorType))
-    return tuple(name for name in members if not name.endswith("offset__"))
 
 
 def _name(place: Place) -> str:
@@ -386,7 +385,23 @@ def types_of_the_step(precision: Precision) -> Iterator[None]:
     before = torch.get_default_dtype()
     with precision.forward_context():
         of_the_step = torch.get_default_dtype()
+    _OUTSIDE.append(before)
     torch.set_default_dtype(of_the_step)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(_OUTSIDE.pop())
+
+
+_OUTSIDE: list[torch.dtype] = []
+"""Default dtypes outside of the backward passes that run."""
+
+
+@contextmanager
+def types_of_the_update() -> Iterator[None]:
+    """Set the default dtype of an optimizer's step, in which it creates its state, within a backward pass."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(_OUTSIDE[-1] if _OUTSIDE else before)
     try:
         yield
     finally:

@@ -74,13 +74,18 @@ class Methods:
     module: nn.Module
     fqn: str
     functions: Mapping[str, Callable[..., Any]]
-    take: Callable[[], None] = lambda: None
-    """Restore the methods."""
+    removed: Callable[[], None]
+    _restore: Callable[[], None] = lambda: None
 
     def put(self) -> None:
         """Replace the methods."""
         methods = {name: MethodType(function, self.module) for name, function in self.functions.items()}
-        self.take = put_methods(self.module, methods)
+        self._restore = put_methods(self.module, methods)
+
+    def take(self) -> None:
+        """Restore the methods."""
+        self._restore()
+        self.removed()
 
 
 class Installed:
@@ -148,7 +153,8 @@ class Installed:
             override = Override(strategy, run, getattr(run, "position", Position.INSTEAD))
             self._carry_out(Overridden(module=part(module, path), fqn=path, override=override))
         if change.methods:
-            self._carry_out(Methods(module=part(module, fqn), fqn=fqn, functions=change.methods))
+            of = part(module, fqn)
+            self._carry_out(Methods(module=of, fqn=fqn, functions=change.methods, removed=change.removed))
         # without duplicates, because strata may share a parameter
         self.partial = list({id(p): p for p in (*self.partial, *change.partial)}.values())
         self.sharded += change.sharded

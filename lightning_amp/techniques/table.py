@@ -15,6 +15,7 @@ from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import PlanError
 from lightning_amp.techniques.chunk.row import ROW as CHUNK
 from lightning_amp.techniques.data.row import ROW as S1
+from lightning_amp.techniques.early_update.row import ROW as EARLY_UPDATE
 from lightning_amp.techniques.fsdp.row import ROW as FSDP
 from lightning_amp.techniques.hic.rows import COMPILE, FUSED, NODES, S2, S3, S4, S5, SDPA, SPARSE, STRATA, STREAM
 from lightning_amp.techniques.logits.row import ROW as LOGITS
@@ -47,6 +48,7 @@ STRATEGIES: dict[str, Technique] = {
     "logits": LOGITS,
     "replay": REPLAY,
     "offload": OFFLOAD,
+    "early_update": EARLY_UPDATE,
     "sequence": SEQUENCE,
     "tensor3d": TENSOR3D,
 }

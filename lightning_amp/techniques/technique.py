@@ -39,6 +39,7 @@ class Prediction:
         fewest: Number of ranks that it needs at least.
         counted: Whether its savings show when the step is counted on one device with its rules installed.
         slow: Whether its search takes seconds, which are saved if a step fits without it.
+        last_resort: Whether it is combined with others only if no plan without it fits.
         variants: Step and ranks -> the step with each way to apply the technique; the fastest that fits is taken.
     """
 
@@ -49,6 +50,7 @@ class Prediction:
     fewest: int = 1
     counted: bool = True
     slow: bool = False
+    last_resort: bool = False
     variants: Callable[[ProfiledStep, int], Iterator[ProfiledStep]] | None = None
     notes: Callable[[ProfiledStep], Iterator[str]] | None = None
 

@@ -26,7 +26,10 @@ from lightning_amp.techniques.pipeline.schedule.stage_bytes import rest_bytes, s
 from lightning_amp.techniques.pipeline.stage_forms import computed_again
 from tests.any_module import NAMES, make
 from tests.footprint.test_profile_module import Small, measured
-from tests.techniques.recompute import nasty
+from tests.odd_modules.collection.blocks import DIM, Plain
+from tests.odd_modules.collection.hooks import Custom, Hooked
+from tests.odd_modules.collection.random_numbers import GENERATOR, GlobalGenerator, MakesGenerator, OwnTorchGenerator
+from tests.odd_modules.collection.state import BatchNorm, Remembers, SideLoss
 from tests.techniques.recompute.test_recompute import recompute
 
 
@@ -58,7 +61,7 @@ class Chained(Small):
         x = batch[0]
         for k in self.order or range(len(self.net)):
             x = self.net[k](x)
-        return F.cross_entropy(x, batch[1])
+        return F.cross_entropy(x, batch[1]) + sum(getattr(block, "side", 0) for block in self.net)
 
 
 def chained(*blocks: nn.Module, order: Sequence[int] = ()) -> Chained:
@@ -68,8 +71,8 @@ def chained(*blocks: nn.Module, order: Sequence[int] = ()) -> Chained:
     return module
 
 
-def batch_of(rows: int = 300, classes: int = nasty.DIM) -> tuple[Tensor, Tensor]:
-    return torch.randn(rows, nasty.DIM), torch.randint(classes, (rows,))
+def batch_of(rows: int = 300, classes: int = DIM) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, DIM), torch.randint(classes, (rows,))
 
 
 class Two(nn.Module):
@@ -77,21 +80,21 @@ class Two(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Linear(nasty.DIM, nasty.DIM)
+        self.a = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.sigmoid(self.a(x))
 
 
 def ways() -> dict[str, Chained]:
-    p = nasty.Plain
+    p = Plain
     return {
         "residual": chained(p(), p(), p(), p()),
         "shared with the next": chained(Two(), Two(), nn.Dropout(0.2), Two()),
         "in place": chained(p(), nn.ReLU(inplace=True), p()),
         "called twice": chained(p(), p(), order=(0, 1, 0)),
-        "a custom Function": chained(p(), nasty.Custom(), p()),
-        "inner memory": chained(nasty.SideLoss(), nasty.BatchNorm(), nasty.SideLoss()),
+        "a custom Function": chained(p(), Custom(), p()),
+        "inner memory": chained(SideLoss(), BatchNorm(), SideLoss()),
     }
 
 
@@ -116,7 +119,7 @@ class Halved(Chained):
 def test_copies_of_weights_by_autocast_count_while_they_are_there() -> None:
     def make_one() -> Halved:
         torch.manual_seed(0)
-        return Halved(nn.ModuleList(nasty.Plain() for _ in range(4)))
+        return Halved(nn.ModuleList(Plain() for _ in range(4)))
 
     chain = chain_of(make_one(), batch_of(30))
     assert peak_bytes(chain, ()) == measured(make_one(), batch_of(30))
@@ -130,8 +133,8 @@ class Manual(Small):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.net = nn.ModuleList(nasty.Plain() for _ in range(3))
-        self.other = nn.ModuleList(nasty.Plain() for _ in range(4))
+        self.net = nn.ModuleList(Plain() for _ in range(3))
+        self.other = nn.ModuleList(Plain() for _ in range(4))
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         for blocks, optimizer in zip((self.net, self.other), self.optimizers(), strict=True):
@@ -171,7 +174,7 @@ class LooksAhead(Chained):
 @pytest.mark.parametrize(("kind", "how"), [(Looks, "a real step"), (LooksAhead, "fake tensors")])
 def test_a_step_that_needs_values_is_counted_with_values(kind: type[Chained], how: str) -> None:
     def make_one() -> Chained:
-        return kind(nn.ModuleList(nasty.Plain() for _ in range(4)))
+        return kind(nn.ModuleList(Plain() for _ in range(4)))
 
     step = count_step(make_one(), batch_of(), ())
     chain = step.chain
@@ -211,8 +214,8 @@ def test_a_step_counted_for_its_blocks_tells_all_that_a_profile_does(name: str) 
     def make_one() -> Any:
         others = {
             "two optimisers": Manual,
-            "a real step": lambda: Looks(nn.ModuleList(nasty.Plain() for _ in range(4))),
-            "a saved gradient": lambda: chained(nasty.Plain(), Gives(), nasty.Plain()),
+            "a real step": lambda: Looks(nn.ModuleList(Plain() for _ in range(4))),
+            "a saved gradient": lambda: chained(Plain(), Gives(), Plain()),
         }
         return others[name]() if name in others else ways()[name]
 
@@ -221,7 +224,7 @@ def test_a_step_counted_for_its_blocks_tells_all_that_a_profile_does(name: str) 
 
 
 def test_what_cannot_run_twice_stays_and_says_why() -> None:
-    module = chained(nasty.Plain(), nasty.Remembers(), nasty.Hooked(), nn.ReLU(inplace=True), nasty.Plain())
+    module = chained(Plain(), Remembers(), Hooked(), nn.ReLU(inplace=True), Plain())
     chain = chain_of(module, batch_of())
     found = {block.fqn: block.fixed for block in chain.blocks}
     assert found["net.0"] == found["net.4"] == ""
@@ -231,13 +234,13 @@ def test_what_cannot_run_twice_stays_and_says_why() -> None:
 
 
 def test_a_generator_of_a_block_stays_where_it_was_and_is_seen() -> None:
-    nasty.GENERATOR.manual_seed(7)
-    module = chained(nasty.OwnTorchGenerator(), nasty.MakesGenerator(), nasty.GlobalGenerator(), nasty.Plain())
-    before = [generator.get_state() for generator in (module.net[0].generator, nasty.GENERATOR)]
+    GENERATOR.manual_seed(7)
+    module = chained(OwnTorchGenerator(), MakesGenerator(), GlobalGenerator(), Plain())
+    before = [generator.get_state() for generator in (module.net[0].generator, GENERATOR)]
     chain = chain_of(module, batch_of())
     assert chain.names == ("net.1", "net.2", "net.3")
     assert "'generator' holds, which cannot be put back" in chain.blocks[0].fixed
-    after = [generator.get_state() for generator in (module.net[0].generator, nasty.GENERATOR)]
+    after = [generator.get_state() for generator in (module.net[0].generator, GENERATOR)]
     assert all(map(torch.equal, before, after))
 
 

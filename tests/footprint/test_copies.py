@@ -4,10 +4,9 @@ import threading
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
 from functools import partial
 from queue import Queue
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,98 +25,26 @@ from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.techniques.sharded_step import tensors
 from tests.footprint.test_profile_module import Small, measured
-from tests.optimised import Optimised
-
-X = torch.randn(6, 8)
-
-
-class Plain(Optimised, by=torch.optim.Adam):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.head(self.net(batch)).square().mean()
-
-
-class OfParent(nn.Module):
-    """Refers to the module that it is a part of, without being its child's owner."""
-
-    def __init__(self, parent: Plain) -> None:
-        super().__init__()
-        self.parent = weakref.ref(parent)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parent = self.parent()
-        assert parent is not None
-        return parent.head(x)
-
-
-class WeakReference(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = OfParent(self)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.part(self.net(batch)).square().mean()
-
-
-class Loss:
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        self.function = function
-
-
-class ObjectWithFunction(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.loss = Loss(lambda x: self.head(x).square().mean())
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss.function(self.net(batch))
-
-
-class PartialWithKeyword(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.loss = partial(lambda x, then: then(x), then=lambda x: self.head(x).square().mean())
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(self.net(batch))
-
-
-class Patched(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        plain = self.net.forward
-        self.net.forward = MethodType(lambda layer, x: plain(x) * layer.weight.mean(), self.net)  # type: ignore[method-assign]
-
-
-class Options(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.options = SimpleNamespace(then=lambda x: x * self.head.bias.mean())
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.options.then(self.head(self.net(batch))).square().mean()
-
-
-class KeepsGraphs(Plain):
-    """As one whose fit has ended in the midst of an epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outputs = [self.net(X).mean()]
-        self.state = {"hidden": (self.net(X), None)}
-
-
-class Locked(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock, self.condition = threading.Lock(), threading.Condition()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with self.lock, self.condition:
-            return super().training_step(batch, batch_idx)
+from tests.odd_modules.collection.holding import (
+    ByGradients,
+    FoundByName,
+    KeepsGraphs,
+    Locked,
+    Loss,
+    ObjectWithFunction,
+    OfPairs,
+    OfRows,
+    Options,
+    OtherState,
+    Pair,
+    PartialWithKeyword,
+    Patched,
+    Plain,
+    Rows,
+    Waits,
+    WeakReference,
+    X,
+)
 
 
 def seen(graph: Any, inputs: Any) -> Any:
@@ -132,18 +59,6 @@ def doubled(x: Tensor) -> Tensor:
 class CallsCompiled(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(doubled(batch), batch_idx)
-
-
-MODULES: dict[str, Plain] = {}
-
-
-class FoundByName(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        MODULES["newest"] = self
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return MODULES["newest"].head(self.net(batch)).square().mean()
 
 
 KINDS = [Patched, Options, WeakReference, ObjectWithFunction, PartialWithKeyword, KeepsGraphs, Locked]
@@ -187,21 +102,6 @@ def test_what_hooks_make_has_its_names() -> None:
     assert {"embedding.weight", "embedding.weight.exp_avg"} <= {t.name for t in found.tensors}
 
 
-@dataclass
-class Pair:
-    x: Tensor
-    times: InitVar[int]
-    y: Tensor = field(init=False)
-
-    def __post_init__(self, times: int) -> None:
-        self.y = self.x * times
-
-
-class OfPairs(Plain):
-    def training_step(self, batch: Pair, batch_idx: int) -> Tensor:
-        return super().training_step(batch.x + batch.y, batch_idx)
-
-
 def test_a_batch_may_be_any_dataclass() -> None:
     found = lightning_amp.profile(OfPairs(), Pair(X, 2), batch_size=12)
     assert found.measured == "fake tensors", found.reason
@@ -213,30 +113,14 @@ def test_tensors_of_any_dataclass_have_paths() -> None:
     assert dict(tensors({"pair": Pair(X, 2)})).keys() == {"pair.x", "pair.y"}
 
 
-@dataclass
-class Rows:
-    x: Tensor
-    length: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.length = len(self.x)
-
-
-class OfRows(Plain):
-    def training_step(self, batch: Rows, batch_idx: int) -> Tensor:
-        return super().training_step(batch.x[: batch.length], batch_idx)
-
-
 def test_what_a_dataclass_derives_of_its_rows_is_derived_of_the_new_ones() -> None:
     found = lightning_amp.profile(OfRows(), Rows(X), batch_size=600)
     assert found.peak_bytes == lightning_amp.profile(OfRows(), Rows(torch.cat([X] * 100))).peak_bytes
 
 
 def test_a_queue_is_refused_for_nothing_is_at_the_other_end_of_a_copy() -> None:
-    module = Plain()
-    module.queue = Queue()
     with pytest.raises(ModelError, match="cannot be copied"):
-        lightning_amp.profile(module, X)
+        lightning_amp.profile(Waits(), X)
 
 
 def test_a_copied_condition_has_a_lock_of_its_own() -> None:
@@ -281,20 +165,6 @@ def test_a_function_that_holds_what_cannot_be_copied_shares_it_whole() -> None:
     twin = copy_of(module, None)
     assert twin.one() is held
     assert twin.two() is held
-
-
-class ByGradients(Plain):
-    """Looks at gradients, which no forward pass knows."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for parameter in self.parameters():
-            if parameter.grad is not None and parameter.grad.sum() > 0:
-                parameter.grad.mul_(1)
-
-
-class OtherState(ByGradients):
-    def get_extra_state(self) -> Any:
-        return {"steps": 3}
 
 
 def test_a_module_may_have_other_state_than_tensors() -> None:

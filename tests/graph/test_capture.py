@@ -18,10 +18,24 @@ from lightning_amp._torch import FakeTensorMode
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.graph.guards import signature
 from tests.any_module import NAMES, make
-from tests.graph import nasty_blocks
 from tests.graph.calls import Captures, calls_of, difference
+from tests.odd_modules.collection import forwards
+from tests.odd_modules.collection.blocks import DIM
+from tests.odd_modules.collection.hooks import Compiled, Custom, Hooked
+from tests.odd_modules.collection.state import Counter, InPlaceInput, OtherBuffer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+class Settings:
+    """An object that is no module: what HuggingFace's blocks hold as `config`, or get as a cache."""
+
+    def __init__(self) -> None:
+        self.scale, self.inner, self.seen = 2.0, {"deep": [self]}, np.zeros(2)
+
+
+def x_of(rows: int = 3) -> Tensor:
+    return torch.randn(rows, DIM, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
 def by_graph(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -64,52 +78,42 @@ def test_blocks_are_captured_once_per_class_and_signature() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        nasty_blocks.Base,
-        nasty_blocks.Flag,
-        nasty_blocks.InPlace,
-        nasty_blocks.Buffer,
-        nasty_blocks.Nested,
-        nasty_blocks.Shared,
-    ],
+    "kind", [forwards.Base, forwards.Flag, InPlaceInput, forwards.Buffer, forwards.Nested, forwards.Shared]
 )
-def test_nasty_blocks_are_captured_exactly(kind: type[nasty_blocks.Base]) -> None:
+def test_nasty_blocks_are_captured_exactly(kind: type[forwards.Base]) -> None:
     """Gradients that are None included: `unused` has none."""
-    found = Captures().of(kind(), (nasty_blocks.x_of().detach(),), {})
+    found = Captures().of(kind(), (x_of().detach(),), {})
     assert found.reason == ""
-    assert difference(kind(), by_graph, (nasty_blocks.x_of(),)) == ""
-    assert found.changed == {nasty_blocks.InPlace: ("input 0",), nasty_blocks.Buffer: ("count",)}.get(kind, ())
+    assert difference(kind(), by_graph, (x_of(),)) == ""
+    assert found.changed == {InPlaceInput: ("input 0",), forwards.Buffer: ("count",)}.get(kind, ())
 
 
 @pytest.mark.parametrize(("kind", "reason"), [
-    (nasty_blocks.ByValue, "its forward cannot run on fake tensors: .*DataDependent|GuardOnDataDependent"),
-    (nasty_blocks.Counting, "its forward changes the attribute 'calls'"),
-    (nasty_blocks.Chance, "its forward draws from Python's or NumPy's random numbers"),
-    (nasty_blocks.Custom, "the autograd Function 'Twice', whose backward is its own"),
-    (nasty_blocks.Outside, "uses a tensor that is neither an argument nor a parameter nor a buffer"),
-    (nasty_blocks.Hooked, r"its submodule 'layer' has hooks \(forward_hooks\)"),
-    (nasty_blocks.TensorHook, "its forward calls 'register_hook' of a tensor, which is Python"),
-    (nasty_blocks.Compiled, "its submodule 'inner' is compiled"),
-    (nasty_blocks.Replaces, "its forward replaces its parameter or buffer 'count'; write to it in place"),
-    (nasty_blocks.Makes, "its forward replaces its parameter or buffer 'mask'"),
-    (nasty_blocks.Seeded, "its forward sets the seed of torch's random numbers"),
-    (nasty_blocks.GoesBack, "its forward calls 'backward' of a tensor, which is Python"),
-    (nasty_blocks.Checkpointed, r"runs under torch.utils.checkpoint by itself; switch that off"),
-    (nasty_blocks.Leaf, "its forward calls 'requires_grad_' of a tensor, which is Python"),
+    (forwards.ByValue, "its forward cannot run on fake tensors: .*DataDependent|GuardOnDataDependent"),
+    (Counter, "its forward changes the attribute 'calls'"),
+    (forwards.Chance, "its forward draws from Python's or NumPy's random numbers"),
+    (Custom, "the autograd Function 'Scale', whose backward is its own"),
+    (forwards.Outside, "uses a tensor that is neither an argument nor a parameter nor a buffer"),
+    (Hooked, r"its submodule 'a' has hooks \(forward_hooks\)"),
+    (forwards.TensorHook, "its forward calls 'register_hook' of a tensor, which is Python"),
+    (Compiled, "its submodule 'a' is compiled"),
+    (OtherBuffer, "its forward replaces its parameter or buffer 'mean'; write to it in place"),
+    (forwards.Makes, "its forward replaces its parameter or buffer 'mask'"),
+    (forwards.Seeded, "its forward sets the seed of torch's random numbers"),
+    (forwards.GoesBack, "its forward calls 'backward' of a tensor, which is Python"),
+    (forwards.Checkpointed, r"runs under torch.utils.checkpoint by itself; switch that off"),
+    (forwards.Leaf, "its forward calls 'requires_grad_' of a tensor, which is Python"),
 ])  # fmt: skip
-def test_what_a_graph_would_get_wrong_stays_as_it_is(kind: type[nasty_blocks.Base], reason: str) -> None:
+def test_what_a_graph_would_get_wrong_stays_as_it_is(kind: type[forwards.Base], reason: str) -> None:
     block = kind()
-    found = Captures().of(block, (nasty_blocks.x_of(),), {})
+    twin = copy.deepcopy(block)
+    found = Captures().of(block, (x_of(),), {})
     assert found.graph is None
     assert re.search(reason, found.reason), found.reason
     random.seed(0)
-    right = kind.forward(block, nasty_blocks.x_of()) if kind is nasty_blocks.Hooked else block(nasty_blocks.x_of())
-    if kind is nasty_blocks.Counting:
-        block.calls -= 1
-    block.count.zero_()
+    right = twin(x_of())
     random.seed(0)
-    assert torch.equal(Captures().run(block, nasty_blocks.x_of()), right)
+    assert torch.equal(Captures().run(block, x_of()), right)
 
 
 def test_a_tensor_that_is_told_what_it_knows_is_no_reason() -> None:
@@ -118,46 +122,46 @@ def test_a_tensor_that_is_told_what_it_knows_is_no_reason() -> None:
         mask.requires_grad = False
         return block.layer(x + block.count.requires_grad_(False)) + mask
 
-    captures, block = Captures(), nasty_blocks.of("Told", forward)()
-    assert torch.equal(captures.run(block, nasty_blocks.x_of()), block(nasty_blocks.x_of()))
+    captures, block = Captures(), forwards.of("Told", forward)()
+    assert torch.equal(captures.run(block, x_of()), block(x_of()))
     assert [found.reason for found in captures.all] == [""]
 
 
 def test_what_functions_remember_of_a_capture_is_forgotten() -> None:
     """A mask without values would be what the block itself finds from then on."""
-    block = nasty_blocks.Masked()
+    block = forwards.Masked()
     # a full cache does not grow
-    nasty_blocks.cached_mask(3)
+    forwards.cached_mask(3)
     found = Captures()
-    assert found.of(block, (nasty_blocks.x_of(),), {}).reason == ""
-    assert type(nasty_blocks.cached_mask(4)) is Tensor
-    assert torch.equal(found.run(block, nasty_blocks.x_of()), block(nasty_blocks.x_of()))
+    assert found.of(block, (x_of(),), {}).reason == ""
+    assert type(forwards.cached_mask(DIM)) is Tensor
+    assert torch.equal(found.run(block, x_of()), block(x_of()))
 
 
 def test_an_attribute_named_to_is_a_reason() -> None:
-    found = Captures().of(nasty_blocks.HasTo(), (nasty_blocks.x_of(),), {})
+    found = Captures().of(forwards.HasTo(), (x_of(),), {})
     assert found.reason == "it has an attribute 'to', which hides the method of that name"
 
 
 def test_a_branch_that_changes_is_captured_again() -> None:
-    captures, block = Captures(), nasty_blocks.Flag()
+    captures, block = Captures(), forwards.Flag()
     for flag in (True, False, True):
         block.flag = flag
-        assert torch.equal(captures.run(block, nasty_blocks.x_of()), block(nasty_blocks.x_of()))
+        assert torch.equal(captures.run(block, x_of()), block(x_of()))
     assert len(captures.all) == 2
 
 
 @pytest.mark.parametrize("change", [
-    lambda block: (block.eval(), nasty_blocks.x_of()),
-    lambda block: (block, nasty_blocks.x_of(5)),
-    lambda block: (block.double(), nasty_blocks.x_of().double()),
-    lambda block: (block, nasty_blocks.x_of().detach()),
-    lambda block: (block, nasty_blocks.x_of(4).t()),
-    lambda block: (block.requires_grad_(False), nasty_blocks.x_of()),
+    lambda block: (block.eval(), x_of()),
+    lambda block: (block, x_of(5)),
+    lambda block: (block.double(), x_of().double()),
+    lambda block: (block, x_of().detach()),
+    lambda block: (block, x_of(DIM).t()),
+    lambda block: (block.requires_grad_(False), x_of()),
 ])  # fmt: skip
 def test_every_guard_asks_for_another_graph(change: Any) -> None:
-    captures, block = Captures(), nasty_blocks.Base()
-    captures.of(block, (nasty_blocks.x_of(),), {})
+    captures, block = Captures(), forwards.Base()
+    captures.of(block, (x_of(),), {})
     block, x = change(block)
     assert torch.equal(captures.run(block, x), block(x))
     assert captures.run(block, x).requires_grad == block(x).requires_grad
@@ -165,28 +169,28 @@ def test_every_guard_asks_for_another_graph(change: Any) -> None:
 
 
 def test_the_gradient_mode_and_autocast_are_guards() -> None:
-    captures, block = Captures(), nasty_blocks.Base()
-    captures.of(block, (nasty_blocks.x_of(),), {})
+    captures, block = Captures(), forwards.Base()
+    captures.of(block, (x_of(),), {})
     with torch.no_grad():
-        captures.of(block, (nasty_blocks.x_of(),), {})
+        captures.of(block, (x_of(),), {})
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(captures.run(block, nasty_blocks.x_of()), block(nasty_blocks.x_of()))
+        assert torch.equal(captures.run(block, x_of()), block(x_of()))
     assert len(captures.all) == 3
 
 
 def test_devices_of_one_type_are_told_apart_and_sparse_arguments_are_a_reason() -> None:
     with FakeTensorMode():
-        keys = [signature(nasty_blocks.Base(), (torch.empty(2, device=f"cuda:{k}"),), {}) for k in (0, 1)]
+        keys = [signature(forwards.Base(), (torch.empty(2, device=f"cuda:{k}"),), {}) for k in (0, 1)]
     assert keys[0] != keys[1]
-    assert "not dense" in Captures().of(nasty_blocks.Base(), (torch.eye(4).to_sparse(),), {}).reason
+    assert "not dense" in Captures().of(forwards.Base(), (torch.eye(DIM).to_sparse(),), {}).reason
 
 
 def test_the_default_dtype_is_a_guard() -> None:
     """A number of float32 is another one than that of float64."""
     captures, block, x = (
         Captures(),
-        nasty_blocks.of("Tenth", lambda m, x: m.layer(x) * torch.tensor(0.1))().double(),
-        nasty_blocks.x_of(),
+        forwards.of("Tenth", lambda m, x: m.layer(x) * torch.tensor(0.1))().double(),
+        x_of(),
     )
     captures.of(block, (x.double(),), {})
     torch.set_default_dtype(torch.float64)
@@ -197,37 +201,37 @@ def test_the_default_dtype_is_a_guard() -> None:
 
 
 def test_one_and_true_have_graphs_of_their_own() -> None:
-    class Named(nasty_blocks.Base):
+    class Named(forwards.Base):
         def forward(self, x: Tensor, times: Any) -> Tensor:
             return self.layer(x) * (2 if times is True else times)
 
-    captures, block, x = Captures(), Named(), nasty_blocks.x_of()
+    captures, block, x = Captures(), Named(), x_of()
     for times in (1, True, 1.0):
         assert torch.equal(captures.run(block, x, times), block(x, times))
 
 
 def test_arguments_that_are_one_tensor_have_a_graph_of_their_own() -> None:
-    class Two(nasty_blocks.Base):
+    class Two(forwards.Base):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return self.layer(x if x is y else x + y)
 
-    captures, block, x = Captures(), Two(), nasty_blocks.x_of()
+    captures, block, x = Captures(), Two(), x_of()
     assert torch.equal(captures.run(block, x, x), block(x, x))
-    assert torch.equal(captures.run(block, x, nasty_blocks.x_of()), block(x, nasty_blocks.x_of()))
+    assert torch.equal(captures.run(block, x, x_of()), block(x, x_of()))
 
 
-class Told(nasty_blocks.Base):
+class Told(forwards.Base):
     """Reads an object of its own, and one that it is given."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.settings = nasty_blocks.Settings()
+        self.settings = Settings()
 
-    def forward(self, x: Tensor, more: nasty_blocks.Settings) -> Tensor:
+    def forward(self, x: Tensor, more: Settings) -> Tensor:
         return self.layer(x) * self.settings.scale * more.scale + float(more.seen.sum())
 
 
-class Writes(nasty_blocks.Base):
+class Writes(forwards.Base):
     def forward(self, x: Tensor, more: Any) -> Tensor:
         if isinstance(more, dict):
             more["older"] = x
@@ -236,22 +240,22 @@ class Writes(nasty_blocks.Base):
         return self.layer(x)
 
 
-class Draws(nasty_blocks.Base):
+class Draws(forwards.Base):
     def forward(self, x: Tensor, more: Any) -> Tensor:
         return self.layer(x) * float(more.random())
 
 
 class WritesOwn(Told):
-    def forward(self, x: Tensor, more: nasty_blocks.Settings) -> Tensor:
+    def forward(self, x: Tensor, more: Settings) -> Tensor:
         self.settings.seen += 1
         return self.layer(x)
 
 
 def test_what_objects_hold_is_a_guard() -> None:
-    captures, block, more = Captures(), Told(), nasty_blocks.Settings()
+    captures, block, more = Captures(), Told(), Settings()
 
     def as_it_is() -> bool:
-        return torch.equal(captures.run(block, nasty_blocks.x_of(), more), block(nasty_blocks.x_of(), more))
+        return torch.equal(captures.run(block, x_of(), more), block(x_of(), more))
 
     assert as_it_is()
     assert as_it_is()
@@ -266,34 +270,46 @@ def test_what_objects_hold_is_a_guard() -> None:
 
 
 @pytest.mark.parametrize(("block", "more", "reason"), [
-    (Writes(), nasty_blocks.Settings(), "its forward changes what an argument of type 'Settings' holds"),
+    (Writes(), Settings(), "its forward changes what an argument of type 'Settings' holds"),
     (Writes(), {"x": 1}, "its forward changes a list or a dictionary that it is called with"),
-    (WritesOwn(), nasty_blocks.Settings(), "its forward changes the attribute 'settings'"),
+    (WritesOwn(), Settings(), "its forward changes the attribute 'settings'"),
     (Draws(), np.random.default_rng(0), "its forward changes what an argument of type 'Generator' holds"),
-    (nasty_blocks.Base(), threading.Lock(), "it is called with a 'lock', which cannot be copied"),
+    (forwards.Base(), threading.Lock(), "it is called with a 'lock', which cannot be copied"),
 ])  # fmt: skip
 def test_what_a_forward_writes_into_objects_is_a_reason_and_a_capture_writes_nothing(
     block: Any, more: Any, reason: str
 ) -> None:
-    found = Captures().of(block, (nasty_blocks.x_of(), more), {})
+    found = Captures().of(block, (x_of(), more), {})
     assert found.graph is None
     assert found.reason == reason
-    if isinstance(more, nasty_blocks.Settings):
+    if isinstance(more, Settings):
         assert more.scale == 2.0
         assert not more.seen.any()
     elif isinstance(more, dict):
         assert more == {"x": 1}
 
 
+class Doubled(torch.autograd.Function):
+    """A gradient that is wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
 @pytest.mark.parametrize(("kind", "form", "where"), [
-    (nasty_blocks.Base, lambda b, x: b(x) * (1 + 1e-9), "result 0"),
-    (nasty_blocks.Base, lambda b, x: b(nasty_blocks.Twice.apply(x)), "gradient of input 0"),
-    (nasty_blocks.Buffer, lambda b, x: b.layer(x) * (b.count + 1), "buffer count"),
-    (nasty_blocks.Base, lambda b, x: b(x) + 0 * b.unused.weight.sum(), "gradient of unused.weight"),
-    (nasty_blocks.Base, lambda b, x: b(x)[:, :3], "result 0 of the shape"),
+    (forwards.Base, lambda b, x: b(x) * (1 + 1e-9), "result 0"),
+    (forwards.Base, lambda b, x: b(Doubled.apply(x)), "gradient of input 0"),
+    (forwards.Buffer, lambda b, x: b.layer(x) * (b.count + 1), "buffer count"),
+    (forwards.Base, lambda b, x: b(x) + 0 * b.unused.weight.sum(), "gradient of unused.weight"),
+    (forwards.Base, lambda b, x: b(x)[:, :3], "result 0 of the shape"),
 ])  # fmt: skip
-def test_a_wrong_form_is_seen(kind: type[nasty_blocks.Base], form: Any, where: str) -> None:
-    assert difference(kind(), form, (nasty_blocks.x_of(),)).startswith(where)
+def test_a_wrong_form_is_seen(kind: type[forwards.Base], form: Any, where: str) -> None:
+    assert difference(kind(), form, (x_of(),)).startswith(where)
 
 
 # Claim: what a graph depends on besides tensors is a part of its key, or a reason for none.
@@ -306,7 +322,7 @@ class Slotted:
         self.scale = scale
 
 
-class Private(nasty_blocks.Base):
+class Private(forwards.Base):
     """Multiplies by a number that it reads of something that it holds under a private name."""
 
     def __init__(self, held: Any, read: Any) -> None:
@@ -324,20 +340,20 @@ def closed(numbers: list[float]) -> Any:
 def test_a_call_of_a_partial_changes_no_attribute() -> None:
     """CPython writes an address into a `partial` with keywords when it is called."""
     captures, seen = Captures(), []
-    block = nasty_blocks.of("Act", lambda m, x: m.act(m.layer(x)))()
+    block = forwards.of("Act", lambda m, x: m.act(m.layer(x)))()
     block.act = partial(nn.functional.leaky_relu, negative_slope=0.2)
     for _ in range(2):
-        seen.append(captures.of(block, (nasty_blocks.x_of(),), {}))
-        block(nasty_blocks.x_of())
+        seen.append(captures.of(block, (x_of(),), {}))
+        block(x_of())
     assert [one.reason for one in seen] == ["", ""]
     assert seen[0] is seen[1]
 
 
-LATER = nasty_blocks.Settings()
+LATER = Settings()
 
 
 @pytest.mark.parametrize(("held", "read", "change"), [
-    (nasty_blocks.Settings(), lambda o: o.scale, lambda o: setattr(o, "scale", 3.0)),
+    (Settings(), lambda o: o.scale, lambda o: setattr(o, "scale", 3.0)),
     (Slotted(), lambda o: o.scale, lambda o: setattr(o, "scale", 3.0)),
     ([nn.Dropout(0.2)], lambda o: o[0].p, lambda o: setattr(o[0], "p", 0.4)),
     ([nn.Sequential(nn.Dropout(0.2))], lambda o: 2 + o[0][0].training, lambda o: o[0].eval()),
@@ -354,7 +370,7 @@ def test_what_a_block_holds_under_a_private_name_is_a_guard(held: Any, read: Any
     captures, block = Captures(), Private(held, read)
 
     def as_it_is() -> bool:
-        return torch.equal(captures.run(block, nasty_blocks.x_of()), block(nasty_blocks.x_of()))
+        return torch.equal(captures.run(block, x_of()), block(x_of()))
 
     assert as_it_is()
     assert as_it_is()
@@ -380,15 +396,15 @@ def caught(read: Any, of: Any) -> float:
     (torch.tensor(2.0), lambda o: caught(float, o), "reads a number of a tensor that is no argument"),
     (torch.tensor(2), lambda o: torch.ones(4, 4)[1, :o].sum(), "reads a number of a tensor that is no argument"),
     (torch.tensor(2), lambda o: torch.ones(4, 4).select(1, o).sum(), "reads a number of a tensor that is no argument"),
-    (torch.tensor(2.0), lambda o: torch.full((4,), o), "reads a number of a tensor that is no argument"),
-    (torch.tensor(2.0), lambda o: torch.add(torch.ones(4), 1.0, alpha=o), "reads a number of a tensor"),
+    (torch.tensor(2.0), lambda o: torch.full((DIM,), o), "reads a number of a tensor that is no argument"),
+    (torch.tensor(2.0), lambda o: torch.add(torch.ones(DIM), 1.0, alpha=o), "reads a number of a tensor"),
     (random.Random(0), lambda o: o.random(), "changes the attribute '_held'"),
     (np.random.default_rng(0), lambda o: o.random(), "changes the attribute '_held'"),
     (np.random.RandomState(0), lambda o: o.rand(), "changes the attribute '_held'"),
     ([1.0], lambda o: o.append(2.0) or 2.0, "changes the attribute '_held'"),
 ])  # fmt: skip
 def test_what_it_holds_that_may_change_unseen_is_a_reason(held: Any, read: Any, reason: str) -> None:
-    found = Captures().of(Private(held, read), (nasty_blocks.x_of(),), {})
+    found = Captures().of(Private(held, read), (x_of(),), {})
     assert found.graph is None
     assert re.search(reason, found.reason), found.reason
 
@@ -397,7 +413,7 @@ def test_what_it_holds_that_may_change_unseen_is_a_reason(held: Any, read: Any, 
 def test_what_is_drawn_elsewhere_is_no_guard(held: Any) -> None:
     captures, block = Captures(), Private(held, lambda o: 2.0)
     for _ in range(3):
-        assert torch.equal(captures.run(block, nasty_blocks.x_of()), block(nasty_blocks.x_of()))
+        assert torch.equal(captures.run(block, x_of()), block(x_of()))
         random.random(), np.random.rand(), getattr(held, "random", random.random)()
     assert len(captures.all) == 1
 
@@ -407,22 +423,22 @@ def test_a_list_may_hold_itself() -> None:
     held[1]["all"] = held
     blocks, captures = [Private(held, lambda o: o[1]["all"][0]) for _ in range(2)], Captures()
     for block in blocks:
-        assert torch.equal(captures.run(block, nasty_blocks.x_of()), block(nasty_blocks.x_of()))
+        assert torch.equal(captures.run(block, x_of()), block(x_of()))
     held[0] = 3.0
-    assert torch.equal(captures.run(blocks[0], nasty_blocks.x_of()), blocks[0](nasty_blocks.x_of()))
+    assert torch.equal(captures.run(blocks[0], x_of()), blocks[0](x_of()))
 
 
 def test_blocks_that_hold_their_own_parts_in_lists_share_a_graph() -> None:
-    class Listed(nasty_blocks.Base):
+    class Listed(forwards.Base):
         def __init__(self) -> None:
             super().__init__()
             self._parts = [self.layer, self.layer.weight]
-            self.rnn = nn.LSTM(4, 4)
+            self.rnn = nn.LSTM(DIM, DIM)
 
         def forward(self, x: Tensor) -> Any:
             return self.rnn(self._parts[0](x))[0]  # type: ignore[operator]
 
     captures = Captures()
     for block in (Listed(), Listed()):
-        assert torch.equal(captures.run(block, nasty_blocks.x_of()), block(nasty_blocks.x_of()))
+        assert torch.equal(captures.run(block, x_of()), block(x_of()))
     assert len(captures.all) == 1

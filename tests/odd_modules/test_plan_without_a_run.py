@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 import lightning_amp
 from lightning_amp import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
+from tests.any_module import make
 from tests.lightning.strategy.strategy_cases import trainer_of
 from tests.ranks import run_ranks
 
@@ -102,3 +103,42 @@ def test_samples_are_split_where_they_have_to_be(tmp_path: Path) -> None:
     found = on_one.answers()
     assert found is not None
     assert found.said[0].startswith("the fewest devices for this step with a batch of 1 on each: 2, ")
+
+
+EXAMPLES = ("gene_transformer", "unet", "evoformer", "wide_mlp", "cnn")
+SHARES = (1.1, 0.7, 0.45)
+
+
+def fits_of(rank: int, ranks: int, memory: dict[tuple[str, float], int]) -> dict[tuple[str, float], Any]:
+    """Facts of the plan of each fit, or the name of its error."""
+    found = dict[tuple[str, float], Any]()
+    for (name, share), n_bytes in memory.items():
+        module, batch = make(name)
+        strategy = AMPStrategy(device_memory=n_bytes)
+        trainer = trainer_of(strategy, rank=rank, ranks=ranks, max_steps=1, num_sanity_val_steps=0)
+        try:
+            trainer.fit(module, DataLoader([batch] * ranks, batch_size=None))
+        except lightning_amp.AmpError as error:
+            found[name, share] = type(error).__name__
+        else:
+            assert strategy.plan is not None
+            found[name, share] = facts(strategy.plan)
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_plan_of_an_example_is_that_of_its_fit(ranks: int, tmp_path: Path) -> None:
+    memory, made = dict[tuple[str, float], int](), dict[tuple[str, float], Any]()
+    for name in EXAMPLES:
+        peak = lightning_amp.profile(*make(name)).peak_bytes
+        for share in SHARES:
+            memory[name, share] = int(share * peak)
+            made[name, share] = lightning_amp.plan(*make(name), devices=ranks, device_memory=memory[name, share]).plan
+    for rank in run_ranks(fits_of, ranks, tmp_path, memory, timeout=500):
+        for key, found in rank.items():
+            if isinstance(found, str):
+                assert made[key].fits is False, (key, found)
+            else:
+                assert found == facts(made[key]), key

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.tensor3d.small import attack
-from tests.techniques.tensor3d.odd_modules import both, buf, dictionary, features, lin, look, queue, words
+from tests.odd_modules.collection.outputs import dictionary, look
+from tests.odd_modules.collection.row import both, buf, features, lin, words
+from tests.odd_modules.collection.state import queue
 
 X = features(6)
 

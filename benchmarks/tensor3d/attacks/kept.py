@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.tensor3d.small import attack
-from tests.techniques.tensor3d.odd_modules import both, buf, features, lin, par
+from tests.odd_modules.collection.row import both, buf, features, lin, par
 
 X = features(6)
 

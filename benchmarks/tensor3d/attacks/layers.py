@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.tensor3d.small import attack
-from tests.techniques.tensor3d.odd_modules import both, features, lin, par
-from tests.techniques.tensor3d.odd_networks import heads
+from tests.odd_modules.collection.networks import heads
+from tests.odd_modules.collection.row import both, features, lin, par
 
 X, SEQ, IMAGE = features(6), features(5, 8), features(4, 8, 6)
 

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.tensor3d.small import Attack, attack
-from tests.techniques.tensor3d.odd_modules import both, features, lin, par, words
-from tests.techniques.tensor3d.odd_networks import written
+from tests.odd_modules.collection.networks import written
+from tests.odd_modules.collection.row import both, features, lin, par, words
 
 X, SEQ = features(6), features(5, 8)
 

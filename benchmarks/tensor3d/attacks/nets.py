@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.tensor3d.small import attack
-from tests.techniques.tensor3d.odd_modules import both, features, lin, par, words
+from tests.odd_modules.collection.row import both, features, lin, par, words
 
 X, SEQ, IMAGE = features(6), features(5, 8), features(4, 8, 6)
 

@@ -39,7 +39,7 @@ from benchmarks.tensor3d.ranks import Found, Ranks
 from benchmarks.tensor3d.small import QUIET, Attack
 from lightning_amp import AMPStrategy
 from tests.lightning.strategy.strategy_cases import RunningRanks
-from tests.techniques.tensor3d.odd_modules import ROWS
+from tests.odd_modules.collection.row import SAMPLES
 
 Grid = tuple[int, int, int]
 GRIDS: list[Grid] = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)]
@@ -67,7 +67,7 @@ def trained(one: Attack, rank: int = 0, grid: Grid | None = None, ranks: int = 1
     given: dict[str, Any] = {"devices": 1}
     if ranks > 1:
         model = 1 if grid is None else grid[0] * grid[1]
-        rows = ROWS * model // ranks
+        rows = SAMPLES * model // ranks
         cut = slice(rank // model * rows, (rank // model + 1) * rows)
         batches = [mapped(batch, cut) for batch in batches]
         how: dict[str, Any] = {"strategies": "S1"} if grid is None else {"strategies": "tensor3d", "tensor_grid": grid}

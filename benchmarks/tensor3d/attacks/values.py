@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.tensor3d.small import Attack, attack
-from tests.techniques.tensor3d.odd_modules import both, features, lin, penalty
-from tests.techniques.tensor3d.odd_networks import fixed_point, vae
+from tests.odd_modules.collection.losses import penalty
+from tests.odd_modules.collection.networks import fixed_point, vae
+from tests.odd_modules.collection.row import both, features, lin
 
 X, SEQ = features(6), features(5, 8)
 

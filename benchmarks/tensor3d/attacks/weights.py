@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from benchmarks.tensor3d.small import attack
-from tests.techniques.tensor3d.odd_modules import features, lin, par, words
+from tests.odd_modules.collection.row import features, lin, par, words
 
 X = features(6)
 

@@ -23,6 +23,8 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor, nn
 
+from lightning_amp.footprint.slots import held_in_slots, slots_of
+
 LIBRARIES = {"torch", "lightning", "torchmetrics", "lightning_amp", *sys.stdlib_module_names}
 """Packages whose functions, classes and files are not restored."""
 CONTAINERS = (dict, list, set, deque, defaultdict, OrderedDict, Counter)
@@ -159,12 +161,12 @@ class Before:
 
     def _is_looked_into(self, value: Any) -> bool:
         """Whether a value is a class or function of the files, or an object of a user class; modules are copied."""
-        kind = type(value)
+        kind: Any = type(value)
         if issubclass(kind, type | FunctionType):
             return value.__module__ in self._files
         if not is_of_user(kind) or issubclass(kind, nn.Module | Tensor | ModuleType):
             return False
-        return any("__dict__" in vars(base) for base in kind.__mro__)
+        return any("__dict__" in vars(base) for base in kind.__mro__) or bool(slots_of(kind))
 
     def _keep_entries(self, values: Any, depth: int) -> None:
         if len(values) <= LONG:
@@ -173,14 +175,17 @@ class Before:
 
 
 def _names(owner: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(owner).items() if not name.startswith("__")}
+    held = vars(owner) if hasattr(owner, "__dict__") else {}
+    names = {name: value for name, value in held.items() if not name.startswith("__")}
+    return names if isinstance(owner, type) else names | held_in_slots(owner)
 
 
 def _set_names(owner: Any, state: dict[str, Any]) -> bool:
-    now, is_class = _names(owner), isinstance(owner, type)
+    kind: Any = type(owner)
+    now, is_class, slots = _names(owner), isinstance(owner, type), slots_of(kind)
     changed = now.keys() != state.keys()
     for name in now.keys() - state.keys():
-        if is_class:
+        if is_class or name in slots:
             delattr(owner, name)
         else:
             del vars(owner)[name]
@@ -189,6 +194,9 @@ def _set_names(owner: Any, state: dict[str, Any]) -> bool:
             changed = True
             if is_class:
                 setattr(owner, name, value)
+            elif name in slots:
+                # past a `__setattr__` of its class
+                object.__setattr__(owner, name, value)
             else:
                 vars(owner)[name] = value
     return changed
@@ -257,7 +265,10 @@ def copied_state(value: Any, memo: dict[int, Any]) -> Any:
 def _shallow(value: Any, memo: dict[int, Any]) -> Any:
     try:
         found = memo[id(value)] = copy.copy(value)
-        vars(found).update({name: copied_state(part, memo) for name, part in vars(value).items()})
+        if hasattr(value, "__dict__"):
+            vars(found).update({name: copied_state(part, memo) for name, part in vars(value).items()})
+        for name, part in held_in_slots(value).items():
+            object.__setattr__(found, name, copied_state(part, memo))
     except Exception:
         # share it then: half a copy is worse than none
         found = memo[id(value)] = value
@@ -265,10 +276,10 @@ def _shallow(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _remembers(value: Any) -> bool:
-    """Whether an object has attributes, and Python's default way of copying, which has no side effects."""
+    """Whether an object has attributes or slots, and Python's default way of copying, which has no side effects."""
     kind: Any = type(value)
     return (
-        hasattr(value, "__dict__")
+        (hasattr(value, "__dict__") or (is_of_user(kind) and bool(slots_of(kind))))
         and not isinstance(value, SHARED)
         and not callable(getattr(kind, "__copy__", None))
         and kind.__reduce_ex__ is object.__reduce_ex__

@@ -18,7 +18,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.distributed import HashStore, ReduceOp  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -33,6 +33,7 @@ from lightning_amp.lightning.faults.failure_watch import FailureWatch
 from lightning_amp.lightning.steps.cells import counted_once, unrounded, with_same_draws
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.sharding.meshes import mesh_of
 from lightning_amp.sharding.own_parts import OwnParts
 from lightning_amp.sharding.sharded_tensor import ShardedTensor
 from lightning_amp.sharding.splits import axis_of
@@ -51,7 +52,6 @@ class MeshStrategy(DDPStrategy):
     plan: Plan | None  # the installed plan
     predicted_step: Any  # the profile of its step; None if it was not counted
     pipelined_steps: Any  # runner of a pipeline's steps; None without a pipeline
-    _meshes: dict[tuple[int, int, int | None], DeviceMesh]
     _shards: Shards
     _failures: FailureWatch
 
@@ -113,24 +113,19 @@ class MeshStrategy(DDPStrategy):
     def _mesh_of(self, model_ranks: int, shard_ranks: int | None = None) -> DeviceMesh:
         """Return the mesh of all ranks with the axes "data" and "model"; a model group is consecutive ranks.
 
-        With `shard_ranks`, a divisor of the data axis, the axes "replicate" and "shard" replace "data". Meshes are
-        cached, because process groups are not destroyed. PlanError: the model axis does not divide the ranks.
+        With `shard_ranks`, a divisor of the data axis, the axes "replicate" and "shard" replace "data". PlanError: the
+        model axis does not divide the ranks.
         """
         n_ranks = self.world_size
-        key = n_ranks, model_ranks, shard_ranks
-        if key not in self._meshes:
-            if n_ranks % model_ranks:
-                raise PlanError(
-                    f"model_parallel_size={model_ranks!r} is not supported, the run has {n_ranks} ranks; it must"
-                    " divide them. Change `devices` or `num_nodes` of the Trainer, or model_parallel_size"
-                )
-            sizes = {"data": n_ranks // model_ranks}
-            if shard_ranks is not None:
-                sizes = {"replicate": sizes["data"] // shard_ranks, "shard": shard_ranks}
-            sizes["model"] = model_ranks
-            shape, names = tuple(sizes.values()), tuple(sizes)
-            self._meshes[key] = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
-        return self._meshes[key]
+        if n_ranks % model_ranks:
+            raise PlanError(
+                f"model_parallel_size={model_ranks!r} is not supported, the run has {n_ranks} ranks; it must divide"
+                " them. Change `devices` or `num_nodes` of the Trainer, or model_parallel_size"
+            )
+        sizes = {"data": n_ranks // model_ranks}
+        if shard_ranks is not None:
+            sizes = {"replicate": sizes["data"] // shard_ranks, "shard": shard_ranks}
+        return mesh_of(self.root_device.type, {**sizes, "model": model_ranks})
 
     def process_dataloader(self, dataloader: object) -> object:
         """Make loader workers and samplers of a model group draw the same numbers, so that they read the same cells."""

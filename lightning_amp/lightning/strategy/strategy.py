@@ -26,7 +26,6 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_amp.footprint.find_blocks import named_blocks
@@ -172,7 +171,6 @@ class AMPStrategy(MeshStrategy):
         self.own_statistics = not self.request.chooses
         self.plan = self.predicted_step = self.pipelined_steps = None
         self._failures = FailureWatch(self, lost_after=lost_after, stuck_after=stuck_after)
-        self._meshes: dict[tuple[int, int, int | None], DeviceMesh] = {}
         self._shards = Shards()
         self._step: TrainingStep | None = None  # only in a fit
         self._deferred: bool | None = None  # set from setup to teardown

@@ -13,11 +13,12 @@ blocks may turn out to be unsupported when it runs.
 If no plan fits, the one that requires the least memory is taken, and the plan says that it does not fit.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, combinations
 from types import MappingProxyType
+from typing import Any
 
 from lightning_amp.costs.device_rates import collective_seconds
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
@@ -80,11 +81,13 @@ def compare(
         refused: Sets that the module does not support -> reason; no superset of one of them is drafted.
         options: Options of a pipeline.
     """
-    found, dropped = list[Draft](), dict(refused)
-    for names in sets_of_techniques():
+    found, dropped, known = list[Draft](), dict(refused), Known()
+    for names in sorted(sets_of_techniques(), key=_is_last_resort):
         if any(set(names) >= set(one) for one in refused) or _is_needless(seen, names, ranks=ranks, budget=budget):
             continue
-        made = draft(seen, names, ranks=ranks, budget=budget)
+        if _is_last_resort(names) and any(budget is None or one.peak_bytes <= budget for one in found):
+            continue
+        made = draft(seen, names, ranks=ranks, budget=budget, known=known)
         if isinstance(made, str):
             dropped[names] = made
         else:
@@ -108,11 +111,20 @@ def compare(
     )
 
 
-def draft(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None) -> Draft | str:
+Known = dict[tuple[Any, ...], Draft | str]
+"""Drafts by their variant, techniques and budget: a set has those of a smaller set, and one more."""
+
+
+def draft(
+    seen: ProfiledStep, names: Sequence[str], *, ranks: int, budget: int | None, known: Known | None = None
+) -> Draft | str:
     """Draft the plan with these techniques, or return why one of them cannot be added.
 
     Of a technique's variants the fastest that fits is taken; without a budget the one that saves most. The peak
     includes what counts found beyond the prediction.
+
+    Args:
+        known: Drafts of the same step and ranks, which are not made again.
     """
     found = seen.beyond.get(frozenset(names), ())
     if budget is not None and found:
@@ -123,7 +135,8 @@ def draft(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int
         if variants := PREDICTIONS[name].variants:
             ways = [one for way in ways for one in variants(way, ranks)]
     # each variant is drafted with all techniques: the cheapest variant alone may leave too little room for the others
-    made = [_draft(way, names, ranks=ranks, budget=budget) for way in ways]
+    known = Known() if known is None else known
+    made = [_draft(way, k, tuple(names), ranks=ranks, budget=budget, known=known) for k, way in enumerate(ways)]
     drafts = [one for one in made if isinstance(one, Draft)]
     if not drafts:
         return made[0]
@@ -132,17 +145,24 @@ def draft(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int
     return replace(best, peak_bytes=best.peak_bytes + sum(found))
 
 
-def _draft(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None) -> Draft | str:
-    made: Draft | str = as_it_is(seen, ranks)
+def _draft(
+    seen: ProfiledStep, variant: int, names: tuple[str, ...], *, ranks: int, budget: int | None, known: Known
+) -> Draft | str:
     # before any of them is added, which may take a search
     for name in names:
         if ranks < PREDICTIONS[name].fewest:
             return f"{name} needs {PREDICTIONS[name].fewest} ranks of the data axis, and there is {ranks}"
         if name in seen.refused:
             return f"{name} is not possible: {seen.refused[name]}"
-    for name in names:
+    made: Draft | str = as_it_is(seen, ranks)
+    for n, name in enumerate(names, 1):
         assert isinstance(made, Draft), "the loop ends where it is none"
-        made = result_or_reason(PREDICTIONS[name].add, seen, made, budget)
+        # the variants of a smaller set are others than those of a larger one
+        several = any(PREDICTIONS[one].variants for one in names)
+        key = (variant if several else 0, names if several else (), names[:n], budget)
+        if key not in known:
+            known[key] = result_or_reason(PREDICTIONS[name].add, seen, made, budget)
+        made = known[key]
         if isinstance(made, str):
             return f"{name} is not possible: {made}"
     return made
@@ -187,6 +207,11 @@ def advice(
         judge(STAGED, whole, found, lambda made: f"{_instead(whole, made)}, for {search.limit}")
     ordered = sorted(helps, key=lambda name: helps[name][0])
     return {name: helps[name][1] for name in ordered}, does_not
+
+
+def _is_last_resort(names: Collection[str]) -> bool:
+    """Whether a set is drafted only if nothing else fits."""
+    return len(names) > 1 and any(PREDICTIONS[name].last_resort for name in names)
 
 
 def _is_needless(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None) -> bool:

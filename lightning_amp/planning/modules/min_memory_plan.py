@@ -12,7 +12,7 @@ from dataclasses import replace
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, PlanError
-from lightning_amp.planning.modules.candidates import as_it_is, draft, merit, on_ranks, sets_of_techniques
+from lightning_amp.planning.modules.candidates import Known, as_it_is, draft, merit, on_ranks, sets_of_techniques
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.stage_search import StageOptions
@@ -79,7 +79,8 @@ def leanest(seen: ProfiledStep, ranks: int) -> Draft:
 
 def over_data(seen: ProfiledStep, ranks: int) -> Draft:
     """Return the leanest plan in which every rank has its own batch."""
-    made = [draft(seen, names, ranks=ranks, budget=0) for names in sets_of_techniques()]
+    known = Known()
+    made = [draft(seen, names, ranks=ranks, budget=0, known=known) for names in sets_of_techniques()]
     return min((one for one in made if isinstance(one, Draft)), key=_leaner)
 
 
@@ -98,7 +99,12 @@ def leanest_counted(
         known: Peaks that were counted already, by rules.
         count: Counts a plan; raises an AmpError if its techniques refuse the module.
     """
-    made = [(names, draft(seen, names, ranks=ranks, budget=n)) for names in sets_of_techniques() for n in (0, None)]
+    drafted = Known()
+    made = [
+        (names, draft(seen, names, ranks=ranks, budget=n, known=drafted))
+        for names in sets_of_techniques()
+        for n in (0, None)
+    ]
     drafts = [(frozenset(names), one) for names, one in made if isinstance(one, Draft)]
     best, counts, left = as_it_is(seen, ranks), dict(seen.counts), MOST_COUNTS
     excess: dict[frozenset[str], int] = {}

@@ -26,6 +26,7 @@ class Change:
             a dictionary that all blocks of the model share. They must support copies and pickle.
         methods: Replacements of other methods of the rule's module, by method name; called as
             `method(module, *args, **kwargs)`.
+        removed: Called after the methods are restored.
     """
 
     swaps: Mapping[str, nn.Module]
@@ -33,6 +34,7 @@ class Change:
     sharded: Sequence[ShardedParameter] = ()
     forwards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     methods: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    removed: Callable[[], None] = lambda: None
 
 
 OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")

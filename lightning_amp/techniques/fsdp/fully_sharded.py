@@ -52,7 +52,7 @@ from lightning_amp.techniques.fsdp._torch import (
     start_backward,
     undo_fully_shard,
 )
-from lightning_amp.techniques.fsdp.look import SWAPPED, chosen_units, refuse
+from lightning_amp.techniques.fsdp.look import SWAPPED, WRITTEN, chosen_units, refuse
 from lightning_amp.techniques.fsdp.parameters import AddUp, Gather, ReachedParameters, shards_of
 from lightning_amp.techniques.fsdp.row import FullyShard
 from lightning_amp.techniques.put_methods import STEPS, put_methods
@@ -64,6 +64,8 @@ ON_ALL = ("zero_grad", "toggle_optimizer", "untoggle_optimizer")
 """Methods that change all parameters or their gradients, and must run on the rank's rows."""
 MIXED = "mixed torch.Tensor and DTensor"
 """Part of torch's error message when a rank's rows meet a full tensor."""
+WRITES_INPUT = "RegisterPostBackwardFunction is a view and is being modified inplace"
+"""The same when a block writes into what it is called with."""
 LOOKS = 2
 """Number of training steps with expensive checks: values of parameters, and the leaves that a loss reads."""
 STRAY = (
@@ -253,8 +255,9 @@ class FullySharded(Units):
             forget_step(self._module)
             if outermost:
                 self._agreement.after(error, "ends the step")
-            if MIXED in str(error):
-                raise ModelError(_read_elsewhere(str(error))) from error
+            for part, said in ((MIXED, _read_elsewhere(str(error))), (WRITES_INPUT, WRITTEN)):
+                if part in str(error):
+                    raise ModelError(said) from error
             raise
         self._depth -= 1
         if self._depth == 0:

@@ -29,7 +29,10 @@ SWAPPED = (
     "the block {!r} is called with other parameters than its own (torch.func.functional_call), in whose place fsdp"
     " would gather its own: train with strategies='S1'"
 )
-
+WRITTEN = (
+    "under fsdp a block writes in place into a tensor that it is called with, which torch does not support: write"
+    " into a copy, as by x = x * 2 instead of x.mul_(2), or train with strategies='S1'"
+)
 COPIED = (
     "the step makes a copy of the block {!r} (copy.deepcopy), which would have a rank's rows of its parameters: make"
     " the copy in __init__, or train with strategies='S1'"
@@ -106,6 +109,8 @@ def _problem(parameter: Tensor, *, values: bool) -> str:
         return "is complex: its rows would not be updated as the whole is by Adam; keep its real and imaginary parts"
     if not parameter.is_contiguous():
         return f"has the strides {parameter.stride()!r} and is not contiguous: make it so in the module's constructor"
+    if parameter.dim() and not parameter.numel():
+        return f"has the shape {tuple(parameter.shape)!r} and no element: leave it out of the module"
     if parameter.dim() and hooks_of(parameter):
         return "has hooks, which would see a rank's rows or nothing: take them off"
     return ""

@@ -24,7 +24,7 @@ NOTHING = (
 
 
 def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
-    """Run cross-entropy in chunks of rows; this repeats the linear layer's product in the backward pass."""
+    """Run cross-entropy in chunks of rows; the losses of rows repeat the layer's product in the backward pass."""
     if "fsdp" in draft.strategies:
         return "it is not supported together with fsdp"
     if seen.counted is None:

@@ -52,23 +52,29 @@ class HostPool:
         """
         place = bisect_left(self._free, n_bytes, key=_size)
         if place < len(self._free):
-            return self._free.pop(place)
+            found = self._free.pop(place)
+            # a count may begin with fake tensors and go on with values
+            return found if (found.memory is not None) == real else _made(found.n_bytes, real=real, pinned=pinned)
         if real and self.limit is not None and self.n_bytes + n_bytes > self.limit:
             raise ModelError(
                 f"offload: the tensors of this step need {format_bytes(self.n_bytes + n_bytes)} of host memory or more,"
                 f" and may have {format_bytes(self.limit)}; raise host_memory=, take smaller batches, or leave offload"
                 " out"
             )
-        memory = None
-        if real:
-            with unseen(), torch.device("cpu"), torch.inference_mode(False):
-                memory = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pinned)
         self.n_bytes += n_bytes
-        return Buffer(n_bytes, memory)
+        return _made(n_bytes, real=real, pinned=pinned)
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back."""
         insort(self._free, buffer, key=_size)
+
+
+def _made(n_bytes: int, *, real: bool, pinned: bool) -> Buffer:
+    memory = None
+    if real:
+        with unseen(), torch.device("cpu"), torch.inference_mode(False):
+            memory = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pinned)
+    return Buffer(n_bytes, memory)
 
 
 def _size(buffer: Buffer) -> int:

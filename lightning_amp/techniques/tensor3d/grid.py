@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.device_mesh import init_device_mesh
-
+from lightning_amp.sharding.meshes import mesh_of
 from lightning_amp.sharding.splits import MeshAxis
 
 AXES = ("x", "y", "z")
@@ -53,8 +52,7 @@ class Grid:
     def of(device_type: str, sizes: tuple[int, int, int], ranks: int) -> "Grid":
         """Make the grid of this rank, with data-parallel copies as the outermost axis; all ranks must call it."""
         x, y, z = sizes
-        shape = (ranks // (x * y * z), z, y, x)
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("data", *reversed(AXES)))
+        mesh = mesh_of(device_type, {"data": ranks // (x * y * z), "z": z, "y": y, "x": x})
         made = {}
         for name in ("data", *AXES):
             axis = mesh[name]

@@ -19,7 +19,8 @@ from lightning_amp.techniques.chunk.forms import ChunkForms
 from lightning_amp.techniques.chunk.look import block_tables
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.recompute.row import RecomputeBlock
-from tests.graph.nasty_blocks import Custom
+from tests.odd_modules.collection.blocks import DIM
+from tests.odd_modules.collection.hooks import Custom
 from tests.optimised import Optimised
 from tests.planning import profiles as sizes
 from tests.techniques.chunk.small_blocks import Attention, FeedForward
@@ -189,7 +190,7 @@ def test_a_mixture_of_all_forms_trains_to_the_same_numbers() -> None:
 
 def test_a_block_that_cannot_run_in_chunks_says_why() -> None:
     x = torch.randn(8, 6)
-    assert "'Twice'" in forms_of(Blocks(Custom()), torch.randn(3, 4)).reason
+    assert "'Scale'" in forms_of(Blocks(Custom()), torch.randn(3, DIM)).reason
     alone = Blocks()
     alone.head = nn.Linear(6, 6)
     assert "calls no child of a list" in forms_of(alone, x.requires_grad_()).reason

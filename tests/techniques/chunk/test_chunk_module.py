@@ -21,7 +21,9 @@ from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.run import planned
 from lightning_amp.techniques.chunk.run.chunk_module import show_code
 from lightning_amp.techniques.chunk.run.planned import lower_within
-from tests.graph.nasty_blocks import Buffer, ByValue, Custom, Nested, Shared
+from tests.odd_modules.collection.blocks import DIM
+from tests.odd_modules.collection.forwards import Buffer, ByValue, Nested, Shared
+from tests.odd_modules.collection.hooks import Custom
 from tests.techniques.chunk.case import Case
 from tests.techniques.chunk.small_blocks import Attention, FeedForward, x_of
 
@@ -254,8 +256,8 @@ def test_nasty_modules_are_exact(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     module = kind().double()
     right = copy.deepcopy(module)
-    x = x_of(6, 4).detach().double()
-    small = lightning_amp.chunk(module, x, budget=6 * 4 * 8 * 3)
+    x = x_of(6, DIM).detach().double()
+    small = lightning_amp.chunk(module, x, budget=6 * DIM * 8 * 3)
     for _ in range(2):
         found, expected = small(x), right(x)
         close(found["a"][0] if kind is Nested else found, expected["a"][0] if kind is Nested else expected)
@@ -267,12 +269,12 @@ def test_nasty_modules_are_exact(kind: type[nn.Module]) -> None:
     ("kind", "reason"),
     [
         (ByValue, "which cannot be captured: .*[dD]ata|nor does it run on fake tensors"),
-        (Custom, "the autograd Function 'Twice'"),
+        (Custom, "the autograd Function 'Scale'"),
     ],
 )
 def test_what_cannot_be_captured_is_refused(kind: type[nn.Module], reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
-        lightning_amp.chunk(kind(), x_of(3, 4).detach(), budget="1MiB")(x_of(3, 4))
+        lightning_amp.chunk(kind(), x_of(3, DIM).detach(), budget="1MiB")(x_of(3, DIM))
 
 
 class Outer(Net):

@@ -26,8 +26,9 @@ from lightning_amp.techniques.chunk.run.chunk_module import chunk_block
 from lightning_amp.techniques.chunk.run.function import ChunkedRegion
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 from tests.graph.calls import difference
-from tests.graph.nasty_blocks import Custom
 from tests.lightning.strategy.strategy_cases import trainer_of
+from tests.odd_modules.collection.blocks import DIM
+from tests.odd_modules.collection.hooks import Custom
 from tests.optimised import Optimised
 from tests.techniques.chunk.small_blocks import Attention, FeedForward, x_of
 
@@ -105,8 +106,8 @@ def test_what_does_not_fit_or_cannot_be_captured_is_refused_or_told() -> None:
         chunk_block(FeedForward(), ChunkBlock(budget_bytes=0), None)
     with pytest.raises(PlanError, match="at least"):
         InChunks(100)(FeedForward(), x_of(8, 6))
-    with pytest.raises(ModelError, match="in training, which cannot be captured: .*'Twice'"):
-        InChunks(10**6, train=True)(Custom(), x_of(3, 4))
+    with pytest.raises(ModelError, match="in training, which cannot be captured: .*'Scale'"):
+        InChunks(10**6, train=True)(Custom(), x_of(3, DIM))
     # a call that needs more than its plan was made for is told
     block, x = FeedForward(), x_of(8, 6)
     with pytest.warns(UserWarning, match=r"has 100 B by the plan.*called with \[8, 6\] it needs"):

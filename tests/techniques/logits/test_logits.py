@@ -235,12 +235,19 @@ def test_a_write_before_the_product_is_refused() -> None:
         with pytest.raises(ModelError, match="had been changed in place"):
             in_chunks(step)(None)
 
-    # a constant that was added, written between forward and backward pass
-    bias = torch.zeros(WORDS)
-    loss = in_chunks(lambda module: entropy(nn.Linear(6, WORDS)(embed(x)) + bias, x))(None)
-    bias.add_(1)
-    with pytest.raises(ModelError, match="had been changed in place"):
-        loss.backward()
+    # a constant that was added, written between forward and backward pass: the gradients are there already, unless
+    # they are those of rows
+    for reduction in ("mean", "none"):
+        bias, layer = torch.zeros(WORDS), nn.Linear(6, WORDS)
+        loss = in_chunks(lambda module: entropy(layer(embed(x)) + bias, x, reduction=reduction).mean())(None)  # noqa: B023
+        right = torch.autograd.grad(entropy(layer(embed(x)) + bias, x), layer.weight)
+        bias.add_(1)
+        if reduction == "mean":
+            loss.backward()
+            torch.testing.assert_close(layer.weight.grad, *right)
+        else:
+            with pytest.raises(ModelError, match="had been changed in place"):
+                loss.backward()
 
     # no version counts what is written by `data`: the product comes before it, as without `logits`
     def written_data(module: Any) -> Tensor:
@@ -348,3 +355,60 @@ def test_ranks_average_gradients(tmp_path: Path) -> None:
         assert "logits" in rules
         assert peak < 0.6 * whole
         torch.testing.assert_close(state, right, rtol=1e-12, atol=1e-12)
+
+
+def products_of(step: Step, head: nn.Linear, x: Tensor, y: Tensor) -> list[int]:
+    """Rows of each product of the layer that a step and its backward pass compute."""
+    found, plain = list[int](), loss.linear
+
+    def noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        found.append(len(x))
+        return plain(x, weight, bias)
+
+    with patch.object(loss, "linear", noted):
+        in_chunks(lambda module: step(head, x, y))(None).backward()
+    return found
+
+
+def test_ignored_rows_are_in_no_chunk_and_a_mean_computes_logits_once() -> None:
+    torch.manual_seed(0)
+    head, x = nn.Linear(6, WORDS).double(), torch.randn(4, 50, 6).double()
+    y = torch.where(torch.rand(4, 50) < 0.15, torch.randint(0, WORDS, (4, 50)), -100)
+    n = int((y != -100).sum())
+    assert sum(products_of(entropy_of, head, x, y)) == n < 50
+    # the losses of rows get their gradients later
+    assert sum(products_of(lambda h, x, y: entropy(h(x), y, reduction="none").sum(), head, x, y)) == 2 * n
+    # no row counts: the mean is nan and its gradients are zeros, as without
+    x.requires_grad_()
+    found = in_chunks(lambda module: entropy_of(head, x, torch.full_like(y, -100)))(None)
+    assert found.isnan()
+    found.backward()
+    assert x.grad is not None
+    assert not x.grad.any()
+
+
+def entropy_of(head: Any, x: Tensor, y: Tensor) -> Tensor:
+    return entropy(head(x), y)
+
+
+def test_a_graph_that_is_kept_gives_the_same_gradients_again() -> None:
+    torch.manual_seed(0)
+    head, x, y = nn.Linear(6, WORDS).double(), torch.randn(4, 9, 6).double(), torch.randint(0, WORDS, (4, 9))
+    right = torch.autograd.grad(3 * entropy_of(head, x, y), head.weight)[0]
+    found = in_chunks(lambda module: 3 * entropy_of(head, x, y))(None)
+    for _ in range(2):
+        torch.testing.assert_close(
+            *torch.autograd.grad(found, head.weight, retain_graph=True), right, rtol=1e-12, atol=1e-15
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_16_bits_are_those_of_a_plain_step(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    head, x, y = nn.Linear(16, 200).to(dtype), torch.randn(4, 9, 16).to(dtype), torch.randint(0, 200, (4, 9))
+    x.requires_grad_()
+    right = torch.autograd.grad(1024 * entropy_of(head, x, y), [x, head.weight])
+    found = torch.autograd.grad(in_chunks(lambda module: 1024 * entropy_of(head, x, y))(None), [x, head.weight])
+    exact = torch.autograd.grad(1024 * entropy_of(head.double(), x.double(), y), [x, head.weight])
+    for one, plain_one, other in zip(found, right, exact, strict=True):
+        assert (one - other).abs().max() <= 1.5 * (plain_one - other).abs().max()

@@ -18,7 +18,7 @@ from lightning_amp.techniques.pipeline.run.block_walk import BlockWalk, StageBlo
 from lightning_amp.techniques.pipeline.run.run_stages import Stages
 from lightning_amp.techniques.pipeline.steps.pipelined_steps import PipelinedSteps
 from lightning_amp.techniques.pipeline.steps.sample_check import SampleCheck
-from tests.lightning.pipeline.attacks import BLOCKS, Batch, Net
+from tests.odd_modules.collection.stages import BLOCKS, Batch, Net
 
 CELLS = torch.arange(12.0).view(6, 2) / 9
 

@@ -1,6 +1,4 @@
-"""Modules that look as if they could be stages of a pipeline, and cannot: each is refused with the reason. More of them
-are in tests/techniques/pipeline/test_block_walk.py.
-"""
+"""Modules of a list of blocks that look as if they could be stages of a pipeline, and cannot."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.lightning.pipeline.attacks import WIDTH, Batch, Block, Net
+from tests.odd_modules.collection.stages import WIDTH, Batch, Block, Net, of_stages
 
 
 class LogsEarly(Net):
@@ -77,6 +75,10 @@ class Normalises(Block):
 
 class Normalised(Net):
     block = Normalises
+
+    # a bias before it has a gradient of zeros but for rounding, which Adam would divide by something as small
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
 
 
 class LossInAttributes(Net):
@@ -309,34 +311,48 @@ class OptimisesByHand(Net):
         optimizer.step()
 
 
-NO_MEAN = "it is no mean over samples"
-REFUSED: dict[type[Net], str] = {
-    Masked: NO_MEAN,
-    Summed: NO_MEAN,
-    Contrastive: NO_MEAN,
-    Hooked: "forward_hooks",
-    HookedGradient: "hooks on its gradient",
-    NoList: "requires a ModuleList or Sequential",
-    CallsTwice: "a module in it twice",
-    LogsEarly: "logs, returns or keeps a tensor",
-    MetricInside: "inside or between blocks",
-    Wrapped: "and ['Held']",
-    Normalised: "compute a sample from other samples",
-    Referred: "compute a sample from other samples",
-    Scales: "writes in place into a tensor of its batch",
-    Doubled: "several tensors in one memory",
-    Overwritten: "writes in place into an argument",
-    Coupled: "its step depends on all parameters",
-    LossInAttributes: "outside the blocks of",
-    Tracked: "changes 'blocks.",
-    Ticks: "has changed the parameters or buffers ['ticks']",
-    MixesTargets: "random numbers",
-    Reentrant: "use_reentrant=True",
-    Gathers: "self.all_gather",
-    ClipsByHand: "configure_gradient_clipping",
-    Metered: "'meter'",
-    OptimisesByHand: "it has automatic_optimization=False",
-    # by all ranks: after the last one nobody leaves a group that others wait in
-    Unsendable: "attributes ['way']",
-}
-"""Words of what is said, by one rank at least."""
+NO_MEAN = {"pipeline": "it is no mean over samples"}
+MIXED = {"pipeline": "compute a sample from other samples"}
+NO_STAGES = {
+    "a loss that leaves samples out": of_stages(Masked, NO_MEAN, by_rows=True),
+    "a sum over samples": of_stages(Summed, NO_MEAN, by_rows=True),
+    "every sample among the others": of_stages(Contrastive, NO_MEAN, by_rows=True),
+    "a hook on a block": of_stages(Hooked, {"pipeline": "forward_hooks"}),
+    "hooks on parameters": of_stages(HookedGradient, {"fsdp": "which has hooks", "sequence": "has hooks",
+        "tensor3d": "has hooks", "pipeline": "hooks on its gradient"}),
+    "one block and no list": of_stages(NoList),
+    "a block that is in the list twice": of_stages(CallsTwice, {"pipeline": "a module in it twice"}),
+    "a log between blocks": of_stages(LogsEarly, {"pipeline": "logs, returns or keeps a tensor"}),
+    "a metric in a block": of_stages(MetricInside, {"chunk": "its forward cannot run on fake tensors",
+        "pipeline": "inside or between blocks"}),
+    "an object between blocks": of_stages(Wrapped, {"chunk": "it is called with a 'Held', which cannot be copied",
+        "pipeline": "and .'Held'."}),
+    "batch normalisation by hand": of_stages(Normalised, MIXED, by_rows=True),
+    "differences from the first sample": of_stages(Referred, MIXED, by_rows=True),
+    "a batch that is scaled in place": of_stages(Scales, {"pipeline": "writes in place into a tensor of its batch"}),
+    "one tensor twice between blocks": of_stages(Doubled, {"fsdp": "a block writes in place",
+        "recompute": "it changes its argument 0 in place",
+        "chunk": "'Doubles' in chunks does not compute what its own forward does",
+        "pipeline": "several tensors in one memory"}),
+    "blocks that rectify in place": of_stages(Overwritten, {"fsdp": "a block writes in place",
+        "recompute": "it changes its argument 0 in place",
+        "pipeline": "writes in place into an argument"}),
+    "an optimiser that clips by itself": of_stages(Coupled, {"fsdp": "its update mixes the elements",
+        "pipeline": "its step depends on all parameters"}),
+    "losses in attributes of blocks": of_stages(LossInAttributes, {"chunk": "changes the attribute 'own'",
+        "pipeline": "outside the blocks of"}),
+    "a running mean that no checkpoint has": of_stages(Tracked, {"chunk": "replaces its parameter or buffer 'mean'",
+        "pipeline": "changes 'blocks."}, by_rows=True),
+    "a counter of steps in a buffer": of_stages(Ticks, {
+        "pipeline": "has changed the parameters or buffers .'ticks'."}),
+    "one draw for inputs and loss": of_stages(MixesTargets, {"pipeline": "random numbers"}, by_rows=True),
+    "blocks under a reentrant checkpoint": of_stages(Reentrant, {
+        "sequence": "'CheckpointFunction' in", "pipeline": "use_reentrant=True"}),
+    "a collective in the loss": of_stages(Gathers, {
+        "sequence": "'_AllGather' in", "pipeline": "self.all_gather"}, by_rows=True),
+    "clipping by hand": of_stages(ClipsByHand, {"pipeline": "configure_gradient_clipping"}),
+    "an object that sums up": of_stages(Metered, {"pipeline": "'meter'"}),
+    "optimisation by hand": of_stages(OptimisesByHand, {"pipeline": "it has automatic_optimization=False"}),
+    # of all ranks: after the last one nobody leaves a group that others wait in
+    "an attribute that cannot be sent": of_stages(Unsendable, {"pipeline": "attributes .'way'."}),
+}  # fmt: skip

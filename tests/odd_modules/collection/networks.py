@@ -1,14 +1,17 @@
 """Small modules of several operators on split features: layers, networks and losses as people write them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.techniques.tensor3d.odd_modules import (
+from tests.odd_modules.collection.row import (
     IMAGE,
     SEQ,
+    TOKENS,
+    Row,
     X,
     both,
     conv,
@@ -20,6 +23,15 @@ from tests.techniques.tensor3d.odd_modules import (
     two,
     words,
 )
+
+
+def _attends(drawn: bool = False, given: Mapping[str, Any] | None = None, **of: Any) -> Row:
+    """Attention of two heads; `given` is made of the batch."""
+
+    def call(m: Any, x: Tensor) -> Tensor:
+        return m.mix(x, x, x, **{name: make(x) for name, make in (given or {}).items()})[0]
+
+    return odd(SEQ, call, drawn=drawn, mix=lambda: nn.MultiheadAttention(8, 2, batch_first=True, **of))
 
 
 def rotary(x: Tensor) -> Tensor:
@@ -90,10 +102,23 @@ def _crf(m: Any, x: Tensor) -> Tensor:
 def _loss(call: Any, target: Any = None, by_rows: bool = False) -> Any:
     """A loss of features that a layer has split; of the batch's second tensor."""
     batch = both(X, target or features(5))
-    return odd(batch, lambda m, xy: call(m.net(xy[0]), xy[1]), by_rows, net=two(6, 8, 5))
+    says = {"pipeline": "it is no mean over samples"}
+    return odd(batch, lambda m, xy: call(m.net(xy[0]), xy[1]), by_rows, says=says, net=two(6, 8, 5))
 
 
 NETWORKS = {
+    "LSTM": odd(SEQ, lambda m, x: m.net(x)[0], net=lambda: nn.LSTM(8, 6, batch_first=True)),
+    "attention with a mask": _attends(given={"attn_mask": lambda x: torch.ones(5, 5, dtype=torch.bool).triu(1)}),
+    "embedding of bounded norm": odd(TOKENS, lambda m, x: m.out(m.net(x)), says={
+        "data": "parameters differ between ranks", "fsdp": "'net.weight' is gathered .* was changed in place",
+        "sequence": "'embedding_renorm_' in", "tensor3d": "it writes into a copy"},
+        net=lambda: nn.Embedding(9, 6, max_norm=1.0), out=lin(6, 3)),
+    "bag of embeddings": odd(TOKENS, lambda m, x: m.out(m.net(x)), says={
+        "sequence": "'embedding_bag' cannot be computed on parts"}, net=lambda: nn.EmbeddingBag(9, 6, padding_idx=0),
+        out=lin(6, 3)),
+    "circular and transposed convolutions": odd(IMAGE, lambda m, x: m.b(m.a(x)),
+        a=conv(4, 6, 3, dilation=2, padding=2, padding_mode="circular"),
+        b=lambda: nn.ConvTranspose2d(6, 4, 2, groups=2)),
     "layer norm over split features": odd(SEQ, lambda m, x: m.c(m.n(m.b(m.a(x)))), a=lin(8, 8), b=lin(8, 7),
         n=lambda: nn.LayerNorm(7), c=lin(7, 3)),
     "GRU cells": odd(SEQ, _cells, cell=lambda: nn.GRUCell(8, 6), out=lin(6, 3)),
