@@ -13,8 +13,10 @@ A later `training_step` that reads `.grad` raises an error, because it would get
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -105,14 +107,16 @@ class GradientReads:
     """
 
     def __init__(self, module: nn.Module, read: Callable[[str], None], *, also: tuple[str, ...] = ()) -> None:
-        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        # without keeping them: another tensor may get the id of one that is gone
+        self._names = {id(p): (name, weakref.ref(p)) for name, p in module.named_parameters()}
         self._kinds = {type(parameter) for parameter in module.parameters()}
         self._read, self._may = read, (*INTERNALS, *also)
         self._watched = list[type]()
 
     def of(self, module: nn.Module) -> bool:
         """Whether the parameters are those of a module."""
-        return self._names.keys() == {id(parameter) for parameter in module.parameters()}
+        known = (of() for _, of in self._names.values())
+        return all(one is other for one, other in zip_longest(known, module.parameters()))
 
     def start(self) -> None:
         """Watch reads from now on; types that are watched already stay with their watch."""
@@ -128,6 +132,7 @@ class GradientReads:
 
     def _look(self, parameter: Any) -> Any:
         reader = str(sys._getframe(1).f_globals.get("__name__", ""))
-        if id(parameter) in self._names and (reader in NORMS or not reader.startswith(self._may)):
-            self._read(self._names[id(parameter)])
+        name, of = self._names.get(id(parameter), ("", None))
+        if of is not None and of() is parameter and (reader in NORMS or not reader.startswith(self._may)):
+            self._read(name)
         return GRADIENT.__get__(parameter)

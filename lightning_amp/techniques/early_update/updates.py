@@ -26,6 +26,8 @@ from lightning_amp.footprint.live_bytes import storages_of, tensors_of
 from lightning_amp.footprint.recompute_state import types_of_the_update
 from lightning_amp.techniques.early_update.readers import refuse_readers
 
+CHANGED = "has been modified by an inplace operation"
+"""Part of autograd's message for a saved tensor that has another version."""
 LEAVE_OUT = "leave early_update out (strategies=[...] without it)"
 
 
@@ -59,8 +61,16 @@ class EarlyUpdates:
             self._reads.start()
         self._steps += 1
         one = _Pass(module, trainer.optimizers[0], self._bucket_bytes)
-        with one.hooks(), ReadsAfterUpdate(one) if self._steps == 1 else nullcontext():
-            yield
+        try:
+            with one.hooks(), ReadsAfterUpdate(one) if self._steps == 1 else nullcontext():
+                yield
+        except RuntimeError as error:
+            if CHANGED not in str(error) or not one.updated:
+                raise
+            raise ModelError(
+                "early_update cannot run this step: its backward pass needs a parameter again after its update, for a"
+                f" part of the loss that gives it no gradient; {LEAVE_OUT}"
+            ) from error
         if one.problem:
             raise ModelError(one.problem)
 

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -72,6 +73,8 @@ def install(module: LightningModule, spec: TensorParallel3D, mesh: DeviceMesh | 
         vars(module)["on_after_backward"] = MethodType(on_after_backward, module)
         return found
 
+    # Lightning looks whether a step takes the batch index
+    @wraps(type(module).training_step)
     def training_step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
         step = MethodType(type(module).training_step, module)
         return units[id(module)].run("training_step", step, *args, **kwargs)

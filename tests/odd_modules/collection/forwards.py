@@ -116,8 +116,9 @@ FORWARDS = {
     "a seed that is set in a pass": of_blocks(Seeded, {"chunk": "sets the seed of torch's random numbers"}, drawn=True),
     "a backward pass in a pass": of_blocks(GoesBack, {"recompute": "it starts a backward pass",
         "chunk": "calls 'backward' of a tensor",
+        "tensor3d": "started a backward pass",
         **dict.fromkeys(("fsdp", "pipeline"), "the step takes gradients while it runs")}),
     "a result that is a leaf": of_blocks(Leaf, {"chunk": "calls 'requires_grad_' of a tensor"}),
     "an attribute named to": of_blocks(HasTo, {"chunk": "it has an attribute 'to'"}),
-    "a function that remembers": of_blocks(Masked, {"chunk": UNCAPTURED}),
+    "a function that remembers": of_blocks(Masked),
 }  # fmt: skip

@@ -183,7 +183,10 @@ HOLDING = {
     "graphs that are kept": of(KeepsGraphs),
     "locks": of(Locked),
     "a module found by a global name": of(FoundByName),
-    "other state than tensors": of(OtherState, {"tensor3d": "'on_before_optimizer_step' calls 'sum'"}),
+    "other state than tensors": of(
+        OtherState,
+        {"tensor3d": "'on_before_optimizer_step' calls 'sum'", "early_update": "on_before_optimizer_step of"},
+    ),
     "a queue": of(Waits, {"sequence": "cannot pickle '_thread.lock'", "tensor3d": "cannot be copied"}),
     "a batch with an InitVar": of(OfPairs, made=lambda x: Pair(x, 2)),
     "a batch that counts its rows": of(OfRows, made=Rows),

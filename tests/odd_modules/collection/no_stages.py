@@ -337,8 +337,9 @@ NO_STAGES = {
     "blocks that rectify in place": of_stages(Overwritten, {"fsdp": "a block writes in place",
         "recompute": "it changes its argument 0 in place",
         "pipeline": "writes in place into an argument"}),
-    "an optimiser that clips by itself": of_stages(Coupled, {"fsdp": "its update mixes the elements",
-        "pipeline": "its step depends on all parameters"}),
+    "an optimiser that clips by itself": of_stages(Coupled, {
+        **dict.fromkeys(("fsdp", "tensor3d"), "its update mixes the elements"),
+        "pipeline": "its step depends on all parameters", "early_update": "may read several gradients at once"}),
     "losses in attributes of blocks": of_stages(LossInAttributes, {"chunk": "changes the attribute 'own'",
         "pipeline": "outside the blocks of"}),
     "a running mean that no checkpoint has": of_stages(Tracked, {"chunk": "replaces its parameter or buffer 'mean'",
@@ -347,12 +348,14 @@ NO_STAGES = {
         "pipeline": "has changed the parameters or buffers .'ticks'."}),
     "one draw for inputs and loss": of_stages(MixesTargets, {"pipeline": "random numbers"}, by_rows=True),
     "blocks under a reentrant checkpoint": of_stages(Reentrant, {
-        "sequence": "'CheckpointFunction' in", "pipeline": "use_reentrant=True"}),
+        "sequence": "'CheckpointFunction' in", "tensor3d": "use_reentrant=False", "pipeline": "use_reentrant=True"}),
     "a collective in the loss": of_stages(Gathers, {
         "sequence": "'_AllGather' in", "pipeline": "self.all_gather"}, by_rows=True),
-    "clipping by hand": of_stages(ClipsByHand, {"pipeline": "configure_gradient_clipping"}),
+    "clipping by hand": of_stages(ClipsByHand, {"tensor3d": "'configure_gradient_clipping' calls",
+        "pipeline": "configure_gradient_clipping", "early_update": "configure_gradient_clipping of the module"}),
     "an object that sums up": of_stages(Metered, {"pipeline": "'meter'"}),
-    "optimisation by hand": of_stages(OptimisesByHand, {"pipeline": "it has automatic_optimization=False"}),
+    "optimisation by hand": of_stages(OptimisesByHand, {"pipeline": "it has automatic_optimization=False",
+        "early_update": "manual optimization"}),
     # of all ranks: after the last one nobody leaves a group that others wait in
     "an attribute that cannot be sent": of_stages(Unsendable, {"pipeline": "attributes .'way'."}),
 }  # fmt: skip

@@ -56,6 +56,8 @@ def on_rank(
         dist.destroy_process_group()
         gc.collect()
         store, patience = dist.FileStore(f"{folder}/{name}", ranks), timedelta(seconds=PATIENCE_S)
+        store.set(f"rank {rank}", "has ended the row before")
+        store.wait([f"rank {other}" for other in range(ranks)], timedelta(seconds=8 * PATIENCE_S))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
         row, made = ROWS[name], list[tuple[Any, dict[str, Tensor]]]()
 
@@ -68,7 +70,14 @@ def on_rank(
         own = partial(part_of, which=rank * n // ranks, parts=n)
         with patch.object(FailureWatch, "tell", lambda *_: None):
             try:
-                one = trained(replace(row, make=make), AMPStrategy(**options), part=own, rank=rank, ranks=ranks)
+                one = trained(
+                    replace(row, make=make),
+                    AMPStrategy(**options),
+                    part=own,
+                    gradients="tensor3d" not in options["strategies"],
+                    rank=rank,
+                    ranks=ranks,
+                )
                 # what cannot be written to a file is refused too
                 found[name] = pickle.loads(pickle.dumps(one))
             except (AmpError, Warned) as error:

@@ -8,7 +8,10 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-TECHNIQUES = ("recompute", "chunk", "replay", "offload", "logits", "data", "fsdp", "sequence", "tensor3d", "pipeline")
+TECHNIQUES = (
+    *("recompute", "chunk", "replay", "offload", "logits", "early_update"),
+    *("data", "fsdp", "sequence", "tensor3d", "pipeline"),
+)
 LAZY = "must have its shape before training starts"
 UNCAPTURED = "uses a tensor that is neither an argument nor a parameter nor a buffer"
 COMPILED = "torch.compile was applied to"

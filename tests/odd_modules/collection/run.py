@@ -18,10 +18,11 @@ from torch.utils.data import DataLoader
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.find_blocks import find_blocks
-from lightning_amp.installing.install import install_rules
+from lightning_amp.installing.install import Installed, install_rules
 from lightning_amp.lightning.consistency.replicas import check_replicas
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.techniques.chunk.row import ChunkBlock
+from lightning_amp.techniques.early_update.row import EarlyUpdate
 from lightning_amp.techniques.logits.row import ChunkLogits
 from lightning_amp.techniques.offload.row import Offload
 from lightning_amp.techniques.recompute.row import RecomputeBlock
@@ -36,11 +37,12 @@ FORCED: dict[str, tuple[Spec, ...]] = {
     "replay": (ReplayOperators(ends="1000000"), ReplayOperators(ends="5,9+,11-,16,1000000+", window=64)),
     "offload": (Offload(least_bytes=1), Offload(least_bytes=1, window=200)),
     "logits": (ChunkLogits(),),
+    "early_update": (EarlyUpdate(bucket_bytes=1), EarlyUpdate(bucket_bytes=20)),
 }
 """Specs of the techniques of one device, which a plan would install where they save something: here they are on all
 blocks, or on the whole step."""
 ON_BLOCKS = ("recompute", "chunk")
-BIT_BY_BIT = ("recompute", "replay", "offload")
+BIT_BY_BIT = ("recompute", "replay", "offload", "early_update")
 """They compute the same by the same operators."""
 BOUND = 1e-10
 
@@ -53,19 +55,23 @@ class Warned(Exception):
 
 
 class Seen(Callback):
-    """Loss and gradients of every step."""
+    """Loss of every step."""
 
     def __init__(self) -> None:
         self.found: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if outputs is not None and "loss" in outputs:
+            self.found[f"step {batch_idx} loss"] = outputs["loss"].detach().clone()
+
+
+class SeenGradients(Seen):
+    """Gradients of every step, too."""
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         step = f"step {trainer.global_step}"
         named = module.named_parameters()
         self.found |= {f"{step} gradient {name}": whole(p.grad) for name, p in named if p.grad is not None}
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if outputs is not None and "loss" in outputs:
-            self.found[f"step {batch_idx} loss"] = outputs["loss"].detach().clone()
 
 
 def batches_of(row: Row) -> list[Any]:
@@ -83,8 +89,9 @@ def trained(
     row: Row,
     strategy: Any = "auto",
     *,
-    install: Callable[[Any], Any] = lambda module: None,
+    install: Callable[[Any], Installed] | None = None,
     part: Callable[[Any], Any] = lambda batch: batch,
+    gradients: bool = True,
     **options: Any,
 ) -> dict[str, Tensor]:
     """Everything that has to be equal after some steps: losses, gradients, state, what was logged, what is drawn next.
@@ -92,21 +99,25 @@ def trained(
     Args:
         row: The module, made anew.
         strategy: Of the Trainer.
-        install: Called with the module before the Trainer gets it.
+        install: Called with the module before the Trainer gets it; undone after the fit.
         part: Batch -> the rows of a rank.
+        gradients: Whether they are read, which tensor3d and early_update forbid in a step.
         **options: Of `trainer_of`.
     """
     seed_everything(3, verbose=False)
     batches = [part(batch) for batch in batches_of(row)]
-    module, seen = row.make().double(), Seen()
-    install(module)
+    module, seen = row.make().double(), SeenGradients() if gradients else Seen()
+    installed = Installed() if install is None else install(module)
     options = {"max_steps": -1, "num_sanity_val_steps": 0, "use_distributed_sampler": False} | options
     # a batch that a step has written into comes once
     loader = DataLoader(batches, batch_size=None, collate_fn=deepcopy)  # type: ignore[arg-type]
     trainer = trainer_of(strategy, callbacks=[seen], **options)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        trainer.fit(module, loader, loader if is_overridden("validation_step", module) else None)
+        try:
+            trainer.fit(module, loader, loader if is_overridden("validation_step", module) else None)
+        finally:
+            installed.undo()
     if differ := [str(one.message) for one in told if RANKS_DIFFER in str(one.message)]:
         raise Warned(differ[0])
     found = seen.found
@@ -127,14 +138,17 @@ def on_one_device(row: Row, technique: str, spec: Spec | None) -> dict[str, Tens
         spec: Installed on all blocks, or on the step; None lets AMPStrategy choose.
     """
 
-    def install(module: Any) -> None:
+    def install(module: Any) -> Installed:
         # as AMPStrategy does first
         check_replicas(module, rank=0, broadcast=lambda tensors: tensors, any_rank=bool)
         names = [*find_blocks(module)] if technique in ON_BLOCKS else [""]
-        install_rules(module, [Rule(fqn=name, spec=spec, strategy=technique, why="") for name in names])
+        return install_rules(module, [Rule(fqn=name, spec=spec, strategy=technique, why="") for name in names])
 
+    gradients = technique != "early_update"
     try:
-        return trained(row, AMPStrategy(strategies=technique)) if spec is None else trained(row, install=install)
+        if spec is None:
+            return trained(row, AMPStrategy(strategies=technique), gradients=gradients)
+        return trained(row, install=install, gradients=gradients)
     except AmpError as error:
         return str(error)
 
@@ -162,4 +176,6 @@ def judged(row: Row, technique: str, found: dict[str, Tensor] | str, right: dict
         return "" if said and re.search(said, found, re.DOTALL) else f"refused: {found}"
     if said:
         return f"trained, and the row says {said!r}"
+    if technique == "early_update":
+        right = {name: value for name, value in right.items() if " gradient " not in name}
     return apart(found, right, 0 if technique in BIT_BY_BIT else BOUND)

@@ -224,9 +224,11 @@ STATE = {
         "tensor3d": "calls 'linalg_vector_norm' on the parameter"}),
     "gradients clipped by hand": around({"configure_gradient_clipping": lambda m,
         *_, **__: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.01) and None}, says={
-        "tensor3d": "'configure_gradient_clipping' calls", "pipeline": "cannot be used with 'clip_grad_norm_'"}),
+        "tensor3d": "'configure_gradient_clipping' calls", "pipeline": "cannot be used with 'clip_grad_norm_'",
+        "early_update": "configure_gradient_clipping of the module"}),
     "gradients clipped by Lightning": around({"configure_gradient_clipping": lambda m, opt,
-        *_, **__: m.clip_gradients(opt, 0.01, "norm")}),
+        *_, **__: m.clip_gradients(opt, 0.01, "norm")}, says={
+        "early_update": "configure_gradient_clipping of the module"}),
     "a layer thawed after a step": around({"on_train_batch_start": lambda m,
         *_: m.net[0].requires_grad_(m.global_step > 0) and None}),
     "a queue of features": odd(X, queue, True, says={"sequence": "'__setitem__' in 'Small'",
