@@ -41,5 +41,9 @@ PREDICTED = (
         "timm: test_vit",
         "peft: LoRA of llama",
     ),
+    *("transformers: vit", "timm: test_convnext", "torch: nn.TransformerEncoder", "torch_geometric: GATv2"),
+    *("transformers: distilbert", "vit_pytorch: CaiT", "timm: test_resnet", "torchvision: resnet"),
+    *("transformers: opt", "transformers: mixtral", "smp: Unet", "transformers: segformer"),
+    *("monai: SegResNet 3D", "transformers: switch_transformers", "transformers: mamba2"),
 )
 """Those that are trained with four optimizers."""

@@ -1,15 +1,15 @@
 """Two ranks against one process, with each technique that has no need of a decoder, and with what the policy takes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from benchmarks.zoo.one_run import Record, computes_in_float32, fit, said
-from benchmarks.zoo.subject import Case, made
+from benchmarks.zoo.subject import Case, Made, made
 from lightning_amp import verify
 from lightning_amp.errors import AmpError
 from lightning_amp.verification import verify as processes
@@ -22,24 +22,29 @@ SECONDS = 900.0
 """On a machine with other work too."""
 
 
-def without_dropout(module: nn.Module) -> None:
+def without_dropout(make: Callable[[], Made]) -> Made:
     """Set every probability of dropout to 0, also of those that a module hands to a function."""
-    for part in module.modules():
+    network, *rest = make()
+    for part in network.modules():
         if isinstance(part, _DropoutNd):
             part.p = 0.0
         for name, value in vars(part).items():
             if "drop" in name and isinstance(value, float):
                 setattr(part, name, 0.0)
+    return network, *rest
 
 
 def runs_of(case: Case, kinds: tuple[str, ...]) -> Iterator[Record]:
     """Yield what `verify` says of each: the largest relative error of a loss, gradient, parameter or buffer."""
-    module, batch = made(case, torch.float64)
     # ranks draw for their own samples, so that nothing would be equal
-    without_dropout(module)
+    case = case._replace(make=partial(without_dropout, case.make))
+    module, batch = made(case, torch.float64)
     single = computes_in_float32(*made(case, torch.float64))
     for kind in kinds:
         options: dict[str, Any] = {"strategies": kind}
+        if kind == "tensor3d":
+            # else two ranks that split the batch may be faster, and no parameter would be split
+            options["tensor_grid"] = (2, 1, 1)
         if kind == POLICY:
             options = {"device_memory": int(SHARE * fit(case, torch.float64, "SGD").peak)}
         try:
