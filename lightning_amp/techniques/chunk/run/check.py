@@ -4,7 +4,8 @@
                 with the values of the first batch and equal random numbers
     call        with few positions, if the block can be called so (smaller_call.py), to save memory: the check concerns
                 the operators, dims, sums and halos of the plan, not its sizes
-    otherwise   the original call, if it takes no more than the block's budget; if it takes more, a warning is given
+    otherwise   the original call
+    neither     a warning is given, if both would take more than the block's budget in float64, or do not run
     omitted     gradients of large parameters (`LARGE`), such as a head over a vocabulary, if the float64 copies and
                 gradients of all parameters would exceed the budget
 
@@ -85,21 +86,23 @@ class Checked:
     def _check(self, block: nn.Module, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
         calls: Iterable[tuple[Call, Lowered]] = smaller_calls(block, args, kwargs, self._lowered)
         widest = max((t.element_size() for t in tensors if t.is_floating_point()), default=8)
-        n_bytes = self._whole_bytes * 8 // widest
-        if n_bytes <= self._budget_bytes:
-            calls = chain(calls, [((args, kwargs), self._lowered)])
-        why = ""
+        n_bytes, most = self._whole_bytes * 8 // widest, max(1, _n_elements((args, kwargs)))
+        why, least = "", n_bytes
         # one call that the block's own forward accepts is enough: it has every operator and dim of the plan
-        for call, lowered in calls:
+        for call, lowered in chain(calls, [((args, kwargs), self._lowered)]):
+            # activations are about as many as the arguments
+            taken = n_bytes * _n_elements(call) // most
+            if taken > self._budget_bytes:
+                least = min(least, taken)
+                continue
             try:
                 right = self._computed(block, call, lowered, own=True)
             except Exception as error:  # the user's forward: an index may exceed the remaining positions
-                why = f"its own forward does not run in float64: {failure(error)}"
+                why = f"with fewer positions its own forward does not run in float64: {failure(error)}"
                 continue
             self._compare(block, call, lowered, right)
             return
-        if n_bytes > self._budget_bytes:
-            why = f"it cannot be called with fewer positions, and takes {format_bytes(n_bytes)} as it is"
+        why = why or f"in float64 it takes {format_bytes(least)} at least"
         name, own = self._lowered.capture.kind.__name__, format_bytes(self._budget_bytes)
         warnings.warn(
             f"what a block {name!r} computes in chunks, in {own}, was not compared with its own forward: {why}",
@@ -138,6 +141,10 @@ class Checked:
             f" that its rule says ({', '.join(names)}): correct the rule if it is one of `register_flow`, else leave"
             " the block out of the rules of chunk and report this. Nothing was computed with it"
         )
+
+
+def _n_elements(call: Any) -> int:
+    return sum(tensor.numel() for tensor in tree_leaves(call) if isinstance(tensor, Tensor))
 
 
 def _outcome(
