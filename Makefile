@@ -13,7 +13,7 @@ PYTEST := -n 2 --dist loadfile
 EXTRA := import sys, tomllib; found = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
 	print(*(line for name in sys.argv[1:] for line in found[name]), sep='\n')
 
-.PHONY: demo check fast test lowest full release mutants lint docs real extras zoo wheel installed clean
+.PHONY: demo check fast test lowest full release mutants lint docs real extras libraries zoo wheel installed clean
 
 demo: $(STAMP)
 	$(BIN)/lightning-amp demo --out demo
@@ -94,6 +94,12 @@ extras: $(STAMP)
 	$(BIN)/python -m pip install --quiet --requirement $(VENV)/extras.txt --constraint constraints.txt
 	$(BIN)/python -m pytest $(PYTEST) -m "not exhaustive" -k "scglue or geneformer or gpt2 or vit" \
 		tests/models tests/footprint tests/graph
+
+# one model of each public library that works without torchvision, under half of its bytes; they join the environment
+libraries: $(STAMP)
+	$(BIN)/python -c "$(EXTRA)" zoo | grep -vE "^(timm|torchvision|segmentation|vit-pytorch)" > $(VENV)/libraries.txt
+	$(BIN)/python -m pip install --quiet --requirement $(VENV)/libraries.txt --constraint constraints.txt
+	$(BIN)/python -m benchmarks zoo --quick
 
 # one model of each public library under half of its bytes; before a release
 zoo: $(ZOO)/.installed
