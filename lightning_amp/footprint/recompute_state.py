@@ -160,8 +160,20 @@ class FirstPass:
         return {place: (id(grad), version_of(grad)) for place, grad in found.items() if grad is not None}
 
     def let_go(self) -> None:
-        """Keep of arguments only their versions: what checkpoint saves of them may leave until the second pass."""
+        """Keep of arguments only their versions: what checkpoint saves of them may leave until the second pass.
+
+        Keep of attributes no graph: that of a loss which was never differentiated holds its step, and so all before it.
+        """
         self.arguments = [counter_of(a) if _may_leave(a) else a for a in self.arguments]
+        cut: dict[int, tuple[Tensor, Tensor]] = {}
+        for name, _, values in self._tables:
+            for key in (k for k in values if k not in OF_EVERY_MODULE):
+                values[key] = found = _without_graph(values[key], cut, DEPTH)
+                for known in (self._tensors, self._objects):
+                    if (name, key) in known:
+                        known[name, key] = found
+        if cut:
+            self._marks, self._loggers = self._marks_now()
 
     def stale(self, *, objects: bool = True) -> str:
         """Return what has changed since the first pass and cannot be restored; "" if nothing.
@@ -252,6 +264,21 @@ def _versions(arguments: Sequence[Any]) -> dict[str, int]:
 def _may_leave(value: Any) -> bool:
     dense = type(value) in (Tensor, FakeTensor) and value.layout is torch.strided
     return dense and not value.is_inference() and not in_transform()
+
+
+def _without_graph(value: Any, cut: dict[int, tuple[Tensor, Tensor]], depth: int) -> Any:
+    """Return an equal value whose tensors are leaves with the same memory and counter; `cut` has those found so far."""
+    if type(value) in (list, tuple, dict) and depth:
+        parts = [*value.values()] if isinstance(value, dict) else [*value]
+        found = [_without_graph(part, cut, depth - 1) for part in parts]
+        if [*map(id, found)] == [*map(id, parts)]:
+            return value
+        return dict(zip(value, found, strict=True)) if isinstance(value, dict) else type(value)(found)
+    if not isinstance(value, Tensor) or not _may_leave(value) or value.grad_fn is None:
+        return value
+    if id(value) not in cut:
+        cut[id(value)] = value, value.detach().requires_grad_()
+    return cut[id(value)][1]
 
 
 def _difference(before: Mapping[str, int], now: Mapping[str, int]) -> str:
