@@ -75,6 +75,18 @@ def batch_of(rows: int = 300, classes: int = DIM) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, DIM), torch.randint(classes, (rows,))
 
 
+class Unused(Chained):
+    """What blocks leave in attributes is in no loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+def unused() -> Unused:
+    torch.manual_seed(0)
+    return Unused(nn.Sequential(SideLoss(), BatchNorm(), Plain(), SideLoss()))
+
+
 class Two(nn.Module):
     """A branch of its own beside the stream, whose result is saved here and by the next block."""
 
@@ -95,6 +107,7 @@ def ways() -> dict[str, Chained]:
         "called twice": chained(p(), p(), order=(0, 1, 0)),
         "a custom Function": chained(p(), Custom(), p()),
         "inner memory": chained(SideLoss(), BatchNorm(), SideLoss()),
+        "inner memory that no loss uses": unused(),
     }
 
 

@@ -79,7 +79,7 @@ class ChainBuilder:
         self._plain = np.zeros(self._length + 1, dtype=np.int64)
         self._born = np.zeros(self._length + 1, dtype=np.int64)
         self._tensors: list[int] = []
-        self._covers: list[tuple[int, int]] = []
+        self._covers: list[tuple[int, int, int]] = []
         self._uses: dict[int, list[Any]] = defaultdict(list)
         for use in step.uses:
             self._uses[id(use.life)].append(use)
@@ -177,7 +177,11 @@ class ChainBuilder:
         if beyond or readers:
             k = len(self._tensors)
             self._tensors.append(life.n_bytes)
-            self._covers.append((life.birth, outside_end))
+            self._covers.append((k, life.birth, outside_end))
+            # what is never read stays after the backward pass, recomputed or not
+            stays = [self._spans[i].back_end for i, end in beyond.items() if end > self._spans[i].back_end]
+            if stays and max(beyond.values()) > outside_end:
+                self._covers.append((k, max(min(stays), outside_end) + 1, max(beyond.values())))
             for i, end in beyond.items():
                 self._spans[i].keeps[k] = end
             for i in readers:
@@ -224,6 +228,9 @@ class ChainBuilder:
                 # earliest
                 end = min(max(kept_until, span.back_start), span.back_end)
                 _add(span.back, 0, end - span.back_start, life.n_bytes)
+                # of a loss that is never differentiated, it stays, recomputed or not
+                if kept_until > span.back_end:
+                    _add(self._plain, span.back_end + 1, min(kept_until, self._length - 1), life.n_bytes)
 
     def _moments(self) -> list[ChainMoment]:
         """Return all moments that are not dominated by another one."""
@@ -280,7 +287,7 @@ class ChainBuilder:
     def _alive(self) -> list[frozenset[int]]:
         """Return the shared tensors that are alive in every choice of forms, at every operator."""
         changes: dict[int, list[int]] = defaultdict(list)
-        for k, (birth, end) in enumerate(self._covers):
+        for k, birth, end in self._covers:
             changes[birth].append(k)
             changes[end + 1].append(k)
         found, now = [], frozenset[int]()
