@@ -74,7 +74,7 @@ def install(module: LightningModule, spec: TensorParallel3D, mesh: DeviceMesh | 
         return found
 
     # Lightning looks whether a step takes the batch index
-    @wraps(type(module).training_step)
+    @wraps(type(module).training_step, assigned=())
     def training_step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
         step = MethodType(type(module).training_step, module)
         return units[id(module)].run("training_step", step, *args, **kwargs)

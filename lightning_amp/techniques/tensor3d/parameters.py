@@ -267,8 +267,9 @@ def forgetting_gathered() -> Iterator[None]:
         known = None if type(x) is ShardedTensor else _WHENCE.get(x.untyped_storage()._cdata)
         # complex views, and views of imaginary parts, are not described by strides alone
         if known is None or x.dtype != known[1].parameter.dtype or x.is_neg():
-            # without its node: one that saves its own result would never be freed without a backward pass through it
-            return x.detach()
+            # without its node: one that saves its own result would never be freed without a backward pass through it.
+            # A sharded tensor has the node in its part, which a checkpoint needs to compute its block again
+            return x if type(x) is ShardedTensor else x.detach()
         return known[1], known[1].parameter._version, x.shape, x.stride(), x.storage_offset()
 
     def unpack(kept: Any) -> Tensor:
