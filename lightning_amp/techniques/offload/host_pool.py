@@ -51,18 +51,19 @@ class HostPool:
             ModelError: The pool would exceed its limit.
         """
         place = bisect_left(self._free, n_bytes, key=_size)
-        if place < len(self._free):
-            found = self._free.pop(place)
-            # a count may begin with fake tensors and go on with values
-            return found if (found.memory is not None) == real else _made(found.n_bytes, real=real, pinned=pinned)
-        if real and self.limit is not None and self.n_bytes + n_bytes > self.limit:
+        found = self._free.pop(place) if place < len(self._free) else None
+        if found is not None and (found.memory is not None) == real:
+            return found
+        # a count may begin with fake tensors and go on with values: their buffers are counted already
+        size, more = (n_bytes, n_bytes) if found is None else (found.n_bytes, 0)
+        if real and self.limit is not None and self.n_bytes + more > self.limit:
             raise ModelError(
-                f"offload: the tensors of this step need {format_bytes(self.n_bytes + n_bytes)} of host memory or more,"
+                f"offload: the tensors of this step need {format_bytes(self.n_bytes + more)} of host memory or more,"
                 f" and may have {format_bytes(self.limit)}; raise host_memory=, take smaller batches, or leave offload"
                 " out"
             )
-        self.n_bytes += n_bytes
-        return _made(n_bytes, real=real, pinned=pinned)
+        self.n_bytes += more
+        return _made(size, real=real, pinned=pinned)
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back."""

@@ -143,6 +143,7 @@ def _sizes(module: LightningModule, batch: Any, **options: Any) -> list[int]:
     moves, step = moves_of(module), method_of(module, "training_step")
     assert moves is not None, "the rule is installed"
 
+    @wraps(step)
     def run(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
         step(module, *args, **kwargs)
         raise EnoughSeen

@@ -259,6 +259,7 @@ def _stretches(step: StepToPlan, rules: tuple[Rule, ...]) -> Stretches | str:
         refuse_unseen("replay", module)
         plain, views = method_of(module, "training_step"), True
 
+        @wraps(plain)
         def training_step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
             nonlocal views
             automatic = module.automatic_optimization

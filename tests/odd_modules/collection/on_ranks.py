@@ -29,6 +29,15 @@ MOVED = "; and it has changed "
 """In the message of a module whose state is not as it was when it was refused."""
 UNNAMED = "training step fails with"
 """In a message: an error of torch or of Python follows."""
+LATER = (
+    IN_EVERY_PASS,
+    "changed the parameters or buffers",
+    "reads a parameter that another rank holds",
+    "a mean over samples of nan",
+)
+"""In messages that a pipeline gives after what they name: of writes of the step itself, of a hook after the first step,
+and of a later batch, of which a micro-batch has no label that counts.
+"""
 PATIENCE_S = 15
 """For ranks that wait for one that is refused."""
 
@@ -105,8 +114,8 @@ def judged_together(name: str, way: str, found: list[Found], right: dict[str, Te
     if refused:
         # of what one rank has found the others learn by a message that fails; the first one warns
         enough = len(refused) == len(found) or RANKS_DIFFER in refused[0]
-        by_itself = any(words in said for words in (IN_EVERY_PASS, "changed the parameters or buffers"))
-        if technique == "pipeline" and not by_itself and any(MOVED in one for one in refused):
+        later = any(words in said or words in refused[0] for words in LATER)
+        if technique == "pipeline" and not later and any(MOVED in one for one in refused):
             enough = False
         # all ranks say the same, in words of the library
         if technique == "tensor3d" and (len({*refused}) > 1 or UNNAMED in refused[0]):
