@@ -99,7 +99,9 @@ class DrySteps:
             technique = import_module(STRATEGIES[self.name].steps)
             if hasattr(technique, "refuse"):
                 technique.refuse(module)
-            looks = {name: wraps(getattr(type(module), name), assigned=())(step) for name, step in self._looking.items()}
+            looks = {
+                name: wraps(getattr(type(module), name), assigned=())(step) for name, step in self._looking.items()
+            }
             return put_methods(module, {name: MethodType(look, module) for name, look in looks.items()})
         axis = self.axis
         if STRATEGIES[self.name].data_axis:

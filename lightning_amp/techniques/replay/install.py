@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_amp._torch import AnyBatchNorm, autograd_node
+from lightning_amp._torch import AnyBatchNorm, autograd_node, tree_map
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.copies.noted_values import answers_now
@@ -268,8 +268,10 @@ def _stretches(step: StepToPlan, rules: tuple[Rule, ...]) -> Stretches | str:
                 if (answers := answers_now()) is not None:
                     answers.restart(in_step=True)
                 look = Look(step.operator_rates(), views=views)
+                # a step may take its labels out of its batch
+                own_args, own_kwargs = tree_map(lambda one: one, (args, kwargs))
                 with recorded(look, module):
-                    loss = plain(module, *args, **kwargs)
+                    loss = plain(module, *own_args, **own_kwargs)
                 views = views and not look.writes_to_views
             found.append(stretches_of(look))
             # with manual optimization, optimizer state exists from the second step on

@@ -13,7 +13,7 @@ from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.hic.rows import ChunkedAttention
 from tests.any_module import QUIET
 from tests.lightning.strategy.model_axis_cases import CASE, Maps, batches, trainer_of
-from tests.odd_modules.test_rates_of_chunks import DIM, SIDE, Pairs
+from tests.techniques.chunk.test_rates_of_chunks import DIM, SIDE, Pairs
 
 
 def test_fewer_queries_in_a_chunk_are_installed_and_predicted_to_take_less() -> None:
