@@ -41,10 +41,8 @@ def test_a_technique_wherever_it_can_be_is_exact_or_refused(table: str, techniqu
     for name, row in TABLES[table].items():
         if technique in ON_BLOCKS and not has_blocks(row):
             continue
-        # first, for what a function remembers of it is not captured
-        right = plain(name)
         for spec in FORCED[technique]:
-            if why := judged(row, technique, on_one_device(row, technique, spec), right):
+            if why := judged(row, technique, on_one_device(row, technique, spec), plain(name)):
                 wrong.append(f"{name}, {spec}: {why}")
     assert not wrong, "\n".join(wrong)
 

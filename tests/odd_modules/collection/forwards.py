@@ -98,6 +98,15 @@ def cached_mask(size: int) -> Tensor:
 
 Masked = of("Masked", lambda m, x: m.layer(x).masked_fill(cached_mask(DIM), 0.0))
 
+
+def masked(remembers: bool) -> Any:
+    """A block, and whether its function remembers a tensor at first: nothing of another run."""
+    cached_mask.cache_clear()
+    if remembers:
+        cached_mask(DIM)
+    return Masked()
+
+
 FORWARDS = {
     "a branch on an attribute": of_blocks(Flag),
     "a layer that is called twice": of_blocks(Shared),
@@ -120,5 +129,6 @@ FORWARDS = {
         **dict.fromkeys(("fsdp", "pipeline"), "the step takes gradients while it runs")}),
     "a result that is a leaf": of_blocks(Leaf, {"chunk": "calls 'requires_grad_' of a tensor"}),
     "an attribute named to": of_blocks(HasTo, {"chunk": "it has an attribute 'to'"}),
-    "a function that remembers": of_blocks(Masked),
+    "a function that remembers": of_blocks(lambda: masked(False)),
+    "a function that has remembered": of_blocks(lambda: masked(True), {"chunk": UNCAPTURED}),
 }  # fmt: skip
