@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -71,4 +72,14 @@ def refuse_unseen(technique: str, module: nn.Module) -> None:
             raise InstallError(
                 f"{technique}: torch.compile was applied to {name or type(module).__name__!r}, whose operators are not"
                 " seen; leave one of them out"
+            )
+
+
+def refuse_scripts(technique: str, module: nn.Module) -> None:
+    """Raise an InstallError for a ScriptModule, whose compiled code reads parameters and calls operators itself."""
+    for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            raise InstallError(
+                f"{technique}: {name!r} is a ScriptModule, whose compiled code reads its parameters itself; give the"
+                " module that was scripted or traced"
             )

@@ -16,7 +16,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.sharding._torch import skip_one_torch_function
 from lightning_amp.sharding.splits import MeshAxis, axis_of
 from lightning_amp.techniques.contract.change import hooks_of
-from lightning_amp.techniques.put_methods import STEPS
+from lightning_amp.techniques.put_methods import STEPS, refuse_scripts
 from lightning_amp.techniques.sequence.row import SequenceParallel, written_dims
 from lightning_amp.techniques.sequence.split_batch import HowToSplit, read_dims, read_grid
 from lightning_amp.techniques.sharded_step import RUNNING, run_sharded, tensors
@@ -54,6 +54,7 @@ def install(module: LightningModule, spec: SequenceParallel, mesh: DeviceMesh | 
         raise InstallError(
             f"sequence requires torch 2.13 or newer, found {torch.__version__}; install it, or leave sequence out"
         )
+    refuse_scripts("sequence", module)
     for name, parameter in module.named_parameters():
         if hooks_of(parameter, name):
             raise InstallError(

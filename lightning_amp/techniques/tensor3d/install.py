@@ -31,6 +31,7 @@ from lightning_amp.sharding._torch import (
 from lightning_amp.sharding.registry import shard_error
 from lightning_amp.sharding.splits import MeshAxis
 from lightning_amp.techniques.contract.change import hooks_of
+from lightning_amp.techniques.put_methods import refuse_scripts
 from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.in_step import STRAY
 from lightning_amp.techniques.tensor3d.layouts import largest_rank, with_axes_exchanged, written
@@ -162,16 +163,12 @@ def refuse(module: LightningModule) -> None:
             f"tensor3d requires torch 2.13 or newer, found {torch.__version__}; install it, or leave tensor3d out"
         )
     refuse_aliases(module)
+    refuse_scripts("tensor3d", module)
     for name, child in module.named_modules():
         if isinstance(child, nn.SyncBatchNorm):
             raise InstallError(
                 f"tensor3d: {name!r} is a SyncBatchNorm, which is not supported: it would count rows twice that several"
                 " ranks have; use BatchNorm1d to 3d, whose statistics are those of all ranks' rows"
-            )
-        if isinstance(child, torch.jit.ScriptModule):
-            raise InstallError(
-                f"tensor3d: {name!r} is a ScriptModule, whose compiled code reads its parameters itself; give the"
-                " module that was scripted or traced"
             )
         if is_compiled(child):
             raise InstallError(

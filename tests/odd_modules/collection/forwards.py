@@ -119,7 +119,7 @@ FORWARDS = {
     "a buffer that counts": of_blocks(Buffer, {"pipeline": IN_EVERY_PASS}),
     "a tensor in a list": of_blocks(Outside, {"chunk": UNCAPTURED}),
     "a hook on a tensor": of_blocks(TensorHook, {"chunk": "calls 'register_hook' of a tensor",
-        "pipeline": "cannot register a hook on a tensor that doesn't require gradient"}),
+        "pipeline": "registers a hook on a tensor"}),
     "a buffer that is made in a pass": of_blocks(Makes, {"chunk": "replaces its parameter or buffer 'mask'",
         "pipeline": "changed the parameters or buffers"}),
     "a seed that is set in a pass": of_blocks(Seeded, {"chunk": "sets the seed of torch's random numbers"}, drawn=True),

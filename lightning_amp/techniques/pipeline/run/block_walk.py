@@ -249,6 +249,14 @@ class BlockWalk:
                 inputs, on_zeros = zeros_for_placeholders((args, kwargs), mode.device), True
                 stands = _stand_ins((args, kwargs), inputs)
                 made, drawn = run_on_zeros(block, inputs[0], inputs[1], mode.device)
+            except RuntimeError as error:
+                if "cannot register a hook" not in str(error):
+                    raise
+                raise InstallError(
+                    f"pipeline: a block of {self.name!r}, a {type(block).__name__!r} of another rank, registers a hook"
+                    " on a tensor, which has no gradient on this rank; write it as a torch.autograd.Function, or leave"
+                    " 'pipeline' out"
+                ) from error
         for value, stand, version in stands:
             if stand._version != version:
                 raise InstallError(
