@@ -1,6 +1,7 @@
 """Claim: a plan with a pipeline runs exactly, or planning refuses it by name, with the same words in every process."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch.nn import functional as F
 import lightning_amp
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.chain_of import CountedStep, count_step
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.fsdp.look import refusal as refusal_of_fsdp
-from tests.lightning.pipeline.attacks import BLOCKS, Batch, Net, batches
-from tests.lightning.pipeline.test_pipeline_attacks import train
+from tests.odd_modules.collection.row import Row
+from tests.odd_modules.collection.run import trained
+from tests.odd_modules.collection.stages import BLOCKS, Batch, Net, batches
 from tests.ranks import run_ranks
 
 NAMES = tuple(f"blocks.{i}" for i in range(BLOCKS))
@@ -117,16 +120,17 @@ def test_draws_that_are_read_after_the_blocks_rule_out_micro_batches_only() -> N
         planned(DrawsMask, devices=2, strategies="pipeline", model_parallel_size=2)
 
 
-def drawn(rank: int, ranks: int) -> dict[str, Any]:
-    return train((rank, ranks), DrawsMask, {"micro_batches": 1})
+def on_ranks(rank: int, ranks: int, kind: Callable[[], Net], micro_batches: int) -> dict[str, Tensor]:
+    strategy = AMPStrategy(strategies="pipeline", micro_batches=micro_batches)
+    return trained(Row(kind, batches), strategy, rank=rank, ranks=ranks)
 
 
 @pytest.mark.ranks
 def test_a_batch_with_such_draws_trains_exactly_as_one_micro_batch(tmp_path: Path) -> None:
-    expected = train(None, DrawsMask, {})
-    for run in run_ranks(drawn, 2, tmp_path):
-        for key, value in expected["state"].items():
-            torch.testing.assert_close(run["state"][key], value, rtol=0, atol=1e-10)
+    expected = {key: value for key, value in trained(Row(DrawsMask, batches)).items() if key.startswith("state")}
+    for run in run_ranks(on_ranks, 2, tmp_path, DrawsMask, 1):
+        for key, value in expected.items():
+            torch.testing.assert_close(run[key], value, rtol=0, atol=1e-10)
 
 
 def broken(*_: Any, **__: Any) -> Any:
@@ -233,7 +237,7 @@ SAID: dict[type[Net], str] = {
 def ended(rank: int, ranks: int, kind: type[Net]) -> tuple[str, dict[str, Tensor]]:
     module, said = kind(), ""
     try:
-        train((rank, ranks), lambda: module, {"micro_batches": 3})
+        on_ranks(rank, ranks, lambda: module, 3)
     except Exception as error:
         said = str(error)
     return said, dict(module.state_dict())
@@ -253,7 +257,7 @@ def refused(rank: int, ranks: int) -> list[str]:
     said = []
     for kind in (Copies, CallsTwice, DrawsMask):
         with pytest.raises(PlanError) as error:
-            train((rank, ranks), kind, {"micro_batches": 3})
+            on_ranks(rank, ranks, kind, 3)
         said.append(str(error.value))
     return said
 
