@@ -1,4 +1,4 @@
-"""Make device meshes once for a process group: every process group holds threads and memory until the process ends."""
+"""Make device meshes once for a process group: every process group holds threads and memory while it is referenced."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,8 +6,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# with the group of all ranks, whose identity is part of the key
-_MADE: dict[tuple[int, str, tuple[tuple[str, int], ...]], tuple[Any, DeviceMesh]] = {}
+_MADE: dict[tuple[str, tuple[tuple[str, int], ...]], DeviceMesh] = {}
+_OF: list[Any] = []
+"""The group of all ranks that the meshes belong to."""
 
 
 def mesh_of(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
@@ -16,7 +17,11 @@ def mesh_of(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     Fits of one process share it.
     """
     everyone = dist.group.WORLD
-    key = id(everyone), device_type, tuple(sizes.items())
+    if not _OF or _OF[0] is not everyone:
+        # of groups that were destroyed since, so that they can end
+        _MADE.clear()
+        _OF[:] = [everyone]
+    key = device_type, tuple(sizes.items())
     if key not in _MADE:
-        _MADE[key] = everyone, init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return _MADE[key][1]
+        _MADE[key] = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return _MADE[key]
