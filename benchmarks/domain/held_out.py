@@ -22,8 +22,7 @@ import logging
 import shutil
 import tempfile
 import warnings
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,8 @@ import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.domain.integration import PAGE, rows_of_all, trained
-from benchmarks.page import origin, paragraph, table, write_part
+from benchmarks.domain.integration import rows_of_all, seeds_in_turn, show, trained
+from benchmarks.page import table
 from lightning_amp.models.inputs import StrataInputs
 from lightning_amp.models.nearby import nearby
 
@@ -136,12 +135,11 @@ def one_seed(data_dir: Path, seed: int, arguments: argparse.Namespace, settings:
 def rows_of(name: str, data_dir: Path, arguments: argparse.Namespace, settings: dict[str, Any]) -> list[list[str]]:
     """Return a row for each seed, and the medians."""
     found, rows = list[list[float]](), list[list[str]]()
-    # a process for each seed, as in benchmarks.domain.integration
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        for seed in arguments.seeds:
-            found.append(pool.submit(one_seed, data_dir, seed, arguments, settings).result())
-            rows.append([name, str(seed), *(f"{one:.3f}" for one in found[-1])])
-            print(*rows[-1], sep=" | ", flush=True)
+    one = partial(one_seed, data_dir, arguments=arguments, settings=settings)
+    for seed, scores in seeds_in_turn(one, arguments.seeds):
+        found.append(scores)
+        rows.append([name, str(seed), *(f"{each:.3f}" for each in scores)])
+        print(*rows[-1], sep=" | ", flush=True)
     return [*rows, [f"**{name}**", "median", *(f"{one:.3f}" for one in np.median(found, axis=0))]]
 
 
@@ -157,13 +155,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     rows = rows_of_all(rows_of, arguments)
-    lines = list(table(HEADER, rows))
-    print(*lines, sep="\n")
-    if arguments.write:
-        only = ["--only", arguments.only] if arguments.only else []
-        given = " ".join([*only, "--seeds", *map(str, arguments.seeds), f"--epochs {arguments.epochs}", *arguments.set])
-        first = origin(f"python -m benchmarks.domain.held_out FOLDER {given} --write")
-        write_part(PAGE, "domain.held_out", [*paragraph(first), *lines])
+    show("domain.held_out", list(table(HEADER, rows)), arguments)
 
 
 if __name__ == "__main__":

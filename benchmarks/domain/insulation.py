@@ -16,8 +16,7 @@ cell's track is compared with that of the sum of the other cells of its type; th
 import argparse
 import logging
 import warnings
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,8 @@ import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.domain.integration import PAGE, rows_of_all, trained
-from benchmarks.page import origin, paragraph, table, write_part
+from benchmarks.domain.integration import rows_of_all, seeds_in_turn, show, trained
+from benchmarks.page import table
 
 WINDOW, SEEN = 5, 0.5
 """Bins on either side; least share of the pairs around a bin that have contacts in any cell."""
@@ -129,11 +128,10 @@ def one_seed(data_dir: Path, seed: int, arguments: argparse.Namespace, settings:
 def rows_of(name: str, data_dir: Path, arguments: argparse.Namespace, settings: dict[str, Any]) -> list[list[str]]:
     """Return a row for each type, with medians over the seeds."""
     found = []
-    # a process for each seed, as in benchmarks.domain.integration
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        for seed in arguments.seeds:
-            found.append(pool.submit(one_seed, data_dir, seed, arguments, settings).result())
-            print(name, seed, found[-1], flush=True)
+    one = partial(one_seed, data_dir, arguments=arguments, settings=settings)
+    for seed, scores_of_types in seeds_in_turn(one, arguments.seeds):
+        found.append(scores_of_types)
+        print(name, seed, found[-1], flush=True)
     return [
         [name, "median", kind, *(f"{np.median([one[kind][key] for one in found]):.2f}" for key in HEADER[3:])]
         for kind in found[0]
@@ -152,13 +150,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     rows = rows_of_all(rows_of, arguments)
-    lines = list(table(HEADER, rows))
-    print(*lines, sep="\n")
-    if arguments.write:
-        only = ["--only", arguments.only] if arguments.only else []
-        given = " ".join([*only, "--seeds", *map(str, arguments.seeds), f"--epochs {arguments.epochs}", *arguments.set])
-        first = origin(f"python -m benchmarks.domain.insulation FOLDER {given} --write")
-        write_part(PAGE, "domain.insulation", [*paragraph(first), *lines])
+    show("domain.insulation", list(table(HEADER, rows)), arguments)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,9 @@ import logging
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,6 +46,7 @@ from benchmarks.page import ROOT, origin, paragraph, table, write_part
 from lightning_amp.data.prepare.synthetic import synthesize
 
 Row = TypeVar("Row")
+T = TypeVar("T")
 PAGE = ROOT / "docs" / "reports" / "integration.md"
 SETTINGS: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "cortex.yaml").read_text())["model"]["init_args"]
 DISTANCES = (0, 1, 2, 5, 10, 20, 30)
@@ -261,18 +263,35 @@ def rows_of(
     """Train once a seed; return a row of both tables for each, and the medians."""
     asked = {"epochs": arguments.epochs, "batch_size": arguments.batch_size, "settings": settings}
     rows, found, times, base = list[list[list[str]]](), list[dict[str, Any]](), list[float](), dict[str, float]()
-    # a process for each seed: a second fit in a process was seen to take ten times as long
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        for seed in arguments.seeds:
-            own, base, seconds = pool.submit(one_seed, data_dir, seed, **asked).result()
-            found.append(own)
-            times.append(seconds)
-            rows.append([row(name, seed, own, base, seconds), mixing_row(name, seed, own, base)])
-            print(*rows[-1][0], *rows[-1][1], sep=" | ", flush=True)
+    for seed, (own, base, seconds) in seeds_in_turn(partial(one_seed, data_dir, **asked), arguments.seeds):
+        found.append(own)
+        times.append(seconds)
+        rows.append([row(name, seed, own, base, seconds), mixing_row(name, seed, own, base)])
+        print(*rows[-1][0], *rows[-1][1], sep=" | ", flush=True)
     medians = {key: np.median([one[key] for one in found], axis=0) for key in found[0]}
     title = f"**{name}**"
     last = row(title, "median", medians, base, float(np.median(times)))
     return [*rows, [last, mixing_row(title, "median", medians, base)]]
+
+
+def seeds_in_turn(one_seed: Callable[[int], T], seeds: Iterable[int]) -> Iterator[tuple[int, T]]:
+    """Yield each seed with what is found with it, in a process of its own.
+
+    A second fit in a process was seen to take ten times as long.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        for seed in seeds:
+            yield seed, pool.submit(one_seed, seed).result()
+
+
+def show(name: str, lines: list[str], arguments: argparse.Namespace) -> None:
+    """Print the tables of a benchmark; write them into the page, below the command that repeats them, if asked to."""
+    print(*lines, sep="\n")
+    if arguments.write:
+        only = ["--only", arguments.only] if arguments.only else []
+        given = " ".join([*only, "--seeds", *map(str, arguments.seeds), f"--epochs {arguments.epochs}", *arguments.set])
+        first = origin(f"python -m benchmarks.{name} FOLDER {given} --write")
+        write_part(PAGE, name, [*paragraph(first), *lines])
 
 
 def rows_of_all(
@@ -303,11 +322,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = rows_of_all(rows_of, arguments)
     lines = [*table(HEADER, (one[0] for one in rows)), *table(MIXING, (one[1] for one in rows))]
-    print(*lines, sep="\n")
-    if arguments.write:
-        given = " ".join(["--seeds", *map(str, arguments.seeds), f"--epochs {arguments.epochs}", *arguments.set])
-        first = origin(f"python -m benchmarks.domain.integration FOLDER {given} --write")
-        write_part(PAGE, "domain.integration", [*paragraph(first), *lines])
+    show("domain.integration", lines, arguments)
 
 
 if __name__ == "__main__":
