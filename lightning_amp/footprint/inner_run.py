@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from lightning_amp._torch import FakeTensor, FakeTensorMode
+from lightning_amp.default_dtype import types_of_the_step
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.bounded_step import BoundedStep
 from lightning_amp.footprint.confirm_count import StepMakes
@@ -30,7 +31,6 @@ from lightning_amp.footprint.copies.noted_values import Answers, NoteTaker
 from lightning_amp.footprint.foreseen import averaged_by, foresee
 from lightning_amp.footprint.last_gradients import LastGradients, nothing_reads_them
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.footprint.recompute_state import types_of_the_step
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.holding import replacing
 

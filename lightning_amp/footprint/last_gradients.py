@@ -38,12 +38,20 @@ NORMS = ("lightning_amp.footprint.inner_run", "lightning_amp.lightning.checkpoin
 def nothing_reads_them(trainer: Trainer) -> bool:
     """Whether the settings and callbacks of a run let the last gradients go before `training_step`."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return trainer.accumulate_grad_batches == 1 and not any(
-        isinstance(one, GradientAccumulationScheduler)
-        or "on_before_zero_grad" in vars(one)
-        or type(one).on_before_zero_grad is not Callback.on_before_zero_grad
-        for one in callbacks
+    return not accumulates(trainer) and not any(has_hook(one, "on_before_zero_grad") for one in callbacks)
+
+
+def accumulates(trainer: Trainer) -> bool:
+    """Whether gradients are added up over batches, now or later in the run."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return trainer.accumulate_grad_batches != 1 or any(
+        isinstance(one, GradientAccumulationScheduler) for one in callbacks
     )
+
+
+def has_hook(callback: Callback, name: str) -> bool:
+    """Whether a callback defines a hook, in its class or on itself."""
+    return name in vars(callback) or getattr(type(callback), name) is not getattr(Callback, name)
 
 
 class LastGradients:

@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 
 from lightning_amp._torch import (
@@ -45,7 +44,7 @@ from lightning_amp._torch import (
     without_torch_function,
 )
 from lightning_amp.footprint.forward_overrides import hooked, overrides_of
-from lightning_amp.footprint.slots import held_in_slots
+from lightning_amp.slots import held_in_slots
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_trainer", "_fabric"}
@@ -400,36 +399,3 @@ def same_digests(expected: Sequence[tuple[str, float, float]], found: Sequence[t
         torch.allclose(torch.tensor(a[1:]), torch.tensor(b[1:]), rtol=rtol, atol=0.0, equal_nan=True)
         for a, b in zip(expected, found, strict=True)
     )
-
-
-@contextmanager
-def types_of_the_step(precision: Precision) -> Iterator[None]:
-    """Set the step's default dtype during a backward pass, in which blocks may be recomputed.
-
-    Lightning's precisions "64-true", "16-true" and "bf16-true" set it in the forward pass only. A tensor that a block
-    creates without a dtype would otherwise have another dtype when the block is recomputed.
-    """
-    before = torch.get_default_dtype()
-    with precision.forward_context():
-        of_the_step = torch.get_default_dtype()
-    _OUTSIDE.append(before)
-    torch.set_default_dtype(of_the_step)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(_OUTSIDE.pop())
-
-
-_OUTSIDE: list[torch.dtype] = []
-"""Default dtypes outside of the backward passes that run."""
-
-
-@contextmanager
-def types_of_the_update() -> Iterator[None]:
-    """Set the default dtype of an optimizer's step, in which it creates its state, within a backward pass."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(_OUTSIDE[-1] if _OUTSIDE else before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

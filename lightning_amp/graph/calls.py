@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_amp._torch import FakeTensor, fake_tensors, tree_leaves, unseen
+from lightning_amp.default_dtype import default_dtype
 from lightning_amp.footprint.chain.block_call import autocast_again, autocast_now
 from lightning_amp.footprint.copies.batch_values import asked_by_torch
 from lightning_amp.holding import holding, replacing
@@ -229,13 +230,11 @@ class _Follower(_Mode):
             if self._more is None:
                 break
             grad, autocast, dtype = self._began
-            now = torch.get_default_dtype()
-            torch.set_default_dtype(dtype)
+            following = holding(FOLLOWING, False)
             try:
-                with holding(FOLLOWING, False), torch.set_grad_enabled(grad), autocast_again(autocast):
+                with default_dtype(dtype), following, torch.set_grad_enabled(grad), autocast_again(autocast):
                     self._known.append(self._more())
             finally:
-                torch.set_default_dtype(now)
                 self._more = None
         self.at = 0
         was = self._known[-1][self._n].key if self._n < len(self._known[-1]) else ("no function",)

@@ -52,21 +52,22 @@ def silhouette(points: Floats, labels: Labels) -> float:
 
 def same_label_share(points: Floats, labels: Labels) -> tuple[float, float]:
     """Return the share of a cell's 15 nearest neighbours that have its label, and chance's."""
+    same = labels[:, None] == labels
+    chance = (same.sum(axis=1) - 1) / (len(points) - 1)
+    return float(np.take_along_axis(same, _nearest(points), axis=1).mean()), float(chance.mean())
+
+
+def _nearest(points: Floats) -> NDArray[np.intp]:
+    """Return the 15 nearest other points of each point, in no order."""
     far = cdist(points, points)
     np.fill_diagonal(far, np.inf)
     n = min(NEIGHBOURS, len(points) - 1)
-    nearest = np.argpartition(far, n - 1, axis=1)[:, :n]
-    same = labels[:, None] == labels
-    chance = (same.sum(axis=1) - 1) / (len(points) - 1)
-    return float(np.take_along_axis(same, nearest, axis=1).mean()), float(chance.mean())
+    return np.argpartition(far, n - 1, axis=1)[:, :n]
 
 
 def other_label_shares(points: Floats, labels: Labels) -> dict[str, tuple[float, float]]:
     """Return by label the share of its points' 15 nearest neighbours that have another label, and chance's."""
-    far = cdist(points, points)
-    np.fill_diagonal(far, np.inf)
-    n = min(NEIGHBOURS, len(points) - 1)
-    other = labels[np.argpartition(far, n - 1, axis=1)[:, :n]] != labels[:, None]
+    other = labels[_nearest(points)] != labels[:, None]
     found = {}
     for name in np.unique(labels).tolist():
         own = labels == name

@@ -23,7 +23,7 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor, nn
 
-from lightning_amp.footprint.slots import held_in_slots, slots_of
+from lightning_amp.slots import held_in_slots, slots_of
 
 LIBRARIES = {"torch", "lightning", "torchmetrics", "lightning_amp", *sys.stdlib_module_names}
 """Packages whose functions, classes and files are not restored."""

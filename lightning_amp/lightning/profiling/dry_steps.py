@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
 from importlib import import_module
-from inspect import unwrap
 from math import prod
 from types import MethodType
 from typing import Any, cast
@@ -115,8 +114,8 @@ class DrySteps:
                 self.sent.clear()
                 return step.__func__(module, *args, **kwargs)
 
-            # Lightning looks through one wrapper to see whether a step takes the batch index
-            vars(module)["training_step"] = MethodType(wraps(unwrap(step.__func__))(begun), module)
+            # `undo` takes it away with the step that it wraps
+            put_methods(module, {"training_step": MethodType(wraps(step.__func__)(begun), module)})
         return undo
 
     def choose(self, batch: Any, count: Callable[[], CountedStep], links: Links) -> CountedStep | None:

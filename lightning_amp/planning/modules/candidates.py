@@ -155,11 +155,11 @@ def _draft(
         if name in seen.refused:
             return f"{name} is not possible: {seen.refused[name]}"
     made: Draft | str = as_it_is(seen, ranks)
+    # the variants of a smaller set are others than those of a larger one
+    of_variant = (variant, names) if any(PREDICTIONS[one].variants for one in names) else ()
     for n, name in enumerate(names, 1):
         assert isinstance(made, Draft), "the loop ends where it is none"
-        # the variants of a smaller set are others than those of a larger one
-        several = any(PREDICTIONS[one].variants for one in names)
-        key = (variant if several else 0, names if several else (), names[:n], budget)
+        key = (of_variant, names[:n], budget)
         if key not in known:
             known[key] = result_or_reason(PREDICTIONS[name].add, seen, made, budget)
         made = known[key]

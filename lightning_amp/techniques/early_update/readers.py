@@ -11,11 +11,11 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import LBFGS
 
 from lightning_amp.errors import InstallError
+from lightning_amp.footprint.last_gradients import accumulates, has_hook
 
 OF_MODULE = (
     "on_after_backward",
@@ -58,7 +58,7 @@ def _of_trainer(trainer: Trainer) -> str:
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if trainer.world_size > 1:
         return "ranks average gradients after the backward pass"
-    if trainer.accumulate_grad_batches > 1 or any(isinstance(c, GradientAccumulationScheduler) for c in callbacks):
+    if accumulates(trainer):
         return "gradients are accumulated over batches"
     if trainer.gradient_clip_val:
         return "gradient_clip_val needs all gradients before the first update"
@@ -69,7 +69,7 @@ def _of_trainer(trainer: Trainer) -> str:
         if kind.__module__.startswith(LIBRARIES):
             continue
         for name in OF_CALLBACK:
-            if name in vars(callback) or getattr(kind, name) is not getattr(Callback, name):
+            if has_hook(callback, name):
                 return f"{name} of the callback {kind.__name__!r} may read or change gradients"
         if why := _mentions(kind):
             return f"{why} of the callback {kind.__name__!r} reads the attribute 'grad'"

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_amp._torch import TorchDispatchMode
+from lightning_amp.default_dtype import types_of_the_update
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.last_gradients import GradientReads
 from lightning_amp.footprint.live_bytes import storages_of, tensors_of
-from lightning_amp.footprint.recompute_state import types_of_the_update
 from lightning_amp.techniques.early_update.readers import refuse_readers
 
 CHANGED = "has been modified by an inplace operation"

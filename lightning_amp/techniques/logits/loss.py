@@ -274,7 +274,7 @@ class _Gradients:
         # rows that are ignored have no gradient
         self._of_x = torch.zeros(rows.n_rows, x.shape[-1], dtype=x.dtype, device=x.device) if wanted[0] else None
         # 16-bit sums over many chunks would lose small contributions
-        wide = torch.promote_types(weight.dtype, torch.float32)
+        wide = _wide(weight.dtype)
         self._of_weight = torch.zeros_like(weight, dtype=wide, requires_grad=False) if wanted[1] else None
         use_bias = wanted[2] and bias is not None
         self._of_bias = torch.zeros_like(bias, dtype=wide, requires_grad=False) if use_bias else None  # type: ignore[arg-type]

@@ -50,7 +50,7 @@ class Checked:
 
     Args:
         lowered: The generated forward.
-        budget_bytes: Budget of the block; also bounds the check if the block cannot be called with fewer positions.
+        budget_bytes: Budget of the block, which also bounds the check.
         whole_bytes: Peak of the block's own forward, in training with its backward pass.
     """
 
