@@ -32,7 +32,14 @@ from lightning_amp.planning.policies.make_plan import check_divides
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.quantities import format_bytes, memory_of_ranks
 from lightning_amp.techniques.stage_search import OPEN, StageOptions
-from lightning_amp.techniques.table import PREDICTIONS, in_order, parse_strategies, stage_search
+from lightning_amp.techniques.table import (
+    PREDICTIONS,
+    STRATEGIES,
+    in_order,
+    is_of_decoder,
+    parse_strategies,
+    stage_search,
+)
 
 SLIGHTLY = 1.01
 """A count up to this factor above the predicted peak confirms the prediction."""
@@ -237,7 +244,7 @@ def plan_again(given: Plan, seen: ProfiledStep, *, count: Count | None = None, m
     """Predict a given plan again for this step, on ranks with this much memory."""
     if (decided := stages_requested(given, seen)) is not None:
         return predicted_again(given, seen, replace(decided, memory=memory))
-    rules = tuple(rule for rule in given.rules if rule.strategy in PREDICTIONS)
+    rules = tuple(rule for rule in given.rules if rule.strategy in PREDICTIONS and not is_of_decoder(rule))
     ranks = given.gradient_ranks
     made = counted_draft(seen, rules, ranks=ranks, count=count)
     return replace(
@@ -268,6 +275,16 @@ def counted_draft(seen: ProfiledStep, rules: tuple[Rule, ...], *, ranks: int, co
                 )
             made = more
     return made
+
+
+def counted_rules(plan: Plan) -> tuple[Rule, ...]:
+    """Return the rules of a plan that a count of its step on one device installs."""
+    return tuple(
+        rule
+        for rule in plan.rules
+        if (is_of_decoder(rule) and not STRATEGIES[rule.strategy].model_axis)
+        or (rule.strategy in PREDICTIONS and PREDICTIONS[rule.strategy].counted)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

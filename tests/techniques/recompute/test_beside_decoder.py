@@ -144,8 +144,8 @@ class NoEncoders(Run):
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ("S3,S4,recompute", "outside of it recompute is not possible: no block can run a second time; .* it is of the"),
-        ("S3,S4,chunk", "outside of it chunk is not possible: .* it is of the decoder"),
+        ("S3,S4,recompute", "recompute is not possible: no block can run a second time; .* it is of the"),
+        ("S3,S4,chunk", "chunk is not possible: .* it is of the decoder"),
     ],
 )
 def test_by_name_without_blocks_outside_is_refused(asked: str, why: str) -> None:
