@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -21,10 +20,11 @@ from lightning_amp.data.batch import datamodule_of
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.installing.describe_module import describe, unpredicted, with_unsupported
+from lightning_amp.installing.describe_module import unpredicted
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.profiling.loaders import CellsOrReason, cells_per_step
+from lightning_amp.lightning.profiling.shape_of_module import shape_of_module
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.hardware import least_budget, measured_speeds
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
@@ -41,9 +41,6 @@ from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.rates_of import rates_of
 from lightning_amp.techniques.table import EVALUATED, STRATEGIES, beyond_decoder, parse_strategies, technique_of_steps
 
-ADAM_SLOTS = 2
-"""Optimiser values per weight, assumed for modules other than the reference model: optimisers do not exist yet."""
-RMSPROP_SLOTS = 1
 SHOWN = 8
 """Largest number of differences in an error message."""
 OF_THE_MACHINE = ("data_dir", "budget_bytes")
@@ -81,8 +78,7 @@ class PlanningContext:
         self.step = StepOfModule.of(trainer, limit_bytes=limit, steps=None if has_decoder else self.steps)
         beyond = beyond_decoder(parse_strategies(request.strategies or "S1"))
         matters = request.device_memory is not None or strategy.root_device.type == "cuda"
-        counts = has_decoder and self.step is not None and cells is None
-        self.counts_decoder = counts and (matters or bool(beyond))
+        self.counts_decoder = has_decoder and self.step is not None and cells is None and (matters or bool(beyond))
         """Whether the step of a module with a decoder is counted, which takes seconds; later plans of a run are not."""
         before = () if trained is None or fits else trained.rules
         # the evaluated module may differ from the trained one
@@ -91,9 +87,10 @@ class PlanningContext:
             rule for rule in before if rule.strategy == EVALUATED and fnmatch.filter(names, rule.fqn)
         )
         """Rules of the previous fit's plan by which an evaluation runs in chunks."""
+        counted = self.counts_decoder or not has_decoder
         budgeted = request.device_memory is not None and not self.in_chunks
         self.evaluation = EvaluationOfModule.of(trainer) if budgeted else None
-        self.validation = EvaluationOfModule.of_fit(trainer) if fits and matters else None
+        self.validation = EvaluationOfModule.of_fit(trainer) if fits and matters and counted else None
 
     def _dry_steps(self, trained: Plan | None) -> DrySteps | None:
         """Return the requested technique with its own steps, or that of the previous fit's plan, to profile it."""
@@ -125,11 +122,8 @@ class PlanningContext:
             batch_size = seen.profile.batch_size or batch_size or 1
         notes = [note for note in (unknown if batch_size is None else "", why) if note]
         notes += [] if seen is not None or self.counts_decoder else self.notes_on_closed_forms
-        slots = RMSPROP_SLOTS if reference else ADAM_SLOTS
-        shape = with_unsupported(module, describe(module, batch_size=batch_size or 1, optimizer_slots=slots))
-        shape = replace(shape if reference else model_shape.with_counts(shape), profiled=seen is not None)
-        threads, queries = torch.get_num_threads(), self.request.chunk_queries
-        shape = replace(shape, decoder=replace(shape.decoder, threads=threads, queries=queries))
+        shape = shape_of_module(module, batch_size=batch_size or 1, queries=self.request.chunk_queries)
+        shape = replace(shape, profiled=seen is not None)
         notes += unpredicted(module, shape)
         if data_dir is None:
             return model_shape.profile_of_module(shape), on_device(shape, self.rates[0]), notes
@@ -151,7 +145,7 @@ class PlanningContext:
             network = model_shape.NetworkShape(**{name: settings[name] for name in names})
             dim = shape.decoder.dim or int(settings.get("latent_dim", model_shape.LATENT_DIM))
             shape = model_shape.outside_strata(shape, network, profile, latent_dim=dim)
-        elif shape.decoder:
+        elif shape.decoder and not self.counts_decoder:
             notes.append(
                 "of the activations outside the decoder the counts and the inputs of layers that read them all are"
                 " predicted: the others are those of another's model"

@@ -12,21 +12,14 @@ from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.largest_rank import for_largest_rank
 from lightning_amp.lightning.strategy.validation_of_fit import with_validation
 from lightning_amp.planning.memory.peak_model import predict
-from lightning_amp.planning.modules.plan_decoder import plan_decoder, predict_decoder_again
+from lightning_amp.planning.modules.plan_decoder import plan_decoder, predict_decoder_again, split_by_decoder
 from lightning_amp.planning.modules.plan_module import model_axis_size, plan_again, plan_module, split_by_planner
 from lightning_amp.planning.plan.plan import Axes, Plan
 from lightning_amp.planning.policies import build_rules
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.time.step_seconds import predicted_times
 from lightning_amp.progress import shown_if_long
-from lightning_amp.techniques.table import (
-    EVALUATED,
-    PREDICTIONS,
-    beyond_decoder,
-    in_order,
-    is_of_decoder,
-    parse_strategies,
-)
+from lightning_amp.techniques.table import EVALUATED, PREDICTIONS, in_order, is_of_decoder, parse_strategies
 
 
 def resolve_plan(
@@ -117,11 +110,9 @@ def _plan_of_decoder(facts: PlanningContext, strategies: Sequence[str] | None, m
     request, asked = facts.request, strategies
     if asked is None and request.strategies is not None:
         asked = parse_strategies(request.strategies)
-    named = () if request.policy == "paper" else None
-    if asked is not None:
-        named = beyond_decoder(asked)
-        asked = [name for name in asked if name not in named]
-        asked += [] if facts.counts_decoder else _without_profile(named, facts)
+    asked, named = split_by_decoder(asked, policy=request.policy)
+    if asked is not None and not facts.counts_decoder:
+        asked += _without_profile(named or (), facts)
     size = facts.grid_ranks or request.model_parallel_size if model_ranks is None else model_ranks
     make = partial(_without_step, facts, asked, size, steps=facts.steps)
     if not facts.counts_decoder:

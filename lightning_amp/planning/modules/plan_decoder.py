@@ -13,7 +13,7 @@ less a rank holds:
 This is exact if the axis has one rank, or if the peak of the step is in the decoder.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_amp.costs.model_shape import ModelShape
@@ -26,7 +26,7 @@ from lightning_amp.planning.modules.min_memory_plan import LEAST
 from lightning_amp.planning.modules.plan_module import Count, plan_again, plan_module
 from lightning_amp.planning.plan.plan import Axes, Candidate, Plan
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, in_order, is_of_decoder
+from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, beyond_decoder, in_order, is_of_decoder
 
 TRIES = 3
 """Number of leaner plans of the decoder that are counted until one fits."""
@@ -83,6 +83,19 @@ def plan_decoder(
     if fitting:
         return min(fitting, key=lambda one: _seconds_of_a_batch(one.plan))
     return min(found, key=lambda one: one.plan.predicted_peak_bytes)
+
+
+def split_by_decoder(
+    strategies: Sequence[str] | None, *, policy: str
+) -> tuple[list[str] | None, tuple[str, ...] | None]:
+    """Split the requested strategies into those of the decoder, and those beyond it; None leaves them to the policy.
+
+    "paper", AMP's fixed mapping, adds no strategy of the second kind.
+    """
+    if strategies is None:
+        return None, () if policy == "paper" else None
+    beyond = beyond_decoder(strategies)
+    return [name for name in strategies if name not in beyond], beyond
 
 
 def predict_decoder_again(given: Plan, on_top_of: OnTopOf, shape: ModelShape) -> DecoderPlan:

@@ -1,5 +1,5 @@
-"""Claim: a module with a decoder gets the techniques of any module on top of those of its decoder, as much of them as its
-budget needs, to the numbers of a plain Trainer and with the peak that was predicted."""
+"""Claim: a module with a decoder gets the techniques of any module on top of those of its decoder, as much of them as
+its budget needs, to the numbers of a plain Trainer and with the predicted peak; offline it is the same plan."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+import lightning_amp
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.profiling.loaders import loaders_of
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
@@ -96,6 +97,16 @@ def test_a_leaner_plan_of_the_decoder_where_that_is_faster(alone: Plan) -> None:
     assert "sparse" in plan.strategies
     assert "sparse" not in alone.strategies
     assert plan.predicted_peak_bytes == pytest.approx(measured, rel=CLOSE)
+
+
+@pytest.mark.parametrize("missing", [0, 5_000, 30_000])
+def test_offline_it_is_the_plan_of_the_fit(alone: Plan, missing: int) -> None:
+    budget = alone.predicted_peak_bytes - missing
+    offline = lightning_amp.plan(Run(SMALL), torch.zeros(2, 1), device_memory=budget)
+    plan = fitted(device_memory=budget)[0]
+    assert offline.plan.rules == plan.rules
+    assert offline.plan.predicted_peak_bytes == plan.predicted_peak_bytes
+    assert offline.plan.candidates == plan.candidates
 
 
 @pytest.mark.parametrize("asked", ["offload", "S4,offload", "S3,S4,replay"])

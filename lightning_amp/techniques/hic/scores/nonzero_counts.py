@@ -8,7 +8,8 @@ store their entries.
 
 Known limits: counts that are computed on the device are another tensor, and so are columns that are selected by an
 index. Every stratum searches those, and tensors of inference mode or that are not contiguous. An in-place change is
-detected. On the meta device entries are assumed to be spread evenly, for a dense matrix one in 20 elements. Legend: entry (M), cell (B), feature (F_k, or F of all strata).
+detected. On the meta device entries are assumed to be spread evenly, for a dense matrix one in 20 elements. Legend:
+entry (M), cell (B), feature (F_k, or F of all strata).
 """
 
 import math
