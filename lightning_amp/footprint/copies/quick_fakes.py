@@ -72,6 +72,11 @@ MOST_LEFT = 2**26
 """Most reserve bytes of an RNN kernel that is run to measure them."""
 
 
+def in_a_count(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a fake one of a counted step, which gets what the values of its batch decide."""
+    return getattr(getattr(tensor, "fake_mode", None), "valid", False)
+
+
 class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A FakeTensorMode for one step or one graph, in which arguments of operators may also be real tensors.
 
