@@ -357,6 +357,8 @@ class _Count(Callback):
             self._counting_first.enter_context(self._first)
         if batch_idx == self._counted:
             self._counting = True
+            # made again in this step, so that what code caches from step to step is counted
+            getattr(self._fake, "cache", {}).clear()
             self.recorder.start(batch, trainer.optimizers)
             self._entered.callback(self.recorder.stop)
             # bytes alive now that the second step does not start with were left by the first step

@@ -76,9 +76,7 @@ class EvaluationCount:
         """Return the profile of the step."""
         return self._noted(batch, (), rows, partial(self._recorded, batch, rows))
 
-    def _noted(
-        self, batch: Batch, rules: Sequence[Rule], rows: int | None, run: Callable[[Answers | None], T]
-    ) -> T:
+    def _noted(self, batch: Batch, rules: Sequence[Rule], rows: int | None, run: Callable[[Answers | None], T]) -> T:
         """Run the step on fake tensors; if it needs values, with what they decide."""
         module, key = self._trainer.lightning_module, (batch.loader, rows)
         answers = self._answers.get(key)

@@ -1,8 +1,8 @@
 """Profile one training step of a module on rank 0, before anything is installed.
 
-Every fit of a module without a Hi-C decoder does this, because the plan reports what uses the memory also if
-everything fits; it takes a second or two. With a decoder, the step is counted for a budget. Validate, test and predict
-do not count it. If a step cannot be profiled, it is trained as on a plain Trainer, and the plan gives the reason.
+Every fit does this, because the plan reports what uses the memory also if everything fits; it takes a second or two.
+Validate, test and predict do not. If a step cannot be profiled, it is trained as on a plain Trainer, and the plan
+gives the reason.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,9 +82,7 @@ class StepOfModule:
             around = replace(around, own_parts=own)
         self._answers: dict[int | None, Answers] = {}
         self.decoders = tuple(find_decoders(module))
-        # strata are planned in closed form, with the last step's gradients
-        frees = around.frees_gradients and not self.decoders
-        around = replace(around, answers=self._answers, frees_gradients=frees)
+        around = replace(around, answers=self._answers)
         self.module, self._take_batch, self._around = module, take_batch, around
         self._trains, self._steps, self._base = trains, steps, tuple(on_top_of)
         self._batch_size = batch_size

@@ -39,7 +39,7 @@ from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.quantities import memory_of_ranks
 from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.rates_of import rates_of
-from lightning_amp.techniques.table import EVALUATED, STRATEGIES, beyond_decoder, parse_strategies, technique_of_steps
+from lightning_amp.techniques.table import EVALUATED, STRATEGIES, parse_strategies, technique_of_steps
 
 SHOWN = 8
 """Largest number of differences in an error message."""
@@ -76,10 +76,8 @@ class PlanningContext:
         has_decoder = bool(find_decoders(trainer.lightning_module))
         # a decoder refuses steps that replace the module's when they are installed
         self.step = StepOfModule.of(trainer, limit_bytes=limit, steps=None if has_decoder else self.steps)
-        beyond = beyond_decoder(parse_strategies(request.strategies or "S1"))
-        matters = request.device_memory is not None or strategy.root_device.type == "cuda"
-        self.counts_decoder = has_decoder and self.step is not None and cells is None and (matters or bool(beyond))
-        """Whether the step of a module with a decoder is counted, which takes seconds; later plans of a run are not."""
+        self.counts_decoder = has_decoder and self.step is not None and cells is None
+        """Whether the step of a module with a decoder is counted; those of later plans of a run are not."""
         before = () if trained is None or fits else trained.rules
         # the evaluated module may differ from the trained one
         names = [name for name, _ in trainer.lightning_module.named_modules()]
@@ -90,6 +88,7 @@ class PlanningContext:
         counted = self.counts_decoder or not has_decoder
         budgeted = request.device_memory is not None and not self.in_chunks
         self.evaluation = EvaluationOfModule.of(trainer) if budgeted else None
+        matters = request.device_memory is not None or strategy.root_device.type == "cuda"
         self.validation = EvaluationOfModule.of_fit(trainer) if fits and matters and counted else None
 
     def _dry_steps(self, trained: Plan | None) -> DrySteps | None:

@@ -233,7 +233,7 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
 
 def _decoder_again(plan: Plan, facts: PlanningContext) -> Plan:
     """Count the step of a given plan of a module with a decoder; outside a fit the closed forms' bytes stay."""
-    why = "the step is counted for a budget, AMPStrategy(device_memory=...), in a fit"
+    why = "the step is counted in a fit, before its first plan"
     if facts.counts_decoder:
         try:
             found = predict_decoder_again(plan, facts.on_top_of_decoder, facts.read[1])

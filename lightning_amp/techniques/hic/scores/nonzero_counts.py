@@ -9,7 +9,7 @@ store their entries.
 Known limits: counts that are computed on the device are another tensor, and so are columns that are selected by an
 index. Every stratum searches those, and tensors of inference mode or that are not contiguous. An in-place change is
 detected. Without values (meta and fake tensors) entries are assumed to be spread evenly, for a dense matrix one in 20
-elements; a step that is counted gets those of its batch. Legend: entry (M), cell (B), feature (F_k, or F of all strata).
+elements; a counted step gets those of its batch. Legend: entry (M), cell (B), feature (F_k, or F of all strata).
 """
 
 import math
