@@ -22,7 +22,7 @@ from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import PARAMETERS, ModuleProfile
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
-from lightning_amp.lightning.profiling.shape_of_module import shape_of_module
+from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.split_samples import samples_may_be_split, with_split_samples
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.modules.finish_plan import rules_of
@@ -34,6 +34,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import with_memory, without_shared_statistics
 from lightning_amp.planning.reports.plan_report import plan_report
 from lightning_amp.planning.reports.step_report import step_report
+from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import shown_if_long
 from lightning_amp.quantities import memory_of_ranks
 from lightning_amp.techniques.table import STRATEGIES, parse_strategies, requested_specs, technique_of_steps
@@ -285,7 +286,14 @@ def _plan_of_step(
     step = step_at(batch_size)
     with counting():
         seen = look(step)
-        shape = shape_of_module(module, batch_size=seen.profile.batch_size or 1)
+        data, shape, notes = read_shape(
+            module,
+            around.datamodule,
+            data_dir=options.get("data_dir"),
+            batch_size=seen.profile.batch_size or 1,
+            queries=options.get("chunk_queries"),
+            rates=rates,
+        )
         shape = replace(shape, profiled=not shape.decoder)
     profile = seen.profile
     own = {id(tensor): tensor.nbytes for tensor in (*module.parameters(), *module.buffers())}
@@ -305,7 +313,8 @@ def _plan_of_step(
             counted = Counted(seen=seen if n == devices else look(step, n), shape=shape)
             given = request | {"devices": n}
             if shape.decoder:
-                return _with_decoder(counted, step, given), step
+                made = _with_decoder(counted, data, step, given)
+                return replace(made, notes=(*made.notes, *notes)), step
             made = with_spec(plan_step(counted, **given, micro_batches=micro_batches, count=step.count), steps, "")
             if not free or not samples_may_be_split(made, counted.seen):
                 return made, step
@@ -353,7 +362,7 @@ def _plan_of_step(
     )
 
 
-def _with_decoder(counted: Counted, step: StepOfModule, request: Mapping[str, Any]) -> Plan:
+def _with_decoder(counted: Counted, data: Profile, step: StepOfModule, request: Mapping[str, Any]) -> Plan:
     """Plan a module with a decoder, as a fit does."""
     seen, devices, asked = counted.seen, request["devices"], request["device_memory"]
     memory = () if asked is None else memory_of_ranks(asked, devices)
@@ -363,6 +372,7 @@ def _with_decoder(counted: Counted, step: StepOfModule, request: Mapping[str, An
     def make(budget: int | None) -> Plan:
         return base_plan(
             counted,
+            data=data,
             devices=devices,
             budget=budget,
             policy=request["policy"],

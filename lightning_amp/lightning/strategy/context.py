@@ -4,7 +4,7 @@ import copy
 import fnmatch
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,11 +20,10 @@ from lightning_amp.data.batch import datamodule_of
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.installing.describe_module import unpredicted
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.profiling.loaders import CellsOrReason, cells_per_step
-from lightning_amp.lightning.profiling.shape_of_module import shape_of_module
+from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.hardware import least_budget, measured_speeds
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
@@ -33,7 +32,6 @@ from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.models.glue import GLUE
 from lightning_amp.planning.modules.plan_module import Count, counted_rules
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.time.step_seconds import on_device
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.quantities import memory_of_ranks
@@ -114,42 +112,20 @@ class PlanningContext:
     def read(self) -> tuple[Profile, model_shape.ModelShape, list[str]]:
         """Profile and shape of the run, and notes on what the prediction leaves out."""
         request, trainer, seen, why = self.request, self.trainer, self.profiled[0], self.not_profiled
-        module, data = trainer.lightning_module, self.data
-        reference, data_dir = isinstance(module, GLUE), request.data_dir_or(data)
         batch_size, unknown = self._cells
         if seen is not None:
             batch_size = seen.profile.batch_size or batch_size or 1
         notes = [note for note in (unknown if batch_size is None else "", why) if note]
         notes += [] if seen is not None or self.counts_decoder else self.notes_on_closed_forms
-        shape = shape_of_module(module, batch_size=batch_size or 1, queries=self.request.chunk_queries)
-        shape = replace(shape, profiled=seen is not None)
-        notes += unpredicted(module, shape)
-        if data_dir is None:
-            return model_shape.profile_of_module(shape), on_device(shape, self.rates[0]), notes
-        profile = read_profile(data_dir, setting=getattr(data, "setting", None))
-        # only loaded modalities count, and they are decomposed only if the module has a decomposed decoder
-        loaded, modalities = getattr(data, "modalities", None), []
-        used = [m for m in profile.modalities if loaded is None or m.name in loaded]
-        for modality in used:
-            others = [m.features for m in used if m is not modality]
-            scale = modality.features / max(others) if others else None
-            own = modality.decomposition
-            parts = replace(own, **model_shape.attention_of(shape.decoder)) if own and shape.decoder else None
-            modalities.append(replace(modality, scale=scale, decomposition=parts))
-        profile = replace(profile, modalities=tuple(modalities))
-        if reference:
-            # add the layers of the reference model that are outside its strata
-            settings = module.hparams
-            names = [field.name for field in fields(model_shape.NetworkShape) if field.name in settings]
-            network = model_shape.NetworkShape(**{name: settings[name] for name in names})
-            dim = shape.decoder.dim or int(settings.get("latent_dim", model_shape.LATENT_DIM))
-            shape = model_shape.outside_strata(shape, network, profile, latent_dim=dim)
-        elif shape.decoder and not self.counts_decoder:
-            notes.append(
-                "of the activations outside the decoder the counts and the inputs of layers that read them all are"
-                " predicted: the others are those of another's model"
-            )
-        return profile, on_device(shape, self.rates[0]), notes
+        profile, shape, more = read_shape(
+            trainer.lightning_module,
+            self.data,
+            data_dir=request.data_dir,
+            batch_size=batch_size or 1,
+            queries=request.chunk_queries,
+            rates=self.rates[0],
+        )
+        return profile, replace(shape, profiled=seen is not None), [*notes, *more]
 
     @property
     def notes_on_closed_forms(self) -> list[str]:
@@ -158,6 +134,10 @@ class PlanningContext:
         if "mixed" in str(precision):
             notes.append(f"predicted without precision={precision!r}, which keeps some tensors in half the bytes")
         if not isinstance(self.trainer.lightning_module, GLUE):
+            notes.append(
+                "of the activations outside the decoder the counts and the inputs of layers that read them all are"
+                " predicted: the others are those of another's model"
+            )
             notes.append("the optimiser state is counted as Adam's, twice the weights, for there are no optimisers yet")
         return notes
 

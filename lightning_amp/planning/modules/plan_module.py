@@ -30,6 +30,7 @@ from lightning_amp.planning.plan.plan import Candidate, Plan
 from lightning_amp.planning.policies.build_rules import with_memory, with_requested
 from lightning_amp.planning.policies.make_plan import check_divides
 from lightning_amp.planning.policies.make_plan import plan as make_plan
+from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, memory_of_ranks
 from lightning_amp.techniques.stage_search import OPEN, StageOptions
 from lightning_amp.techniques.table import (
@@ -303,6 +304,7 @@ class Counted:
 def base_plan(
     counted: Counted,
     *,
+    data: Profile | None = None,
     devices: int,
     budget: int | None,
     policy: str,
@@ -312,7 +314,7 @@ def base_plan(
     """Return the plan without techniques that require a profile, for `plan_module`; arguments as in `plan_step`."""
     seen, shape = counted.seen, counted.shape
     made = make_plan(
-        profile_of_module(shape),
+        profile_of_module(shape) if data is None else data,
         devices=devices,
         device_memory=budget,
         policy=policy,
