@@ -6,7 +6,7 @@ gives the reason.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from lightning_amp.data.batch import datamodule_of
 from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_of import CountedStep, count_step
+from lightning_amp.footprint.copies.fake_copy import length_of
 from lightning_amp.footprint.copies.noted_values import Answers
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import ModuleProfile
@@ -234,11 +235,6 @@ class StepOfModule:
         """Whether the device has memory of its own, apart from the host's."""
         return self._rates.launches
 
-    @property
-    def has_batch(self) -> bool:
-        """Whether a batch was read, and not freed since."""
-        return self._batch is not None
-
     def _counted_with(self, rule: Rule) -> CountedStep | str:
         key = rule.fqn, rule.spec
         if key not in self._steps_with:
@@ -316,6 +312,18 @@ class StepOfModule:
         self._counts, self._counted_steps, self._steps_with = {}, {}, {}
         self._answers.clear()
 
+    def take_once(self, rates: Rates) -> None:
+        """Read a batch unless one was read, and not freed since."""
+        if self._batch is None:
+            self.take(rates)
+
+    def rows(self, rates: Rates) -> int | None:
+        """Return the length of the first batch; None if it cannot be read, or its tensors have none in common."""
+        with suppress(AmpError):
+            self.take_once(rates)
+            return length_of(self._batch)
+        return None
+
     def forget(self) -> None:
         """Free the batch; counting is not possible afterwards."""
         self._batch = None
@@ -335,8 +343,7 @@ class StepOfModule:
 
     def count_own(self, rules: Sequence[Rule], rates: Rates) -> ModuleProfile:
         """Profile the step with rules, as `count`, on a rank that may have read no batch yet."""
-        if not self.has_batch:
-            self.take(rates)
+        self.take_once(rates)
         return self.count(rules)
 
     def profile_with(self, rules: Sequence[Rule]) -> ModuleProfile | None:

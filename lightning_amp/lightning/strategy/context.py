@@ -115,6 +115,8 @@ class PlanningContext:
         batch_size, unknown = self._cells
         if seen is not None:
             batch_size = seen.profile.batch_size or batch_size or 1
+        elif batch_size is None and self.counts_decoder and self.step is not None:
+            batch_size = self.step.rows(self.rates[0])
         notes = [note for note in (unknown if batch_size is None else "", why) if note]
         notes += [] if seen is not None or self.counts_decoder else self.notes_on_closed_forms
         profile, shape, more = read_shape(
@@ -167,8 +169,7 @@ class PlanningContext:
         """
         assert self.step is not None, "a fit has one"
         rates = self.rates[0]
-        if not self.step.has_batch:
-            self.step.take(rates)
+        self.step.take_once(rates)
         step, shared = self.step.on_top_of(rules), self.strategy.world_size > 1 and self.request.share_batch_statistics
         found = step.profiled(rates, requested=self.request.specs, shared_statistics=shared)
         return found, step.count

@@ -352,8 +352,8 @@ def plan_step(
     seen, shape = counted.seen, counted.shape
     if shape.decoder:
         raise PlanError(
-            f"cannot plan the step of this module: {shape.decoder.fqn!r} is a decoder of strata, which is"
-            " planned by its data; plan their folder: lightning_amp.plan(lightning_amp.profile(DIR))"
+            f"cannot plan this module by its profile alone: {shape.decoder.fqn!r} is a decoder of strata, with whose"
+            " techniques the step is counted; give both: lightning_amp.plan(module, batch)"
         )
     of_policy, named = split_by_planner(strategies, policy=policy)
     size, stages = model_axis_size(model_parallel_size, of_policy, seen, policy=policy)

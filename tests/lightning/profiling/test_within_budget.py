@@ -72,23 +72,23 @@ def again(plan: Plan) -> list[str]:
 @pytest.mark.full
 def test_all_blocks_run_again_where_that_is_not_enough(least: Fitted, plain: dict[str, torch.Tensor]) -> None:
     plan, measured, left = least
-    assert again(plan) == ENCODERS
+    assert {*again(plan)} == {*ENCODERS}
     assert plan.fits is False
-    assert plan.predicted_peak_bytes == pytest.approx(measured, rel=0.05)
+    assert plan.predicted_peak_bytes == measured
     assert differences(left, plain) == []
     with pytest.raises(PlanError, match=r"predicted to run out of memory .* per rank of 1.00 KiB"):
         fitted(device_memory="1KiB")
 
 
-@pytest.mark.parametrize(("missing", "blocks"), [(5_000, 1), (25_000, 2)])
+@pytest.mark.parametrize(("missing", "blocks"), [(15_000, 1), (36_000, 2)])
 def test_as_few_blocks_as_the_budget_asks_for(
     alone: Plan, plain: dict[str, torch.Tensor], missing: int, blocks: int
 ) -> None:
-    """A large block keeps 19,872 bytes; a leaner plan of the decoder would be slower."""
+    """On top of the leanest plan of the decoder, which alone saves 11 KB."""
     budget = alone.predicted_peak_bytes - missing
-    plan, measured, left = fitted(device_memory=budget)
+    plan, measured, left = fitted(device_memory=f"{budget}B")
     assert again(plan) == [ENCODERS[1], ENCODERS[3]][:blocks]
-    assert plan.axes == alone.axes
+    assert plan.axes != alone.axes
     assert measured <= budget
     assert plan.predicted_peak_bytes <= budget
     assert plan.predicted_peak_bytes == measured
@@ -99,7 +99,7 @@ def test_as_few_blocks_as_the_budget_asks_for(
 
 
 def test_a_leaner_plan_of_the_decoder_where_that_is_faster(alone: Plan) -> None:
-    plan, measured, _ = fitted(device_memory=alone.predicted_peak_bytes - 500)
+    plan, measured, _ = fitted(device_memory=f"{alone.predicted_peak_bytes - 500}B")
     assert again(plan) == []
     assert "sparse" in plan.strategies
     assert "sparse" not in alone.strategies
@@ -108,7 +108,7 @@ def test_a_leaner_plan_of_the_decoder_where_that_is_faster(alone: Plan) -> None:
 
 @pytest.mark.parametrize("missing", [0, 5_000, 30_000])
 def test_offline_it_is_the_plan_of_the_fit(alone: Plan, missing: int) -> None:
-    budget = alone.predicted_peak_bytes - missing
+    budget = f"{alone.predicted_peak_bytes - missing}B"
     offline = lightning_amp.plan(Run(SMALL), inputs(SMALL)[2], device_memory=budget)
     plan = fitted(device_memory=budget)[0]
     assert offline.plan.rules == plan.rules
@@ -144,7 +144,7 @@ def on_rank(rank: int, ranks: int) -> list[Fitted]:
 def test_ranks_choose_alike(tmp_path: Path) -> None:
     found = run_ranks(on_rank, 2, tmp_path, timeout=200)
     for everything, some, plain in found:
-        assert again(everything[0]) == ENCODERS
+        assert {*again(everything[0])} == {*ENCODERS}
         assert len(again(some[0])) == 1
         assert (everything[0], some[0]) == (found[0][0][0], found[0][1][0])
         assert some[1] <= some[0].budget_bytes

@@ -39,11 +39,11 @@ class Encoded(Model):
         torch.manual_seed(0)
         self.encoders = nn.ModuleList(Attention(case.dim) for _ in range(4)).double()
 
-    def forward(self, batch: dict[str, Tensor] | None = None) -> Tensor:
+    def forward(self, batch: Any = None) -> Tensor:
         u, v = self.u[None], self.v[None]
         for k, block in enumerate(self.encoders):
             u, v = (u, block(v)) if k % 2 else (block(u), v)
-        loss: Tensor = self.decoder(u[0], v[0], **(batch or self.batch))
+        loss: Tensor = self.decoder(u[0], v[0], **(batch if isinstance(batch, dict) else self.batch))
         return loss + 0.1 * u.square().mean() + 0.1 * v.square().mean()
 
 
