@@ -380,8 +380,8 @@ def _with_decoder(counted: Counted, data: Profile, step: StepOfModule, request: 
             model_parallel_size=request["model_parallel_size"],
         )
 
-    def on_top_of(rules: tuple[Rule, ...]) -> tuple[ProfiledStep, Count]:
-        with_rules = step.on_top_of(rules)
+    def on_top_of(rules: tuple[Rule, ...], frees_gradients: bool) -> tuple[ProfiledStep, Count]:
+        with_rules = step.on_top_of(rules, frees_gradients=frees_gradients)
         found = with_rules.profiled(
             seen.rates, requested=seen.requested, shared_statistics=step.shared_statistics and devices > 1
         )

@@ -289,13 +289,14 @@ class StepOfModule:
             steps=steps,
         )
 
-    def on_top_of(self, rules: Sequence[Rule]) -> "StepOfModule":
+    def on_top_of(self, rules: Sequence[Rule], *, frees_gradients: bool) -> "StepOfModule":
         """Return the same step, of the same batch, with rules of the module's decoder always installed."""
         assert self._steps is None, "steps that are replaced run no decoder"
+        around = replace(self._around, frees_gradients=frees_gradients and self._around.frees_gradients)
         found = StepOfModule(
             self.module,
             lambda: self._batch,
-            around=self._around,
+            around=around,
             batch_size=self._batch_size,
             trains=self._trains,
             on_top_of=rules,

@@ -161,7 +161,7 @@ class PlanningContext:
                 raise error.__cause__ from None
             return None, str(error)
 
-    def on_top_of_decoder(self, rules: tuple[Rule, ...]) -> tuple[ProfiledStep, Count]:
+    def on_top_of_decoder(self, rules: tuple[Rule, ...], frees_gradients: bool) -> tuple[ProfiledStep, Count]:
         """Return the step that is counted with rules of its decoder, and what counts it with further rules.
 
         Raises:
@@ -170,7 +170,8 @@ class PlanningContext:
         assert self.step is not None, "a fit has one"
         rates = self.rates[0]
         self.step.take_once(rates)
-        step, shared = self.step.on_top_of(rules), self.strategy.world_size > 1 and self.request.share_batch_statistics
+        step = self.step.on_top_of(rules, frees_gradients=frees_gradients)
+        shared = self.strategy.world_size > 1 and self.request.share_batch_statistics
         found = step.profiled(rates, requested=self.request.specs, shared_statistics=shared)
         return found, step.count
 

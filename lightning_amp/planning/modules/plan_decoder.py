@@ -32,8 +32,9 @@ TRIES = 3
 """Number of leaner plans of the decoder that are counted until one fits."""
 Make = Callable[[int | None], Plan]
 """Maps a budget in bytes to the plan of the decoder alone, by closed forms; no plan fits 1 byte, so it needs least."""
-OnTopOf = Callable[[tuple[Rule, ...]], tuple[ProfiledStep, Count]]
-"""Maps rules of the decoder to the step that is counted with them, and to what counts it with further rules."""
+OnTopOf = Callable[[tuple[Rule, ...], bool], tuple[ProfiledStep, Count]]
+"""(rules of the decoder, whether a run frees the last step's gradients) -> the step that is counted so, and what counts
+it with further rules."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +154,8 @@ class _Counted:
         if whole.mesh.model > 1:
             local = [name for name in whole.strategies if not STRATEGIES[name].model_axis]
             less = predict(shape, local).peak_bytes - whole.predicted_peak_bytes
-        seen, count = on_top_of(tuple(rules))
+        # the closed forms, which say what ranks of a model axis hold less, are with these gradients
+        seen, count = on_top_of(tuple(rules), whole.mesh.model == 1)
         return cls(whole=whole, seen=seen, count=count, less_bytes=less)
 
     @property

