@@ -295,14 +295,6 @@ def innermost_backend(callback: Any) -> Any:
     return find(callback)
 
 
-def partitioned_within(share: float) -> AbstractContextManager[Any]:
-    """Return a context in which AOTAutograd partitions graphs with this activation memory budget, from 0 to 1."""
-    from torch._functorch import config
-
-    found: AbstractContextManager[Any] = config.patch(activation_memory_budget=share)
-    return found
-
-
 @contextmanager
 def modes_on(modes: Sequence[Any]) -> Iterator[None]:
     """Activate dispatch modes again that `unseen` has disabled, without their `__enter__`; the first is innermost."""

@@ -9,10 +9,11 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_amp._torch import has_no_values, is_wrapped, partitioned_within
+from lightning_amp._torch import has_no_values, is_wrapped
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.copies.fake_copy import tensors_of_all
 from lightning_amp.techniques.compiled_budget.graphs import compiled_in, counted_call
+from lightning_amp.techniques.compiled_budget.partition import partitioned_within
 from lightning_amp.techniques.compiled_budget.row import CompiledBudget
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.put_methods import method_of, methods_put

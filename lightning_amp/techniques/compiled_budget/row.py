@@ -9,7 +9,7 @@ from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.technique import Installer, Prediction, Technique
 
 NAME = "compiled_budget"
-SHARES = (1.0, 0.75, 0.5, 0.25, 0.1, 0.0)
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.1, 0.01)
 """Budgets that are counted, from the fastest to the one that computes most again."""
 
 
@@ -18,7 +18,8 @@ class CompiledBudget:
     """Graphs of compiled modules keep a share of what they would keep, and compute the rest again.
 
     Attributes:
-        share: torch's `activation_memory_budget`: 1 keeps what is fastest, 0 the inputs of a graph only.
+        share: torch's `activation_memory_budget`: 1 keeps what is fastest, values near 0 the
+            inputs of a graph and random draws only.
     """
 
     share: float = 1.0
@@ -47,7 +48,6 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
             peak_bytes=draft.peak_bytes - saved,
             seconds=draft.seconds + more,
             targets=(replace(rule, why=why, saves_bytes=saved),),
-            chain=step.chain,
         )
         if budget is not None and made.peak_bytes <= budget:
             # peaks are not monotonic in the budget, but seconds are
@@ -67,7 +67,7 @@ ROW = Technique(
         add=add,
         kinds=(ACTIVATIONS, TEMPORARIES),
         limit="the peak is outside of what is compiled",
-        turn=2,
+        turn=7,
         slow=True,
     ),
 )
