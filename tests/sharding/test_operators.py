@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_amp.errors import ShardError
-from lightning_amp.sharding import ring_attention
+from lightning_amp.sharding.attention import blocks
 from lightning_amp.sharding.dispatch.guards import guarded
 from lightning_amp.sharding.ops import ShardedTensor, attention
 from lightning_amp.sharding.owners import Owners
@@ -283,7 +283,7 @@ def everything(rank: int, size: int, of: int) -> dict[str, Any]:
         # around a ring where heads would do; on two ranks as on devices without torch's kernel
         with (
             patch.object(attention, "_axis_of_heads", lambda *of: None),
-            patch.object(ring_attention, "ON_CPU", () if size == 2 else ring_attention.ON_CPU),
+            patch.object(blocks, "ON_CPU", blocks.WRITTEN_OUT if size == 2 else blocks.ON_CPU),
         ):
             some = [c for c in PRODUCTS if c.name.startswith(("attention", "causal", "cross-attention"))]
             found["attention"] = [

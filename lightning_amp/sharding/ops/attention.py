@@ -4,14 +4,14 @@ Where rows of queries and of keys are sharded over one axis, there are two ways:
 
     heads   an all-to-all gives each rank all rows of some heads, torch's kernel computes these, and another all-to-all
             returns the rows (Jacobs et al., DeepSpeed Ulysses, 2023)
-    ring    keys and values are passed around the ranks (ring_attention.py)
+    ring    keys and values are passed around the ranks (attention/ring.py)
 
     way     a rank sends, forward and backward       used
     heads   2 (q + k + v + out) (R - 1) / R          where there is a head for each rank, and the mask is whole
     ring    (3 R - 2) (k + v)                        otherwise
 
 Ranks may have one head more than others, for which these wait. With a causal mask the ranks of a ring wait too, for the
-last one; and on other devices than CPUs a ring has no fused kernel.
+last one.
 
 Legend: q, k, v and out are bytes of a rank's shards; R ranks; `log_sums` are logarithms of sums of exponentials,
 [batch, head, row].
@@ -25,13 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_amp.derivatives import first_only
+from lightning_amp.sharding.attention.blocks import block_backward, block_forward
+from lightning_amp.sharding.attention.ring import ring_attention
 from lightning_amp.sharding.collectives import reduce_now
 from lightning_amp.sharding.dispatch.by_rule import by_rule, with_whole
 from lightning_amp.sharding.ops.random import kept
 from lightning_amp.sharding.owners import Owners
 from lightning_amp.sharding.redistribute import own_part
 from lightning_amp.sharding.registry import operator, shard_error
-from lightning_amp.sharding.ring_attention import block_backward, block_forward, ring_attention
 from lightning_amp.sharding.sharded_tensor import (
     computed_in,
     held_by,
