@@ -48,8 +48,8 @@ def ring_attention(
     return cast(Tensor, _Ring.apply(q, k, v, mask, causal, scale, axis, rows, columns))
 
 
-def _seen(mask: Tensor | None, causal: bool, rows: range, columns: range, device: Any) -> Any:
-    """Return (whether the kernel is causal, mask) for a block of columns; None if all of it is masked."""
+def seen_of(mask: Tensor | None, causal: bool, rows: range, columns: range, device: Any) -> Any:
+    """Return (whether the block is causal, its mask) for a block of columns; None if all of it is masked."""
     if not causal:
         return False, mask if mask is None or mask.shape[-1] == 1 else mask[..., columns.start : columns.stop]
     if columns.start >= rows.stop:
@@ -76,7 +76,7 @@ class _Ring(torch.autograd.Function):
                 n = len(columns[(at - 1) % axis.size])
                 # overlaps with the computation of this block
                 arrive = ring(held, [_with_rows(t, n) for t in (k, v)], axis)
-            how = _seen(mask, causal, rows[axis.rank], columns[at], q.device)
+            how = seen_of(mask, causal, rows[axis.rank], columns[at], q.device)
             if how is not None:
                 found, own = block_forward(q, held[0], held[1], how[1], how[0], scale)
                 out, log_sums = (found, own) if out is None else merged(out, log_sums, found, own)
@@ -104,7 +104,7 @@ class _Ring(torch.autograd.Function):
             shapes = [_with_rows(t, len(columns[(at - 1) % axis.size])) for t in (k, v)]
             # sends keys, values, and gradients of the previous block while this block is computed
             arrive = ring(held, shapes, axis) if step + 1 < axis.size else None
-            how, found = _seen(mask, causal, rows[axis.rank], columns[at], q.device), list[Tensor]()
+            how, found = seen_of(mask, causal, rows[axis.rank], columns[at], q.device), list[Tensor]()
             if how is not None:
                 found = [*block_backward(grad, q, held[0], held[1], out, log_sums, how[1], how[0], scale)]
             if arrive_sums is not None:
