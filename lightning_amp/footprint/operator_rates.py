@@ -36,6 +36,11 @@ class OperatorRates:
     memory_bytes: float
     overhead_seconds: float
 
+    @classmethod
+    def of(cls, rates: Any) -> "OperatorRates":
+        """Return those of the rates of a device (costs/device_rates.py)."""
+        return cls(**{name: getattr(rates, name) for name in cls.__dataclass_fields__})
+
     def seconds(self, func: Any, args: Any, kwargs: Any, result: Any, moved: int) -> float:
         """Return the time of an operator that reads and writes `moved` bytes; a view takes none."""
         if getattr(func, "is_view", False):
