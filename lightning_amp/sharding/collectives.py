@@ -85,13 +85,15 @@ def _arriving(x: Tensor, shape: Sequence[int], axis: MeshAxis) -> Tensor:
     return x.new_zeros(list(shape)) if axis.group is None else x.new_empty(list(shape))
 
 
-def ring(tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: MeshAxis) -> Callable[[], list[Tensor]]:
-    """Start sending tensors to the next rank; the returned function waits for the tensors of the previous rank.
+def ring(
+    tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: MeshAxis, step: int = 1
+) -> Callable[[], list[Tensor]]:
+    """Start sending tensors `step` ranks on; the returned function waits for the tensors of the rank as far before.
 
-    Each tensor is one all-to-all in which a rank sends to the next rank only. This is as fast as send and receive, and
+    Each tensor is one all-to-all in which a rank sends to one other only. This is as fast as send and receive, and
     supports tensors without values, for a simulation.
     """
-    if axis.size == 1:
+    if step % axis.size == 0:
         return lambda: list(tensors)
     sent = [t.contiguous() for t in tensors]
     record(axis, "ring", sum(tensor.nbytes for tensor in sent))
@@ -101,7 +103,7 @@ def ring(tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: MeshA
             found.append(_arriving(tensor, shape, axis))
             continue
         given, taken = [0] * axis.size, [0] * axis.size
-        given[(axis.rank + 1) % axis.size], taken[axis.rank - 1] = tensor.numel(), math.prod(shape)
+        given[(axis.rank + step) % axis.size], taken[axis.rank - step] = tensor.numel(), math.prod(shape)
         found.append(start_all_to_all(tensor.view(-1), taken, given, axis.group))
 
     def arrive() -> list[Tensor]:
@@ -326,6 +328,11 @@ def _in_order(runs: Iterable[OwnerRun], place: list[int]) -> list[range]:
         found.append(range(place[rank], place[rank] + length))
         place[rank] += length
     return joined(found)
+
+
+def exchange_pieces(pieces: Sequence[Tensor], take: Sequence[int], axis: MeshAxis) -> list[Tensor]:
+    """Send flat piece r to rank r, and return the flat pieces of all ranks, that of rank r with `take[r]` numbers."""
+    return _all_to_all(pieces, take, axis)
 
 
 def _all_to_all(pieces: Sequence[Tensor], take: Sequence[int], axis: MeshAxis, *, counted: bool = True) -> list[Tensor]:

@@ -72,13 +72,15 @@ def block_forward(
     """Compute attention of one block and its `log_sums`; fully masked rows are 0 and minus infinity.
 
     Args:
-        q, k, v: [batch, head, row, dim]; all have the same dim.
+        q, k, v: [batch, head, row, dim]; all have the same dim; heads of keys and values may be shared by several of
+            queries.
         mask: Mask that is added to the scores; a boolean mask is True where attended.
         causal: Whether row i attends to columns up to i; there is no mask then.
 
     Raises:
         ShardError: The first block of a CUDA kernel differs from the written-out one.
     """
+    k, v = (_repeated(x, q.shape[1]) for x in (k, v))
     kernel = kernel_of(q, k, mask, causal)
     if kernel in (FLASH, EFFICIENT) and not has_no_values(q):
         _check(kernel, q, masked=mask is not None, causal=causal)
@@ -103,8 +105,17 @@ def block_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a block's gradients of its queries, keys and values; `out` and `log_sums` are those of all blocks."""
-    kernel = kernel_of(q, k, mask, causal)
-    return kernel.backward(grad, q, k, v, out, finite(log_sums), mask, causal, scale)
+    kernel, n, heads = kernel_of(q, k, mask, causal), k.shape[1], q.shape[1]
+    k, v = (_repeated(x, heads) for x in (k, v))
+    of_q, of_k, of_v = kernel.backward(grad, q, k, v, out, finite(log_sums), mask, causal, scale)
+    if n != heads:
+        of_k, of_v = (x.unflatten(1, (n, heads // n)).sum(2) for x in (of_k, of_v))
+    return of_q, of_k, of_v
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    """Return keys or values with so many heads; each of theirs is that of as many following ones."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def merged(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor) -> tuple[Tensor, Tensor]:
