@@ -351,13 +351,8 @@ def _gpu(
     name: str, *, teraflops: float, memory: float, link: float, network: float, host: float = 31.5, adapters: int = 8
 ) -> Rates:
     """Return the rates of a GPU from its data sheet; bandwidths in gigabytes per second, one way."""
-    links = Links(
-        intra_bandwidth=link * 1e9,
-        inter_bandwidth=adapters * network * 1e9,
-        latency=1e-5,
-        ranks_per_node=8,
-        adapters=adapters,
-    )
+    inside, between = link * 1e9, adapters * network * 1e9
+    links = Links(intra_bandwidth=inside, inter_bandwidth=between, latency=1e-5, ranks_per_node=8, adapters=adapters)
     return Rates(
         matmul_flops=teraflops * 1e12,
         memory_bytes=memory * 1e9,
