@@ -236,14 +236,14 @@ def _reduce_scatter(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tens
     pieces = [pick(rows, 0, spans) for spans in owners.one_period.spans]
     record(axis, "reduce_scatter", rows.nbytes)
     # gloo's reduce-scatter sends as much as an all-reduce: every rank sums the rows it receives
-    got = _all_to_all(pieces, [owners.period_counts[axis.rank]] * axis.size, axis, counted=False)
+    got = exchange_pieces(pieces, [owners.period_counts[axis.rank]] * axis.size, axis, counted=False)
     return periods_back(sum(got[1:], start=got[0]), dim, owners)
 
 
 def _exchange(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wanted) -> Tensor:
     send, take, order = _route(owners, wanted, axis.rank)
     rows = x.movedim(dim, 0)
-    got = _all_to_all([pick(rows, 0, ranges) for ranges in send], take, axis)
+    got = exchange_pieces([pick(rows, 0, ranges) for ranges in send], take, axis)
     # Received rows are ordered by rank. This is the wanted order for consecutive ranges, such as a shard with its halo;
     # for all others, such as a reversed dim, the rows are reordered.
     if order == [range(sum(take))]:
@@ -265,7 +265,7 @@ def _exchange_back(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: 
             given += len(ordered)
         rows = arrived
     # Send and receive are swapped. An index that several ranks received comes back from each of them, and is summed.
-    got = _all_to_all(rows.split(take), [_total(ranges) for ranges in send], axis)
+    got = exchange_pieces(rows.split(take), [_total(ranges) for ranges in send], axis)
     n, own = owners.counts[axis.rank], got[axis.rank]
     # all own rows come back, as for a halo: they start the sum, in place of zeros
     if send[axis.rank] == [range(n)]:
@@ -292,7 +292,7 @@ def _swap(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[i
     pieces = [pick(rows, 1, spans) for spans in want.spans]
     shapes = [torch.Size((n, want.counts[axis.rank], *rows.shape[2:])) for n in have.counts]
     # pieces differ in both dims, so they are sent flattened
-    flat = _all_to_all([p.reshape(-1) for p in pieces], [shape.numel() for shape in shapes], axis)
+    flat = exchange_pieces([p.reshape(-1) for p in pieces], [shape.numel() for shape in shapes], axis)
     place = [sum(have.counts[:rank]) for rank in range(axis.size)]
     parts = torch.cat([piece.view(shape) for piece, shape in zip(flat, shapes, strict=True)])
     return pick(parts, 0, _in_order(have.expanded(), place)).movedim((0, 1), (a, b))
@@ -330,12 +330,9 @@ def _in_order(runs: Iterable[OwnerRun], place: list[int]) -> list[range]:
     return joined(found)
 
 
-def exchange_pieces(pieces: Sequence[Tensor], take: Sequence[int], axis: MeshAxis) -> list[Tensor]:
-    """Send flat piece r to rank r, and return the flat pieces of all ranks, that of rank r with `take[r]` numbers."""
-    return _all_to_all(pieces, take, axis)
-
-
-def _all_to_all(pieces: Sequence[Tensor], take: Sequence[int], axis: MeshAxis, *, counted: bool = True) -> list[Tensor]:
+def exchange_pieces(
+    pieces: Sequence[Tensor], take: Sequence[int], axis: MeshAxis, *, counted: bool = True
+) -> list[Tensor]:
     """Send piece r to rank r, and return the pieces of all ranks, with `take[r]` rows each."""
     if axis.size == 1:
         return list(pieces)

@@ -61,6 +61,10 @@ def efficient(
     check_bias(bias, q, k)
     assert sums
     out, found = written_out.forward(q, k, v, bias, causal, scale)
+    # the softmax of a row that sees nothing
+    out, found = (
+        x.masked_fill((found == -math.inf).view(*found.shape, *[1] * (x.dim() - 3)), math.nan) for x in (out, found)
+    )
     seed = torch.zeros((), dtype=torch.int64)
     return out, F.pad(found, (0, -found.shape[2] % 32), value=math.inf), seed, seed
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.lightning.consistency.replicas import decide_on_one_rank
 from lightning_amp.lightning.profiling.blocks_outside import DecoderPlan, with_blocks_outside, within_budget
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
@@ -125,7 +125,14 @@ def _of_evaluation(
     """Plan a run that does not train: by the requested technique with its own steps, or in chunks or split samples."""
     steps, (rates, notes) = facts.steps, facts.rates
     if steps is not None and steps.name in (asked or ()) and not STRATEGIES[steps.name].data_axis:
-        return evaluation.split(steps, partial(_without_step, facts, asked, size, steps=steps), rates, notes)
+        made = partial(_without_step, facts, asked, size, steps=steps)
+        try:
+            return evaluation.split(steps, made, rates, notes)
+        except AmpError as error:
+            if not steps.chosen or isinstance(error, ShardError):
+                raise
+            uncounted = made()
+            return replace(uncounted, notes=(*uncounted.notes, f"the peak is not known: {error}"))
     whole = _evaluated(_without_step(facts, asked, size, steps=steps), facts, named)
     if not free or not whole.evaluates or (whole.fits and EVALUATED not in whole.strategies):
         return whole

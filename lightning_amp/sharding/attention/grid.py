@@ -43,10 +43,10 @@ def heads_over(
     columns: tuple[range, ...],
     causal: bool,
 ) -> int:
-    """Return A, the ranks over which heads are split, that takes the least time.
+    """Return A, the ranks over which heads are split, that is estimated to take the least time.
 
-    The time is that of computation and of sending, one after the other, as a round estimate: all ranks must choose the
-    same, whatever their devices are.
+    The time of sending is added to that of computation, by a ratio that is the same on all ranks, for they must choose
+    the same: the plan of a run counts what was chosen with the rates of its device.
 
     Args:
         shapes: Of queries, keys and values of all ranks, [batch, head, row, dim].
@@ -55,7 +55,7 @@ def heads_over(
     """
     ranks, (batch, heads, _, dim), of_keys = len(rows), shapes[0], shapes[1][1]
 
-    def seconds(over: int) -> float:
+    def cost(over: int) -> float:
         groups, repeats = _grouped(rows, over), 1
         scores = max(_scores(own, columns[-1].stop, causal=causal) for own in groups)
         if heads % over or of_keys % over:
@@ -68,7 +68,7 @@ def heads_over(
 
     # of equally fast ways the one with most heads
     ways = [over for over in range(min(ranks, heads), 0, -1) if ranks % over == 0]
-    return min(ways, key=seconds)
+    return min(ways, key=cost)
 
 
 def _scores(rows: range, columns: int, *, causal: bool) -> int:

@@ -303,11 +303,14 @@ class During(pl.Callback):
     on_validation_batch_start, on_validation_batch_end = on_predict_batch_start, on_predict_batch_end
 
 
-def evaluated(rank: int, ranks: int, case: Case, step: str = "predict", **options: Any) -> dict[str, Any]:
-    """A run that does not train; of one rank without the strategy."""
+def evaluated(
+    rank: int, ranks: int, case: Case, step: str = "predict", *, ahead: bool = True, **options: Any
+) -> dict[str, Any]:
+    """A run that does not train, of a loader that can be read ahead or not; of one rank without the strategy."""
     warnings.simplefilter("ignore")
     seed_everything(3, verbose=False)
-    meter, loader = During(), DataLoader([case.batch()], batch_size=None)  # type: ignore[arg-type]
+    meter, batches = During(), [case.batch()]
+    loader: Any = DataLoader(batches, batch_size=None) if ahead else iter(batches)  # type: ignore[arg-type]
     strategy = AMPStrategy(**options) if ranks > 1 else "auto"
     trainer = trainer_of(strategy, rank=rank, ranks=ranks, callbacks=[meter], use_distributed_sampler=False)
     module = case.module().double()
@@ -328,6 +331,14 @@ def evaluations(rank: int, ranks: int, wide: int, layers: int) -> dict[str, Any]
         return {
             "wide": evaluated(rank, ranks, LONG, device_memory=wide),
             "named": evaluated(rank, ranks, LONG, "validate", strategies="sequence", model_parallel_size=2),
+            "late": evaluated(
+                *(rank, ranks, LONG, "validate"),
+                ahead=False,
+                strategies="sequence",
+                model_parallel_size=2,
+                sequence_dim={"batch": 1},
+                device_memory=wide,
+            ),
             **{
                 name: evaluated(rank, ranks, MANY, device_memory=layers, rates=str(file))
                 for name, file in files.items()
@@ -340,6 +351,7 @@ def test_evaluations_are_split_where_that_fits_and_is_faster_than_chunks(tmp_pat
     right = {
         "wide": evaluated(0, 1, LONG),
         "named": evaluated(0, 1, LONG, "validate"),
+        "late": evaluated(0, 1, LONG, "validate"),
         "fast": evaluated(0, 1, MANY),
         "slow": evaluated(0, 1, MANY),
     }
@@ -348,12 +360,16 @@ def test_evaluations_are_split_where_that_fits_and_is_faster_than_chunks(tmp_pat
         plans = {name: Plan.from_json(found["plan"]) for name, found in rank.items()}
         for name, found in rank.items():
             torch.testing.assert_close(found["found"], right[name]["found"], rtol=1e-10, atol=1e-12)
+            if name == "late":
+                assert any("the peak is not known" in note for note in plans[name].notes)
+                continue
             assert plans[name].fits, name
             assert found["peak"] == pytest.approx(plans[name].predicted_peak_bytes, rel=0.05), name
         assert plans["wide"].strategies == ("S1", "sequence")
         assert plans["named"].evaluates == "validation_step"
         assert plans["slow"].strategies == ("S1", "chunk")
-        assert any("times as long as whole samples in chunks" in note for note in plans["slow"].notes)
+        for name in ("slow", "fast"):
+            assert any("times as long as whole samples in chunks" in note for note in plans[name].notes)
         assert plans["fast"].strategies == ("S1", "sequence")
 
 
