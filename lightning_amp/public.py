@@ -23,7 +23,7 @@ from lightning_amp.profiling.read_profile import profile as profile_data
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-    from lightning_amp.lightning.profiling.plan_of_module import ModulePlan
+    from lightning_amp.lightning.profiling.module_plan import ModulePlan
 
 NOT_LOOKED_FOR = (
     "of a profile alone, chunk, logits, pipeline and replay are not looked for, so that less memory may be enough;"

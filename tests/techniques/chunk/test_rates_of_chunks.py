@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import lightning_amp
 from lightning_amp.costs.device_rates import rates_for
 from lightning_amp.errors import InstallError
-from lightning_amp.lightning.profiling.plan_of_module import ModulePlan
+from lightning_amp.lightning.profiling.module_plan import ModulePlan
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.chunk.run import in_chunks
 from lightning_amp.techniques.chunk.run.chunk_module import chunk_block
