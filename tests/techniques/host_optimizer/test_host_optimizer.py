@@ -1,0 +1,304 @@
+"""Modules that train with `host_optimizer` are bit by bit those of a plain fit, at the bytes of both sides."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+
+import lightning_amp
+from lightning_amp import AMPStrategy
+from lightning_amp.errors import AmpError, InstallError, ModelError
+from lightning_amp.footprint.host_state import update_on_host
+from lightning_amp.techniques.host_optimizer import updates as of_host
+from lightning_amp.techniques.host_optimizer.install import install
+from lightning_amp.techniques.host_optimizer.row import HostOptimizer
+from lightning_amp.techniques.host_optimizer.updates import updates_of
+from tests.any_module import Meter
+from tests.techniques.early_update.test_early_update import (
+    OPTIMIZERS,
+    OfOthers,
+    Unfreezes,
+    Wide,
+    fit,
+    made,
+    plan_of,
+    states,
+)
+from tests.techniques.replay.models import difference
+
+
+class First(Meter):
+    """Counts the first step, and keeps what is on the host after the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at, self.host_bytes = 0, 0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        super().on_train_batch_end(trainer, module, *args)
+        updates = updates_of(trainer.optimizers[0])
+        self.host_bytes = 0 if updates is None else updates.n_bytes
+
+
+def on_host(**options: Any) -> AMPStrategy:
+    return AMPStrategy(strategies="host_optimizer", **options)
+
+
+def spec_of(trainer: Any) -> Any:
+    return next(rule.spec for rule in plan_of(trainer).rules if rule.strategy == "host_optimizer")
+
+
+def equal_states(one: Any, other: Any) -> bool:
+    pairs = zip(states(one), states(other), strict=True)
+    return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_trains_as_without_at_the_predicted_bytes(optimizer: str) -> None:
+    right, whole, before = fit(made(Wide, optimizer), AMPStrategy())
+    after = torch.rand(3)
+    first = First()
+    found, metered, trainer = fit(made(Wide, optimizer), on_host(), first)
+    assert torch.equal(torch.rand(3), after)
+    assert difference(right, found) == 0.0
+    assert equal_states(before, trainer)
+    assert max(first.live.peak, metered.live.peak) == plan_of(trainer).predicted_peak_bytes < 0.95 * whole.live.peak
+    assert first.host_bytes == spec_of(trainer).host_bytes
+    # the optimizer is a plain one again
+    (again,) = trainer.optimizers
+    assert again.param_groups
+    assert not again._optimizer_step_pre_hooks
+    assert update_on_host(again) is None
+    assert "configure_optimizers" not in vars(found)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adafactor"])
+def test_gradients_are_gone_too_beside_early_update(optimizer: str) -> None:
+    right, _, before = fit(made(Wide, optimizer), AMPStrategy())
+    alone = plan_of(fit(made(Wide, optimizer), on_host())[2]).predicted_peak_bytes
+    first = First()
+    both = AMPStrategy(strategies="early_update,host_optimizer")
+    found, metered, trainer = fit(made(Wide, optimizer), both, first)
+    assert difference(right, found) == 0.0
+    assert equal_states(before, trainer)
+    assert max(first.live.peak, metered.live.peak) == plan_of(trainer).predicted_peak_bytes < 0.9 * alone
+    assert first.host_bytes == spec_of(trainer).host_bytes
+
+
+@pytest.mark.parametrize("names", ["host_optimizer", "early_update,host_optimizer"])
+def test_a_bucket_is_on_its_way_while_another_is_updated(names: str) -> None:
+    right, _, before = fit(made(), AMPStrategy())
+    plan = plan_of(fit(made(), AMPStrategy(strategies=names))[2])
+    rules = [
+        replace(rule, spec=replace(rule.spec, slots=2)) if isinstance(rule.spec, HostOptimizer) else rule
+        for rule in plan.rules
+    ]
+    first = First()
+    found, metered, trainer = fit(made(), AMPStrategy(plan=replace(plan, rules=tuple(rules))), first)
+    assert difference(right, found) == 0.0
+    assert equal_states(before, trainer)
+    assert max(first.live.peak, metered.live.peak) == plan_of(trainer).predicted_peak_bytes
+    assert first.host_bytes == spec_of(trainer).host_bytes + spec_of(trainer).slot_bytes
+
+
+class Clamps(Wide):
+    """Reads gradients in hooks, and writes to parameters between steps."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.layers[0].weight.data.clamp_(-0.05, 0.05)
+
+
+@pytest.mark.filterwarnings("ignore:.*accumulate_grad_batches")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_clip_val": 0.1},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 2},
+        {"precision": "bf16-true"},
+        {"precision": "bf16-mixed"},
+    ],
+)
+def test_clipping_accumulation_and_readers_of_gradients_are_as_without(options: dict[str, Any]) -> None:
+    right, _, before = fit(made(Clamps), AMPStrategy(), **options)
+    found, _, trainer = fit(made(Clamps), on_host(), **options)
+    assert difference(right, found) == 0.0
+    assert equal_states(before, trainer)
+    assert torch.equal(before.callback_metrics["norm"], trainer.callback_metrics["norm"])
+
+
+def test_a_scaled_loss_is_as_without() -> None:
+    def scaled() -> dict[str, Any]:
+        # a scale at which the first steps are skipped
+        scaler = torch.amp.GradScaler("cpu", init_scale=1e38)
+        return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "precision": None}
+
+    right, _, before = fit(made(), AMPStrategy(), **scaled())
+    found, _, trainer = fit(made(), on_host(), **scaled())
+    assert difference(right, found) == 0.0
+    assert equal_states(before, trainer)
+    with pytest.raises(InstallError, match="scales gradients itself"):
+        fit(made(Wide, "AdamW fused"), on_host(), **scaled())
+
+
+def test_a_checkpoint_goes_on_with_and_without(tmp_path: Path) -> None:
+    found = []
+    for first, second in ((AMPStrategy(), AMPStrategy()), (on_host(), AMPStrategy()), (AMPStrategy(), on_host())):
+        _, _, trainer = fit(made(), first)
+        trainer.save_checkpoint(path := tmp_path / "half.ckpt")
+        module, _, again = fit(made(), second, max_epochs=2, resumed=path)
+        assert again.global_step == 8
+        found.append((module, again))
+    (right, before), *others = found
+    for module, trainer in others:
+        assert difference(right, module) == 0.0
+        assert equal_states(before, trainer)
+
+
+def test_state_is_loaded_to_the_host_and_kept_by_the_parameters() -> None:
+    module = made()
+    optimizer = torch.optim.AdamW(module.parameters())
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    saved, on_gpu = optimizer.state_dict(), made().to("meta")
+    other = torch.optim.AdamW(on_gpu.parameters(), lr=1.0)
+    of_host.HostUpdates(HostOptimizer()).of(on_gpu, [other])
+    other.load_state_dict(saved)
+    assert {value.device.type for state in other.state.values() for value in state.values()} == {"cpu"}
+    assert [*other.state] == other.param_groups[0]["params"] == [*on_gpu.parameters()]
+    assert other.param_groups[0]["lr"] == 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+def test_parameters_that_are_unfrozen_later_are_updated() -> None:
+    class Frozen(Wide):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+    right, _, before = fit(made(Frozen), AMPStrategy(), Unfreezes(), max_epochs=3)
+    found, _, trainer = fit(made(Frozen), on_host(), Unfreezes(), max_epochs=3)
+    assert difference(right, found) == 0.0
+    assert equal_states(before, trainer)
+
+
+class Two(Wide):
+    """Two optimizers in turn, called by the step itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        first = {id(p) for p in self.layers.parameters()}
+        own = [p for p in self.parameters() if id(p) in first]
+        others = [p for p in self.parameters() if id(p) not in first]
+        return torch.optim.Adam(own, lr=1e-2), torch.optim.SGD(others, lr=1e-2, momentum=0.9)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+        return torch.zeros(())
+
+
+def test_manual_optimization_with_two_optimizers_is_as_without() -> None:
+    right, _, _ = fit(made(Two), AMPStrategy())
+    first = First()
+    found, metered, trainer = fit(made(Two), on_host(), first)
+    assert difference(right, found) == 0.0
+    assert max(first.live.peak, metered.live.peak) == plan_of(trainer).predicted_peak_bytes
+    assert first.host_bytes == spec_of(trainer).host_bytes
+
+
+class Sparse(Wide):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(64, 96, sparse=True)
+
+    def block(self, x: Tensor, layer: nn.Module) -> Tensor:
+        return super().block(x, layer) + self.words.weight.sum() * 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + self.words(ids).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Graphed(Wide):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), capturable=True)
+
+
+class Whole(Wide):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "why"),
+    [
+        (OfOthers, {}, "the optimizer 'Own' may read several gradients"),
+        (Whole, {}, "the optimizer 'LBFGS' may read several gradients"),
+        (Graphed, {}, "capturable=True of the optimizer is for graphs of a GPU"),
+        (Wide, {"host_memory": "1MiB"}, "takes 1.2 MiB of host memory with what else waits there, and host_memory is"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(kind: Any, options: Any, why: str) -> None:
+    with pytest.raises(AmpError, match=why):
+        fit(made(kind), on_host(**options))
+
+
+def test_more_host_memory_than_is_free_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_host, "free_bytes", lambda: 2**20)
+    with pytest.raises(ModelError, match="takes 1.2 MiB of host memory, and may have 1 MiB"):
+        fit(made(), on_host())
+
+
+def test_several_ranks_are_refused_at_once() -> None:
+    class Ranks:
+        def size(self) -> int:
+            return 2
+
+    with pytest.raises(InstallError, match="runs on one rank, found 2"):
+        install(made(), HostOptimizer(), Ranks())
+
+
+@pytest.mark.parametrize(
+    ("options", "fused"),
+    [({"fused": None, "foreach": None}, True), ({"fused": None, "foreach": True}, None), ({"lr": 1.0}, None)],
+)
+def test_a_gpu_takes_fused_kernels_where_no_others_are_named(options: dict[str, Any], fused: bool | None) -> None:
+    assert of_host._fused({"params": [torch.zeros(1)], **options}).get("fused") is fused
+
+
+def test_the_policy_takes_it_on_one_gpu_where_nothing_else_fits() -> None:
+    module, batch = made(), torch.randint(0, 64, (8,))
+    options: Any = {"rates": "H100"}
+    whole = lightning_amp.plan(module, batch, **options).plan.predicted_peak_bytes
+    for share, names in ((0.6, ("host_optimizer",)), (0.45, ("host_optimizer", "early_update"))):
+        plan = lightning_amp.plan(module, batch, device_memory=int(share * whole), **options).plan
+        assert set(names) <= set(plan.strategies), plan.strategies
+        assert plan.fits
+    (spec,) = (rule.spec for rule in plan.rules if rule.strategy == "host_optimizer")
+    assert spec.slots == 2
+    # on a CPU it frees nothing
+    with pytest.raises(AmpError, match="requires at least"):
+        fit(made(), AMPStrategy(device_memory=int(0.45 * whole)))
+
+
+def test_a_step_that_fits_says_what_it_would_save() -> None:
+    plan = lightning_amp.plan(made(), torch.randint(0, 64, (8,)), rates="H100", device_memory="1GiB").plan
+    assert plan.strategies == ()
+    assert plan.diagnosis is not None
+    assert {"early_update", "host_optimizer"} <= {*plan.diagnosis.helps}
