@@ -81,9 +81,10 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     host_bytes, limit = state + slots * slot, spec.host_memory
     others = sum(getattr(rule.spec, "host_bytes", 0) for rule in draft.targets)
     if limit is not None and others + host_bytes > limit:
+        beside = " and what else waits there" if others else ""
         return (
-            f"the optimizer's state takes {format_bytes(others + host_bytes)} of host memory with what else waits"
-            f" there, and host_memory is {format_bytes(limit)}"
+            f"the state{beside} takes {format_bytes(others + host_bytes)} of host memory, and host_memory is"
+            f" {format_bytes(limit)}"
         )
     saved = _saved_bytes(seen, draft, state)
     seconds = _seconds(seen, state, n_buckets=ceil(2 * sum(sizes) / slot))

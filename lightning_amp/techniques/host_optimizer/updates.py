@@ -166,11 +166,11 @@ class HostUpdates:
     def _send(self, optimizer: Optimizer, bucket: list[Tensor]) -> None:
         """Copy parameters and their gradients to the host."""
         gradients = [p.grad for p in bucket if p.grad is not None]
+        if not all(map(has_storage, (*gradients, *(p.detach() for p in bucket)))):
+            raise ModelError(f"host_optimizer copies dense gradients only, and found another kind; {LEAVE_OUT}")
         if any(map(has_no_values, bucket)):
             self._sent.append(_Sent(optimizer, [], gradients, None, None))
             return
-        if not all(map(has_storage, (*gradients, *(p.detach() for p in bucket)))):
-            raise ModelError(f"host_optimizer copies dense gradients only, and found another kind; {LEAVE_OUT}")
         device = bucket[0].device
         with unseen(), torch.no_grad():
             slot = self._free_slot(device)

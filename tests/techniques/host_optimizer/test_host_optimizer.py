@@ -21,7 +21,6 @@ from lightning_amp.techniques.host_optimizer.updates import updates_of
 from tests.any_module import Meter
 from tests.techniques.early_update.test_early_update import (
     OPTIMIZERS,
-    OfOthers,
     Unfreezes,
     Wide,
     fit,
@@ -134,6 +133,7 @@ def test_clipping_accumulation_and_readers_of_gradients_are_as_without(options: 
     assert torch.equal(before.callback_metrics["norm"], trainer.callback_metrics["norm"])
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_a_scaled_loss_is_as_without() -> None:
     def scaled() -> dict[str, Any]:
         # a scale at which the first steps are skipped
@@ -163,17 +163,15 @@ def test_a_checkpoint_goes_on_with_and_without(tmp_path: Path) -> None:
 
 
 def test_state_is_loaded_to_the_host_and_kept_by_the_parameters() -> None:
-    module = made()
-    optimizer = torch.optim.AdamW(module.parameters())
-    for p in module.parameters():
-        p.grad = torch.ones_like(p)
+    weights, there = ([nn.Parameter(torch.ones(3, device=d)) for _ in range(2)] for d in ("cpu", "meta"))
+    optimizer, other = torch.optim.AdamW(weights), torch.optim.AdamW(there, lr=1.0)
+    weights[1].grad = torch.ones(3)
     optimizer.step()
-    saved, on_gpu = optimizer.state_dict(), made().to("meta")
-    other = torch.optim.AdamW(on_gpu.parameters(), lr=1.0)
-    of_host.HostUpdates(HostOptimizer()).of(on_gpu, [other])
-    other.load_state_dict(saved)
-    assert {value.device.type for state in other.state.values() for value in state.values()} == {"cpu"}
-    assert [*other.state] == other.param_groups[0]["params"] == [*on_gpu.parameters()]
+    of_host.HostUpdates(HostOptimizer()).of(made(), [other])
+    other.load_state_dict(optimizer.state_dict())
+    assert [*map(id, other.state)] == [id(there[1])]
+    assert {value.device.type for value in other.state[there[1]].values()} == {"cpu"}
+    assert [*map(id, other.param_groups[0]["params"])] == [*map(id, there)]
     assert other.param_groups[0]["lr"] == 1e-3
 
 
@@ -223,21 +221,21 @@ def test_manual_optimization_with_two_optimizers_is_as_without() -> None:
 class Sparse(Wide):
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(64, 96, sparse=True)
-
-    def block(self, x: Tensor, layer: nn.Module) -> Tensor:
-        return super().block(x, layer) + self.words.weight.sum() * 0
+        self.words = nn.Embedding(64, 64, sparse=True)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids) + self.words(ids).sum()
+        return super().forward(ids) + self.words(ids)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-class Graphed(Wide):
+class OfOthers(Wide):
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), capturable=True)
+        class Own(torch.optim.Adam):
+            pass
+
+        return Own(self.parameters(), lr=0.1)
 
 
 class Whole(Wide):
@@ -250,8 +248,8 @@ class Whole(Wide):
     [
         (OfOthers, {}, "the optimizer 'Own' may read several gradients"),
         (Whole, {}, "the optimizer 'LBFGS' may read several gradients"),
-        (Graphed, {}, "capturable=True of the optimizer is for graphs of a GPU"),
-        (Wide, {"host_memory": "1MiB"}, "takes 1.2 MiB of host memory with what else waits there, and host_memory is"),
+        (Sparse, {}, "copies dense gradients only"),
+        (Wide, {"host_memory": "1MiB"}, "the state takes 1.20 MiB of host memory, and host_memory is 1.00 MiB"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(kind: Any, options: Any, why: str) -> None:
@@ -259,10 +257,36 @@ def test_what_cannot_be_is_refused_by_name(kind: Any, options: Any, why: str) ->
         fit(made(kind), on_host(**options))
 
 
+class Long(Wide):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch.repeat(32), batch_idx)
+
+
+def test_the_hosts_memory_is_one_budget_beside_offload() -> None:
+    right, _, _ = fit(made(Long), AMPStrategy())
+    both = "offload,host_optimizer"
+    first = First()
+    found, metered, trainer = fit(made(Long), AMPStrategy(strategies=both, host_memory="8MiB"), first)
+    assert difference(right, found) == 0.0
+    assert max(first.live.peak, metered.live.peak) == plan_of(trainer).predicted_peak_bytes
+    specs = {rule.strategy: rule.spec for rule in plan_of(trainer).rules if rule.strategy in both}
+    assert specs["offload"].host_memory == 2**23 - specs["host_optimizer"].host_bytes
+    assert 0 < specs["offload"].host_bytes < specs["offload"].host_memory
+    assert "with what else waits there" in " ".join(str(plan_of(trainer)).split())
+    with pytest.raises(AmpError, match="the state and what else waits there takes"):
+        fit(made(Long), AMPStrategy(strategies=both, host_memory="2MiB"))
+
+
 def test_more_host_memory_than_is_free_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(of_host, "free_bytes", lambda: 2**20)
-    with pytest.raises(ModelError, match="takes 1.2 MiB of host memory, and may have 1 MiB"):
+    with pytest.raises(ModelError, match="takes 1.20 MiB of host memory, and may have 1.00 MiB"):
         fit(made(), on_host())
+
+
+def test_an_optimizer_of_graphs_is_refused() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], capturable=True)
+    with pytest.raises(InstallError, match="capturable=True of the optimizer is for graphs of a GPU"):
+        of_host.HostUpdates(HostOptimizer()).of(made(), [optimizer])
 
 
 def test_several_ranks_are_refused_at_once() -> None:
