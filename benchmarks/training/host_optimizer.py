@@ -3,10 +3,10 @@
     python -m benchmarks.training.host_optimizer [--only NAME ...] [--steps 6] [--quick]
 
 For each module and optimizer of `training.early_update`: the most bytes of the first two steps, plain, with
-`host_optimizer`, and with `early_update` too, predicted by the plan and counted by the meter; the bytes of the host; the
-largest difference of parameters, buffers and losses; seconds of a later step, by plain's. On a CPU, whose memory is the
-host's: the device's bytes are those that a GPU would have. Modules of transformers, timm and torchvision are left out
-where these are not installed. About three minutes.
+`host_optimizer`, and with `early_update` too, predicted by the plan and counted by the meter; the bytes of the host;
+the largest difference of parameters, buffers and losses; seconds of a later step, by plain's. On a CPU, whose memory is
+the host's: the device's bytes are those that a GPU would have. Modules of transformers, timm and torchvision are left
+out where these are not installed. About three minutes.
 """
 
 import argparse

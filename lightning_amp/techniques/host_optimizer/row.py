@@ -111,7 +111,7 @@ def _leaving(rule: Rule, limit: int | None, host_bytes: int) -> Rule:
     """Return another technique's rule, with what is left of the host's memory."""
     if limit is None or getattr(rule.spec, "host_memory", None) is None:
         return rule
-    return replace(rule, spec=replace(rule.spec, host_memory=limit - host_bytes))  # type: ignore[call-arg, type-var]
+    return replace(rule, spec=replace(rule.spec, host_memory=limit - host_bytes))
 
 
 def _saved_bytes(seen: ProfiledStep, draft: Draft, state: int) -> int:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
@@ -19,15 +18,7 @@ from lightning_amp.techniques.host_optimizer.install import install
 from lightning_amp.techniques.host_optimizer.row import HostOptimizer
 from lightning_amp.techniques.host_optimizer.updates import updates_of
 from tests.any_module import Meter
-from tests.techniques.early_update.test_early_update import (
-    OPTIMIZERS,
-    Unfreezes,
-    Wide,
-    fit,
-    made,
-    plan_of,
-    states,
-)
+from tests.techniques.early_update.test_early_update import OPTIMIZERS, Unfreezes, Wide, fit, made, plan_of, states
 from tests.techniques.replay.models import difference
 
 
