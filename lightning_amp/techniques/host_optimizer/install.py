@@ -29,6 +29,8 @@ def install(module: nn.Module, spec: HostOptimizer, mesh: Any) -> Change:
     @wraps(configure)
     def run(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
         made = configure(module, *args, **kwargs)
+        # those of an earlier fit are let go
+        updates.stop()
         updates.of(module, [one for one in tree_leaves(made) if isinstance(one, Optimizer)])
         return made
 

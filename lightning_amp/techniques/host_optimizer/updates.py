@@ -23,7 +23,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_amp._torch import has_no_values, unseen
+from lightning_amp._torch import after_step_first, has_no_values, unseen
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.host_state import keep_on_host, update_on_host
 from lightning_amp.footprint.live_bytes import has_storage, storages_of, tensors_of
@@ -92,17 +92,20 @@ class HostUpdates:
             self._optimizers.append(optimizer)
             self._hooks += [
                 optimizer.register_step_pre_hook(self._before),
-                optimizer.register_step_post_hook(self._after),
+                # hooks of others may look at the groups
+                after_step_first(optimizer, self._after),
                 optimizer.register_load_state_dict_pre_hook(self._before_loading),
                 optimizer.register_load_state_dict_post_hook(self._after_loading),
             ]
 
     def stop(self) -> None:
-        """Let the optimizers run their own steps again; their state stays where it is."""
+        """Let the optimizers run their own steps again; state returns to the device only if there is another step."""
         for hook in self._hooks:
             hook.remove()
         for optimizer in self._optimizers:
             keep_on_host(optimizer, None)
+            if any(p.device.type != "cpu" for p in optimizer.state):
+                optimizer.register_step_pre_hook(_to_device)
         for held in (self._hooks, self._optimizers, self._sent, self._free, self._slots):
             held.clear()
 
@@ -138,7 +141,8 @@ class HostUpdates:
         """Let torch load state to where tensors without elements are, in the place of parameters."""
         self._aside[id(optimizer)] = groups = optimizer.param_groups
         optimizer.param_groups = [
-            {**group, "params": [torch.empty(0, dtype=p.dtype) for p in group["params"]]} for group in groups
+            {**group, "params": [torch.empty(0, dtype=p.dtype, device="cpu") for p in group["params"]]}
+            for group in groups
         ]
 
     def _after_loading(self, optimizer: Optimizer) -> None:
@@ -268,3 +272,12 @@ def _refusal(module: LightningModule, optimizer: Optimizer) -> str:
 def _to_host(state: Any) -> None:
     for own in state.values():
         own.update({key: value.to("cpu") for key, value in own.items() if isinstance(value, Tensor)})
+
+
+def _to_device(optimizer: Optimizer, *_: Any) -> None:
+    """Let state follow its parameters, as after a rescue that has taken another plan."""
+    if update_on_host(optimizer) is not None:
+        return
+    for parameter, own in optimizer.state.items():
+        moved = {key: value for key, value in own.items() if isinstance(value, Tensor) and key != "step"}
+        own.update({key: value.to(parameter.device) for key, value in moved.items()})

@@ -97,7 +97,18 @@ def test_a_bucket_is_on_its_way_while_another_is_updated(names: str) -> None:
 
 
 class Clamps(Wide):
-    """Reads gradients in hooks, and writes to parameters between steps."""
+    """Reads gradients in hooks, and writes to parameters between steps, also in a hook of the optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        made = super().configure_optimizers()
+
+        def decay(optimizer: Any, *_: Any) -> None:
+            with torch.no_grad():
+                for p in optimizer.param_groups[0]["params"]:
+                    p.mul_(0.99)
+
+        made["optimizer"].register_step_post_hook(decay)
+        return made
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log("norm", torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm())
@@ -158,12 +169,22 @@ def test_state_is_loaded_to_the_host_and_kept_by_the_parameters() -> None:
     optimizer, other = torch.optim.AdamW(weights), torch.optim.AdamW(there, lr=1.0)
     weights[1].grad = torch.ones(3)
     optimizer.step()
-    of_host.HostUpdates(HostOptimizer()).of(made(), [other])
+    updates = of_host.HostUpdates(HostOptimizer())
+    updates.of(made(), [other])
     other.load_state_dict(optimizer.state_dict())
     assert [*map(id, other.state)] == [id(there[1])]
     assert {value.device.type for value in other.state[there[1]].values()} == {"cpu"}
     assert [*map(id, other.param_groups[0]["params"])] == [*map(id, there)]
     assert other.param_groups[0]["lr"] == 1e-3
+    # a plan without it
+    updates.stop()
+    there[1].grad = torch.ones_like(there[1])
+    other.step()
+    assert {name: value.device.type for name, value in other.state[there[1]].items()} == {
+        "step": "cpu",
+        "exp_avg": "meta",
+        "exp_avg_sq": "meta",
+    }
 
 
 @pytest.mark.filterwarnings("ignore:.*")
