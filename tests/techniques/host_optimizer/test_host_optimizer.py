@@ -13,6 +13,7 @@ import lightning_amp
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import AmpError, InstallError, ModelError
 from lightning_amp.footprint.host_state import update_on_host
+from lightning_amp.lightning.strategy import mesh_strategy
 from lightning_amp.techniques.host_optimizer import updates as of_host
 from lightning_amp.techniques.host_optimizer.install import install
 from lightning_amp.techniques.host_optimizer.row import HostOptimizer
@@ -59,12 +60,33 @@ def test_every_optimizer_trains_as_without_at_the_predicted_bytes(optimizer: str
     assert equal_states(before, trainer)
     assert max(first.live.peak, metered.live.peak) == plan_of(trainer).predicted_peak_bytes < 0.95 * whole.live.peak
     assert first.host_bytes == spec_of(trainer).host_bytes
+    (saved,) = (rule.saves_bytes for rule in plan_of(trainer).rules if rule.strategy == "host_optimizer")
+    assert saved == whole.live.peak - metered.live.peak
     # the optimizer is a plain one again
     (again,) = trainer.optimizers
     assert again.param_groups
     assert not again._optimizer_step_pre_hooks
     assert update_on_host(again) is None
     assert "configure_optimizers" not in vars(found)
+
+
+class Strided(Wide):
+    """Parameters whose elements lie in another order, or apart."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.layers[0].weight = nn.Parameter(torch.randn(96, 96).t())
+        self.layers[1].weight = nn.Parameter(torch.randn(96, 192)[:, ::2])
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor"])
+def test_strides_of_parameters_are_those_of_the_state(optimizer: str) -> None:
+    right, _, before = fit(made(Strided, optimizer), AMPStrategy())
+    found, _, trainer = fit(made(Strided, optimizer), on_host())
+    assert difference(right, found) == 0.0
+    assert equal_states(before, trainer)
+    strides = [[torch.as_tensor(one).stride() for one in states(of)] for of in (before, trainer)]
+    assert strides[0] == strides[1]
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adafactor"])
@@ -150,14 +172,17 @@ def test_a_scaled_loss_is_as_without() -> None:
         fit(made(Wide, "AdamW fused"), on_host(), **scaled())
 
 
-def test_a_checkpoint_goes_on_with_and_without(tmp_path: Path) -> None:
-    found = []
+def test_a_checkpoint_goes_on_with_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, moved = [], list[int]()
+    monkeypatch.setattr(mesh_strategy, "optimizers_to_device", lambda optimizers, device: moved.append(len(optimizers)))
     for first, second in ((AMPStrategy(), AMPStrategy()), (on_host(), AMPStrategy()), (AMPStrategy(), on_host())):
         _, _, trainer = fit(made(), first)
         trainer.save_checkpoint(path := tmp_path / "half.ckpt")
         module, _, again = fit(made(), second, max_epochs=2, resumed=path)
         assert again.global_step == 8
         found.append((module, again))
+    # Lightning moves the state that it has loaded to the device
+    assert moved == [1, 1, 0]
     (right, before), *others = found
     for module, trainer in others:
         assert difference(right, module) == 0.0
@@ -228,6 +253,20 @@ def test_manual_optimization_with_two_optimizers_is_as_without() -> None:
     assert difference(right, found) == 0.0
     assert max(first.live.peak, metered.live.peak) == plan_of(trainer).predicted_peak_bytes
     assert first.host_bytes == spec_of(trainer).host_bytes
+
+
+class Late(Two):
+    """The second optimizer has not stepped when the step is counted."""
+
+    def optimizers(self, *args: Any, **kwargs: Any) -> Any:
+        return super().optimizers(*args, **kwargs)[: 1 if self.trainer.fit_loop.batch_idx < 2 else 2]
+
+
+def test_state_that_comes_later_is_on_the_host_too() -> None:
+    right, _, _ = fit(made(Late), AMPStrategy())
+    found, _, trainer = fit(made(Late), on_host())
+    assert difference(right, found) == 0.0
+    assert trainer.strategy.predicted_step.by_kind["optimiser state"] == 0  # type: ignore[attr-defined]
 
 
 class Sparse(Wide):
