@@ -22,7 +22,7 @@ def install(module: nn.Module, spec: HostOptimizer, mesh: Any) -> Change:
     if mesh is not None and mesh.size() > 1:
         raise InstallError(
             f"host_optimizer runs on one rank, found {mesh.size()}; several keep parameters, gradients and state on the"
-            " host with strategies='fsdp' and fsdp_offload=True"
+            " host with fsdp_offload=True of fsdp"
         )
     updates, configure = HostUpdates(spec), method_of(module, "configure_optimizers")
 
