@@ -31,7 +31,7 @@ PARTS = (
         name="language_model",
         title="A language model with each technique",
         file="memory",
-        seconds=110,
+        seconds=125,
         run=language_model.run,
     ),
     Part(name="largest_batch", title="The largest batch", file="memory", seconds=110, run=language_model.largest_batch),

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lightning_amp._torch import autograd_node, autograd_order
 from lightning_amp.data.batch import parts_in, tensors_in
+from lightning_amp.footprint.host_state import on_device
 from lightning_amp.footprint.live_bytes import LiveBytes, Read, storages_of, tensors_of, tensors_written
 from lightning_amp.footprint.module_profile import (
     ACTIVATIONS,
@@ -186,8 +187,8 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self._hold(found, GRADIENTS)
 
     def hold_state(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Record what optimizers keep as their state."""
-        for optimizer in optimizers:
+        """Record what optimizers keep on the device as their state."""
+        for optimizer in on_device(optimizers):
             for parameter, state in optimizer.state.items():
                 name = self._parameters.get(id(parameter), "")
                 named = state.items() if isinstance(state, dict) else [("", state)]

@@ -26,6 +26,7 @@ from torch import nn
 from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import DataError, InstallError
 from lightning_amp.footprint.copies.fake_copy import length_of
+from lightning_amp.footprint.host_state import on_device
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import REAL, ModuleProfile, summarize
 from lightning_amp.footprint.step_recorder import StepRecorder
@@ -271,7 +272,7 @@ class _MeasuredStep:
         else:
             live = LiveBytes()
             live.watch([*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters())])
-            live.watch([[optimizer.state for optimizer in trainer.optimizers], batch])
+            live.watch([[optimizer.state for optimizer in on_device(trainer.optimizers)], batch])
             self._stack.enter_context(live)
             self.read = lambda: (live.current, live.peak)
         if recorder is not None:
