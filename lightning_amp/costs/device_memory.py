@@ -3,7 +3,7 @@
     budget of a device = context + NCCL's buffers + reserved          NCCL's only with several ranks
     reserved           = cuBLAS's workspaces + tensors + fragments
 
-What is reserved for a step is replayed (footprint/trace/). Where no step was counted, and while techniques are compared,
+What is reserved for a counted step is replayed (footprint/trace/). For other steps, and while techniques are compared,
 tensors may take `TENSORS_SHARE` of what is left of the device.
 
 Defaults, where `lightning-amp calibrate` has measured nothing: the context is that of an H100 and an H200 with torch's
@@ -12,6 +12,7 @@ largest of torch's defaults (aten/src/ATen/cuda/CUDABlas.cpp). NCCL's buffers ar
 (its documented NCCL_BUFFSIZE) for each of 32 channels and two directions.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,12 @@ class DeviceMemory:
     def of_sheet(cls, gib: int) -> "DeviceMemory":
         """Return the memory of a GPU with `gib` GiB by its data sheet."""
         return cls(total_bytes=int(REPORTED_SHARE * gib * 2**30))
+
+    @classmethod
+    def of_json(cls, plain: Mapping[str, Any]) -> "DeviceMemory":
+        """Return the memory from values of JSON, which has lists for tuples."""
+        values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in plain.items()}
+        return cls(**values)
 
     def beside(self, ranks: int) -> int:
         """Return what a process of a run with this many ranks takes, outside of torch's allocator."""

@@ -219,9 +219,7 @@ class Rates:
             raise PlanError(f"expected rates of schema {SCHEMA}, {source} has schema {schema!r}; calibrate again")
         plain.pop("schema")
         try:
-            memory = plain.get("memory") and DeviceMemory(
-                **{name: tuple(n) if isinstance(n, list) else n for name, n in plain["memory"].items()}
-            )
+            memory = None if plain.get("memory") is None else DeviceMemory.of_json(plain["memory"])
             return cls(**{**plain, "links": Links(**plain["links"]), "memory": memory})
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             names = sorted(f.name for f in fields(cls))

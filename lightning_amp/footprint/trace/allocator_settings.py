@@ -1,4 +1,4 @@
-"""Read the settings of torch's CUDA allocator that decide what it reserves, from the text of its environment variable."""
+"""Read the settings of torch's CUDA allocator that decide what it reserves, as text of its environment variable."""
 
 from dataclasses import dataclass
 

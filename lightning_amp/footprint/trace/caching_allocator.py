@@ -58,7 +58,7 @@ class CachingAllocator:
         given_back: How often free segments were given back because the device was full.
 
     Args:
-        settings: Settings of the allocator.
+        settings: Settings of the allocator; None for those that AMPStrategy sets.
         capacity: Bytes that may be reserved; None for no limit.
         on_segment: Called with what happens to reserved memory, as torch's snapshots name it (`segment_alloc`,
             `segment_free`, `segment_map` or `segment_unmap`), its address and its size.
@@ -66,13 +66,13 @@ class CachingAllocator:
 
     def __init__(
         self,
-        settings: AllocatorSettings = AllocatorSettings(),  # noqa: B008 (frozen)
+        settings: AllocatorSettings | None = None,
         *,
         capacity: int | None = None,
         on_segment: OnSegment = lambda action, address, size: None,
     ) -> None:
         self.reserved = self.allocated = self.peak_reserved = self.peak_allocated = self.given_back = 0
-        self._settings, self._capacity, self._on_segment = settings, capacity, on_segment
+        self._settings, self._capacity, self._on_segment = settings or AllocatorSettings(), capacity, on_segment
         # the first block of each segment, by address
         self._segments: dict[int, Block] = {}
         self._n_segments = 0

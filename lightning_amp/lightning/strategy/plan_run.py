@@ -13,6 +13,7 @@ from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.largest_rank import for_largest_rank
 from lightning_amp.lightning.strategy.validation_of_fit import with_validation
 from lightning_amp.planning.memory.peak_model import predict
+from lightning_amp.planning.modules.on_device import made_for, on_device
 from lightning_amp.planning.modules.plan_module import model_axis_size, plan_again, plan_module, split_by_planner
 from lightning_amp.planning.plan.plan import Axes, Plan
 from lightning_amp.planning.policies import build_rules
@@ -48,10 +49,12 @@ def resolve_plan(
         asked = request.given_plan if given is None else given
         if asked is None or strategies is not None:
             made = _plan_of_decoder if facts.read[1].decoder else _plan_of_module
-            found = made(facts, strategies, model_ranks)
-        else:
-            found = predict_anew(asked, facts)
-        return with_validation(build_rules.with_memory(found, facts.memory), facts)
+            return made_for(lambda less: compared(made(facts.less(less), strategies, model_ranks), facts.less(less)))
+        return compared(predict_anew(asked, facts), facts)
+
+    def compared(found: Plan, facts: PlanningContext) -> Plan:
+        found = with_validation(build_rules.with_memory(found, facts.memory), facts)
+        return on_device(found, facts.device, facts.as_planned(found))
 
     try:
         plan = decide_on_one_rank(decide, rank=strategy.global_rank, broadcast=strategy.broadcast)

@@ -5,7 +5,7 @@ nevertheless, the plan is made again for as many bytes less.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_amp.costs.device_memory import TENSORS_SHARE, DeviceMemory, named_memory
@@ -19,6 +19,7 @@ TRIES = 4
 """Most times that a plan is made for less memory."""
 CLOSED_FORMS = "the bytes of {} come from closed forms, without the order of their allocations"
 OF_DECODER = CLOSED_FORMS.format("a decoder")
+OF_VALIDATION = "it is that of the validation, of which only the peak is known"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +34,7 @@ class Device:
 
     memory: DeviceMemory
     budgets: tuple[int, ...]
-    settings: AllocatorSettings | str = AllocatorSettings()
+    settings: AllocatorSettings | str = field(default_factory=AllocatorSettings)
 
     @classmethod
     def of(cls, memory: DeviceMemory | None, device_memory: Any, devices: int) -> "Device | None":
@@ -58,26 +59,32 @@ def on_device(plan: Plan, device: Device | None, step: ModuleProfile | str) -> P
     ranks = plan.mesh.ranks
     # unlike devices: the plan has the budget of its fullest rank
     budget = min(device.budgets, key=lambda n: abs(device.memory.tensor_bytes(n, ranks) - (plan.budget_bytes or 0)))
-    estimated = step if isinstance(step, str) else ""
-    found = None if isinstance(step, str) else _replayed(plan, device, step, budget - device.memory.beside(ranks))
-    if isinstance(found, str):
-        found, estimated = None, found
-    reserved = 0 if found is None else found.peak_reserved
-    unseen = plan.predicted_peak_bytes if found is None else _outside_training(plan)
-    if unseen:
-        estimate = int(unseen / TENSORS_SHARE) + 1 + sum(device.memory.workspaces)
-        estimated = estimated or f"the validation has the largest peak, and {CLOSED_FORMS.format('it')}"
-        reserved = max(reserved, estimate)
-    bytes_ = DeviceBytes(
-        reserved_bytes=reserved,
+    found = step if isinstance(step, str) else _replayed(plan, device, step, budget - device.memory.beside(ranks))
+    estimated, replayed = (found, None) if isinstance(found, str) else ("", found)
+    taken = DeviceBytes(
+        reserved_bytes=_estimate(plan.training_bytes, device) if replayed is None else replayed.peak_reserved,
         context_bytes=device.memory.context_bytes,
         nccl_bytes=device.memory.nccl_of(ranks),
         measured=device.memory.measured,
         budget_bytes=budget,
         estimated=estimated,
-        given_back=0 if found is None else found.given_back,
+        given_back=0 if replayed is None else replayed.given_back,
     )
-    return replace(plan, on_device=bytes_)
+    return with_validation_on(replace(plan, on_device=taken), device)
+
+
+def with_validation_on(plan: Plan, device: Device | None) -> Plan:
+    """Return the plan with what its validation reserves, if that is its largest phase; it is estimated."""
+    if device is None or plan.on_device is None or plan.predicted_peak_bytes <= plan.training_bytes:
+        return plan
+    found, estimate = plan.on_device, _estimate(plan.predicted_peak_bytes, device)
+    if estimate <= found.reserved_bytes:
+        return plan
+    return replace(plan, on_device=replace(found, reserved_bytes=estimate, estimated=found.estimated or OF_VALIDATION))
+
+
+def _estimate(n_bytes: int, device: Device) -> int:
+    return int(n_bytes / TENSORS_SHARE) + 1 + sum(device.memory.workspaces)
 
 
 def _replayed(plan: Plan, device: Device, step: ModuleProfile, capacity: int) -> CachingAllocator | str:
@@ -97,11 +104,6 @@ def _replayed(plan: Plan, device: Device, step: ModuleProfile, capacity: int) ->
             return found
         return within
     return found
-
-
-def _outside_training(plan: Plan) -> int:
-    """Return the peak of a phase other than the training step, if it is larger."""
-    return plan.predicted_peak_bytes if plan.predicted_peak_bytes > plan.training_bytes else 0
 
 
 def made_for(make: Callable[[int], Plan]) -> Plan:

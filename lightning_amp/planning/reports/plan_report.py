@@ -207,9 +207,7 @@ def shortfall(plan: Plan) -> str:
     known = "in the step" if plan.diagnosis is not None else "in the backward pass"
     known = known if whole else "without the activations, which are not known"
     where = known if stratum is None else f"at stratum {stratum}"
-    return (
-        f"predicted to run out of memory {where}: {_taken(plan)}; {remedy(plan)}"
-    )
+    return f"predicted to run out of memory {where}: {_taken(plan)}; {remedy(plan)}"
 
 
 def _taken(plan: Plan) -> str:

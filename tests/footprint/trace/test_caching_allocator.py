@@ -3,6 +3,7 @@ sequences.
 """
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -225,7 +226,7 @@ def test_random_sequences(settings: AllocatorSettings, seed: int) -> None:
         # blocks fill their ranges without gaps or overlaps, and no two free ones are neighbours
         found = 0
         for blocks in allocator.segments():
-            for one, following in zip(blocks, blocks[1:], strict=False):
+            for one, following in pairwise(blocks):
                 assert one.address + one.size == following.address
                 assert not (one.free and following.free)
             found += sum(block.size for block in blocks)

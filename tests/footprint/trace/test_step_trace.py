@@ -14,8 +14,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_amp.errors import PlanError
-from lightning_amp.footprint.profile_module import profile_and_trace
 from lightning_amp.footprint.module_profile import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE, Life
+from lightning_amp.footprint.profile_module import profile_and_trace
 from lightning_amp.footprint.trace.allocator_settings import AllocatorSettings
 from lightning_amp.footprint.trace.caching_allocator import CachingAllocator, DeviceFullError
 from lightning_amp.footprint.trace.memory_snapshot import memory_snapshot
@@ -123,7 +123,7 @@ def test_state_comes_with_the_first_update_and_workspaces_before_all() -> None:
 
 def test_the_memory_viewer_of_torch_reads_the_snapshot(counted: Any) -> None:
     viewer = pytest.importorskip("torch.cuda._memory_viz")
-    profile, trace = counted
+    trace = counted[1]
     snapshot = pickle.loads(memory_snapshot(trace))
     assert "segments: 1" in viewer.segsum(snapshot)
     text = viewer.trace(snapshot)
