@@ -167,6 +167,10 @@ def test_a_run_on_a_gpu_has_what_is_left_to_tensors(monkeypatch: pytest.MonkeyPa
     assert facts.less(GIB).memory == (facts.memory[0] - GIB,)
     monkeypatch.setenv(ALLOCATOR_VARIABLES[0], "backend:cudaMallocAsync")
     assert "'backend:cudaMallocAsync' of CUDA's allocator is not modelled" in hardware.allocator_settings()
+    monkeypatch.setenv(ALLOCATOR_VARIABLES[1], "expandable_segments:True")
+    assert "different settings in PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF" in hardware.allocator_settings()
+    monkeypatch.delenv(ALLOCATOR_VARIABLES[0])
+    assert hardware.allocator_settings() == AllocatorSettings()
 
 
 @pytest.mark.parametrize(

@@ -52,10 +52,12 @@ def measured_memory(device: torch.device) -> DeviceMemory:
 
 def allocator_settings() -> AllocatorSettings | str:
     """Return the settings of CUDA's allocator in this process, or why it is not modelled with them."""
-    texts = [text for name in ALLOCATOR_VARIABLES if (text := os.environ.get(name))]
+    texts = {text for name in ALLOCATOR_VARIABLES if (text := os.environ.get(name))}
+    if len(texts) > 1:
+        return f"the allocator has different settings in {' and '.join(ALLOCATOR_VARIABLES)}"
     try:
-        # as `let_segments_grow` sets it
-        return AllocatorSettings.parse(texts[0]) if texts else AllocatorSettings()
+        # without settings segments grow (`let_segments_grow`)
+        return AllocatorSettings.parse(texts.pop()) if texts else AllocatorSettings()
     except PlanError as error:
         return str(error)
 
