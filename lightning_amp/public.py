@@ -159,7 +159,8 @@ def plan(
         devices: Number of ranks on all nodes together.
         device_memory: Budget of one device, a number of bytes or a text such as "24GiB"; None takes the memory of the
             GPU that `rates` names, and means unknown without one. A list has one entry per device: each stage is
-            planned for the memory of its device; other plans use the minimum.
+            planned for the memory of its device; other plans use the minimum. Of a GPU it is what a process takes, with
+            CUDA's context and fragments; without a GPU in `rates` it is that of tensors.
         policy: "auto" takes the fastest plan that fits, "paper" AMP's fixed mapping.
         strategies: Techniques to use instead of the policy's choice; they are checked and predicted as well. "auto"
             and None leave it to the policy.

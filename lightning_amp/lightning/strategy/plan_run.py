@@ -232,6 +232,7 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
         predicted_peak_bytes=predicted.peak_bytes,
         strata_bytes=predicted.strata_bytes,
         budget_bytes=facts.budget,
+        on_device=None,
         notes=(*(note for note in plan.notes if note not in notes), *notes),
         candidates=(),
         **predicted_times(shape, axes, plan.mesh, rates),
