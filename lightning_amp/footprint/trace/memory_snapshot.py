@@ -1,4 +1,4 @@
-"""Write counted steps as a snapshot of CUDA memory, in the form of `torch.cuda.memory._dump_snapshot`.
+"""Write counted steps as a snapshot of CUDA memory, in the form that torch dumps and its memory viewer reads.
 
 The trace begins with the parameters and has `STEPS` steps. Time is counted in operators. The frames of an allocation
 are its operator, and the modules that called it, with the file and the line of their `forward` where these are known.
