@@ -175,6 +175,15 @@ def test_blocks_of_the_largest_size_are_not_split() -> None:
     assert (allocator.reserved, allocator.given_back) == (104 * MIB, 1)
 
 
+def test_several_large_blocks_go_back_the_largest_first() -> None:
+    allocator = Recorded(UNSPLIT, capacity=300 * MIB)
+    for block in [allocator.allocate(size * MIB) for size in (40, 70, 80, 90)]:
+        allocator.release(block)
+    allocator.allocate(150 * MIB)
+    assert allocator.said[4:] == [("segment_free", 90), ("segment_free", 80), ("segment_alloc", 150)]
+    assert (allocator.reserved, allocator.given_back) == (260 * MIB, 0)
+
+
 @pytest.mark.parametrize(
     ("n_bytes", "expected"),
     [(1, 512), (2048, 2048), (2049, 2560), (1200 * 2**10, 1280 * 2**10), (MIB, MIB), (5 * MIB + 1, 6 * MIB)],
