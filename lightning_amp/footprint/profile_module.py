@@ -60,24 +60,32 @@ def profile_module(
     Raises:
         ModelError: The step raises an error, which is the cause; or it needs values, and the module has none.
     """
-    return profile_and_trace(module, batch, batch_size=batch_size, around=around)[0]
+    return _profiled(module, batch, batch_size, around)[0]
 
 
 def profile_and_trace(
     module: LightningModule, batch: Any, *, batch_size: int | None = None, around: Around = BY_ITSELF
 ) -> tuple[ModuleProfile, StepTrace]:
     """Return the profile of a step, as `profile_module`, and its storages with the operators that make them."""
+    profile, found = _profiled(module, batch, batch_size, around)
+    return profile, StepTrace(found.lives, found.work, found.operators, _places(module))
+
+
+def _profiled(
+    module: LightningModule, batch: Any, batch_size: int | None, around: Around
+) -> tuple[ModuleProfile, StepRecorder]:
     found, reason = counted_step(module, batch, batch_size, StepRecorder, around)
     rows = length_of(batch) if batch_size is None else batch_size
-    profile = profile_of(found, found.lives, reason, rows)
-    return profile, StepTrace(found.lives, found.work, found.operators, _places(module))
+    return profile_of(found, found.lives, reason, rows), found
 
 
 def _places(module: LightningModule) -> dict[str, Place]:
     """Return where the `forward` of each module is defined."""
     places = {}
     for fqn, child in module.named_modules():
-        code = getattr(inspect.unwrap(type(child).forward), "__code__", None)
+        # a ScriptModule's class has no function of this name
+        forward: Any = getattr(type(child), "forward", None)
+        code = getattr(inspect.unwrap(forward), "__code__", None)
         if code is not None:
             places[fqn] = Place(code.co_filename, code.co_firstlineno, type(child).__name__)
     return places

@@ -8,7 +8,7 @@ SMALLEST, MIB = 512, 2**20
 WITHOUT_EFFECT = (
     *("garbage_collection_threshold", "release_lock_on_cudamalloc", "graph_capture_record_stream_reuse"),
     *("pinned_use_cuda_host_register", "pinned_num_register_threads", "pinned_use_background_threads"),
-    *("pinned_reserve_segment_size_mb", "throw_on_cudamalloc_oom", "per_process_memory_fraction"),
+    "pinned_reserve_segment_size_mb",
 )
 """Settings that do not change where a block is placed; collection of garbage only lowers what is reserved."""
 

@@ -97,11 +97,12 @@ def take_workspaces(device: torch.device) -> tuple[int, ...]:
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(8, 8, device=device, requires_grad=True)
         y = (x @ x).sum()
+        # without the two tensors
         forward = int(torch.cuda.memory_allocated(device)) - before - sum(rounded(z.nbytes) for z in (x, y))
         y.backward()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(device)
     del x, y
-    return forward, int(torch.cuda.memory_allocated(device)) - before - forward
+    return max(0, forward), max(0, int(torch.cuda.memory_allocated(device)) - before - forward)
 
 
 def let_segments_grow(device: torch.device) -> None:
