@@ -17,12 +17,14 @@ from lightning_amp.cli.main import main
 from lightning_amp.costs.device_memory import CONTEXT_BYTES, NCCL_BYTES, TENSORS_SHARE, WORKSPACES, DeviceMemory
 from lightning_amp.costs.device_rates import DEVICES, budget_on, rates_for
 from lightning_amp.data.prepare.synthetic import synthesize
-from lightning_amp.errors import PlanError
+from lightning_amp.errors import DoesNotFitError, PlanError
+from lightning_amp.footprint import profile_module
 from lightning_amp.footprint.trace.allocator_settings import AllocatorSettings
 from lightning_amp.lightning.steps import process_memory
 from lightning_amp.lightning.strategy import hardware, install_plan
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.planning.modules.on_device import Device
 from lightning_amp.planning.plan.plan import Plan
 from tests.lightning.steps.test_end_of_memory import ROWS, Small, fitted
 
@@ -171,6 +173,37 @@ def test_a_run_on_a_gpu_has_what_is_left_to_tensors(monkeypatch: pytest.MonkeyPa
     assert "different settings in PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF" in hardware.allocator_settings()
     monkeypatch.delenv(ALLOCATOR_VARIABLES[0])
     assert hardware.allocator_settings() == AllocatorSettings()
+
+
+def test_a_plan_for_a_gpu_is_compared_anew_on_a_cpu() -> None:
+    strategy = AMPStrategy(plan=lightning_amp.plan(Small(), ROWS[0], rates="H100").plan)
+    assert strategy.request.given_plan is not None
+    assert strategy.request.given_plan.on_device is not None
+    fitted(Small(), DataLoader(ROWS, batch_size=None), strategy)
+    assert strategy.plan is not None
+    assert strategy.plan.on_device is None
+
+
+@pytest.mark.parametrize("mib", [64, 2])
+def test_a_run_is_refused_by_what_its_step_reserves(monkeypatch: pytest.MonkeyPatch, mib: int) -> None:
+    # a GPU whose process has a megabyte beside its tensors; the run itself is on the CPU
+    memory = DeviceMemory(total_bytes=GIB, context_bytes=2**20, workspaces=())
+    device = Device(memory=memory, budgets=(mib * 2**20,))
+    monkeypatch.setattr(PlanningContext, "device", device)
+    monkeypatch.setattr(profile_module, "counts_for_accelerator", lambda: True)
+    strategy, data = AMPStrategy(device_memory=f"{mib}MiB"), DataLoader(ROWS, batch_size=None)
+    if mib == 2:
+        # the tensors fit, and the allocator reserves 2 MiB for the first of them
+        with pytest.raises(
+            DoesNotFitError, match=r"of tensors per rank; on the device 2\.00 MiB reserved \+ 1\.00 MiB con"
+        ):
+            fitted(Small(), data, strategy)
+        return
+    fitted(Small(), data, strategy)
+    assert strategy.plan is not None
+    found = strategy.plan.on_device
+    assert found is not None
+    assert (found.estimated, found.reserved_bytes % (2 * 2**20), found.budget_bytes) == ("", 0, 64 * 2**20)
 
 
 @pytest.mark.parametrize(
