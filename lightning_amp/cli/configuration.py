@@ -99,13 +99,7 @@ def _plan_of_step(
 ) -> PlannedStep:
     # imported late: torch takes seconds to import
     from lightning_amp.lightning.profiling.plan_of_module import plan_of_module
-    from lightning_amp.techniques.contract.protocol import find_decoders
 
-    if find_decoders(module):
-        raise PlanError(
-            f"{model} is not supported: its model has a decoder of strata, which is planned by its data:"
-            " name their folder, lightning-amp plan DIR"
-        )
     requested = _requested(arguments, options)
     request = request_of(requested)
     if requested.plan is not None:

@@ -49,7 +49,8 @@ class Around:
         accumulate_grad_batches: As in the Trainer, or the largest value that a callback will set. Values above
             2 have the bytes of 2.
         datamodule: Data module, whose hooks may change a batch, and which the module may read.
-        values: Whether a step that cannot run on fake tensors runs on real ones, which takes its memory and time.
+        values: Whether a step that cannot run on fake tensors runs on real ones, which takes its memory and time; a
+            forward pass without gradients always may.
         limit_bytes: Most bytes of such a real step, including the module that was copied.
         averaged: Callbacks that hold copies of the module, with their bytes.
         own_parts: Value of `trainer.strategy.own_parts` for hooks that shard the batch; None if ranks are not known.
@@ -356,6 +357,8 @@ class _Count(Callback):
             self._counting_first.enter_context(self._first)
         if batch_idx == self._counted:
             self._counting = True
+            # made again in this step, so that what code caches from step to step is counted
+            getattr(self._fake, "cache", {}).clear()
             self.recorder.start(batch, trainer.optimizers)
             self._entered.callback(self.recorder.stop)
             # bytes alive now that the second step does not start with were left by the first step

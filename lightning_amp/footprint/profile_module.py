@@ -168,10 +168,6 @@ class _Count:
         if failed is None:
             return found, "" if answers is None else answers.why
         reason = why_values(failed)
-        if not self._around.values:
-            raise ModelError(
-                f"the step of {self._name!r} cannot run without values ({reason}), and was not to be run with them"
-            ) from failed
         if lacks_values(self._module):
             raise ModelError(
                 f"cannot profile {self._name!r}: its step needs values ({reason}), and its parameters have none (device"
@@ -184,6 +180,10 @@ class _Count:
                     self._around.answers[self._size] = answers
                 return found, reason
             reason = why_values(failed)
+        if not self._around.values:
+            raise ModelError(
+                f"the step of {self._name!r} cannot run without values ({reason}), and was not to be run with them"
+            ) from failed
         found, failed = self._run(None, None)
         if failed is None:
             found.measured = REAL

@@ -96,18 +96,23 @@ def on_axis(*axes: str) -> tuple[str, ...]:
     return tuple(name for name, row in STRATEGIES.items() if row.choice is not None and row.choice[0] in axes)
 
 
-def of_blocks_outside(strategies: Sequence[str]) -> frozenset[str]:
-    """Return the strategies that apply to blocks outside the decoder, if there is one.
+def is_of_decoder(rule: Rule) -> bool:
+    """Whether a rule changes a decomposed decoder, or strata of it."""
+    return STRATEGIES[rule.strategy].choice is not None and not is_of_block(rule)
+
+
+def beyond_decoder(strategies: Sequence[str]) -> tuple[str, ...]:
+    """Return the strategies that apply to the whole step, or to blocks outside its decoder, if it has a decoder.
 
     A technique of both strata and blocks applies to blocks only if it would conflict with another one on the strata.
     """
 
-    def is_apart(name: str) -> bool:
+    def conflicts_alone(name: str) -> bool:
         others = [other for other in strategies if other != name]
         return any(conflicts(strategies)) and not any(conflicts(others))
 
-    own = [name for name in strategies if name in OF_BLOCKS]
-    return frozenset(name for name in own if STRATEGIES[name].choice is None or is_apart(name))
+    own = [name for name in strategies if name in PREDICTIONS]
+    return tuple(name for name in own if STRATEGIES[name].choice is None or conflicts_alone(name))
 
 
 def label(strategy: str) -> str:

@@ -1,5 +1,6 @@
 """A plan without a run is the plan of a fit with the same request, also where samples are split over ranks."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch.utils.data import DataLoader
 
 import lightning_amp
 from lightning_amp import AMPStrategy
+from lightning_amp.cli.main import main
+from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.planning.plan.plan import Plan
 from tests.any_module import make
 from tests.lightning.strategy.strategy_cases import trainer_of
@@ -103,6 +106,31 @@ def test_samples_are_split_where_they_have_to_be(tmp_path: Path) -> None:
     found = on_one.answers()
     assert found is not None
     assert found.said[0].startswith("the fewest devices for this step with a batch of 1 on each: 2, ")
+
+
+CELLS = """
+trainer: {{strategy: {{class_path: AMPStrategy, init_args: {{device_memory: {memory}}}}}, logger: false}}
+model: {{class_path: lightning_amp.GLUE, init_args: {{latent_dim: 8, window: 10, hidden_depth: 1}}}}
+data: {{class_path: lightning_amp.SingleCellDataModule, init_args: {{data_dir: {data}, batch_size: 8}}}}
+"""
+
+
+@pytest.mark.parametrize("memory", ["1GiB", "4.6MiB"])
+def test_the_plan_of_a_configuration_of_cells_is_that_of_its_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], memory: str
+) -> None:
+    synthesize(tmp_path / "data", cells=24, bins=60, strata=4, genes=40, cell_types=2)
+    config = tmp_path / "config.yaml"
+    config.write_text(CELLS.format(memory=memory, data=tmp_path / "data"))
+    main(["plan", "--config", str(config), "--format", "json"])
+    made = json.loads(capsys.readouterr().out)
+    strategy = AMPStrategy(device_memory=memory, on_predicted_oom="warn")
+    trainer = trainer_of(strategy, max_steps=1, num_sanity_val_steps=0)
+    module = lightning_amp.GLUE(latent_dim=8, window=10, hidden_depth=1)
+    trainer.fit(module, lightning_amp.SingleCellDataModule(tmp_path / "data", batch_size=8))
+    assert strategy.plan is not None
+    found = json.loads(strategy.plan.to_json())
+    assert {name for name in found if found[name] != made[name]} <= {"validation", "notes"}
 
 
 EXAMPLES = ("gene_transformer", "unet", "evoformer", "wide_mlp", "cnn")

@@ -239,11 +239,13 @@ class Answers:
     @contextmanager
     def again(self, at: int) -> Iterator[None]:
         """Continue at a place, and return afterwards."""
-        before, self._at = self._at, at
+        before = self._at, self._anywhere
+        # the backward pass runs a block again from another line
+        self._at, self._anywhere = at, True
         try:
             yield
         finally:
-            self._at = before
+            self._at, self._anywhere = before
 
     @contextmanager
     def given(self) -> Iterator[None]:

@@ -72,6 +72,11 @@ MOST_LEFT = 2**26
 """Most reserve bytes of an RNN kernel that is run to measure them."""
 
 
+def in_a_count(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a fake one of a counted step, which gets what the values of its batch decide."""
+    return getattr(getattr(tensor, "fake_mode", None), "valid", False)
+
+
 class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A FakeTensorMode for one step or one graph, in which arguments of operators may also be real tensors.
 
@@ -79,11 +84,15 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         valid: Whether checks of `torch.distributions` pass, values fit the bins of `torch.bincount`, and code may read
             values that do not depend on data. True for a counted step: the real run makes these checks. False for a
             captured graph, which would lose the checks, and the branch on a buffer.
+
+    Attributes:
+        cache: What code that caches tensors from step to step keeps of this mode's, by anything hashable.
     """
 
     def __init__(self, *, valid: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.valid, self.reads = valid, BatchReads()
+        self.cache: dict[Any, Any] = {}
         self._looked_up: dict[Any, bool] = {}
         self._by_offset: dict[Any, bool] = {}
         self._alike: dict[torch.device, dict[str, Any]] = {}

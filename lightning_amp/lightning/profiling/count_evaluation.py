@@ -30,6 +30,7 @@ from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.profile_module import lacks_values, profile_of
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.installing.install import install_rules
+from lightning_amp.techniques.table import is_of_decoder
 
 T = TypeVar("T")
 
@@ -69,13 +70,13 @@ class EvaluationCount:
         rows: int | None = None,
     ) -> tuple[int, int]:
         """Return the bytes before the step and its peak; `calls` receives bytes before, and peak of, each module."""
-        return self._noted(batch, rows, partial(self._measured, batch, rules, calls, rows))
+        return self._noted(batch, rules, rows, partial(self._measured, batch, rules, calls, rows))
 
     def profile(self, batch: Batch, *, rows: int | None = None) -> ModuleProfile:
         """Return the profile of the step."""
-        return self._noted(batch, rows, partial(self._recorded, batch, rows))
+        return self._noted(batch, (), rows, partial(self._recorded, batch, rows))
 
-    def _noted(self, batch: Batch, rows: int | None, run: Callable[[Answers | None], T]) -> T:
+    def _noted(self, batch: Batch, rules: Sequence[Rule], rows: int | None, run: Callable[[Answers | None], T]) -> T:
         """Run the step on fake tensors; if it needs values, with what they decide."""
         module, key = self._trainer.lightning_module, (batch.loader, rows)
         answers = self._answers.get(key)
@@ -86,10 +87,10 @@ class EvaluationCount:
         except Exception as error:
             failed = error
         if answers is None and not lacks_values(module):
-            answers = notes_of(module, why_values(failed), partial(self._with_values, batch, rows))
+            answers = notes_of(module, why_values(failed), partial(self._with_values, batch, rules, rows))
         if answers is not None and key not in self._answers:
             self._answers[key] = answers
-            return self._noted(batch, rows, run)
+            return self._noted(batch, rules, rows, run)
         raise ModelError(
             f"the memory of {self._step} of {type(module).__name__!r} cannot be counted: on tensors "
             f"without values it fails with {type(failed).__name__}: {failed}"
@@ -140,11 +141,14 @@ class EvaluationCount:
                 answers.restart()
             yield twin, _moved(twin, given, self._trainer.strategy.root_device)
 
-    def _with_values(self, batch: Batch, rows: int | None, taker: NoteTaker, on_host: bool) -> None:
-        """Run the step of a copy with values, for notes."""
+    def _with_values(
+        self, batch: Batch, rules: Sequence[Rule], rows: int | None, taker: NoteTaker, on_host: bool
+    ) -> None:
+        """Run the step of a copy with values, for notes; techniques of a decoder may read other values than it does."""
         module = self._trainer.lightning_module
         with without_side_effects(module):
             twin: Any = copy_with_values(module, on_host=on_host).eval()
+            install_rules(twin, filter(is_of_decoder, rules))
             device = torch.device("cpu") if on_host else self._trainer.strategy.root_device
             given, limit = resized(batch.tensors, rows), room_of_pass(twin, None)
             bounded = None if limit is None else BoundedStep(twin, limit)
@@ -174,6 +178,9 @@ class EvaluationCount:
         twin.trainer = self._without_loggers()
         index = [0] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []
         with torch.no_grad(), self._trainer.precision_plugin.forward_context():
+            # steps often add to what these make
+            for hook in ("start", "epoch_start"):
+                getattr(twin, f"on_{self._step.removesuffix('_step')}_{hook}")()
             step(batch, *index, *([loader] if self._several else []))
 
 

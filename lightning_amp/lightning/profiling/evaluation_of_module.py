@@ -35,8 +35,7 @@ from lightning_amp.lightning.profiling.count_evaluation import Batch, Evaluation
 from lightning_amp.lightning.profiling.loaders import each, example_batch, loaders_of, read_streams_ahead
 from lightning_amp.planning.plan.plan import Explanation, Plan, Validation
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.contract.protocol import find_decoders
-from lightning_amp.techniques.table import EVALUATED, evaluated_within
+from lightning_amp.techniques.table import EVALUATED, STRATEGIES, evaluated_within, is_of_decoder
 
 STEPS = {
     TrainerFn.VALIDATING: ("validation_step", "validate_loop"),
@@ -61,18 +60,18 @@ class EvaluationOfModule:
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> "EvaluationOfModule | None":
-        """Return the evaluation of a Trainer; None in a fit or with a decoder. All ranks must call it (loaders_of)."""
-        if trainer.state.fn not in STEPS or find_decoders(trainer.lightning_module):
+        """Return the evaluation of a Trainer; None in a fit. All ranks must call it (loaders_of)."""
+        if trainer.state.fn not in STEPS:
             return None
         step, loop = STEPS[trainer.state.fn]
         return cls._of(trainer, step, getattr(trainer, loop))
 
     @classmethod
     def of_fit(cls, trainer: pl.Trainer) -> "EvaluationOfModule | None":
-        """Return the validation of a fit; None without one, or with a decoder. All ranks must call it."""
+        """Return the validation of a fit; None without one. All ranks must call it."""
         module = trainer.lightning_module
         validates = trainer.limit_val_batches and is_overridden("validation_step", module)
-        if trainer.state.fn != TrainerFn.FITTING or not validates or find_decoders(module):
+        if trainer.state.fn != TrainerFn.FITTING or not validates:
             return None
         loop = trainer.fit_loop.epoch_loop.val_loop
         return cls._of(trainer, "validation_step", loop) if loop._data_source.is_defined() else None
@@ -95,7 +94,7 @@ class EvaluationOfModule:
             AmpError: No batch can be read, the step fails on fake tensors, or a module cannot run in chunks.
         """
         batches = self._batches()
-        held, whole, peak, rules = self._chunked(batches, budget, rates)
+        held, whole, peak, rules = self._chunked(batches, budget, rates, _of_decoder(made))
         without = f": {format_bytes(whole)} without chunks" if rules else ""
         noted = self.counter.noted
         how = f"and its shapes or branches depend on values: {noted}" if noted else "without values"
@@ -126,7 +125,7 @@ class EvaluationOfModule:
         module: Any = self._trainer.lightning_module
         own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _own_tensors(module)}
         more = max(0, kept_bytes - sum(own.values()))
-        installed = tuple(rule for rule in made.rules if rule.strategy == EVALUATED)
+        installed = (*_of_decoder(made), *(rule for rule in made.rules if rule.strategy == EVALUATED))
         try:
             if no_chunks:
                 raise PlanError(no_chunks)
@@ -242,6 +241,11 @@ def _largest_batch(
             middle = (least + most) // 2
             least, most = (middle, most) if peak_of(batch, middle) <= budget else (least, middle)
     return least
+
+
+def _of_decoder(made: Plan) -> tuple[Rule, ...]:
+    """Return the rules of a decoder, which are installed in a step without gradients too."""
+    return tuple(rule for rule in made.rules if is_of_decoder(rule) and not STRATEGIES[rule.strategy].model_axis)
 
 
 def _with_peak(made: Plan, found: Validation) -> Plan:

@@ -11,26 +11,31 @@ from typing import Any
 import psutil
 from lightning.pytorch import LightningModule
 
+from lightning_amp.adapters.adapt import adapt
 from lightning_amp.costs.device_rates import Rates, budget_on
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.copies.other_lengths import length_of_dim, with_length
 from lightning_amp.footprint.find_blocks import named_blocks
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import PARAMETERS, ModuleProfile
 from lightning_amp.footprint.target_device import settings_of
-from lightning_amp.installing.describe_module import describe
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
+from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.split_samples import samples_may_be_split, with_split_samples
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.modules.finish_plan import rules_of
 from lightning_amp.planning.modules.min_memory_plan import fewest_ranks
 from lightning_amp.planning.modules.on_device import Device, made_for, on_device
-from lightning_amp.planning.modules.plan_module import Counted, base_plan, counted_draft, plan_step
+from lightning_amp.planning.modules.plan_decoder import plan_decoder, split_by_decoder
+from lightning_amp.planning.modules.plan_module import Count, Counted, base_plan, counted_draft, plan_step
 from lightning_amp.planning.modules.questions import Answers, CountAt, SeenAt, answers, largest_batches
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.policies.build_rules import without_shared_statistics
+from lightning_amp.planning.policies.build_rules import with_memory, without_shared_statistics
+from lightning_amp.planning.reports.plan_report import plan_report
 from lightning_amp.planning.reports.step_report import step_report
+from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import shown_if_long
 from lightning_amp.quantities import memory_of_ranks
 from lightning_amp.techniques.table import STRATEGIES, parse_strategies, requested_specs, technique_of_steps
@@ -55,7 +60,7 @@ class ModulePlan:
         at: Function that counts the step with a batch size, or with another batch.
         counting: Context for counting, with the blocks of `blocks` and tensor sizes as on the device.
         named: Whether the user chose the techniques, not the policy.
-        split: Technique of the plan that replaces the training step, or ""; the questions are then not supported.
+        split: What the questions do not support: the technique that replaces the training step, or a decoder; or "".
         on_devices: Function that plans the step on another number of devices.
         unlike: Whether the devices differ in memory; the questions are then not supported.
     """
@@ -75,6 +80,8 @@ class ModulePlan:
     def report(self) -> str:
         """Return the report as text of at most 80 columns: peak memory, techniques that help or do not, prediction."""
         classes = {fqn: type(child).__name__ for fqn, child in self.module.named_modules()}
+        if self.plan.diagnosis is None:
+            return plan_report(self.plan)
         return step_report(self.plan, self.profile, classes=classes)
 
     __str__ = report
@@ -229,7 +236,29 @@ def plan_of_module(
             f"cannot plan a {type(module).__name__!r} and a batch; give a LightningModule with a batch, or"
             " what lightning_amp.profile returns without one"
         )
-    request = dict(request)
+    strategies = request["strategies"]
+    changes = strategies is None or any(STRATEGIES[name].choice for name in parse_strategies(strategies))
+    # as in a fit: decoders written elsewhere are planned, and counted, as ours
+    adapted = adapt(module, needed=changes)
+    try:
+        made = _plan_of_step(
+            module, batch, around=around, rates=rates, request=dict(request), options=options, batch_size=batch_size
+        )
+    finally:
+        adapted.undo()
+    return replace(made, plan=replace(made.plan, notes=(*made.plan.notes, *adapted.notes)))
+
+
+def _plan_of_step(
+    module: LightningModule,
+    batch: Any,
+    *,
+    around: Around,
+    rates: Rates,
+    request: dict[str, Any],
+    options: Mapping[str, Any],
+    batch_size: int | None,
+) -> ModulePlan:
     size, asked, devices = (request[name] for name in ("model_parallel_size", "device_memory", "devices"))
 
     def memory_on(n: int) -> tuple[int, ...]:
@@ -265,7 +294,15 @@ def plan_of_module(
     step = step_at(batch_size)
     with counting():
         seen = look(step)
-        shape = replace(describe(module, batch_size=seen.profile.batch_size or 1), profiled=True)
+        data, shape, notes = read_shape(
+            module,
+            around.datamodule,
+            data_dir=options.get("data_dir"),
+            batch_size=seen.profile.batch_size or 1,
+            queries=options.get("chunk_queries"),
+            rates=rates,
+        )
+        shape = replace(shape, profiled=not shape.decoder)
     profile = seen.profile
     own = {id(tensor): tensor.nbytes for tensor in (*module.parameters(), *module.buffers())}
     if not around.prepared and profile.by_kind[PARAMETERS] > sum(own.values()):
@@ -294,6 +331,9 @@ def plan_of_module(
         counted = Counted(seen=seen if n == devices else look(step, n), shape=shape)
         alike = None if not budgets else budgets[0] if len(budgets) == 1 else budgets
         given = request | {"devices": n, "device_memory": alike}
+        if shape.decoder:
+            made = _with_decoder(counted, data, step, given)
+            return replace(made, notes=(*made.notes, *notes)), step
         made = with_spec(plan_step(counted, **given, micro_batches=micro_batches, count=step.count), steps, "")
         if not free or not samples_may_be_split(made, counted.seen):
             return made, step
@@ -335,7 +375,38 @@ def plan_of_module(
         at=at,
         counting=counting,
         named=request["strategies"] is not None,
-        split=technique_of_steps(made.strategies),
+        split=technique_of_steps(made.strategies) or ("a decoder of strata" if shape.decoder else ""),
         on_devices=lambda n: made_on(n)[0],
         unlike=len(memory) > 1,
     )
+
+
+def _with_decoder(counted: Counted, data: Profile, step: StepOfModule, request: Mapping[str, Any]) -> Plan:
+    """Plan a module with a decoder, as a fit does."""
+    seen, devices, asked = counted.seen, request["devices"], request["device_memory"]
+    memory = () if asked is None else memory_of_ranks(asked, devices)
+    ids = None if request["strategies"] is None else parse_strategies(request["strategies"])
+    strategies, named = split_by_decoder(ids, policy=request["policy"])
+
+    def make(budget: int | None) -> Plan:
+        return base_plan(
+            counted,
+            data=data,
+            devices=devices,
+            budget=budget,
+            policy=request["policy"],
+            strategies=strategies,
+            model_parallel_size=request["model_parallel_size"],
+        )
+
+    def on_top_of(rules: tuple[Rule, ...], frees_gradients: bool) -> tuple[ProfiledStep, Count]:
+        with_rules = step.on_top_of(rules, frees_gradients=frees_gradients)
+        found = with_rules.profiled(
+            seen.rates, requested=seen.requested, shared_statistics=step.shared_statistics and devices > 1
+        )
+        return found, with_rules.count
+
+    made = plan_decoder(
+        make, on_top_of, counted.shape, budget=min(memory, default=None), named=named, budget_named=asked is not None
+    )
+    return with_memory(made.plan, memory)

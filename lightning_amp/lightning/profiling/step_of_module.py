@@ -1,12 +1,12 @@
-"""Profile one training step of a module without a decoder on rank 0, before anything is installed.
+"""Profile one training step of a module on rank 0, before anything is installed.
 
 Every fit does this, because the plan reports what uses the memory also if everything fits; it takes a second or two.
 Validate, test and predict do not. If a step cannot be profiled, it is trained as on a plain Trainer, and the plan
 gives the reason.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from lightning_amp.data.batch import datamodule_of
 from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_of import CountedStep, count_step
+from lightning_amp.footprint.copies.fake_copy import length_of
 from lightning_amp.footprint.copies.noted_values import Answers
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import ModuleProfile
@@ -31,7 +32,8 @@ from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules, overlap
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of, own_rows, read_streams_ahead
-from lightning_amp.planning.modules.on_device import CLOSED_FORMS
+from lightning_amp.planning.modules.on_device import CLOSED_FORMS, OF_DECODER
+from lightning_amp.planning.modules.plan_module import counted_rules
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.progress import counting
 from lightning_amp.quantities import format_bytes
@@ -39,11 +41,21 @@ from lightning_amp.sharding.own_parts import OwnParts
 from lightning_amp.techniques.contract.protocol import INSIDE, find_decoders
 from lightning_amp.techniques.data.batch_norm import statistics_bytes
 from lightning_amp.techniques.data.gradient_sync import gradient_sizes
-from lightning_amp.techniques.table import PREDICTIONS, STAGED, STRATEGIES, not_together, stage_search, together
+from lightning_amp.techniques.table import (
+    PREDICTIONS,
+    STAGED,
+    STRATEGIES,
+    conflicts,
+    not_together,
+    stage_search,
+    together,
+)
 from lightning_amp.techniques.technique import function_at, result_or_reason
 
 T = TypeVar("T")
 NOTHING: Mapping[str, Spec] = MappingProxyType({})
+BESIDE_NO_DECODER = {STAGED, *(name for name, row in STRATEGIES.items() if row.no_decoder)}
+"""Techniques that no module with a decoder can have."""
 
 
 class StepOfModule:
@@ -54,7 +66,7 @@ class StepOfModule:
         batch_size: Batch size to count instead of the batch's.
         trains: Whether this module is trained; a module that is only planned may have no values.
         steps: Steps of a technique that replace the module's while it is counted.
-        decoders: Names of its decoders; their parts are not blocks.
+        on_top_of: Rules of its decoder, which every count installs in addition.
     """
 
     def __init__(
@@ -66,17 +78,16 @@ class StepOfModule:
         batch_size: int | None = None,
         trains: bool = False,
         steps: DrySteps | None = None,
-        decoders: Collection[str] = (),
+        on_top_of: Sequence[Rule] = (),
     ) -> None:
         if steps is not None:
             own = OwnParts(size=steps.ranks, axis=lambda: steps.axis)
             around = replace(around, own_parts=own)
         self._answers: dict[int | None, Answers] = {}
-        # strata are planned in closed form, with the last step's gradients
-        frees = around.frees_gradients and not find_decoders(module)
-        around = replace(around, answers=self._answers, frees_gradients=frees)
+        self.decoders = tuple(find_decoders(module))
+        around = replace(around, answers=self._answers)
         self.module, self._take_batch, self._around = module, take_batch, around
-        self._trains, self._steps, self._decoders = trains, steps, decoders
+        self._trains, self._steps, self._base = trains, steps, tuple(on_top_of)
         self._batch_size = batch_size
         self._batch: Any = None
         self._profiles: dict[frozenset[tuple[str, str]], ModuleProfile] = {}
@@ -91,30 +102,23 @@ class StepOfModule:
 
     @classmethod
     def of(
-        cls,
-        trainer: pl.Trainer,
-        *,
-        decoder: bool = False,
-        values: bool = True,
-        limit_bytes: int | None = None,
-        steps: DrySteps | None = None,
+        cls, trainer: pl.Trainer, *, limit_bytes: int | None = None, steps: DrySteps | None = None
     ) -> "StepOfModule | None":
         """Return the step of a fit, or None outside a fit. All ranks must call it; only rank 0 uses the step.
 
-        With `decoder`, it is None for modules without a decoder, else for modules with one. Without `values`, a step
-        that requires real values is not counted. A step on real values raises an error above `limit_bytes`.
+        A step on real values raises an error above `limit_bytes`; with a decoder none runs on real values, for it could
+        need more memory than there is.
         """
         module = trainer.lightning_module
-        decoders = find_decoders(module)
-        if trainer.state.fn != TrainerFn.FITTING or bool(decoders) != decoder:
+        if trainer.state.fn != TrainerFn.FITTING:
             return None
         around = Around.of(trainer, prepared=True, datamodule=datamodule_of(trainer))
         own = getattr(trainer.strategy, "own_parts", None)
-        around = replace(around, values=values, limit_bytes=limit_bytes, own_parts=own)
+        around = replace(around, values=not find_decoders(module), limit_bytes=limit_bytes, own_parts=own)
         loaders, why = loaders_of(trainer)
         read_streams_ahead(loaders)
         take = partial(example_batch, loaders, why, own=own_rows(trainer))
-        return cls(module, take, around=around, trains=True, steps=steps, decoders=decoders)
+        return cls(module, take, around=around, trains=True, steps=steps)
 
     def profiled(
         self, rates: Rates, *, requested: Mapping[str, Spec] = NOTHING, shared_statistics: bool = False
@@ -136,11 +140,13 @@ class StepOfModule:
             step = steps.choose(self._batch, lambda: self.step_with(()), rates.links)
         # `choose` may have counted the step with its choice already
         step = step or self.step()
-        self._profiles[_places(())] = step.profile
+        self._profiles[self._places(())] = step.profile
         row = None if steps is None else STRATEGIES[steps.name]
         # a technique that shards parameters does not average full gradients
         averages = row is None or not row.data_axis
         looks = {name: STRATEGIES[name].look for name in (STRATEGIES if steps is None else together(steps.name))}
+        if self.decoders:
+            looks = {name: look for name, look in looks.items() if name not in BESIDE_NO_DECODER}
         looked = {name: result_or_reason(function_at(look), self) for name, look in looks.items() if look}
         failed = {name: why for name, why in looked.items() if isinstance(why, str)}
         found = ProfiledStep(
@@ -151,11 +157,11 @@ class StepOfModule:
             gradient_sizes=gradient_sizes(self.module) if averages else (),
             requested=requested,
             facts=facts_of_step(self.module, step) | {name: one for name, one in looked.items() if name not in failed},
-            refused=failed | refused_techniques(self.module, step, values=self._trains),
+            refused=failed | refused_techniques(self.module, step, values=self._trains) | self._conflicting(),
             notes=tuple(self._notes(step)),
         )
-        if STAGED in failed:
-            found = stage_search().without(found, failed[STAGED])
+        if STAGED in failed or self.decoders:
+            found = stage_search().without(found, failed.get(STAGED, "strata of a decoder are split by 'strata'"))
         if steps is None or row is None:
             shared = statistics_bytes(self.module)
             return replace(found, statistics_bytes=shared, counted=self._counted_with)
@@ -169,6 +175,14 @@ class StepOfModule:
         )
         return stage_search().without(found, not_together(steps.name, STAGED))
 
+    def _conflicting(self) -> dict[str, str]:
+        """Techniques that conflict with those of the decoder, with reasons."""
+        own = {rule.strategy for rule in self._base}
+        # one of strata and of blocks applies to blocks here
+        others = [name for name in PREDICTIONS if STRATEGIES[name].choice is None]
+        found = {name: next(conflicts({*own, name}), "") for name in others}
+        return {name: why for name, why in found.items() if why}
+
     def step(self, rows: int | None = None) -> CountedStep:
         """Return the step for a batch of `rows`, by default of the run's size; cached for each size."""
         if rows not in self._counted_steps:
@@ -178,14 +192,14 @@ class StepOfModule:
     def step_with(self, rules: Sequence[Rule], rows: int | None = None) -> CountedStep:
         """Count the step with rules installed, and undo them; raises an AmpError if they do not support it."""
         found = self.run_with(rules, partial(count_step, names=self._blocks, rates=self.operator_rates()), rows)
-        return replace(found, chain=self._outside(found.chain)) if self._decoders else found
+        return replace(found, chain=self._outside(found.chain)) if self.decoders else found
 
     def _outside(self, chain: Chain) -> Chain:
         """Mark blocks as fixed that belong to a decoder, or that save nothing except their inputs."""
         saving = {block.fqn for block in chain.blocks if block.saved_bytes > 0}
         fixed = dict.fromkeys((b.fqn for b in chain.blocks if b.fqn not in saving), "it keeps nothing but its inputs")
         fixed |= {block.fqn: block.fixed for block in chain.blocks if block.fixed}
-        fixed |= {b.fqn: INSIDE for b in chain.blocks if any(overlap(b.fqn, name) for name in self._decoders)}
+        fixed |= {b.fqn: INSIDE for b in chain.blocks if any(overlap(b.fqn, name) for name in self.decoders)}
         blocks = tuple(replace(b, fixed=fixed.get(b.fqn, b.fixed)) for b in chain.blocks)
         return replace(chain, blocks=blocks)
 
@@ -197,7 +211,8 @@ class StepOfModule:
         counting(f"{f'with {names}' if names else 'as it is'}{batch}")
         with ExitStack() as undo:
             # rules are installed on the module, not on its counted copy, so that later counts reuse chunk plans
-            undo.callback(install_rules(self.module, rules, chunks=self._chunk_plans).undo)
+            whole = sorted((*self._base, *rules), key=lambda rule: list(STRATEGIES).index(rule.strategy))
+            undo.callback(install_rules(self.module, whole, chunks=self._chunk_plans).undo)
             if self._steps is not None:
                 undo.callback(self._steps.put(self.module))
             try:
@@ -276,6 +291,22 @@ class StepOfModule:
             steps=steps,
         )
 
+    def on_top_of(self, rules: Sequence[Rule], *, frees_gradients: bool) -> "StepOfModule":
+        """Return the same step, of the same batch, with rules of the module's decoder always installed."""
+        assert self._steps is None, "steps that are replaced run no decoder"
+        around = replace(self._around, frees_gradients=frees_gradients and self._around.frees_gradients)
+        found = StepOfModule(
+            self.module,
+            lambda: self._batch,
+            around=around,
+            batch_size=self._batch_size,
+            trains=self._trains,
+            on_top_of=rules,
+        )
+        # the step of a plan is looked up here
+        found._profiles = self._profiles
+        return found
+
     def take(self, rates: Rates) -> None:
         """Read one batch, as `profiled` does, before `count` and `step_with`."""
         self._rates = rates
@@ -283,6 +314,18 @@ class StepOfModule:
         # cached counts belong to the previous batch
         self._counts, self._counted_steps, self._steps_with = {}, {}, {}
         self._answers.clear()
+
+    def take_once(self, rates: Rates) -> None:
+        """Read a batch unless one was read, and not freed since."""
+        if self._batch is None:
+            self.take(rates)
+
+    def rows(self, rates: Rates) -> int | None:
+        """Return the length of the first batch; None if it cannot be read, or its tensors have none in common."""
+        with suppress(AmpError):
+            self.take_once(rates)
+            return length_of(self._batch)
+        return None
 
     def forget(self) -> None:
         """Free the batch; counting is not possible afterwards."""
@@ -298,11 +341,16 @@ class StepOfModule:
         key = tuple((rule.fqn, rule.spec) for rule in rules)
         if key not in self._counts:
             self._counts[key] = self.run_with(rules, profile_module)
-        self._profiles[_places(rules)] = self._counts[key]
+        self._profiles[self._places(rules)] = self._counts[key]
         return self._counts[key]
 
     def as_planned(self, plan: Plan) -> ModuleProfile | str:
         """Return the step with a plan's rules as it was counted, or why it was not."""
+        if self.decoders:
+            # closed forms say how much less a rank of a model axis holds
+            own = tuple(rule for rule in plan.rules if rule.strategy != "S1")
+            found = self.profile_with(own) if counted_rules(plan) == own and plan.mesh.model == 1 else None
+            return OF_DECODER if found is None or found.larger_peak_bytes > plan.training_bytes else found
         rules = [rule for rule in plan.rules if rule.strategy in PREDICTIONS]
         uncounted = {rule.strategy: None for rule in rules if not PREDICTIONS[rule.strategy].counted}
         if plan.stages or uncounted:
@@ -316,13 +364,15 @@ class StepOfModule:
 
     def count_own(self, rules: Sequence[Rule], rates: Rates) -> ModuleProfile:
         """Profile the step with rules, as `count`, on a rank that may have read no batch yet."""
-        if self._batch is None:
-            self.take(rates)
+        self.take_once(rates)
         return self.count(rules)
 
     def profile_with(self, rules: Sequence[Rule]) -> ModuleProfile | None:
         """Return the last profile of `profiled` or `count` with rules for the same modules; None without one."""
-        return self._profiles.get(_places(rules))
+        return self._profiles.get(self._places(rules))
+
+    def _places(self, rules: Sequence[Rule]) -> frozenset[tuple[str, str]]:
+        return frozenset((rule.fqn, rule.strategy) for rule in (*self._base, *rules))
 
 
 def facts_of_step(module: LightningModule, step: CountedStep) -> dict[str, Any]:
@@ -337,7 +387,3 @@ def refused_techniques(module: LightningModule, step: CountedStep, *, values: bo
         name: function_at(row.refusal)(module, step, values=values) for name, row in STRATEGIES.items() if row.refusal
     }
     return {name: why for name, why in found.items() if why}
-
-
-def _places(rules: Sequence[Rule]) -> frozenset[tuple[str, str]]:
-    return frozenset((rule.fqn, rule.strategy) for rule in rules)

@@ -226,8 +226,9 @@ class TrainingStep:
             refuse_new_parameters(self._known, self._module, self._module.trainer.optimizers)
         self._steps += 1
         if self._last_gradients is None:
-            # strata are planned in closed form, with the last step's gradients
-            allowed = nothing_reads_them(self._module.trainer) and not find_decoders(self._module)
+            # techniques that split a decoder are planned in closed form, with the last step's gradients
+            in_closed_form = not self._has_all_labels and find_decoders(self._module)
+            allowed = nothing_reads_them(self._module.trainer) and not in_closed_form
             optimizers = self._module.trainer.optimizers
             self._last_gradients = LastGradients(self._module, optimizers, allowed=allowed)
         if self._steps == 2 and self._refuse is not None:

@@ -4,27 +4,26 @@ import copy
 import fnmatch
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.costs import model_shape
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.profiled_step import ProfiledStep
+from lightning_amp.costs.rule import Rule
 from lightning_amp.data.batch import datamodule_of
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.installing.describe_module import describe, unpredicted, with_unsupported
-from lightning_amp.lightning.profiling.blocks_outside import step_beside_decoder
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.profiling.loaders import CellsOrReason, cells_per_step
+from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.hardware import allocator_settings, least_budget, measured_speeds, memory_beside
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
@@ -32,24 +31,15 @@ from lightning_amp.lightning.strategy.refusals import without_stages
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.models.glue import GLUE
 from lightning_amp.planning.modules.on_device import OF_DECODER, Device
+from lightning_amp.planning.modules.plan_module import Count, counted_rules
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.time.step_seconds import on_device
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.quantities import memory_of_ranks
+from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.rates_of import rates_of
-from lightning_amp.techniques.table import (
-    EVALUATED,
-    PREDICTIONS,
-    STRATEGIES,
-    of_blocks_outside,
-    parse_strategies,
-    technique_of_steps,
-)
+from lightning_amp.techniques.table import EVALUATED, STRATEGIES, parse_strategies, technique_of_steps
 
-ADAM_SLOTS = 2
-"""Optimiser values per weight, assumed for modules other than the reference model: optimisers do not exist yet."""
-RMSPROP_SLOTS = 1
 SHOWN = 8
 """Largest number of differences in an error message."""
 OF_THE_MACHINE = ("data_dir", "budget_bytes")
@@ -82,17 +72,11 @@ class PlanningContext:
         limit = self.budget if bounded else None
         fits = trainer.state.fn == TrainerFn.FITTING
         self.steps = self._dry_steps(None if fits else trained)
-        self.step = StepOfModule.of(trainer, limit_bytes=limit, steps=self.steps)
-        ids = () if request.strategies is None else parse_strategies(request.strategies)
-        self.blocks_outside = of_blocks_outside(ids)
-        """Requested techniques of blocks outside a decoder, if there is a decoder."""
-        self.step_outside_decoder: StepOfModule | None = None
-        """Step of a module with a decoder, to plan blocks outside it, as requested or for a budget."""
-        if self.blocks_outside:
-            self.step_outside_decoder = StepOfModule.of(trainer, decoder=True, limit_bytes=limit)
-        elif request.chooses and request.device_memory is not None and not self._compared:
-            # only for the first plan of a run: later plans keep the techniques of these blocks
-            self.step_outside_decoder = step_beside_decoder(trainer)
+        has_decoder = bool(find_decoders(trainer.lightning_module))
+        # a decoder refuses steps that replace the module's when they are installed
+        self.step = StepOfModule.of(trainer, limit_bytes=limit, steps=None if has_decoder else self.steps)
+        self.counts_decoder = has_decoder and self.step is not None and cells is None
+        """Whether the step of a module with a decoder is counted; those of later plans of a run are not."""
         before = () if trained is None or fits else trained.rules
         # the evaluated module may differ from the trained one
         names = [name for name, _ in trainer.lightning_module.named_modules()]
@@ -100,10 +84,11 @@ class PlanningContext:
             rule for rule in before if rule.strategy == EVALUATED and fnmatch.filter(names, rule.fqn)
         )
         """Rules of the previous fit's plan by which an evaluation runs in chunks."""
+        counted = self.counts_decoder or not has_decoder
         budgeted = request.device_memory is not None and not self.in_chunks
         self.evaluation = EvaluationOfModule.of(trainer) if budgeted else None
         matters = request.device_memory is not None or strategy.root_device.type == "cuda"
-        self.validation = EvaluationOfModule.of_fit(trainer) if fits and matters else None
+        self.validation = EvaluationOfModule.of_fit(trainer) if fits and matters and counted else None
 
     def _dry_steps(self, trained: Plan | None) -> DrySteps | None:
         """Return the requested technique with its own steps, or that of the previous fit's plan, to profile it."""
@@ -128,55 +113,41 @@ class PlanningContext:
     def read(self) -> tuple[Profile, model_shape.ModelShape, list[str]]:
         """Profile and shape of the run, and notes on what the prediction leaves out."""
         request, trainer, seen, why = self.request, self.trainer, self.profiled[0], self.not_profiled
-        module, data = trainer.lightning_module, self.data
-        reference, data_dir = isinstance(module, GLUE), request.data_dir_or(data)
         batch_size, unknown = self._cells
         if seen is not None:
             batch_size = seen.profile.batch_size or batch_size or 1
+        elif batch_size is None and self.counts_decoder and self.step is not None:
+            batch_size = self.step.rows(self.rates[0])
         notes = [note for note in (unknown if batch_size is None else "", why) if note]
-        if seen is None and "mixed" in str(trainer.precision):
-            notes.append(
-                f"predicted without precision={trainer.precision!r}, which keeps some tensors in half the bytes"
-            )
-        if seen is None and not reference:
-            notes.append("the optimiser state is counted as Adam's, twice the weights, for there are no optimisers yet")
-        slots = RMSPROP_SLOTS if reference else ADAM_SLOTS
-        shape = with_unsupported(module, describe(module, batch_size=batch_size or 1, optimizer_slots=slots))
-        shape = replace(shape if reference else model_shape.with_counts(shape), profiled=seen is not None)
-        threads, queries = torch.get_num_threads(), self.request.chunk_queries
-        shape = replace(shape, decoder=replace(shape.decoder, threads=threads, queries=queries))
-        notes += unpredicted(module, shape)
-        if data_dir is None:
-            return model_shape.profile_of_module(shape), on_device(shape, self.rates[0]), notes
-        profile = read_profile(data_dir, setting=getattr(data, "setting", None))
-        # only loaded modalities count, and they are decomposed only if the module has a decomposed decoder
-        loaded, modalities = getattr(data, "modalities", None), []
-        used = [m for m in profile.modalities if loaded is None or m.name in loaded]
-        for modality in used:
-            others = [m.features for m in used if m is not modality]
-            scale = modality.features / max(others) if others else None
-            own = modality.decomposition
-            parts = replace(own, **model_shape.attention_of(shape.decoder)) if own and shape.decoder else None
-            modalities.append(replace(modality, scale=scale, decomposition=parts))
-        profile = replace(profile, modalities=tuple(modalities))
-        if reference:
-            # add the layers of the reference model that are outside its strata
-            settings = module.hparams
-            names = [field.name for field in fields(model_shape.NetworkShape) if field.name in settings]
-            network = model_shape.NetworkShape(**{name: settings[name] for name in names})
-            dim = shape.decoder.dim or int(settings.get("latent_dim", model_shape.LATENT_DIM))
-            shape = model_shape.outside_strata(shape, network, profile, latent_dim=dim)
-        elif shape.decoder:
+        notes += [] if seen is not None or self.counts_decoder else self.notes_on_closed_forms
+        profile, shape, more = read_shape(
+            trainer.lightning_module,
+            self.data,
+            data_dir=request.data_dir,
+            batch_size=batch_size or 1,
+            queries=request.chunk_queries,
+            rates=self.rates[0],
+        )
+        return profile, replace(shape, profiled=seen is not None), [*notes, *more]
+
+    @property
+    def notes_on_closed_forms(self) -> list[str]:
+        """What a prediction that is not counted assumes."""
+        notes, precision = list[str](), self.trainer.precision
+        if "mixed" in str(precision):
+            notes.append(f"predicted without precision={precision!r}, which keeps some tensors in half the bytes")
+        if not isinstance(self.trainer.lightning_module, GLUE):
             notes.append(
                 "of the activations outside the decoder the counts and the inputs of layers that read them all are"
                 " predicted: the others are those of another's model"
             )
-        return profile, on_device(shape, self.rates[0]), notes
+            notes.append("the optimiser state is counted as Adam's, twice the weights, for there are no optimisers yet")
+        return notes
 
     @cached_property
     def profiled(self) -> tuple[ProfiledStep | None, str]:
-        """The profiled step of a module without a decoder, or None; and the reason if it cannot be profiled."""
-        if self.step is None:
+        """The profiled step, or None, and the reason if it cannot be profiled; with a decoder None before the plan."""
+        if self.step is None or self.step.decoders:
             return None, ""
         try:
             shared = self.strategy.world_size > 1 and self.request.share_batch_statistics
@@ -190,6 +161,24 @@ class PlanningContext:
                 # the step has an operator without a sharding rule, which would fail in training too
                 raise error.__cause__ from None
             return None, str(error)
+
+    def on_top_of_decoder(self, rules: tuple[Rule, ...], frees_gradients: bool) -> tuple[ProfiledStep, Count]:
+        """Return the step that is counted with rules of its decoder, and what counts it with further rules.
+
+        Raises:
+            AmpError: The step cannot be counted.
+        """
+        assert self.step is not None, "a fit has one"
+        rates = self.rates[0]
+        self.step.take_once(rates)
+        step = self.step.on_top_of(rules, frees_gradients=frees_gradients)
+        shared = self.strategy.world_size > 1 and self.request.share_batch_statistics
+        found = step.profiled(rates, requested=self.request.specs, shared_statistics=shared)
+        return found, step.count
+
+    def keep_profiled(self, seen: ProfiledStep | None) -> None:
+        """Keep the step that a plan of a module with a decoder was made for as the profiled one."""
+        self.profiled = seen, ""
 
     @property
     def written(self) -> frozenset[str]:
@@ -279,8 +268,8 @@ class PlanningContext:
 
     def predicted_step(self, plan: Plan) -> ModuleProfile | None:
         """Return the profile of a plan's step; None if a technique's bytes come from closed forms, not a count."""
-        rules = tuple(rule for rule in plan.rules if rule.strategy in PREDICTIONS)
-        if self.step is None or not all(PREDICTIONS[rule.strategy].counted for rule in rules):
+        rules = tuple(rule for rule in plan.rules if rule.strategy != "S1")
+        if self.step is None or counted_rules(plan) != rules:
             return None
         return self.step.profile_with(rules)
 

@@ -26,7 +26,6 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.installing.install import Installed, install, install_steps
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
-from lightning_amp.lightning.profiling.blocks_outside import keeping_blocks
 from lightning_amp.lightning.profiling.loaders import UNKNOWN
 from lightning_amp.lightning.steps.cells import count_replicas_once
 from lightning_amp.lightning.steps.counted_batches import refuse_beyond
@@ -40,6 +39,7 @@ from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.plan_run import resolve_plan
 from lightning_amp.lightning.strategy.validation_of_fit import ValidationOfFit, with_validation
 from lightning_amp.planning.modules.on_device import with_validation_on
+from lightning_amp.planning.modules.plan_decoder import with_rules_beyond
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, techniques
 from lightning_amp.quantities import format_bytes
@@ -182,7 +182,7 @@ class InstalledPlan:
         return self._strategy.root_device.type == "cpu" and self._request.device_memory is not None
 
     def _holds(self, plan: Plan) -> bool:
-        """Whether batches are counted: not for decoders (incomplete prediction), stages (parameters on other ranks)."""
+        """Whether batches are counted: not without a count of the step, nor for stages (parameters on other ranks)."""
         return self._counts and plan.mesh.model == 1 and (plan.diagnosis is not None or plan.fits is None)
 
     def _leaner(self) -> str:
@@ -197,7 +197,7 @@ class InstalledPlan:
             self._installed.undo()
             self._foreign.stand_in()
             try:
-                found = self._candidate(limit) if before.diagnosis is None else self._with_blocks(limit)
+                found = self._candidate(limit) if before.strata_bytes else self._with_blocks(limit)
                 self._install(found)
                 refused = found is before
             except AmpError:
@@ -228,7 +228,7 @@ class InstalledPlan:
         plan = resolve_plan(self._facts, notes=before.notes, strategies=names or ["S1"], model_ranks=before.mesh.model)
         # requested strategies always contain S1, compared plans for one device never do
         rules = tuple(rule for rule in plan.rules if rule.strategy in names)
-        return keeping_blocks(replace(plan, strategies=names, rules=rules), before)
+        return with_rules_beyond(replace(plan, strategies=names, rules=rules), before)
 
     def _with_blocks(self, limit: int) -> Plan:
         """Recompute blocks, then also chunk them, until the plan fits the limit; return the plan that needs least."""
@@ -256,7 +256,7 @@ class InstalledPlan:
                 unknown = any(note.startswith(UNKNOWN) for note in before.notes)
                 cells = (None, UNKNOWN) if unknown else (before.batch_size, "")
                 self._facts = PlanningContext(self._strategy, self._trainer, cells=cells)
-                plan = keeping_blocks(resolve_plan(self._facts, notes=self._foreign.notes), before)
+                plan = with_rules_beyond(resolve_plan(self._facts, notes=self._foreign.notes), before)
                 if _split(plan) != _split(before):
                     note = (
                         f"for the rows that v has the choice would be {','.join(plan.strategies)} on {plan.mesh.data} x"

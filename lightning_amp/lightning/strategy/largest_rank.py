@@ -20,10 +20,10 @@ from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.lightning.consistency.replicas import decide_on_one_rank
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.planning.modules.on_device import on_device
-from lightning_amp.planning.modules.plan_module import counted_draft
+from lightning_amp.planning.modules.plan_module import counted_draft, counted_rules
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.table import PREDICTIONS
+from lightning_amp.techniques.table import PREDICTIONS, is_of_decoder
 
 
 def for_largest_rank(plan: Plan, facts: PlanningContext, decide: Callable[[], Plan]) -> Plan:
@@ -68,8 +68,7 @@ def _largest(plan: Plan, facts: PlanningContext) -> tuple[int, ModuleProfile | N
     why = ""
     try:
         assert facts.step is not None, "rank 0 has profiled it"
-        rules = [rule for rule in plan.rules if rule.strategy in PREDICTIONS and PREDICTIONS[rule.strategy].counted]
-        own = facts.step.count_own(rules, facts.rates[0])
+        own = facts.step.count_own(counted_rules(plan), facts.rates[0])
     except Exception as error:
         # raised by one rank alone, it would leave the others in the collective
         why = str(error) if isinstance(error, AmpError) else f"{type(error).__name__}: {error}"
@@ -92,7 +91,7 @@ def _for(plan: Plan, facts: PlanningContext, rank: int, largest: ModuleProfile |
         notes.append(f"the first batch was not counted on every rank, and may take more there: {why}")
     if largest is None:
         return replace(plan, notes=tuple(notes))
-    rules = tuple(rule for rule in plan.rules if rule.strategy in PREDICTIONS)
+    rules = tuple(rule for rule in plan.rules if rule.strategy in PREDICTIONS and not is_of_decoder(rule))
     with_largest = replace(seen, profile=largest)
     peak = counted_draft(with_largest, rules, ranks=plan.gradient_ranks, count=lambda _: largest).peak_bytes
     more = peak - plan.training_bytes

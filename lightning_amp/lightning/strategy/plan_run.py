@@ -1,12 +1,11 @@
 """Make the plan of a run from Trainer, data and module, on rank 0 in `setup`, before optimisers exist."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.consistency.replicas import decide_on_one_rank
-from lightning_amp.lightning.profiling.blocks_outside import DecoderPlan, with_blocks_outside, within_budget
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.profiling.split_samples import samples_may_be_split, with_split_samples
 from lightning_amp.lightning.strategy.context import PlanningContext
@@ -14,13 +13,14 @@ from lightning_amp.lightning.strategy.largest_rank import for_largest_rank
 from lightning_amp.lightning.strategy.validation_of_fit import with_validation
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.on_device import made_for, on_device
+from lightning_amp.planning.modules.plan_decoder import plan_decoder, predict_decoder_again, split_by_decoder
 from lightning_amp.planning.modules.plan_module import model_axis_size, plan_again, plan_module, split_by_planner
 from lightning_amp.planning.plan.plan import Axes, Plan
 from lightning_amp.planning.policies import build_rules
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.time.step_seconds import predicted_times
 from lightning_amp.progress import shown_if_long
-from lightning_amp.techniques.table import EVALUATED, PREDICTIONS, STRATEGIES, in_order, is_of_block, parse_strategies
+from lightning_amp.techniques.table import EVALUATED, PREDICTIONS, in_order, is_of_decoder, parse_strategies
 
 
 def resolve_plan(
@@ -49,8 +49,15 @@ def resolve_plan(
         asked = request.given_plan if given is None else given
         if asked is None or strategies is not None:
             made = _plan_of_decoder if facts.read[1].decoder else _plan_of_module
-            return made_for(lambda less: compared(made(facts.less(less), strategies, model_ranks), facts.less(less)))
+            return made_for(lambda less: made_with(made, less))
         return compared(predict_anew(asked, facts), facts)
+
+    def made_with(made: Callable[..., Plan], less: int) -> Plan:
+        fewer = facts.less(less)
+        found = compared(made(fewer, strategies, model_ranks), fewer)
+        if less and facts.counts_decoder:
+            facts.keep_profiled(fewer.profiled[0])
+        return found
 
     def compared(found: Plan, facts: PlanningContext) -> Plan:
         found = with_validation(build_rules.with_memory(found, facts.memory), facts)
@@ -110,32 +117,27 @@ def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, mo
 
 
 def _plan_of_decoder(facts: PlanningContext, strategies: Sequence[str] | None, model_ranks: int | None) -> Plan:
-    """Plan a decoder by closed forms, and the blocks outside it by counting the step."""
-    request, outside = facts.request, facts.blocks_outside if strategies is None else ()
-    asked: Sequence[str] | None = strategies
-    if strategies is None and request.strategies is not None:
+    request, asked = facts.request, strategies
+    if asked is None and request.strategies is not None:
         asked = parse_strategies(request.strategies)
-    # techniques of blocks outside are added later, on top of the decoder's techniques
-    if outside and (facts.step_outside_decoder is not None or facts.in_chunks or EVALUATED not in outside):
-        asked = [name for name in asked or () if name not in outside]
+    asked, named = split_by_decoder(asked, policy=request.policy)
+    if asked is not None and not facts.counts_decoder:
+        asked += _without_profile(named or (), facts)
     size = facts.grid_ranks or request.model_parallel_size if model_ranks is None else model_ranks
     make = partial(_without_step, facts, asked, size, steps=facts.steps)
-    # evaluations, and leaner plans during a fit, do not count blocks outside again
-    if facts.step_outside_decoder is None or strategies is not None:
-        return _evaluated(make(), facts, None)
-    (profile, shape, _), (rates, _), step = facts.read, facts.rates, facts.step_outside_decoder
-    decoder = shape.decoder.fqn
-
-    def made_of_decoder(budget: int) -> DecoderPlan:
-        whole = make(budget=budget)
-        local = [name for name in whole.strategies if not STRATEGIES[name].model_axis] or ["S1"]
-        alone = make_plan(profile, strategies=local, batch_size=shape.batch_size, shape=shape, rates=rates)
-        return DecoderPlan(whole, alone, step, decoder, rates)
-
-    if outside:
-        shares = request.share_batch_statistics
-        return with_blocks_outside(made_of_decoder(facts.budget), outside, share_statistics=shares)
-    return within_budget(made_of_decoder, facts.budget)
+    if not facts.counts_decoder:
+        return _evaluated(make(), facts, named or None)
+    found = plan_decoder(
+        lambda budget: make(budget=budget),
+        facts.on_top_of_decoder,
+        facts.read[1],
+        budget=facts.budget,
+        named=named,
+        budget_named=request.device_memory is not None,
+    )
+    facts.keep_profiled(found.seen)
+    notes = facts.notes_on_closed_forms if found.seen is None else []
+    return replace(found.plan, notes=(*found.plan.notes, *notes))
 
 
 def _without_step(
@@ -211,13 +213,8 @@ def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) 
 def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     """Update a given plan with the prediction and budget of this run; its old ones belong to another model."""
     (profile, shape, notes), (rates, note) = facts.read, facts.rates
-    blocks, axes = [rule.fqn for rule in plan.rules if is_of_block(rule)], plan.axes
-    if not shape.decoder:
-        # the axes describe the decoder of another module; `plan_again` below replaces this prediction
-        axes = Axes()
-    elif blocks:
-        what = f"what {', '.join(blocks)} save outside of the decoder was not counted"
-        notes = [*notes, f"{what}: the peak is predicted without"]
+    # the axes of a plan describe a decoder; without one `plan_again` below replaces this prediction
+    axes = plan.axes if shape.decoder else Axes()
     notes = notes + note + build_rules.too_few_cells(profile, plan.mesh, shape.batch_size)
     notes += build_rules.remarks({rule.strategy: rule.spec for rule in plan.rules}, launches=rates.launches)
     if shape.batch_norms:
@@ -237,7 +234,25 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
         candidates=(),
         **predicted_times(shape, axes, plan.mesh, rates),
     )
+    if shape.decoder:
+        return _decoder_again(again, facts)
     seen = facts.profiled[0]
     if seen is None or facts.step is None:
         return replace(again, diagnosis=None, uncounted=facts.not_profiled)
     return plan_again(again, seen, count=facts.step.count, memory=facts.memory)
+
+
+def _decoder_again(plan: Plan, facts: PlanningContext) -> Plan:
+    """Count the step of a given plan of a module with a decoder; outside a fit the closed forms' bytes stay."""
+    why = "the step is counted in a fit, before its first plan"
+    if facts.counts_decoder:
+        try:
+            found = predict_decoder_again(plan, facts.on_top_of_decoder, facts.read[1])
+        except AmpError as error:
+            why = str(error)
+        else:
+            facts.keep_profiled(found.seen)
+            return found.plan
+    beyond = [rule.fqn for rule in plan.rules if rule.strategy in PREDICTIONS and not is_of_decoder(rule)]
+    note = f"what {', '.join(beyond)} save beyond the decoder is not predicted: {why}"
+    return replace(plan, diagnosis=None, notes=(*plan.notes, *[note] * bool(beyond)))

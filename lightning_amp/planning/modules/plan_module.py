@@ -30,9 +30,17 @@ from lightning_amp.planning.plan.plan import Candidate, Plan
 from lightning_amp.planning.policies.build_rules import with_memory, with_requested
 from lightning_amp.planning.policies.make_plan import check_divides
 from lightning_amp.planning.policies.make_plan import plan as make_plan
+from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, memory_of_ranks
 from lightning_amp.techniques.stage_search import OPEN, StageOptions
-from lightning_amp.techniques.table import PREDICTIONS, in_order, parse_strategies, stage_search
+from lightning_amp.techniques.table import (
+    PREDICTIONS,
+    STRATEGIES,
+    in_order,
+    is_of_decoder,
+    parse_strategies,
+    stage_search,
+)
 
 SLIGHTLY = 1.01
 """A count up to this factor above the predicted peak confirms the prediction."""
@@ -237,7 +245,7 @@ def plan_again(given: Plan, seen: ProfiledStep, *, count: Count | None = None, m
     """Predict a given plan again for this step, on ranks with this much memory."""
     if (decided := stages_requested(given, seen)) is not None:
         return predicted_again(given, seen, replace(decided, memory=memory))
-    rules = tuple(rule for rule in given.rules if rule.strategy in PREDICTIONS)
+    rules = tuple(rule for rule in given.rules if rule.strategy in PREDICTIONS and not is_of_decoder(rule))
     ranks = given.gradient_ranks
     made = counted_draft(seen, rules, ranks=ranks, count=count)
     return replace(
@@ -270,6 +278,16 @@ def counted_draft(seen: ProfiledStep, rules: tuple[Rule, ...], *, ranks: int, co
     return made
 
 
+def counted_rules(plan: Plan) -> tuple[Rule, ...]:
+    """Return the rules of a plan that a count of its step on one device installs."""
+    return tuple(
+        rule
+        for rule in plan.rules
+        if (is_of_decoder(rule) and not STRATEGIES[rule.strategy].model_axis)
+        or (rule.strategy in PREDICTIONS and PREDICTIONS[rule.strategy].counted)
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counted:
     """Inputs of the plan of a module.
@@ -286,6 +304,7 @@ class Counted:
 def base_plan(
     counted: Counted,
     *,
+    data: Profile | None = None,
     devices: int,
     budget: int | None,
     policy: str,
@@ -295,7 +314,7 @@ def base_plan(
     """Return the plan without techniques that require a profile, for `plan_module`; arguments as in `plan_step`."""
     seen, shape = counted.seen, counted.shape
     made = make_plan(
-        profile_of_module(shape),
+        profile_of_module(shape) if data is None else data,
         devices=devices,
         device_memory=budget,
         policy=policy,
@@ -333,8 +352,8 @@ def plan_step(
     seen, shape = counted.seen, counted.shape
     if shape.decoder:
         raise PlanError(
-            f"cannot plan the step of this module: {shape.decoder.fqn!r} is a decoder of strata, which is"
-            " planned by its data; plan their folder: lightning_amp.plan(lightning_amp.profile(DIR))"
+            f"cannot plan this module by its profile alone: {shape.decoder.fqn!r} is a decoder of strata, with whose"
+            " techniques the step is counted; give both: lightning_amp.plan(module, batch)"
         )
     of_policy, named = split_by_planner(strategies, policy=policy)
     size, stages = model_axis_size(model_parallel_size, of_policy, seen, policy=policy)

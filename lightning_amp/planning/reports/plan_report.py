@@ -152,7 +152,7 @@ def candidate_table(plan: Plan) -> str:
         for c in shown
     ]
     # candidates of a decoder exclude the time outside of the decoder, which is the same for all
-    timed = "step" if plan.diagnosis is not None else "decoder"
+    timed = "decoder" if plan.strata_bytes else "step"
     text = table(["verdict", "mesh", "peak", timed, f"per {sample_word(plan)}", "techniques"], rows)
     if len(shown) == len(candidates):
         return text
@@ -263,15 +263,15 @@ def _prediction(plan: Plan) -> list[str]:
     if (found := plan.validation) is not None:
         rows += [("in training", format_bytes(found.training_bytes))]
         rows += [("in validation", format_bytes(found.peak_bytes) + (", in chunks" if found.rules else ""))]
-    if plan.diagnosis is not None:
-        rows.append(("kept between steps", f"{base} of parameters, gradients and optimiser state"))
-    elif plan.evaluates:
+    if plan.evaluates:
         rows = [(f"peak of {plan.evaluates}", peak), ("parameters and batch", base)]
     elif plan.strata_bytes:
         n, each = len(plan.strata_bytes), plan.predicted_stratum_bytes
         rest = max(0, plan.predicted_peak_bytes - plan.predicted_base_bytes - n * each)
         parts = f"{base} base + {n} strata x {format_bytes(each)}"
         rows.append(("", f"= {parts} + {format_bytes(rest)} of temporaries"))
+    elif plan.diagnosis is not None:
+        rows.append(("kept between steps", f"{base} of parameters, gradients and optimiser state"))
     rows.append(("mesh", f"{mesh.data} data x {mesh.model} model, {batch_text(plan)} per rank and step"))
     if plan.predicted_step_seconds is not None:
         rows.append(("predicted step", step_text(plan)))
@@ -308,7 +308,7 @@ def sample_word(plan: Plan) -> str:
 def step_text(plan: Plan) -> str:
     """Format the predicted time of a step, as far as it is known: "48.0 ms, of which the decoder 18.8 ms"."""
     decoder, rest = plan.predicted_step_seconds or 0.0, plan.predicted_rest_seconds
-    if plan.diagnosis is not None:
+    if not plan.strata_bytes:
         return format_seconds(decoder)
     if rest is None:
         return f"{format_seconds(decoder)} for the decoder only; the rest is not known"

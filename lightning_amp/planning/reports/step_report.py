@@ -8,7 +8,7 @@ from lightning_amp.footprint.module_profile import ModuleBytes, ModuleProfile, T
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.recommend_devices import WORTH, Recommendation, Scale, ratio
 from lightning_amp.planning.reports.module_report import advice_table, called, peak_lines, share_of, shortened
-from lightning_amp.planning.reports.plan_report import note_lines, techniques
+from lightning_amp.planning.reports.plan_report import note_lines, step_text, techniques
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.table import label
 from lightning_amp.text_table import WIDTH, table
@@ -42,8 +42,7 @@ def step_report(plan: Plan, profile: ModuleProfile, *, classes: Mapping[str, str
         rows[1] = ("predicted peak", f"{least}{format_bytes(plan.predicted_peak_bytes)} of tensors per device")
         rows.append(("on the device", f"{plan.on_device.in_words()}{verdict}"))
     if plan.predicted_step_seconds is not None:
-        seconds = format_seconds(plan.predicted_step_seconds)
-        rows.append(("predicted step", f"{seconds} at the rates of {plan.rates_device}"))
+        rows.append(("predicted step", f"{step_text(plan)} at the rates of {plan.rates_device}"))
     predicted = "\n".join(
         fill(value, WIDTH, initial_indent=f"{key:16}", subsequent_indent=" " * 16) for key, value in rows
     )

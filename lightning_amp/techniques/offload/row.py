@@ -176,6 +176,9 @@ ROW = Technique(
     shrinks="what autograd keeps between the passes, which waits in host memory",
     specs=(Offload,),
     installers={Offload: Installer("lightning_amp.techniques.offload.install:install")},
+    conflicts={
+        "stream": "stream runs the backward pass of a stratum before its forward pass has ended, so nothing waits"
+    },
     look="lightning_amp.techniques.offload.install:look",
     option_names=("host_memory",),
     options=_requested_spec,

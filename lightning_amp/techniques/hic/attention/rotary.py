@@ -93,15 +93,27 @@ class Rotary:
 
 
 def kept(make: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
-    """Return `make`, cached unless tensors are fake: a fake tensor is valid only in its own mode."""
-    return make if type(like) not in (Tensor, nn.Parameter) else partial(_kept, make)
+    """Return `make`, cached; of fake tensors in their own mode, where alone they are valid."""
+    if type(like) in (Tensor, nn.Parameter):
+        return partial(_kept, make)
+    cache: dict[Any, Any] | None = getattr(getattr(like, "fake_mode", None), "cache", None)
+
+    def make_once(*sizes: Any) -> Any:
+        assert cache is not None, "the mode of a count has one"
+        if (make, sizes) not in cache:
+            cache[make, sizes] = _made(make, *sizes)
+        return cache[make, sizes]
+
+    return make if cache is None else make_once
 
 
-@lru_cache(maxsize=KEPT)
-def _kept(make: Callable[..., Any], *sizes: Any) -> Any:
+def _made(make: Callable[..., Any], *sizes: Any) -> Any:
     # tables that are made in inference mode could not be used outside of it
     with torch.inference_mode(mode=False), torch.no_grad():
         return make(*sizes)
+
+
+_kept = lru_cache(maxsize=KEPT)(_made)
 
 
 def forget_kept() -> None:

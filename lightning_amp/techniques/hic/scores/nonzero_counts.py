@@ -9,7 +9,7 @@ store their entries.
 Known limits: counts that are computed on the device are another tensor, and so are columns that are selected by an
 index. Every stratum searches those, and tensors of inference mode or that are not contiguous. An in-place change is
 detected. Without values (meta and fake tensors) entries are assumed to be spread evenly, for a dense matrix one in 20
-elements. Legend: entry (M), cell (B), feature (F_k, or F of all strata).
+elements; a counted step gets those of its batch. Legend: entry (M), cell (B), feature (F_k, or F of all strata).
 """
 
 import math
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from lightning_amp._torch import has_no_values, tree_leaves, whole_of
 from lightning_amp.data.batch import datamodule_of
 from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.footprint.copies.quick_fakes import in_a_count
 from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.techniques.contract.protocol import is_decomposed
 
@@ -120,7 +121,7 @@ class Entries:
 def entries(x: Num[Tensor, "cell feature"] | SparseCounts, runs: Sequence[slice], *, dtype: torch.dtype) -> Entries:
     """Return the entries of a matrix by runs of columns, which cover all columns in order."""
     numbers = x if isinstance(x, Tensor) else x.value
-    if has_no_values(numbers):
+    if has_no_values(numbers) and not in_a_count(numbers):
         n = math.ceil(ASSUMED_SHARE * x.numel()) if numbers is x else len(numbers)
         # the assumed number of entries, spread evenly over the columns
         row, column = numbers.new_empty((2, n), dtype=torch.int64)
