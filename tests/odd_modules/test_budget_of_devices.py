@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 import lightning_amp
@@ -26,6 +27,7 @@ from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.modules.on_device import Device
 from lightning_amp.planning.plan.plan import Plan
+from tests.any_module import QUIET
 from tests.lightning.steps.test_end_of_memory import ROWS, Small, fitted
 
 GIB = 2**30
@@ -204,6 +206,23 @@ def test_a_run_is_refused_by_what_its_step_reserves(monkeypatch: pytest.MonkeyPa
     found = strategy.plan.on_device
     assert found is not None
     assert (found.estimated, found.reserved_bytes % (2 * 2**20), found.budget_bytes) == ("", 0, 64 * 2**20)
+
+
+@pytest.mark.long
+def test_the_step_of_a_decoder_is_replayed_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
+    memory = DeviceMemory(total_bytes=GIB, context_bytes=2**20, workspaces=())
+    monkeypatch.setattr(PlanningContext, "device", Device(memory=memory, budgets=(64 * 2**20,)))
+    monkeypatch.setattr(profile_module, "counts_for_accelerator", lambda: True)
+    strategy = AMPStrategy(device_memory="64MiB")
+    trainer = Trainer(strategy=strategy, max_steps=1, num_sanity_val_steps=0, **QUIET)
+    data = lightning_amp.SingleCellDataModule(tmp_path / "data", batch_size=8)
+    trainer.fit(lightning_amp.GLUE(latent_dim=8, window=10, hidden_depth=1), data)
+    assert strategy.plan is not None
+    found = strategy.plan.on_device
+    assert found is not None
+    assert found.estimated == ""
+    assert strategy.plan.predicted_peak_bytes < found.reserved_bytes
 
 
 @pytest.mark.parametrize(
