@@ -99,6 +99,8 @@ attend_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.defau
 attend_on_cpu_back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 attend_on_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
 attend_on_cuda_back = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+flash_on_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
+flash_on_cuda_back = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 
 # names that are imported above under another name; mypy treats them as private otherwise
 __all__ = [

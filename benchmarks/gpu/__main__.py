@@ -15,7 +15,19 @@ import signal
 import sys
 from pathlib import Path
 
-from benchmarks.gpu import chunks, exactness, generic, kernels, language_model, memory, rates, reserved, speed, trainer
+from benchmarks.gpu import (
+    chunks,
+    exactness,
+    generic,
+    kernels,
+    language_model,
+    memory,
+    rates,
+    reserved,
+    ring,
+    speed,
+    trainer,
+)
 from benchmarks.gpu.report import FILE, write_report
 from benchmarks.gpu.runner import Part, Runner
 
@@ -26,6 +38,7 @@ PARTS = (
     Part(name="device", title="The device", file="checks", seconds=20, run=rates.reached),
     Part(name="exactness", title="Exactness of every technique", file="checks", seconds=90, run=exactness.run),
     Part(name="generic", title="Techniques of any module", file="checks", seconds=40, run=generic.run),
+    Part(name="ring", title="Blocks of ring attention", file="checks", seconds=40, run=ring.run),
     Part(
         name="language_model",
         title="A language model with each technique",

@@ -4,7 +4,9 @@ GPU rates are from NVIDIA's data sheets (GeForce RTX 3090 and 4090; A100, H100 a
 GB; a DGX B200's B200): dense products in float32, TF32, bfloat16 and float16, memory bandwidth, and NVLink in one
 direction (GeForce: PCI Express 4.0 x16). The link to the host is PCI Express x16 in one direction, 4.0 or (H100, H200
 and B200) 5.0; of a GH200 it is NVLink-C2C. Between nodes there is one adapter per device, of 200 Gb/s (GeForce and
-A100) or 400 Gb/s. The sheets do not give the rates of attention (by
+A100) or 400 Gb/s. An MI250X is two devices in torch, so its rates are those of one (AMD's data sheet, halved): products
+on matrix cores, and one Infinity Fabric link to each neighbour; links and the four 200 Gb/s adapters of eight devices
+are those of a node of Frontier (OLCF's user guide). The sheets do not give the rates of attention (by
 products or in fused kernels), the overhead of an operator or the latency of a message; these are round estimates. "cpu"
 is fitted to the measured steps of tests/project/time_grid.jsonl, one thread of a server: 140 GFLOP/s in float32
 products, 11.5 GB/s through operators, 8 microseconds per operator including Python; a gloo message between two
@@ -316,16 +318,26 @@ def calibrated(rates: Rates, predicted_seconds: float, measured_seconds: float) 
     )
 
 
-MEMORY_GIB = {"RTX 3090": 24, "RTX 4090": 24, "A100": 40, "H100": 80, "GH200": 96, "H200": 141, "B200": 180}
+MEMORY_GIB = {
+    "RTX 3090": 24,
+    "RTX 4090": 24,
+    "A100": 40,
+    "MI250X": 64,
+    "H100": 80,
+    "GH200": 96,
+    "H200": 141,
+    "B200": 180,
+}
 NAMED_BY_HOST = {"GH200"}
 """Devices whose name in torch has the memory of the host, as "NVIDIA GH200 480GB" has."""
 
 
-def _gpu(name: str, *, teraflops: float, memory: float, link: float, network: float, host: float = 31.5) -> Rates:
+def _gpu(
+    name: str, *, teraflops: float, memory: float, link: float, network: float, host: float = 31.5, adapters: int = 8
+) -> Rates:
     """Return the rates of a GPU from its data sheet; bandwidths in gigabytes per second, one way."""
-    links = Links(
-        intra_bandwidth=link * 1e9, inter_bandwidth=8 * network * 1e9, latency=1e-5, ranks_per_node=8, adapters=8
-    )
+    inside, between = link * 1e9, adapters * network * 1e9
+    links = Links(intra_bandwidth=inside, inter_bandwidth=between, latency=1e-5, ranks_per_node=8, adapters=adapters)
     return Rates(
         matmul_flops=teraflops * 1e12,
         memory_bytes=memory * 1e9,
@@ -353,6 +365,7 @@ DEVICES = {
     "RTX 3090": _gpu("RTX 3090", teraflops=35.6, memory=936, link=31.5, network=25),
     "RTX 4090": _gpu("RTX 4090", teraflops=82.6, memory=1008, link=31.5, network=25),
     "A100": _gpu("A100", teraflops=19.5, memory=1555, link=300, network=25),
+    "MI250X": _gpu("MI250X", teraflops=47.9, memory=1638, link=50, network=25, host=36, adapters=4),
     "H100": _gpu("H100", teraflops=67, memory=3350, link=450, network=50, host=63),
     "GH200": _gpu("GH200", teraflops=67, memory=4000, link=450, network=50, host=450),
     "H200": _gpu("H200", teraflops=67, memory=4800, link=450, network=50, host=63),
@@ -362,13 +375,8 @@ DEVICES = {
 PRODUCTS = {
     "tf32": {"A100": 156e12, "H100": 494e12, "GH200": 494e12, "H200": 494e12, "B200": 1.1e15},
     "half": {
-        "RTX 3090": 71e12,
-        "RTX 4090": 165e12,
-        "A100": 312e12,
-        "H100": 989e12,
-        "GH200": 989e12,
-        "H200": 989e12,
-        "B200": 2.25e15,
+        **{"RTX 3090": 71e12, "RTX 4090": 165e12, "A100": 312e12, "MI250X": 191.5e12},
+        **{"H100": 989e12, "GH200": 989e12, "H200": 989e12, "B200": 2.25e15},
     },
 }
 """Operations per second of dense products in other types than float32; for a GeForce, TF32 is as fast as float32."""

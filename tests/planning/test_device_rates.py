@@ -48,6 +48,7 @@ def test_json_round_trip(rates: Rates) -> None:
         # the size is the host's
         ("NVIDIA GH200 480GB", "GH200"),
         ("NVIDIA B200", "B200"),
+        ("AMD Instinct MI250X", "MI250X"),
         ("cpu", "cpu"),
         ("CPU core", "cpu"),
     ],
@@ -64,6 +65,15 @@ def test_tf32_is_asked_for_and_an_unknown_device_refused() -> None:
     # an unknown device is refused
     with pytest.raises(PlanError, match=r"rates of 'TPU v4'.*one of cpu, RTX 3090, .*, B200: choose the one"):
         rates_for("TPU v4")
+
+
+def test_a_node_of_frontier_shares_four_adapters() -> None:
+    links = rates_for("MI250X").links
+    # rings of eight devices leave a node by four adapters of 25 GB/s
+    assert links.bandwidth(2, inner=1) == 50e9
+    assert links.bandwidth(16, inner=1) == 25e9
+    assert links.bandwidth(2, inner=8) == 100e9 / 8
+    assert rates_for("MI250X", products="tf32").matmul_flops == rates_for("MI250X").matmul_flops
 
 
 def test_a_calibrated_prediction_is_what_was_measured() -> None:

@@ -227,10 +227,7 @@ class StepOfModule:
 
     def operator_rates(self) -> OperatorRates:
         """Return the device rates that determine the times of operators."""
-        rates = self._rates
-        return OperatorRates(
-            matmul_flops=rates.matmul_flops, memory_bytes=rates.memory_bytes, overhead_seconds=rates.overhead_seconds
-        )
+        return OperatorRates.of(self._rates)
 
     @property
     def launches(self) -> bool:

@@ -86,7 +86,9 @@ class PlanningContext:
         """Rules of the previous fit's plan by which an evaluation runs in chunks."""
         counted = self.counts_decoder or not has_decoder
         budgeted = request.device_memory is not None and not self.in_chunks
-        self.evaluation = EvaluationOfModule.of(trainer) if budgeted else None
+        # without a budget, steps whose split is open are counted to choose it
+        counted = budgeted or (self.steps is not None and not self.steps.chosen)
+        self.evaluation = EvaluationOfModule.of(trainer) if counted else None
         matters = request.device_memory is not None or strategy.root_device.type == "cuda"
         self.validation = EvaluationOfModule.of_fit(trainer) if fits and matters and counted else None
 

@@ -16,7 +16,7 @@ from lightning_amp.planning.reports.module_report import alone, diagnosis_sectio
 from lightning_amp.planning.reports.stages_report import stages_section
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.table import label
+from lightning_amp.techniques.table import label, technique_of_steps
 from lightning_amp.text_table import WIDTH, table
 
 SHOWN = 10
@@ -196,8 +196,9 @@ def techniques(strategies: Sequence[str]) -> str:
 def shortfall(plan: Plan) -> str:
     """Say where a plan that does not fit is predicted to run out of memory, and what helps."""
     if plan.evaluates:
+        how = "" if technique_of_steps(plan.strategies) else " at least, in chunks"
         return (
-            f"{plan.evaluates} is predicted to need {format_bytes(plan.predicted_peak_bytes)} at least, in chunks, of"
+            f"{plan.evaluates} is predicted to need {format_bytes(plan.predicted_peak_bytes)}{how}, of"
             f" {format_bytes(plan.budget_bytes or 0)}; allow that much, or use smaller batches"
         )
     if plan.largest_phase == "validation_step" and plan.validation is not None:
