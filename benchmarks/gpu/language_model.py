@@ -156,6 +156,7 @@ def fit(
         "start_seconds": seen.ready - begun,
         "predicted_bytes": strategy.plan.predicted_peak_bytes,
         "reserved_bytes": torch.cuda.max_memory_reserved(work.device) if work.device.type == "cuda" else None,
+        "predicted_reserved_bytes": strategy.plan.on_device and strategy.plan.on_device.reserved_bytes,
     }
     del trainer, strategy, module, loader
     gc.collect()

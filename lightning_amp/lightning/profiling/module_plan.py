@@ -75,7 +75,8 @@ class ModulePlan:
     def largest_batch(self) -> int:
         """Return the largest batch size that fits the budget, as `answers` computes it; 0 if no sample fits.
 
-        It uses the techniques named by the user, or any that the policy may choose, as far as they are needed.
+        It uses the techniques named by the user, or any that the policy may choose, as far as they are needed. On a GPU
+        the budget is that of tensors (`Plan.budget_bytes`): fragments of other batch sizes are not replayed.
 
         Raises:
             PlanError: There is no budget, or the memory of other batch sizes cannot be computed.

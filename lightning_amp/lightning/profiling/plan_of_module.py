@@ -11,7 +11,7 @@ import psutil
 from lightning.pytorch import LightningModule
 
 from lightning_amp.adapters.adapt import adapt
-from lightning_amp.costs.device_rates import Rates
+from lightning_amp.costs.device_rates import Rates, budget_on
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.costs.rule import Rule
@@ -25,6 +25,7 @@ from lightning_amp.lightning.profiling.module_plan import ModulePlan
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.split_samples import samples_may_be_split, with_split_samples
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
+from lightning_amp.planning.modules.on_device import Device, made_for, on_device
 from lightning_amp.planning.modules.plan_decoder import plan_decoder, split_by_decoder
 from lightning_amp.planning.modules.plan_module import Count, Counted, base_plan, plan_step
 from lightning_amp.planning.plan.plan import Plan
@@ -67,7 +68,13 @@ def plan_of_module(
     strategies = request["strategies"]
     changes_decoders = strategies is None or any(STRATEGIES[name].choice for name in parse_strategies(strategies))
     size, asked, devices = (request[name] for name in ("model_parallel_size", "device_memory", "devices"))
-    memory = () if asked is None else memory_of_ranks(asked, devices)
+
+    def memory_on(n: int) -> tuple[int, ...]:
+        """Return the bytes of tensors on each of `n` devices; none if they are not known."""
+        budget = budget_on(rates, asked, n)[0]
+        return () if budget is None else memory_of_ranks(budget, n)
+
+    memory, budget_notes = memory_on(devices), budget_on(rates, asked, devices)[1]
     given = argparse.Namespace(**{name: value for name, value in options.items() if value is not None})
     given.model_parallel_size = size
     ids, budget = parse_strategies(request["strategies"] or "S1"), min(memory, default=None)
@@ -132,29 +139,40 @@ def plan_of_module(
     free = request["strategies"] is None and request["policy"] == "auto" and size == "auto"
 
     def made_on(n: int) -> tuple[Plan, StepOfModule]:
-        micro_batches = options.get("micro_batches")
+        device, budgets, found = Device.of(rates.memory, asked, n), memory_on(n), list[StepOfModule]()
+
+        def made(less: int) -> Plan:
+            plan, planned_step = made_within(n, [max(1, budget - less) for budget in budgets])
+            found.append(planned_step)
+            return on_device(plan, device, planned_step.as_planned(plan))
+
         with counting():
-            counted = Counted(seen=seen if n == devices else look(step, n), shape=shape)
-            given = request | {"devices": n}
-            if shape.decoder:
-                made = _with_decoder(counted, data, step, given)
-                return replace(made, notes=(*made.notes, *notes, *on_decoders)), step
-            made = with_spec(plan_step(counted, **given, micro_batches=micro_batches, count=step.count), steps, "")
-            if not free or not samples_may_be_split(made, counted.seen):
-                return made, step
+            return made_for(made), found[-1]
 
-            def base(name: str, dry: DrySteps) -> Plan:
-                alone = base_plan(
-                    counted,
-                    devices=n,
-                    budget=made.budget_bytes,
-                    policy="auto",
-                    strategies=["S1", name],
-                    model_parallel_size=dry.ranks,
-                )
-                return with_spec(alone, dry, "")
+    def made_within(n: int, budgets: list[int]) -> tuple[Plan, StepOfModule]:
+        micro_batches = options.get("micro_batches")
+        counted = Counted(seen=seen if n == devices else look(step, n), shape=shape)
+        alike = None if not budgets else budgets[0] if len(budgets) == 1 else budgets
+        given = request | {"devices": n, "device_memory": alike}
+        if shape.decoder:
+            made = _with_decoder(counted, data, step, given)
+            return replace(made, notes=(*made.notes, *notes, *on_decoders)), step
+        made = with_spec(plan_step(counted, **given, micro_batches=micro_batches, count=step.count), steps, "")
+        if not free or not samples_may_be_split(made, counted.seen):
+            return made, step
 
-            return with_split_samples(made, step, base=base, node_ranks=n, rates=rates)
+        def base(name: str, dry: DrySteps) -> Plan:
+            alone = base_plan(
+                counted,
+                devices=n,
+                budget=made.budget_bytes,
+                policy="auto",
+                strategies=["S1", name],
+                model_parallel_size=dry.ranks,
+            )
+            return with_spec(alone, dry, "")
+
+        return with_split_samples(made, step, base=base, node_ranks=n, rates=rates)
 
     made, counted_step = made_on(devices)
     if not share:
@@ -175,10 +193,11 @@ def plan_of_module(
         with counting():
             longer, found = at(n, other)
             of_data, sizes, _ = sizes_at(found.profile.batch_size)
-            return _with_decoder(Counted(seen=found, shape=sizes), of_data, longer, request)
+            given = request | {"device_memory": list(memory_on(devices)) or None}
+            return _with_decoder(Counted(seen=found, shape=sizes), of_data, longer, given)
 
     return ModulePlan(
-        plan=made,
+        plan=replace(made, notes=(*made.notes, *budget_notes)),
         profile=profile,
         module=module,
         step=counted_step,

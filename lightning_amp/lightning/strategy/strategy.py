@@ -128,7 +128,8 @@ class AMPStrategy(MeshStrategy):
             strategies: The strategies to use, such as "S1,S3", instead of the policy's.
             blocks: Submodules that are blocks, for techniques that work on blocks: classes, paths of classes, names, or
                 patterns of names; None takes the children of lists and sequences.
-            device_memory: Budget per device, as bytes or "24GiB", or a list of them; None uses the device's memory.
+            device_memory: Budget per device, as bytes or "24GiB", or a list of them; None uses the device's memory. On
+                a GPU it is what the process takes, with CUDA's context and fragments, on a CPU that of tensors.
             on_predicted_oom: "refuse" a plan that is predicted to run out of memory, or "warn" and train; None refuses
                 if `device_memory` is given.
             unfit: Deprecated name of `on_predicted_oom`; "train" is "warn".
