@@ -2,16 +2,17 @@
 
     python -m benchmarks.domain.paper [--only NAME ...] [--write]
 
-`--write` puts the tables into docs/paper/shardtensor.md. Nothing is run: steps are counted on fake tensors, seconds
-follow from the data sheet of an H100 (TF32), all ranks in one domain of NVLink, no communication hidden; the paper's
-figures are of GB200. The vision transformer has 16 layers of width 768 over patches of 16 (113 million parameters), as
-far as the text of the paper says. Three minutes.
+`--write` puts the tables into docs/paper/shardtensor.md. Nothing is run: steps are counted on fake tensors with the
+operators that run on CUDA, seconds follow from the data sheet of a B200 (TF32), all ranks in one domain of NVLink as
+those of the paper's GB200, no communication hidden. The vision transformer has 16 layers of width 768 over patches of
+16 (113 million parameters), as far as the text of the paper says. Three minutes.
 """
 
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from benchmarks.models import Net, ViT
 from benchmarks.page import ROOT, asked_tables, origin, show_tables, table
 from lightning_amp.costs.device_rates import rates_for
 from lightning_amp.footprint.inner_run import BY_ITSELF
+from lightning_amp.footprint.target_device import settings_of
+from lightning_amp.lightning.profiling.count_evaluation import Batch, Evaluated, EvaluationCount
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.modules.candidates import as_it_is
@@ -28,7 +31,7 @@ from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.sequence.row import SequenceParallel
 
 PAGE = ROOT / "docs" / "paper" / "shardtensor.md"
-H100 = rates_for("H100", products="tf32").on_nodes_of(16)
+B200 = rates_for("B200", products="tf32").on_nodes_of(16)
 MIB = 2**20
 LAYERS = 20
 TABLE_I = {
@@ -72,6 +75,32 @@ class Attention(Net):
         return self.out(mixed).square().mean()
 
 
+class Infers(ViT):
+    """The vision transformer, which predicts."""
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """The loss, which keeps nothing."""
+        return self.loss(batch)
+
+
+def inferred(side: int, ranks: int) -> Evaluated:
+    """Bytes and seconds of rank 0 without gradients, with what it sends."""
+    # on one rank torch would compute a layer in one operator, whose temporaries nobody sees
+    torch.backends.mha.set_fastpath_enabled(False)
+    with torch.device("meta"):
+        module, batch = Infers(side, 768, 16, 16, 2, 12), torch.empty(1, 3, side, side)
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer.strategy._lightning_module = module
+    counter = EvaluationCount(trainer, "predict_step", several=False)
+    counter.rates = B200
+    steps = DrySteps("sequence", SequenceParallel(dims="batch:2"), ranks)
+    if ranks > 1:
+        steps.put(module)
+    with settings_of("cuda"):
+        found = counter.count(Batch(0, batch), ())
+    return found._replace(seconds=found.seconds + steps.sent_seconds(B200.links))
+
+
 def counted(side: int, dims: int, ranks: int) -> dict[str, Any]:
     """Seconds, peak and bytes sent of rank 0; parameters and the batch are on the device "meta"."""
     with torch.device("meta"):
@@ -83,7 +112,8 @@ def step_of(module: Any, batch: torch.Tensor, dims: str, ranks: int) -> dict[str
     """The same of any module whose batch is split."""
     steps = DrySteps("sequence", SequenceParallel(dims=dims), ranks) if ranks > 1 else None
     step = StepOfModule(module, lambda: batch, around=BY_ITSELF, steps=steps)
-    seen = step.profiled(H100)
+    with settings_of("cuda"):
+        seen = step.profiled(B200)
     return {
         "seconds": as_it_is(seen, 1).seconds,
         "peak": seen.profile.peak_bytes,
@@ -140,6 +170,18 @@ def images() -> Iterator[str]:
     yield from table(HEADER, made)
 
 
+def inference() -> Iterator[str]:
+    """Figure 3, inference."""
+    made = []
+    for side in (1024, 2048, 4096):
+        found = {ranks: inferred(side, ranks) for ranks in RANKS}
+        times = [f"{found[1].seconds / found[ranks].seconds:.1f}" for ranks in RANKS[1:]]
+        peaks = f"{format_bytes(found[1].peak)} and {format_bytes(found[16].peak)}"
+        made.append([f"{side:,} x {side:,}", f"{found[1].seconds:.4f} s", *times, peaks])
+    columns = ["one sample", "1 rank", *(f"{ranks} ranks, faster" for ranks in RANKS[1:]), "peak of 1 and of 16"]
+    yield from table(columns, made)
+
+
 def memory() -> Iterator[str]:
     """Figure 4: peaks of a rank, and how far they are from a + b side^2."""
     made = []
@@ -157,6 +199,7 @@ SECTIONS = {
     "Table I, linear layers": linear_layers,
     "Figure 2, ring attention, training": ring,
     "Figure 3, vision transformer, training": images,
+    "Figure 3, vision transformer, inference": inference,
     "Figure 4, memory by the side of an image": memory,
 }
 """Heading of every part, and its lines."""

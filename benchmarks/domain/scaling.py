@@ -1,10 +1,10 @@
-"""Predict a training step of a large vision transformer on 1 to 16 H100, every sample split: seconds and memory.
+"""Predict a training step of a large vision transformer on 1 to 16 B200, every sample split: seconds and memory.
 
     python -m benchmarks.domain.scaling [--ranks 1 2 4 8 16] [--sides 1024 2048 4096] [--volume 1024]
 
 The transformer has 16 layers of width 768 over patches of 16 (113 million parameters), as that of Figure 3 of the
 ShardTensor paper as far as its text says. Steps are counted on fake tensors in one process; seconds follow from the
-operators, with the rates of an H100's data sheet (TF32), and from the collectives, none of them hidden. These are
+operators, with the rates of a B200's data sheet (TF32), and from the collectives, none of them hidden. These are
 predictions: nothing was run on a GPU. As in the paper's machine all ranks are in one domain of NVLink; its figures are
 of GB200.
 """

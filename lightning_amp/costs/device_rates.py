@@ -4,7 +4,9 @@ GPU rates are from NVIDIA's data sheets (GeForce RTX 3090 and 4090; A100, H100 a
 GB; a DGX B200's B200): dense products in float32, TF32, bfloat16 and float16, memory bandwidth, and NVLink in one
 direction (GeForce: PCI Express 4.0 x16). The link to the host is PCI Express x16 in one direction, 4.0 or (H100, H200
 and B200) 5.0; of a GH200 it is NVLink-C2C. Between nodes there is one adapter per device, of 200 Gb/s (GeForce and
-A100) or 400 Gb/s. The sheets do not give the rates of attention (by
+A100) or 400 Gb/s. An MI250X is two devices in torch, so its rates are those of one (AMD's data sheet, halved): products
+on matrix cores, and one Infinity Fabric link to each neighbour; links and the four 200 Gb/s adapters of eight devices
+are those of a node of Frontier (OLCF's user guide). The sheets do not give the rates of attention (by
 products or in fused kernels), the overhead of an operator or the latency of a message; these are round estimates. "cpu"
 is fitted to the measured steps of tests/project/time_grid.jsonl, one thread of a server: 140 GFLOP/s in float32
 products, 11.5 GB/s through operators, 8 microseconds per operator including Python; a gloo message between two
@@ -15,7 +17,7 @@ step, and `to_json` saves them. A device that is not in the table gets the rates
 size, and `nearest_rates` says so.
 
 A plan for a device by name has that device's memory as its budget: what CUDA reports (98.5 % of the data sheet's
-GiB or more, of all four), less the context, times the share that steps may take; `calibrate` measures it instead.
+GiB or more, of all four); what a process takes beside tensors is in device_memory.py. `calibrate` measures both.
 
 Ring collectives depend on the bandwidth between the ranks. A group of G ranks has alpha seconds per message, and beta
 bytes per second to the next rank of the ring:
@@ -49,8 +51,9 @@ from math import inf, isfinite, log
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from lightning_amp.costs.device_memory import DeviceMemory, memory_of_tensors
 from lightning_amp.errors import PlanError, meant
-from lightning_amp.quantities import format_bytes, is_number
+from lightning_amp.quantities import is_number
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "exchange", "all_to_all"]
 WITHIN, BETWEEN = "within a node", "between nodes"
@@ -139,7 +142,8 @@ def collective_seconds(kind: Kind, n_bytes: float, ranks: int, links: Links, *, 
     return times * (n_bytes * part / bandwidth + start)
 
 
-SCHEMA = 1
+SCHEMA = 2
+"""Version of the JSON form. 2: `memory`, with what a process takes beside tensors, instead of `usable_bytes`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +158,7 @@ class Rates:
         launches: Whether a host launches operators asynchronously, as on a GPU.
         sdpa_share: Share of matmul_flops that attention in torch's fused kernels reaches.
         host_bandwidth: Bytes per second between device and host memory, one way.
-        usable_bytes: Bytes of tensors that one process may have on a GPU that is otherwise free; None if unknown.
+        memory: Memory of the GPU, and what a process takes of it beside tensors; None if it is not compared with.
     """
 
     matmul_flops: float
@@ -166,7 +170,7 @@ class Rates:
     launches: bool = False
     sdpa_share: float = 0.5
     host_bandwidth: float = 31.5e9
-    usable_bytes: int | None = None
+    memory: DeviceMemory | None = None
 
     def __post_init__(self) -> None:
         """Validate the numbers.
@@ -182,8 +186,6 @@ class Rates:
             )
         if not (is_number(self.overhead_seconds) and 0 <= self.overhead_seconds < inf):
             raise PlanError(f"{self!r} is invalid; overhead_seconds is 0 or more: correct it")
-        if self.usable_bytes is not None and not (type(self.usable_bytes) is int and self.usable_bytes > 0):
-            raise PlanError(f"{self!r} is invalid; usable_bytes is a whole number above 0, or null: correct it")
         if type(self.launches) is not bool:
             raise PlanError(f"{self!r} is invalid; launches is true or false: correct it")
         if not isinstance(self.device, str) or not self.device.strip():
@@ -219,7 +221,8 @@ class Rates:
             raise PlanError(f"expected rates of schema {SCHEMA}, {source} has schema {schema!r}; calibrate again")
         plain.pop("schema")
         try:
-            return cls(**{**plain, "links": Links(**plain["links"])})
+            memory = None if plain.get("memory") is None else DeviceMemory.of_json(plain["memory"])
+            return cls(**{**plain, "links": Links(**plain["links"]), "memory": memory})
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             names = sorted(f.name for f in fields(cls))
             raise PlanError(
@@ -268,24 +271,14 @@ def rates_for(device_name: str, *, products: str = "float32") -> Rates:
     # devices of one name with other memory say so, as "NVIDIA A100-SXM4-80GB" does
     size = re.search(r"(\d+) ?GB", device_name, re.IGNORECASE)
     if size and found in MEMORY_GIB and found not in NAMED_BY_HOST and (gib := int(size.group(1))) != MEMORY_GIB[found]:
-        rates = replace(rates, usable_bytes=usable_bytes(gib), device=f"{rates.device} of {gib} GB")
+        rates = replace(rates, memory=DeviceMemory.of_sheet(gib), device=f"{rates.device} of {gib} GB")
     flops = PRODUCTS.get(products, {}).get(found)
     return rates if flops is None else replace(rates, matmul_flops=flops)
 
 
-def usable_bytes(gib: int) -> int:
-    """Return the bytes of tensors that a step may have on a GPU with this memory by its data sheet."""
-    return int(TENSORS_SHARE * (REPORTED_SHARE * gib * 2**30 - CONTEXT_BYTES))
-
-
-def budget_on(rates: Rates, device_memory: Any) -> tuple[Any, tuple[str, ...]]:
-    """Return the requested memory of a device, else that of the device with these rates, which a note explains."""
-    if device_memory is not None or rates.usable_bytes is None:
-        return device_memory, ()
-    return rates.usable_bytes, (
-        f"the budget is the memory of {rates.device} without CUDA's context and {100 - 100 * TENSORS_SHARE:.0f} % for"
-        f" fragments: {format_bytes(rates.usable_bytes)}; --device-memory, or device_memory=, sets another",
-    )
+def budget_on(rates: Rates, device_memory: Any, devices: int = 1) -> tuple[Any, tuple[str, ...]]:
+    """Return the bytes of tensors within the requested memory of a device, else within all of it, and a note on it."""
+    return memory_of_tensors(rates.memory, device_memory, devices, device=rates.device)
 
 
 def nearest_rates(device_name: str, *, memory_bytes: int, products: str = "float32") -> tuple[Rates, str]:
@@ -325,22 +318,26 @@ def calibrated(rates: Rates, predicted_seconds: float, measured_seconds: float) 
     )
 
 
-CONTEXT_BYTES = 749 * 2**20
-"""Bytes of CUDA's context with torch's kernels, as measured on an H100 and an H200 (docs/reports/gpu.md)."""
-REPORTED_SHARE = 0.985
-"""Share of the GiB of a data sheet that CUDA reports."""
-TENSORS_SHARE = 0.97
-"""Usable share of CUDA's free memory: on an H100 steps of 95 % ran, and steps of 99 % ran out of memory."""
-MEMORY_GIB = {"RTX 3090": 24, "RTX 4090": 24, "A100": 40, "H100": 80, "GH200": 96, "H200": 141, "B200": 180}
+MEMORY_GIB = {
+    "RTX 3090": 24,
+    "RTX 4090": 24,
+    "A100": 40,
+    "MI250X": 64,
+    "H100": 80,
+    "GH200": 96,
+    "H200": 141,
+    "B200": 180,
+}
 NAMED_BY_HOST = {"GH200"}
 """Devices whose name in torch has the memory of the host, as "NVIDIA GH200 480GB" has."""
 
 
-def _gpu(name: str, *, teraflops: float, memory: float, link: float, network: float, host: float = 31.5) -> Rates:
+def _gpu(
+    name: str, *, teraflops: float, memory: float, link: float, network: float, host: float = 31.5, adapters: int = 8
+) -> Rates:
     """Return the rates of a GPU from its data sheet; bandwidths in gigabytes per second, one way."""
-    links = Links(
-        intra_bandwidth=link * 1e9, inter_bandwidth=8 * network * 1e9, latency=1e-5, ranks_per_node=8, adapters=8
-    )
+    inside, between = link * 1e9, adapters * network * 1e9
+    links = Links(intra_bandwidth=inside, inter_bandwidth=between, latency=1e-5, ranks_per_node=8, adapters=adapters)
     return Rates(
         matmul_flops=teraflops * 1e12,
         memory_bytes=memory * 1e9,
@@ -349,7 +346,7 @@ def _gpu(name: str, *, teraflops: float, memory: float, link: float, network: fl
         links=links,
         device=f"{'a' if name[0] in 'BG' else 'an'} {name}",
         launches=True,
-        usable_bytes=usable_bytes(MEMORY_GIB[name]),
+        memory=DeviceMemory.of_sheet(MEMORY_GIB[name]),
         host_bandwidth=host * 1e9,
     )
 
@@ -368,6 +365,7 @@ DEVICES = {
     "RTX 3090": _gpu("RTX 3090", teraflops=35.6, memory=936, link=31.5, network=25),
     "RTX 4090": _gpu("RTX 4090", teraflops=82.6, memory=1008, link=31.5, network=25),
     "A100": _gpu("A100", teraflops=19.5, memory=1555, link=300, network=25),
+    "MI250X": _gpu("MI250X", teraflops=47.9, memory=1638, link=50, network=25, host=36, adapters=4),
     "H100": _gpu("H100", teraflops=67, memory=3350, link=450, network=50, host=63),
     "GH200": _gpu("GH200", teraflops=67, memory=4000, link=450, network=50, host=450),
     "H200": _gpu("H200", teraflops=67, memory=4800, link=450, network=50, host=63),
@@ -377,13 +375,8 @@ DEVICES = {
 PRODUCTS = {
     "tf32": {"A100": 156e12, "H100": 494e12, "GH200": 494e12, "H200": 494e12, "B200": 1.1e15},
     "half": {
-        "RTX 3090": 71e12,
-        "RTX 4090": 165e12,
-        "A100": 312e12,
-        "H100": 989e12,
-        "GH200": 989e12,
-        "H200": 989e12,
-        "B200": 2.25e15,
+        **{"RTX 3090": 71e12, "RTX 4090": 165e12, "A100": 312e12, "MI250X": 191.5e12},
+        **{"H100": 989e12, "GH200": 989e12, "H200": 989e12, "B200": 2.25e15},
     },
 }
 """Operations per second of dense products in other types than float32; for a GeForce, TF32 is as fast as float32."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +21,25 @@ def _of_product(*given: Any, out_val: Tensor, **_: Any) -> int:
     return 2 * out_val.numel() * rows.shape[-1]
 
 
+def _of_layer(rows: Tensor, *given: Any, until: int, **_: Any) -> int:
+    """Return the FLOPs of attention, or of a layer with it, that torch computes in one operator in evaluation.
+
+    Args:
+        rows: [batch, row, dim].
+        given: The other arguments; the first `until` have the weights, [dim, dim], and after them is the mask.
+    """
+    batch, n, dim = rows.shape
+    weights = sum(value.numel() for value in given[:until] if isinstance(value, Tensor) and value.dim() == 2)
+    return 2 * batch * n * weights + 4 * batch * n * n * dim
+
+
 FLOPS = {
     # torch has formulas for the CUDA variants only
     **{on_cpu: flop_registry[on_cuda] for on_cpu, on_cuda in FLASH_ATTENTION.items()},
     **flop_registry,
     **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _of_product),
+    aten._transformer_encoder_layer_fwd: partial(_of_layer, until=17),
+    aten._native_multi_head_attention: partial(_of_layer, until=8),
 }
 
 
@@ -35,6 +50,11 @@ class OperatorRates:
     matmul_flops: float
     memory_bytes: float
     overhead_seconds: float
+
+    @classmethod
+    def of(cls, rates: Any) -> "OperatorRates":
+        """Return those of the rates of a device (costs/device_rates.py)."""
+        return cls(**{name: getattr(rates, name) for name in cls.__dataclass_fields__})
 
     def seconds(self, func: Any, args: Any, kwargs: Any, result: Any, moved: int) -> float:
         """Return the time of an operator that reads and writes `moved` bytes; a view takes none."""

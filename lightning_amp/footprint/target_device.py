@@ -21,7 +21,17 @@ _DEVICE_TYPE: ContextVar[str | None] = ContextVar("device type whose settings ar
 
 def launches_operators(like: Tensor) -> bool:
     """Whether the tensor's device launches operators asynchronously: not a CPU, unless `settings_of` overrides it."""
-    return (_DEVICE_TYPE.get() or like.device.type) not in ("cpu", "meta")
+    return device_type_of(like) not in ("cpu", "meta")
+
+
+def device_type_of(like: Tensor) -> str:
+    """Return the type of the tensor's device, or the one of `settings_of`."""
+    return _DEVICE_TYPE.get() or like.device.type
+
+
+def counts_for_accelerator() -> bool:
+    """Whether `settings_of` has named another type of device than a CPU."""
+    return _DEVICE_TYPE.get() not in (None, "cpu", "meta")
 
 
 @contextmanager

@@ -85,13 +85,15 @@ def _arriving(x: Tensor, shape: Sequence[int], axis: MeshAxis) -> Tensor:
     return x.new_zeros(list(shape)) if axis.group is None else x.new_empty(list(shape))
 
 
-def ring(tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: MeshAxis) -> Callable[[], list[Tensor]]:
-    """Start sending tensors to the next rank; the returned function waits for the tensors of the previous rank.
+def ring(
+    tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: MeshAxis, step: int = 1
+) -> Callable[[], list[Tensor]]:
+    """Start sending tensors `step` ranks on; the returned function waits for the tensors of the rank as far before.
 
-    Each tensor is one all-to-all in which a rank sends to the next rank only. This is as fast as send and receive, and
+    Each tensor is one all-to-all in which a rank sends to one other only. This is as fast as send and receive, and
     supports tensors without values, for a simulation.
     """
-    if axis.size == 1:
+    if step % axis.size == 0:
         return lambda: list(tensors)
     sent = [t.contiguous() for t in tensors]
     record(axis, "ring", sum(tensor.nbytes for tensor in sent))
@@ -101,7 +103,7 @@ def ring(tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: MeshA
             found.append(_arriving(tensor, shape, axis))
             continue
         given, taken = [0] * axis.size, [0] * axis.size
-        given[(axis.rank + 1) % axis.size], taken[axis.rank - 1] = tensor.numel(), math.prod(shape)
+        given[(axis.rank + step) % axis.size], taken[axis.rank - step] = tensor.numel(), math.prod(shape)
         found.append(start_all_to_all(tensor.view(-1), taken, given, axis.group))
 
     def arrive() -> list[Tensor]:
@@ -234,14 +236,14 @@ def _reduce_scatter(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tens
     pieces = [pick(rows, 0, spans) for spans in owners.one_period.spans]
     record(axis, "reduce_scatter", rows.nbytes)
     # gloo's reduce-scatter sends as much as an all-reduce: every rank sums the rows it receives
-    got = _all_to_all(pieces, [owners.period_counts[axis.rank]] * axis.size, axis, counted=False)
+    got = exchange_pieces(pieces, [owners.period_counts[axis.rank]] * axis.size, axis, counted=False)
     return periods_back(sum(got[1:], start=got[0]), dim, owners)
 
 
 def _exchange(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wanted) -> Tensor:
     send, take, order = _route(owners, wanted, axis.rank)
     rows = x.movedim(dim, 0)
-    got = _all_to_all([pick(rows, 0, ranges) for ranges in send], take, axis)
+    got = exchange_pieces([pick(rows, 0, ranges) for ranges in send], take, axis)
     # Received rows are ordered by rank. This is the wanted order for consecutive ranges, such as a shard with its halo;
     # for all others, such as a reversed dim, the rows are reordered.
     if order == [range(sum(take))]:
@@ -263,7 +265,7 @@ def _exchange_back(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: 
             given += len(ordered)
         rows = arrived
     # Send and receive are swapped. An index that several ranks received comes back from each of them, and is summed.
-    got = _all_to_all(rows.split(take), [_total(ranges) for ranges in send], axis)
+    got = exchange_pieces(rows.split(take), [_total(ranges) for ranges in send], axis)
     n, own = owners.counts[axis.rank], got[axis.rank]
     # all own rows come back, as for a halo: they start the sum, in place of zeros
     if send[axis.rank] == [range(n)]:
@@ -290,7 +292,7 @@ def _swap(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[i
     pieces = [pick(rows, 1, spans) for spans in want.spans]
     shapes = [torch.Size((n, want.counts[axis.rank], *rows.shape[2:])) for n in have.counts]
     # pieces differ in both dims, so they are sent flattened
-    flat = _all_to_all([p.reshape(-1) for p in pieces], [shape.numel() for shape in shapes], axis)
+    flat = exchange_pieces([p.reshape(-1) for p in pieces], [shape.numel() for shape in shapes], axis)
     place = [sum(have.counts[:rank]) for rank in range(axis.size)]
     parts = torch.cat([piece.view(shape) for piece, shape in zip(flat, shapes, strict=True)])
     return pick(parts, 0, _in_order(have.expanded(), place)).movedim((0, 1), (a, b))
@@ -328,7 +330,9 @@ def _in_order(runs: Iterable[OwnerRun], place: list[int]) -> list[range]:
     return joined(found)
 
 
-def _all_to_all(pieces: Sequence[Tensor], take: Sequence[int], axis: MeshAxis, *, counted: bool = True) -> list[Tensor]:
+def exchange_pieces(
+    pieces: Sequence[Tensor], take: Sequence[int], axis: MeshAxis, *, counted: bool = True
+) -> list[Tensor]:
     """Send piece r to rank r, and return the pieces of all ranks, with `take[r]` rows each."""
     if axis.size == 1:
         return list(pieces)

@@ -1,5 +1,6 @@
 """Make device meshes once for a process group: every process group holds threads and memory while it is referenced."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 _MADE: dict[tuple[str, tuple[tuple[str, int], ...]], DeviceMesh] = {}
 _OF: list[Any] = []
 """The group of all ranks that the meshes belong to."""
+_OF_PARENT: list[Any] = []
+"""What a forked process has of its parent: the end of such a group would wait for threads that only the parent has."""
 
 
 def mesh_of(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
@@ -25,3 +28,12 @@ def mesh_of(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     if key not in _MADE:
         _MADE[key] = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return _MADE[key]
+
+
+def _leave_those_of_the_parent() -> None:
+    _OF_PARENT.append((dict(_MADE), [*_OF]))
+    _MADE.clear()
+    _OF.clear()
+
+
+os.register_at_fork(after_in_child=_leave_those_of_the_parent)

@@ -48,6 +48,7 @@ def test_json_round_trip(rates: Rates) -> None:
         # the size is the host's
         ("NVIDIA GH200 480GB", "GH200"),
         ("NVIDIA B200", "B200"),
+        ("AMD Instinct MI250X", "MI250X"),
         ("cpu", "cpu"),
         ("CPU core", "cpu"),
     ],
@@ -64,6 +65,15 @@ def test_tf32_is_asked_for_and_an_unknown_device_refused() -> None:
     # an unknown device is refused
     with pytest.raises(PlanError, match=r"rates of 'TPU v4'.*one of cpu, RTX 3090, .*, B200: choose the one"):
         rates_for("TPU v4")
+
+
+def test_a_node_of_frontier_shares_four_adapters() -> None:
+    links = rates_for("MI250X").links
+    # rings of eight devices leave a node by four adapters of 25 GB/s
+    assert links.bandwidth(2, inner=1) == 50e9
+    assert links.bandwidth(16, inner=1) == 25e9
+    assert links.bandwidth(2, inner=8) == 100e9 / 8
+    assert rates_for("MI250X", products="tf32").matmul_flops == rates_for("MI250X").matmul_flops
 
 
 def test_a_calibrated_prediction_is_what_was_measured() -> None:
@@ -112,11 +122,13 @@ def edited(**changes: Any) -> str:
     ("text", "message"),
     [
         ("{", "here is not JSON"),
-        ("[1]", r"schema 1, here has schema 'no mapping, but \[1\]'"),
-        ("1", "schema 1, here has schema 'no mapping, but 1'"),
+        ("[1]", r"schema 2, here has schema 'no mapping, but \[1\]'"),
+        ("2", "schema 2, here has schema 'no mapping, but 2'"),
         (edited(launches="no"), "launches is true or false"),
         (edited(links=json.loads(CPU_CORE.to_json())["links"] | {"collectives": []}), "here does not read as rates"),
-        (edited(schema=2), "here has schema 2; calibrate again"),
+        (edited(schema=1), "here has schema 1; calibrate again"),
+        (edited(memory=8), "here does not read as rates"),
+        (edited(memory={"total_bytes": -8}), "total_bytes=-8.*whole numbers of 0 or more"),
         (edited(speed=1), "here does not read as rates: .*'speed'.*their fields are"),
         (edited(links=None), "here does not read as rates"),
         (edited(links={"latency": 1.0}), "here does not read as rates: .*intra_bandwidth"),

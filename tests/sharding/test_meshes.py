@@ -1,5 +1,8 @@
 """Fits of one process share their process groups, which hold threads until the process ends."""
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -39,3 +42,26 @@ def groups_after_fits(rank: int, size: int) -> list[int]:
 def test_a_further_fit_makes_no_process_group(tmp_path: Path) -> None:
     for first, *others in run_ranks(groups_after_fits, 2, tmp_path):
         assert others == [first] * 2
+
+
+def after_a_fork(rank: int, size: int) -> int | None:
+    """The exit status of a process that is forked with meshes of this one, and makes its own; None if it hangs."""
+    mesh_of("cpu", {"data": 1, "model": size})
+    dist.destroy_process_group()
+    child = os.fork()
+    if child == 0:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        mesh_of("cpu", {"data": 1, "model": 1})
+        os._exit(0)
+    for _ in range(300):
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return status
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    return None
+
+
+@pytest.mark.ranks
+def test_a_forked_process_leaves_the_groups_of_its_parent(tmp_path: Path) -> None:
+    assert run_ranks(after_a_fork, 2, tmp_path) == [0, 0]

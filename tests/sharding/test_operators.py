@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_amp.errors import ShardError
-from lightning_amp.sharding import ring_attention
+from lightning_amp.sharding.attention import blocks
 from lightning_amp.sharding.dispatch.guards import guarded
 from lightning_amp.sharding.ops import ShardedTensor, attention
 from lightning_amp.sharding.owners import Owners
@@ -279,16 +279,18 @@ def everything(rank: int, size: int, of: int) -> dict[str, Any]:
             outcome(c, s, a, named=n and exact) for i, c in some for s, a, n in ways(i, c, size, axis, grid)[:most]
         ]
         found[name] = [text for text in outcomes if text]
-    if size < 4:
-        # around a ring where heads would do; on two ranks as on devices without torch's kernel
+    # every way of attention; on two ranks as on devices without torch's kernel
+    some = [c for c in PRODUCTS if c.name.startswith(("attention", "causal", "cross-attention"))]
+    found["attention"] = []
+    for over in range(1, size):
         with (
-            patch.object(attention, "_axis_of_heads", lambda *of: None),
-            patch.object(ring_attention, "ON_CPU", () if size == 2 else ring_attention.ON_CPU),
+            patch.object(attention, "heads_over", lambda shapes, *of, over=over: over if shapes[0][1] >= over else 1),
+            patch.object(blocks, "ON_CPU", blocks.WRITTEN_OUT if size == 2 else blocks.ON_CPU),
         ):
-            some = [c for c in PRODUCTS if c.name.startswith(("attention", "causal", "cross-attention"))]
-            found["attention"] = [
-                text for c in some if (text := outcome(c, named_splits(c, [axis], "uneven"), [axis], named=True))
-            ]
+            for case in some if size % over == 0 else ():
+                if min(made(case.inputs)[k].shape[d] for k in case.at for d in case.dims(k)[:1]) >= size:
+                    found["attention"].append(outcome(case, named_splits(case, [axis], "uneven"), [axis], named=True))
+    found["attention"] = [text for text in found["attention"] if text]
     n = 120 // of if size > 2 else 60 // of
     found["chains"], refused = wrong_chains(axis, n)
     found["refused chains"] = refused / n

@@ -1,4 +1,4 @@
-"""Owners of indices, layers whose features are split, blocks of a ring, and what users call."""
+"""Owners of indices, layers whose features are split, and what users call."""
 
 import random
 from collections.abc import Callable
@@ -14,9 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_amp import ShardedTensor, ShardError, check_shard, register_shard
-from lightning_amp.footprint.live_bytes import LiveBytes, tensors_of
+from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
-from lightning_amp.sharding import ring_attention as ring
 from lightning_amp.sharding.dispatch.guards import guarded
 from lightning_amp.sharding.owners import Owners
 from lightning_amp.sharding.sharded_tensor import redistribute
@@ -121,48 +120,6 @@ def test_operators_that_need_features_whole_are_named() -> None:
         steps.sent[:] = sent
         assert any(one.moves for one in sent) == named
         assert any("features whole" in note and "cumsum" in note for note in steps.sent_notes()) == named
-
-
-def test_products_of_some_rows_are_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, grad = torch.randn(4, 2, 3, 7, 4, generator=generator, dtype=torch.float64)
-    added = torch.randn(1, 3, 7, 7, generator=generator, dtype=torch.float64)
-    # the third row sees nothing, and nobody sees the first column
-    seen = added > -0.5
-    seen[:, :, 2], seen[..., 0] = False, False
-    for mask, causal in ((None, False), (None, True), (added, False), (seen, False), (seen[:, :, :1], False)):
-        results = []
-        for on_cpu, most in ((("cpu",), 1), ((), 2**24), ((), 6 * 7 * 2), ((), 1)):
-            monkeypatch.setattr(ring, "ON_CPU", on_cpu)
-            monkeypatch.setattr(ring, "MOST_SCORES", most)
-            out, sums = ring.block_forward(q, k, v, mask, causal, 0.4)
-            back = ring.block_backward(grad, q, k, v, out, sums.nan_to_num(0, neginf=0), mask, causal, 0.4)
-            results.append((out, sums, *back))
-        for found in results[1:]:
-            torch.testing.assert_close(found, results[0], rtol=1e-11, atol=1e-12)
-
-
-def test_what_is_no_number_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in torch's kernels of other devices; that for CPUs has zeros there."""
-    monkeypatch.setattr(ring, "ON_CPU", ())
-    q, k, v = torch.randn(3, 1, 1, 4, 4)
-    q[..., 0, :] = torch.nan
-    out, sums = ring.block_forward(q, k, v, None, False, 0.5)
-    merged, _ = ring._merged(out, sums, out, sums)
-    grad = ring.block_backward(out, q, k, v, out, sums, None, False, 0.5)[0]
-    for found in (out, merged, grad):
-        assert found[..., 0, :].isnan().all()
-    assert merged[..., 1:, :].isfinite().all()
-
-
-def test_products_hold_the_scores_of_some_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "ON_CPU", ())
-    monkeypatch.setattr(ring, "MOST_SCORES", 800 * 20)
-    q, k, v, grad = torch.randn(4, 1, 1, 800, 4)
-    with LiveBytes() as live:
-        out, sums = ring.block_forward(q, k, v, None, False, 0.5)
-        ring.block_backward(grad, q, k, v, out, sums, None, False, 0.5)
-    assert live.peak < 4 * 800 * 800 / 4
 
 
 def _vector(owners: Owners) -> list[int]:

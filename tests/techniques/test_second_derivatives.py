@@ -12,9 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from lightning_amp.derivatives import first_only
 from lightning_amp.errors import ModelError
+from lightning_amp.sharding.attention.ring import _Ring
 from lightning_amp.sharding.ops.attention import _SplitColumns
 from lightning_amp.sharding.ops.products import _GatheredProduct
-from lightning_amp.sharding.ring_attention import _Ring
 from lightning_amp.techniques.hic.attention.banded_softmax import _BandedSoftmax
 from lightning_amp.techniques.hic.attention.sdpa import _Sdpa
 from lightning_amp.techniques.hic.features import _LogSoftmax

@@ -1,4 +1,4 @@
-"""Count the bytes of a step without gradients, on a copy of the module with fake tensors, and with rules installed.
+"""Count bytes and time of a step without gradients, on a copy of the module with fake tensors and rules installed.
 
 A step that needs values gets what they decide in a pass with values (noted_values.py), which is run for it once.
 """
@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
+from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.bounded_step import BoundedStep, why_values
@@ -25,8 +26,9 @@ from lightning_amp.footprint.copies.no_side_effects import without_side_effects
 from lightning_amp.footprint.copies.noted_values import Answers, NoteTaker
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.copies.take_notes import copy_with_values, notes_of, room_of_pass
-from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.live_bytes import LiveBytes, Read, tensors_of
 from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.footprint.operator_rates import OperatorRates, times_now
 from lightning_amp.footprint.profile_module import lacks_values, profile_of
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.installing.install import install_rules
@@ -42,14 +44,32 @@ class Batch(NamedTuple):
     tensors: Any
 
 
+class Evaluated(NamedTuple):
+    """What a step takes.
+
+    Attributes:
+        held: Bytes before the step.
+        peak: Most bytes in it.
+        seconds: Time of its operators.
+    """
+
+    held: int
+    peak: int
+    seconds: float
+
+
 class EvaluationCount:
     """Counts of a step: a method of the module of a Trainer.
 
     `several`: whether the method is also called with the index of a loader.
+
+    Attributes:
+        rates: Rates of the device, for the time.
     """
 
     def __init__(self, trainer: pl.Trainer, step: str, *, several: bool) -> None:
         self._trainer, self._step, self._several = trainer, step, several
+        self.rates: Rates = CPU_CORE
         self._answers: dict[tuple[int, int | None], Answers] = {}
 
     @property
@@ -68,8 +88,8 @@ class EvaluationCount:
         calls: dict[str, tuple[int, int]] | None = None,
         *,
         rows: int | None = None,
-    ) -> tuple[int, int]:
-        """Return the bytes before the step and its peak; `calls` receives bytes before, and peak of, each module."""
+    ) -> Evaluated:
+        """Return what the step takes; `calls` receives bytes before, and peak of, each module."""
         return self._noted(batch, rules, rows, partial(self._measured, batch, rules, calls, rows))
 
     def profile(self, batch: Batch, *, rows: int | None = None) -> ModuleProfile:
@@ -103,16 +123,16 @@ class EvaluationCount:
         calls: dict[str, tuple[int, int]] | None,
         rows: int | None,
         answers: Answers | None,
-    ) -> tuple[int, int]:
+    ) -> Evaluated:
         with self._on_fakes(batch, rules, rows, answers) as (twin, given):
-            live = LiveBytes()
+            live = _Timed(OperatorRates.of(self.rates))
             peak = _Outermost(twin, live, calls) if calls is not None else None
             live.watch([*twin.parameters(), *twin.buffers(), given])
             held = live.current
             with live:
                 self._run(twin, given, batch.loader)
         # `_Outermost` resets the peak at every call, so `live` has only the peak after the last one
-        return held, live.peak if peak is None else max(peak.most, live.peak)
+        return Evaluated(held, live.peak if peak is None else max(peak.most, live.peak), live.seconds)
 
     def _recorded(self, batch: Batch, rows: int | None, answers: Answers | None) -> ModuleProfile:
         with self._on_fakes(batch, (), rows, answers) as (twin, given):
@@ -182,6 +202,19 @@ class EvaluationCount:
             for hook in ("start", "epoch_start"):
                 getattr(twin, f"on_{self._step.removesuffix('_step')}_{hook}")()
             step(batch, *index, *([loader] if self._several else []))
+
+
+class _Timed(LiveBytes):  # type: ignore[no-untyped-call]
+    """Also sum the time of the operators, as `seconds`."""
+
+    def __init__(self, rates: OperatorRates) -> None:
+        super().__init__()
+        self._rates, self.seconds = rates, 0.0
+
+    def ends(self, func: Any, args: Any, kwargs: Any, read: Read, result: Any) -> None:
+        """Add the time of an operator."""
+        moved = sum(t.nbytes for t in (*(t for t, _ in read), *tensors_of(result)) if t.layout is torch.strided)
+        self.seconds += times_now() * self._rates.seconds(func, args, kwargs, result, moved)
 
 
 class _Outermost:

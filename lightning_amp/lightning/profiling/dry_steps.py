@@ -23,7 +23,8 @@ from lightning_amp.installing.install import install_steps
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.sharding.splits import MeshAxis, Sent
-from lightning_amp.techniques.put_methods import put_methods
+from lightning_amp.techniques.put_methods import STEPS, put_methods
+from lightning_amp.techniques.sharded_step import RUNNING
 from lightning_amp.techniques.table import STRATEGIES, targets_of, technique_of_steps
 from lightning_amp.techniques.tensor3d.grid_seconds import (
     DryRun,
@@ -106,17 +107,22 @@ class DrySteps:
         if STRATEGIES[self.name].data_axis:
             axis = MeshAxis("ranks", self.run_ranks, 0, None, sent=self.sent)
         undo = install_steps(module, self.name, self.spec, axis)
-        step = vars(module).get("training_step")
-        if step is not None:
-
-            def begun(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
-                # a step runs several times, and may fail on fake tensors first
-                self.sent.clear()
-                return step.__func__(module, *args, **kwargs)
-
-            # `undo` takes it away with the step that it wraps
-            put_methods(module, {"training_step": MethodType(wraps(step.__func__)(begun), module)})
+        for name in STEPS:
+            if (step := vars(module).get(name)) is not None:
+                # `undo` takes it away with the step that it wraps
+                put_methods(module, {name: MethodType(self._counting(step.__func__), module)})
         return undo
+
+    def _counting(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a step that begins with nothing sent; it runs several times, and may fail on fake tensors first."""
+
+        @wraps(step)
+        def begun(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
+            if not RUNNING.get():
+                self.sent.clear()
+            return step(module, *args, **kwargs)
+
+        return begun
 
     def choose(self, batch: Any, count: Callable[[], CountedStep], links: Links) -> CountedStep | None:
         """Choose the spec: the fastest grid that fits, or for other techniques the dims of the batch with least peak.
@@ -145,13 +151,23 @@ class DrySteps:
             step, self.notes = choose_grid(self, technique, look, count, links)
             self.chosen = True
             return step
+        self.choose_dims(batch, lambda: count().profile.peak_bytes, look)
+        return None
+
+    def choose_dims(self, batch: Any, count: Callable[[], int], look: Callable[..., None] | None = None) -> None:
+        """Choose the dims of the batch with the least peak; `count` returns it for the current spec.
+
+        Raises:
+            ShardError: No spec supports the step.
+        """
+        technique = import_module(STRATEGIES[self.name].steps)
         # without a grid, all options are counted: which dims save most memory follows only from a count
         options = technique.options(batch, self.spec, self.ranks, look)
         peaks, refused = list[tuple[int, Spec]](), list[str]()
         for spec in options:
             self.spec = spec
             try:
-                peaks.append((count().profile.peak_bytes, spec))
+                peaks.append((count(), spec))
             except AmpError as error:
                 refused.append(f"{spec}: {error.__cause__ or error}")
         if not peaks:
@@ -160,7 +176,6 @@ class DrySteps:
                 f" {'; '.join(refused) or 'no tensor of the batch has a dim of as many indices'}"
             )
         self.spec, self.chosen = min(peaks, key=lambda pair: pair[0])[1], True
-        return None
 
     def messages(self) -> tuple[Message, ...]:
         """Return the collectives of the last batch."""

@@ -4,14 +4,15 @@ The validation of a fit is predicted too: beside its step there is the optimizer
 
 One batch is read as in the run, and the module's step runs on a copy with fake tensors and without gradients. Only the
 outermost modules that the step calls can run in chunks. Modules that exceed the budget get a rule with the bytes that
-remain within the budget at their call. The step is counted again with these rules for the prediction.
+remain within the budget at their call. The step is counted again with these rules for the prediction. A technique with
+its own steps (`sequence`) is counted as rank 0 would run it.
 
 Known limits: the prediction is for the length of the first batch; the data module's batch hooks are not called; results
 that the Trainer keeps, such as predictions on a CPU, are not counted; computations outside modules are not chunked.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -31,7 +32,8 @@ from lightning_amp.footprint.copies.fake_copy import length_of
 from lightning_amp.footprint.live_bytes import has_storage
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.installing.install import overlap
-from lightning_amp.lightning.profiling.count_evaluation import Batch, EvaluationCount
+from lightning_amp.lightning.profiling.count_evaluation import Batch, Evaluated, EvaluationCount
+from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.profiling.loaders import each, example_batch, loaders_of, read_streams_ahead
 from lightning_amp.planning.plan.plan import Explanation, Plan, Validation
 from lightning_amp.quantities import format_bytes
@@ -93,22 +95,54 @@ class EvaluationOfModule:
         Raises:
             AmpError: No batch can be read, the step fails on fake tensors, or a module cannot run in chunks.
         """
-        batches = self._batches()
-        held, whole, peak, rules = self._chunked(batches, budget, rates, _of_decoder(made))
+        batches, self.counter.rates = self._batches(), rates
+        whole, found, rules = self._chunked(batches, budget, rates, _of_decoder(made))
         without = f": {format_bytes(whole)} without chunks" if rules else ""
+        return self._with(found, made, batches, notes, without), rules
+
+    def split(self, steps: DrySteps, made: Callable[[], Plan], rates: Rates, notes: Sequence[str]) -> Plan:
+        """Return the plan of a technique with its own steps, with what rank 0 takes in them and sends.
+
+        Args:
+            steps: Its steps; their spec is completed if it is open.
+            made: Returns the plan without the bytes of this step.
+
+        Raises:
+            AmpError: No batch can be read, or the technique does not support the step.
+        """
+        batches, self.counter.rates = self._batches(), rates
+
+        def counted(*batches: Batch) -> Evaluated:
+            undo = steps.put(self._trainer.lightning_module)
+            try:
+                found = self._count_all(batches, ())
+            finally:
+                undo()
+            return found._replace(seconds=found.seconds + steps.sent_seconds(rates.links))
+
+        if not steps.chosen:
+            steps.choose_dims(batches[0].tensors, lambda: counted(*batches).peak)
+        found = _most(counted(batch) for batch in batches)
+        plan = self._with(found, with_spec(made(), steps, ""), batches, notes)
+        return replace(plan, notes=(*plan.notes, *steps.sent_notes()))
+
+    def _with(
+        self, found: Evaluated, made: Plan, batches: Sequence[Batch], notes: Sequence[str], without: str = ""
+    ) -> Plan:
         noted = self.counter.noted
         how = f"and its shapes or branches depend on values: {noted}" if noted else "without values"
         note = Explanation(f"{self._step} was counted with the first batch, {how}{without}")
-        plan = replace(
+        return replace(
             made,
             evaluates=self._step,
             batch_size=length_of(batches[0].tensors) or made.batch_size,
-            predicted_base_bytes=held,
-            predicted_peak_bytes=peak,
+            predicted_base_bytes=found.held,
+            predicted_peak_bytes=found.peak,
+            predicted_step_seconds=found.seconds,
+            rates_device=self.counter.rates.device,
             # notes on training steps do not apply
             notes=(*notes, note),
         )
-        return plan, rules
 
     def beside_training(self, made: Plan, kept_bytes: int, rates: Rates, *, no_chunks: str = "") -> Plan:
         """Return a fit's plan with its validation: its peak, and rules that run it in chunks within the budget.
@@ -129,15 +163,15 @@ class EvaluationOfModule:
         try:
             if no_chunks:
                 raise PlanError(no_chunks)
-            _, _, peak, rules = self._chunked(batches, made.budget_bytes - more, rates, installed)
-            why = ""
+            _, counted, rules = self._chunked(batches, made.budget_bytes - more, rates, installed)
+            peak, why = counted.peak, ""
         except AmpError as error:
             # chunks are not possible, or not within the budget; or the step cannot be counted at all
-            peak, rules, why = self._count_all(batches, installed)[1], (), str(error)
+            peak, rules, why = self._count_all(batches, installed).peak, (), str(error)
         left, all_rules = made.budget_bytes - more, (*installed, *rules)
 
         def peak_of(batch: Batch, rows: int | None = None) -> int:
-            return self.counter.count(batch, all_rules, rows=rows)[1]
+            return self.counter.count(batch, all_rules, rows=rows).peak
 
         worst = max(batches, key=peak_of) if len(batches) > 1 else batches[0]
         largest = None
@@ -192,10 +226,11 @@ class EvaluationOfModule:
 
     def _chunked(
         self, batches: Sequence[Batch], budget: int, rates: Rates, installed: Sequence[Rule] = ()
-    ) -> tuple[int, int, int, tuple[Rule, ...]]:
-        """Return the bytes before the step, its peak without chunks and with them, and their rules, if needed."""
+    ) -> tuple[int, Evaluated, tuple[Rule, ...]]:
+        """Return the peak without chunks, what the step takes with them, and their rules, if needed."""
         calls: dict[str, tuple[int, int]] = {}
-        held, whole = self._count_all(batches, installed, calls)
+        found = self._count_all(batches, installed, calls)
+        whole = found.peak
         rules = tuple(
             Rule(
                 fqn=fqn,
@@ -207,20 +242,22 @@ class EvaluationOfModule:
             for fqn, (before, most) in calls.items()
             if most > budget and not any(overlap(fqn, rule.fqn) for rule in installed)
         )
-        peak = whole
         if rules and whole > budget:
             with warnings.catch_warnings():
                 # the plan reports chunks that exceed the budget
                 warnings.simplefilter("ignore")
-                _, peak = self._count_all(batches, (*installed, *rules))
-        return held, whole, peak, rules
+                found = self._count_all(batches, (*installed, *rules))
+        return whole, found, rules
 
     def _count_all(
         self, batches: Sequence[Batch], rules: Sequence[Rule], calls: dict[str, tuple[int, int]] | None = None
-    ) -> tuple[int, int]:
-        """Return the most bytes of the steps of all loaders, as `_count`."""
-        counts = [self.counter.count(batch, rules, calls) for batch in batches]
-        return max(held for held, _ in counts), max(peak for _, peak in counts)
+    ) -> Evaluated:
+        """Return the most that the steps of all loaders take."""
+        return _most(self.counter.count(batch, rules, calls) for batch in batches)
+
+
+def _most(counts: Iterable[Evaluated]) -> Evaluated:
+    return Evaluated(*map(max, zip(*counts, strict=True)))
 
 
 def _largest_batch(

@@ -4,9 +4,10 @@ A fit and a plan without a run call the same function, so that both have the sam
 module's steps (`sequence`, `tensor3d`) is profiled as rank 0 would run it, which takes seconds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from math import inf
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import AmpError
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
+from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.modules.plan_module import plan_module
 from lightning_amp.planning.plan.plan import Explanation, Plan
@@ -94,6 +96,44 @@ def with_split_samples(
     rules = tuple(replace(rule, why=why) if rule.strategy == name else rule for rule in best.rules)
     notes = (*best.notes, Explanation(f"{name} was taken: {why}"))
     return replace(best, policy=whole.policy, rules=rules, notes=notes), counted
+
+
+def with_split_evaluation(
+    whole: Plan,
+    evaluation: EvaluationOfModule,
+    *,
+    base: Callable[[str, DrySteps], Plan],
+    node_ranks: int,
+    rates: Rates,
+    notes: Sequence[str],
+) -> Plan:
+    """Return the fastest plan of an evaluation that fits: `whole`, or one that splits samples over the ranks of a node.
+
+    Args:
+        whole: The plan that leaves samples whole, in chunks.
+        base: As in `with_split_samples`.
+    """
+    found = [whole] if whole.fits else []
+    for name, row in STRATEGIES.items():
+        if not row.steps or row.data_axis or node_ranks < 2:
+            continue
+        asked = SimpleNamespace()
+        dry = DrySteps.asked((name,), asked, node_ranks, run_ranks=whole.mesh.ranks, budget=whole.budget_bytes)
+        assert dry is not None, "it has steps"
+        try:
+            plan = evaluation.split(dry, partial(base, name, dry), rates, notes)
+            why = f"{name} needs {format_bytes(plan.predicted_peak_bytes)} on as many ranks"
+            if plan.fits and whole.fits:
+                why = f"{name} takes {_pace(plan) / _pace(whole):.2f} times as long as whole samples in chunks"
+            if plan.fits:
+                found.append(plan)
+        except AmpError as error:
+            why = f"{name} is not possible: {error}"
+        found = [replace(one, notes=(*one.notes, Explanation(why))) for one in found]
+        whole = replace(whole, notes=(*whole.notes, Explanation(why)))
+    best = min(found, key=_pace, default=whole)
+    # samples are split if that is faster by more than the tie margin
+    return whole if whole.fits and _pace(best) * TIE > _pace(whole) else replace(best, policy=whole.policy)
 
 
 def _pace(plan: Plan) -> float:

@@ -1,17 +1,23 @@
 """Make the plan of a run from Trainer, data and module, on rank 0 in `setup`, before optimisers exist."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.lightning.consistency.replicas import decide_on_one_rank
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
-from lightning_amp.lightning.profiling.split_samples import samples_may_be_split, with_split_samples
+from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
+from lightning_amp.lightning.profiling.split_samples import (
+    samples_may_be_split,
+    with_split_evaluation,
+    with_split_samples,
+)
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.largest_rank import for_largest_rank
 from lightning_amp.lightning.strategy.validation_of_fit import with_validation
 from lightning_amp.planning.memory.peak_model import predict
+from lightning_amp.planning.modules.on_device import made_for, on_device
 from lightning_amp.planning.modules.plan_decoder import plan_decoder, predict_decoder_again, split_by_decoder
 from lightning_amp.planning.modules.plan_module import model_axis_size, plan_again, plan_module, split_by_planner
 from lightning_amp.planning.plan.plan import Axes, Plan
@@ -19,7 +25,7 @@ from lightning_amp.planning.policies import build_rules
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.time.step_seconds import predicted_times
 from lightning_amp.progress import shown_if_long
-from lightning_amp.techniques.table import EVALUATED, PREDICTIONS, in_order, is_of_decoder, parse_strategies
+from lightning_amp.techniques.table import EVALUATED, PREDICTIONS, STRATEGIES, in_order, is_of_decoder, parse_strategies
 
 
 def resolve_plan(
@@ -48,10 +54,19 @@ def resolve_plan(
         asked = request.given_plan if given is None else given
         if asked is None or strategies is not None:
             made = _plan_of_decoder if facts.read[1].decoder else _plan_of_module
-            found = made(facts, strategies, model_ranks)
-        else:
-            found = predict_anew(asked, facts)
-        return with_validation(build_rules.with_memory(found, facts.memory), facts)
+            return made_for(lambda less: made_with(made, less))
+        return compared(predict_anew(asked, facts), facts)
+
+    def made_with(made: Callable[..., Plan], less: int) -> Plan:
+        fewer = facts.less(less)
+        found = compared(made(fewer, strategies, model_ranks), fewer)
+        if less and facts.counts_decoder:
+            facts.keep_profiled(fewer.profiled[0])
+        return found
+
+    def compared(found: Plan, facts: PlanningContext) -> Plan:
+        found = with_validation(build_rules.with_memory(found, facts.memory), facts)
+        return on_device(found, facts.device, facts.as_planned(found))
 
     try:
         plan = decide_on_one_rank(decide, rank=strategy.global_rank, broadcast=strategy.broadcast)
@@ -82,6 +97,9 @@ def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, mo
     # after a fit whose policy chose a grid, an evaluation has full parameters and no grid
     grid = facts.grid_ranks if asked is not None else None
     size = grid or size if model_ranks is None else model_ranks
+    free = request.chooses and strategies is None and request.model_parallel_size == "auto"
+    if seen is None and facts.evaluation is not None:
+        return _of_evaluation(facts, facts.evaluation, asked, size, named, free=free)
     base = _without_step(facts, asked, size, steps=facts.steps)
     if seen is None:
         return replace(_evaluated(base, facts, named), uncounted=facts.not_profiled)
@@ -94,7 +112,6 @@ def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, mo
         count=facts.step.count,
         options=replace(stages, micro_batches=request.micro_batches, speeds=facts.speeds, memory=facts.memory),
     )
-    free = request.chooses and strategies is None and request.model_parallel_size == "auto"
     if not free or not samples_may_be_split(found, seen):
         return found
     return with_split_samples(
@@ -104,6 +121,39 @@ def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, mo
         node_ranks=facts.strategy.num_processes,
         rates=facts.rates[0],
     )[0]
+
+
+def _of_evaluation(
+    facts: PlanningContext,
+    evaluation: EvaluationOfModule,
+    asked: Sequence[str] | None,
+    size: int | str,
+    named: Sequence[str] | None,
+    *,
+    free: bool,
+) -> Plan:
+    """Plan a run that does not train: by the requested technique with its own steps, or in chunks or split samples."""
+    steps, (rates, notes) = facts.steps, facts.rates
+    if steps is not None and steps.name in (asked or ()) and not STRATEGIES[steps.name].data_axis:
+        made = partial(_without_step, facts, asked, size, steps=steps)
+        try:
+            return evaluation.split(steps, made, rates, notes)
+        except AmpError as error:
+            if not steps.chosen or isinstance(error, ShardError):
+                raise
+            uncounted = made()
+            return replace(uncounted, notes=(*uncounted.notes, f"the peak is not known: {error}"))
+    whole = _evaluated(_without_step(facts, asked, size, steps=steps), facts, named)
+    if not free or not whole.evaluates or (whole.fits and EVALUATED not in whole.strategies):
+        return whole
+    return with_split_evaluation(
+        whole,
+        evaluation,
+        base=lambda name, dry: _without_step(facts, ["S1", name], dry.ranks, steps=dry),
+        node_ranks=facts.strategy.num_processes,
+        rates=rates,
+        notes=notes,
+    )
 
 
 def _plan_of_decoder(facts: PlanningContext, strategies: Sequence[str] | None, model_ranks: int | None) -> Plan:
@@ -219,6 +269,7 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
         predicted_peak_bytes=predicted.peak_bytes,
         strata_bytes=predicted.strata_bytes,
         budget_bytes=facts.budget,
+        on_device=None,
         notes=(*(note for note in plan.notes if note not in notes), *notes),
         candidates=(),
         **predicted_times(shape, axes, plan.mesh, rates),

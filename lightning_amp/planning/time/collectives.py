@@ -105,7 +105,7 @@ def _halo(s: RankSizes) -> tuple[Traffic, Traffic]:
 def _ring(s: RankSizes) -> tuple[Traffic, Traffic]:
     steps = s.ranks - 1
     # keys and values are two tensors, sent R - 1 times in each direction; their gradients move along and need one more
-    # step, to the rank that owns the rows (sharding/ring_attention.py)
+    # step, to the rank that owns the rows (sharding/attention/ring.py)
     there, back = (
         (Collective(kind="exchange", numbers=calls * s.latents, calls=calls),) for calls in (2 * steps, 4 * steps + 2)
     )

@@ -1,23 +1,18 @@
 """Compute attention of sharded tensors.
 
-Where rows of queries and of keys are sharded over one axis, there are two ways:
+Where rows of queries and of keys are sharded over one axis, there are three ways, all exact; each attention takes the
+one that is estimated to be fastest (attention/grid.py):
 
     heads   an all-to-all gives each rank all rows of some heads, torch's kernel computes these, and another all-to-all
-            returns the rows (Jacobs et al., DeepSpeed Ulysses, 2023)
-    ring    keys and values are passed around the ranks (ring_attention.py)
+            returns the rows
+    ring    keys and values are passed around the ranks (attention/ring.py)
+    grid    heads within groups of ranks, and a ring of the groups
 
-    way     a rank sends, forward and backward       used
-    heads   2 (q + k + v + out) (R - 1) / R          where there is a head for each rank, and the mask is whole
-    ring    (3 R - 2) (k + v)                        otherwise
-
-Ranks may have one head more than others, for which these wait. With a causal mask the ranks of a ring wait too, for the
-last one; and on other devices than CPUs a ring has no fused kernel.
-
-Legend: q, k, v and out are bytes of a rank's shards; R ranks; `log_sums` are logarithms of sums of exponentials,
-[batch, head, row].
+Legend: `log_sums` are logarithms of sums of exponentials, [batch, head, row].
 """
 
 import math
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -25,13 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_amp.derivatives import first_only
+from lightning_amp.sharding.attention.blocks import block_backward, block_forward
+from lightning_amp.sharding.attention.grid import grid_attention, heads_over
 from lightning_amp.sharding.collectives import reduce_now
 from lightning_amp.sharding.dispatch.by_rule import by_rule, with_whole
 from lightning_amp.sharding.ops.random import kept
 from lightning_amp.sharding.owners import Owners
 from lightning_amp.sharding.redistribute import own_part
 from lightning_amp.sharding.registry import operator, shard_error
-from lightning_amp.sharding.ring_attention import block_backward, block_forward, ring_attention
 from lightning_amp.sharding.sharded_tensor import (
     computed_in,
     held_by,
@@ -94,10 +90,15 @@ def _attention(
         found = F.scaled_dot_product_attention(q, k, v, mask, p, causal, scale=scale, enable_gqa=enable_gqa)
         return found.squeeze(0) if n < 4 else found.unflatten(0, lead[:-1])
     q, k, v = (with_whole(func, t, [3]) for t in (q, k, v))
-    if (axis := _axis_of_heads(q, k, v, mask, p)) is not None:
-        return _by_heads(q, k, v, mask, causal, scale, axis)
-    if enable_gqa and shape_of(q)[1] != shape_of(k)[1]:
+    axis, over = _axis_of_rows(q, k, v, mask, p), 1
+    if axis is not None:
+        shapes = tuple(map(shape_of, (q, k, v)))
+        over = heads_over(shapes, computed_in(local_of(q)).dtype, _positions(q), _positions(k), causal)
+        if over == axis.size:
+            return _by_heads(q, k, v, mask, causal, scale, axis)
+    elif enable_gqa and shape_of(q)[1] != shape_of(k)[1]:
         k, v = (t.repeat_interleave(shape_of(q)[1] // shape_of(k)[1], 1) for t in (k, v))
+    rows_first = _rows_first(q)
     q, k = in_order(q, 2), in_order(k, 2)
     of_q, of_k, rest = splits_of(q).at(2), splits_of(k).at(2), splits_of(q).without(2)
     if of_k is not None and (rest.on(of_k.axis) or (of_q and of_q.axis is not of_k.axis)):
@@ -112,11 +113,13 @@ def _attention(
         # the kernel requires equally many features of keys and values; padding by zeros changes neither
         most = max(shape_of(q)[3], shape_of(v)[3])
         q, k, w = (F.pad(t, (0, most - shape_of(t)[3])) for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, w, mask, 0.0, causal, scale=scale)[..., : shape_of(v)[3]]
+        found = F.scaled_dot_product_attention(q, k, w, mask, 0.0, causal, scale=scale, enable_gqa=enable_gqa)
+        return found[..., : shape_of(v)[3]]
     if mask is not None:
-        # local rows, heads and samples, and all columns
+        # local rows, heads and samples, and all columns; in a grid the rows of a group come later
         mask = mask.view([*[1] * (4 - len(shape_of(mask))), *shape_of(mask)])
-        mask = part_in(mask, splits_of(q).without(*[d for d, m in enumerate(shape_of(mask)) if m == 1]))
+        whole_dims = [d for d, m in enumerate(shape_of(mask)) if m == 1 or (d == 2 and over > 1)]
+        mask = part_in(mask, splits_of(q).without(*whole_dims))
     # the kernel requires contiguous features of a head
     parts = [computed_in(local_of(t)) for t in (q, k, v)]
     a, b, c = (part if part.stride(3) == 1 else part.contiguous() for part in parts)
@@ -134,15 +137,36 @@ def _attention(
                 seen = own_part(seen, seen.dim() - 1, of_k.owners, of_k.axis.rank)
             found = _SplitColumns.apply(a, b, c, seen, scale, of_k.axis)
         return wrap(found, splits_of(q))
-    every_row, every_column = ([own for (own,) in s.owners.spans] for s in (of_q, of_k))
-    found = ring_attention(
-        a, b, c, axis=of_q.axis, rows=every_row, columns=every_column, scale=scale, mask=mask, causal=causal
+    found = grid_attention(
+        *(a, b, c),
+        over=over,
+        axis=of_q.axis,
+        rows=_positions(q),
+        columns=_positions(k),
+        scale=scale,
+        mask=mask,
+        causal=causal,
     )
+    if over > 1 and not rows_first:
+        # a grid returns rows first; a copy, for dims of size 1 get the strides that they have in a plain tensor
+        found = found.clone(memory_format=torch.contiguous_format)
     return wrap(found, splits_of(q))
 
 
-def _axis_of_heads(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float) -> MeshAxis | None:
-    """Return the axis that shards the rows of queries, keys and values, if each of its ranks can have whole heads."""
+def _rows_first(x: Tensor) -> bool:
+    """Whether rows come before heads in memory; kernels return tensors with the memory order of the queries."""
+    return held_by(x).stride(1) < held_by(x).stride(2)
+
+
+def _positions(x: Tensor) -> tuple[range, ...]:
+    """Return the rows of each rank, if they are in the order of the ranks."""
+    split = splits_of(x).at(2)
+    assert split is not None, "rows are sharded"
+    return tuple(range(*ends) for ends in pairwise([0, *accumulate(split.owners.counts)]))
+
+
+def _axis_of_rows(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float) -> MeshAxis | None:
+    """Return the axis that shards the rows of queries, keys and values, if its ranks can have whole heads."""
     rows = [splits_of(t).at(2) for t in (q, k, v)]
     axes = {split.axis for split in rows if split is not None}
     if None in rows or len(axes) != 1 or p or any(splits_of(t).at(1) is not None for t in (q, k, v)):
@@ -150,14 +174,12 @@ def _axis_of_heads(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float) -> Mesh
     axis = axes.pop()
     if mask is not None and (mask.requires_grad or splits_of(mask).on(axis) is not None):
         return None
-    return axis if shape_of(q)[1] >= axis.size else None
+    return axis
 
 
 def _by_heads(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: float, axis: MeshAxis) -> Tensor:
     """Attention of whole samples, of which each rank has some heads; rows are returned to their owners."""
-    own, heads = splits_of(q), shape_of(q)[1]
-    # kernels return tensors with the memory order of the queries
-    rows_first = held_by(q).stride(1) < held_by(q).stride(2)
+    own, heads, rows_first = splits_of(q), shape_of(q)[1], _rows_first(q)
     groups = heads // shape_of(k)[1]
     if groups > 1 and (heads % axis.size or shape_of(k)[1] % axis.size):
         # a rank's queries would read heads of keys that another rank has

@@ -2,11 +2,14 @@
 Trainer does around a step; its peak is predicted; what is not supported is refused before anything is trained."""
 
 import re
+import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import seed_everything
@@ -18,6 +21,7 @@ from lightning_amp import AMPStrategy
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.errors import InstallError, PlanError, ShardError
 from lightning_amp.footprint.inner_run import BY_ITSELF
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.plan.mesh_shape import MeshShape
@@ -266,6 +270,107 @@ def test_a_policy_splits_samples_where_no_plan_that_leaves_them_whole_fits(tmp_p
         plan = Plan.from_json(found["plan"])
         assert (plan.policy, plan.strategies, plan.fits) == ("auto", ("S1", "sequence"), True)
         assert any("every plan that leaves samples whole needs" in note for note in plan.notes)
+
+
+class Layers(Noisy):
+    """Layers that can run in chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(24, 96), nn.Tanh(), nn.Linear(96, 24)) for _ in range(2))
+        self.net = nn.Sequential(*layers)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self(batch).square().mean()
+
+
+MANY = Case(Layers, lambda: torch.randn(1, 12_000, 24).double(), {})
+
+
+class During(pl.Callback):
+    """Most bytes alive in a step of an evaluation."""
+
+    def __init__(self) -> None:
+        self.live = LiveBytes()
+
+    def on_predict_batch_start(self, trainer: Any, module: Any, batch: Any, *of: Any) -> None:
+        self.live.watch([*module.parameters(), *module.buffers(), batch])
+        self.live.__enter__()
+
+    def on_predict_batch_end(self, *of: Any) -> None:
+        self.live.__exit__(None, None, None)
+
+    on_validation_batch_start, on_validation_batch_end = on_predict_batch_start, on_predict_batch_end
+
+
+def evaluated(
+    rank: int, ranks: int, case: Case, step: str = "predict", *, ahead: bool = True, **options: Any
+) -> dict[str, Any]:
+    """A run that does not train, of a loader that can be read ahead or not; of one rank without the strategy."""
+    warnings.simplefilter("ignore")
+    seed_everything(3, verbose=False)
+    meter, batches = During(), [case.batch()]
+    loader: Any = DataLoader(batches, batch_size=None) if ahead else iter(batches)  # type: ignore[arg-type]
+    strategy = AMPStrategy(**options) if ranks > 1 else "auto"
+    trainer = trainer_of(strategy, rank=rank, ranks=ranks, callbacks=[meter], use_distributed_sampler=False)
+    module = case.module().double()
+    found = getattr(trainer, step)(module, loader)
+    plan = getattr(trainer.strategy, "plan", None)
+    return {"found": found, "peak": meter.live.peak, "plan": plan and plan.to_json()}
+
+
+def evaluations(rank: int, ranks: int, wide: int, layers: int) -> dict[str, Any]:
+    # a link on which sending takes no time, and one on which it takes long
+    fast, slow = (
+        replace(CPU_CORE, links=replace(CPU_CORE.links, intra_bandwidth=n, latency=1e-9)) for n in (1e15, 1e3)
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        files = {name: Path(folder, name) for name in ("fast", "slow")}
+        files["fast"].write_text(fast.to_json())
+        files["slow"].write_text(slow.to_json())
+        return {
+            "wide": evaluated(rank, ranks, LONG, device_memory=wide),
+            "named": evaluated(rank, ranks, LONG, "validate", strategies="sequence", model_parallel_size=2),
+            "late": evaluated(
+                *(rank, ranks, LONG, "validate"),
+                ahead=False,
+                strategies="sequence",
+                model_parallel_size=2,
+                sequence_dim={"batch": 1},
+                device_memory=wide,
+            ),
+            **{
+                name: evaluated(rank, ranks, MANY, device_memory=layers, rates=str(file))
+                for name, file in files.items()
+            },
+        }
+
+
+@pytest.mark.ranks
+def test_evaluations_are_split_where_that_fits_and_is_faster_than_chunks(tmp_path: Path) -> None:
+    right = {
+        "wide": evaluated(0, 1, LONG),
+        "named": evaluated(0, 1, LONG, "validate"),
+        "late": evaluated(0, 1, LONG, "validate"),
+        "fast": evaluated(0, 1, MANY),
+        "slow": evaluated(0, 1, MANY),
+    }
+    budgets = int(0.7 * right["wide"]["peak"]), int(0.9 * right["fast"]["peak"])
+    for rank in run_ranks(evaluations, 2, tmp_path, *budgets):
+        plans = {name: Plan.from_json(found["plan"]) for name, found in rank.items()}
+        for name, found in rank.items():
+            torch.testing.assert_close(found["found"], right[name]["found"], rtol=1e-10, atol=1e-12)
+            if name == "late":
+                assert any("the peak is not known" in note for note in plans[name].notes)
+                continue
+            assert plans[name].fits, name
+            assert found["peak"] == pytest.approx(plans[name].predicted_peak_bytes, rel=0.05), name
+        assert plans["wide"].strategies == ("S1", "sequence")
+        assert plans["named"].evaluates == "validation_step"
+        assert plans["slow"].strategies == ("S1", "chunk")
+        for name in ("slow", "fast"):
+            assert any("times as long as whole samples in chunks" in note for note in plans[name].notes)
+        assert plans["fast"].strategies == ("S1", "sequence")
 
 
 class Deep(Noisy):

@@ -46,8 +46,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import FeatureAnchor, PerAnchor
+from lightning_amp.sharding.attention.ring import ring_attention
 from lightning_amp.sharding.collectives import start_all_to_all, wait_for
-from lightning_amp.sharding.ring_attention import ring_attention
 from lightning_amp.sharding.sharded_tensor import computed_in
 from lightning_amp.sharding.splits import axis_of
 from lightning_amp.techniques.checks.key import full_problem, rows_problem

@@ -1,0 +1,1 @@
+"""Attention over ranks: a ring of keys and values, and the kernels that compute its blocks."""
