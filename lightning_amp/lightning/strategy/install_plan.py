@@ -44,14 +44,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, techniques
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.contract.protocol import find_decoders
-from lightning_amp.techniques.table import (
-    OF_BLOCKS,
-    STAGED,
-    STRATEGIES,
-    refuse_apart,
-    stage_search,
-    technique_of_steps,
-)
+from lightning_amp.techniques.table import OF_BLOCKS, STAGED, STRATEGIES, refuse_apart, stage_search, technique_of_steps
 from lightning_amp.techniques.technique import function_at
 
 

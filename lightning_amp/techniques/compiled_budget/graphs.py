@@ -170,9 +170,5 @@ def _view(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
     return tensor.detach().as_strided(size, stride, tensor.storage_offset() + offset)
 
 
-_FAKES = {
-    "empty_strided_cpu": _empty("cpu"),
-    "empty_strided_cuda": _empty("cuda"),
-    "reinterpret_tensor": _view,
-}
+_FAKES = {"empty_strided_cpu": _empty("cpu"), "empty_strided_cuda": _empty("cuda"), "reinterpret_tensor": _view}
 """What generated code calls below the dispatcher, as operators."""

@@ -1,9 +1,9 @@
 """Partition joint graphs within an activation memory budget; no random number is drawn a second time.
 
-With a budget below 1, torch's partitioner may compute an operator again that draws random numbers (dropout). The backward
-graph then draws others than the forward graph, and gradients are wrong without a word (torch 2.13 and 2.14). So results
-of these operators are marked as kept, unless a checkpoint of the user marked them already, for which torch restores the
-random state. A budget of 0 ignores such marks, and is not used.
+With a budget below 1, torch 2.13's partitioner may compute an operator again that draws random numbers (dropout). The
+backward graph then draws others than the forward graph, and gradients are wrong without a word. So results of these
+operators are marked as kept, unless a checkpoint of the user marked them already, for which torch restores the random
+state. A budget of 0 ignores such marks, and is not used.
 """
 
 from collections.abc import Iterator

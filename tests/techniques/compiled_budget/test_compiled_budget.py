@@ -1,5 +1,5 @@
-"""Claim: a budget of compiled graphs changes no loss and no gradient, its bytes are counted as they are, and what it does
-not support is refused by name.
+"""Claim: a budget of compiled graphs changes no loss and no gradient, its bytes are counted as they are, and what it
+does not support is refused by name.
 """
 
 from typing import Any
@@ -182,7 +182,7 @@ def test_a_count_leaves_no_setting_behind() -> None:
 def test_the_fastest_budget_that_fits_is_taken_and_offline_as_in_a_fit() -> None:
     import lightning_amp
 
-    lightest = lightning_amp.plan(Net(), rows(), device_memory="60KiB", strategies="compiled_budget")
+    lightest = lightning_amp.plan(Net(), rows(), device_memory="60KiB", strategies="compiled_budget").plan
     budget = lightest.predicted_peak_bytes
     assert lightest.spec_of("compiled_budget") != CompiledBudget(share=1.0)
     own = AMPStrategy(strategies="compiled_budget", device_memory=budget)
