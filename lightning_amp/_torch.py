@@ -298,6 +298,13 @@ def innermost_backend(callback: Any) -> Any:
     return find(callback)
 
 
+def runs_uncompiled() -> bool:
+    """Whether compiled modules run uncompiled now, by `torch.compiler.set_stance`."""
+    from torch._dynamo import eval_frame
+
+    return bool(eval_frame._stance.stance == "force_eager")
+
+
 @contextmanager
 def modes_on(modes: Sequence[Any]) -> Iterator[None]:
     """Activate dispatch modes again that `unseen` has disabled, without their `__enter__`; the first is innermost."""

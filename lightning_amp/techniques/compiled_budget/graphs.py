@@ -29,7 +29,7 @@ from lightning_amp._torch import (
     modes_on,
     unseen,
 )
-from lightning_amp.errors import InstallError
+from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.holding import replacing
 
@@ -88,7 +88,7 @@ def counted_call(module: nn.Module, original: nn.Module, name: str) -> Callable[
                 return compiled(*args, **kwargs)
             except Exception as error:
                 first = str(error).strip().partition("\n")[0]
-                raise InstallError(
+                raise ModelError(
                     f"compiled_budget: {name or type(module).__name__!r} does not compile to one graph: {first};"
                     " compile parts of it without graph breaks, or leave compiled_budget out"
                 ) from error

@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_amp._torch import has_no_values, is_wrapped
-from lightning_amp.errors import InstallError
+from lightning_amp._torch import has_no_values, is_wrapped, runs_uncompiled
+from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.copies.fake_copy import tensors_of_all
 from lightning_amp.techniques.compiled_budget.graphs import compiled_in, counted_call
 from lightning_amp.techniques.compiled_budget.partition import partitioned_within
@@ -60,6 +60,11 @@ def install(module: nn.Module, spec: CompiledBudget, mesh: object) -> Change:
                     calls[child] = counted_call(child, original, name)
                 put = "forward" if is_wrapped(child) else "_compiled_call_impl"
                 fakes.append((child, {put: calls[child]}))
+        elif runs_uncompiled():
+            raise ModelError(
+                "compiled_budget: this step runs uncompiled, as a count with values does or"
+                " torch.compiler.set_stance('force_eager'), and would keep other bytes; leave compiled_budget out"
+            )
         with methods_put(fakes), partitioned_within(spec.share):
             return step(module, *args, **kwargs)
 

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader
 
 from lightning_amp._torch import compile_context
 from lightning_amp.costs.rule import Rule
@@ -85,8 +86,8 @@ def rule(share: float) -> Rule:
     return Rule(strategy="compiled_budget", fqn="", spec=CompiledBudget(share=share), why="tested")
 
 
-def rows(width: int = 16) -> Tensor:
-    return torch.randn(ROWS, width, generator=torch.Generator().manual_seed(1))
+def rows() -> Tensor:
+    return torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(1))
 
 
 def one_step(share: float | None, how: str, dropout: float, backend: Any = "aot_eager") -> list[Tensor]:
@@ -186,12 +187,12 @@ def test_the_fastest_budget_that_fits_is_taken_and_offline_as_in_a_fit() -> None
     budget = lightest.predicted_peak_bytes
     assert lightest.spec_of("compiled_budget") != CompiledBudget(share=1.0)
     own = AMPStrategy(strategies="compiled_budget", device_memory=budget)
-    found = fitted(Net(), list(rows(16).repeat(2, 1).split(ROWS)), own)
+    found = fitted(Net(), DataLoader(rows().repeat(2, 1), batch_size=ROWS), own)
     assert own.plan is not None
     assert own.plan.fits
     assert own.plan.predicted_peak_bytes == budget
     torch._dynamo.reset()
-    plain = fitted(Net(), list(rows(16).repeat(2, 1).split(ROWS)), "auto")
+    plain = fitted(Net(), DataLoader(rows().repeat(2, 1), batch_size=ROWS), "auto")
     for name, parameter in plain["parameters"].items():
         torch.testing.assert_close(found["parameters"][name], parameter)
 
