@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -71,9 +71,9 @@ def counted_call(module: nn.Module, original: nn.Module, name: str) -> Callable[
             with modes_on(modes):
                 return compiled(*args)
 
-        return torch.compiler.disable(run)
+        return cast(Any, torch.compiler.disable)(run)  # type: ignore[no-any-return]
 
-    call = module._orig_mod if is_wrapped(module) else module._call_impl
+    call: Any = module._orig_mod if is_wrapped(module) else module._call_impl
     # one graph: the code between two would not be counted
     compiled = torch.compile(call, backend=backend, dynamic=context._dynamic, fullgraph=True)
 
@@ -98,7 +98,7 @@ def counted_call(module: nn.Module, original: nn.Module, name: str) -> Callable[
 
 @cache
 def _dispatch() -> Callable[..., Any]:
-    return torch.compiler.disable(QuickFakes.__torch_dispatch__)
+    return cast(Any, torch.compiler.disable)(QuickFakes.__torch_dispatch__)  # type: ignore[no-any-return]
 
 
 @contextmanager
