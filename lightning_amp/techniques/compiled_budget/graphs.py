@@ -85,7 +85,7 @@ def counted_call(module: nn.Module, original: nn.Module, name: str) -> Callable[
             stack.enter_context(replacing(fake_tensors, FakeTensor=FakeTensor))
             stack.enter_context(replacing(QuickFakes, __torch_dispatch__=_dispatch()))
             try:
-                return compiled(*args, **kwargs)
+                return cast(Any, compiled)(*args, **kwargs)
             except Exception as error:
                 first = str(error).strip().partition("\n")[0]
                 raise ModelError(
