@@ -11,7 +11,8 @@ NAMED = {
     "fsdp": (r"techniques\.fsdp|FullyShard|[\"']fsdp[\"']", 5),
     "chunk": (r"techniques\.chunk|[\"']chunk[\"'](?!, [\"'](?:cat|tensor_split|unbind)[\"'])", 6),
     "pipeline": (r"techniques\.pipeline|[\"']pipeline[\"']", 6),
-    "recompute": (r"techniques\.recompute|[\"']recompute[\"']", 5),
+    # one is the key of a mark of torch's partitioner
+    "recompute": (r"techniques\.recompute|[\"']recompute[\"']", 6),
     "logits": (r"techniques\.logits|[\"']logits[\"']", 5),
     "replay": (r"techniques\.replay|[\"']replay[\"']", 2),
     "offload": (r"techniques\.offload|[\"']offload[\"']", 1),
