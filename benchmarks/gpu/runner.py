@@ -117,6 +117,7 @@ class Work:
     Attributes:
         tiny: Whether sizes are those that a CPU runs in seconds.
         out: Folder of the results.
+        ranks: Numbers of processes on the device, for parts that have several.
     """
 
     device: torch.device
@@ -124,6 +125,7 @@ class Work:
     clock: Clock
     record: Record
     out: Path
+    ranks: tuple[int, ...] = (2,)
 
     def has_time(self, what: str, seconds: float = 1.0) -> bool:
         """Whether the part's clock has so many seconds left for a case; notes that it was not reached."""
