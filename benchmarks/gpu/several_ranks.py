@@ -109,7 +109,11 @@ def train(
         use_distributed_sampler=False,
     )
     trainer.fit(module, RankLoader(batches, ranks=ranks, place=place))
-    return _on_host(recorder.record), place()[0], ",".join(strategy.plan.strategies) if strategy and strategy.plan else ""
+    return (
+        _on_host(recorder.record),
+        place()[0],
+        ",".join(strategy.plan.strategies) if strategy and strategy.plan else "",
+    )
 
 
 def _on_host(record: Record) -> Record:
@@ -146,7 +150,9 @@ def run(work: Work) -> None:
                         plain = one[case.model, EXACT], one[case.model, precision]
                         wrong += [] if _row(work, Path(folder), ranks, case, precision, *plain) else [name]
     if work.device.type == "cuda":
-        work.record.note("gloo's messages from rank to rank are of the host's memory: pipelines send theirs through it.")
+        work.record.note(
+            "gloo's messages from rank to rank are of the host's memory: pipelines send theirs through it."
+        )
     if wrong:
         raise AssertionError(f"{wrong!r} failed, or are wrong by more than rounding")
 

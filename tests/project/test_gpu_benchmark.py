@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from benchmarks.gpu import exactness
-from benchmarks.gpu.__main__ import PARTS
+from benchmarks.gpu.__main__ import PARTS, SECONDS
 from benchmarks.gpu.device import FLOAT32, FLOAT64, PRECISIONS
 from benchmarks.gpu.exactness import FORMS, _row, decoders
 from benchmarks.gpu.rates import FILE as RATES
 from benchmarks.gpu.report import FILE as REPORT
-from benchmarks.gpu.runner import Clock, Record, Work, read
+from benchmarks.gpu.runner import Clock, Part, Record, Runner, Work, read, share
 from benchmarks.page import ROOT
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.techniques.hic.attention.install import ChunkedLocalAttention, FusedLocalAttention
@@ -48,7 +48,7 @@ if __name__ == "__main__":
     seconds = {wrong: 1, hang: 1, die: 1, leave: 1, fine: 1, cuda: 60}
     parts = [Part(name=f.__name__, title=f.__name__, file="all", seconds=n, run=f) for f, n in seconds.items()]
     after = lambda: write_report(out, parts, device="cpu", tiny=True)
-    parts_of = Runner(out, device="cpu", tiny=True, seconds=90, after=after)
+    parts_of = Runner(out, device="cpu", tiny=True, seconds=sum(seconds.values()) + 1, after=after)
     sys.exit(0 if parts_of.run(parts) else 1)
 """
 
@@ -106,7 +106,8 @@ def test_a_part_that_fails_hangs_or_dies_keeps_no_other_from_running(tmp_path):
     }
     assert found["wrong"]["error"] == "ValueError: out of luck"
     assert any("in wrong" in line for line in found["wrong"]["facts"]["traceback"])
-    assert "ended after its 1 s" in found["hang"]["error"]
+    # it had what the first one has left
+    assert "ended after its 2 s" in found["hang"]["error"]
     assert found["hang"]["rows"] == [{"before": 1}]
     assert "ended with -9" in found["die"]["error"]
     assert found["cuda"]["rows"] == [{"spawned": True}]
@@ -114,6 +115,26 @@ def test_a_part_that_fails_hangs_or_dies_keeps_no_other_from_running(tmp_path):
     assert "| fine | ok |" in text
     assert "as it should be" in text
     assert "nothing to do here" in text
+
+
+@pytest.mark.parametrize(
+    ("left", "own", "later", "seconds"),
+    # its own; with what is left over; where the time is short; where none is left
+    [(100, 10, 90, 10), (100, 10, 60, 40), (50, 10, 90, 10), (5, 10, 0, 5), (-1, 10, 0, -1)],
+)
+def test_a_part_has_its_share_and_what_those_before_have_left(left, own, later, seconds):
+    assert share(left, own, later) == seconds
+
+
+def test_shares_are_the_time_of_all_parts():
+    assert sum(part.seconds for part in PARTS) == SECONDS
+
+
+def test_a_part_without_time_is_told(tmp_path, capsys):
+    part = Part(name="late", title="Late", file="all", seconds=5, run=lambda work: None)
+    assert not Runner(tmp_path, device="cpu", tiny=True, seconds=1, after=lambda: None).run([part])
+    assert read(tmp_path / "all.json")["late"]["status"] == "skipped"
+    assert "skipped no time was left for it" in capsys.readouterr().out
 
 
 def test_exactness_covers_every_technique_of_one_device():
