@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu import exactness
+from benchmarks.gpu import exactness, several_ranks
 from benchmarks.gpu.__main__ import PARTS, SECONDS
 from benchmarks.gpu.device import FLOAT32, FLOAT64, PRECISIONS
 from benchmarks.gpu.exactness import FORMS, _row, decoders
@@ -22,6 +22,7 @@ from benchmarks.page import ROOT
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.techniques.hic.attention.install import ChunkedLocalAttention, FusedLocalAttention
 from lightning_amp.techniques.table import STRATEGIES
+from lightning_amp.verification.compare import Record as Recorded
 
 MOST_FILES, MOST_BYTES = 8, 16 * 2**20
 BUSY = "something else keeps it busy"
@@ -167,6 +168,38 @@ def test_a_gradient_off_by_more_than_rounding_is_wrong(tmp_path, precision, off,
     values = found, expected
     assert _row(SimpleNamespace(record=record), "d", "f", precision, values, plain)[1] == wrong
     assert record.entry["rows"][0]["answer"] == ("**wrong**" if wrong else "exact")
+
+
+@pytest.mark.parametrize(
+    ("precision", "off", "of_one", "answer"),
+    [
+        ("64-true", 1e-9, 0.0, "**wrong**"),
+        ("64-true", 1e-11, 0.0, "exact"),
+        ("64-true", float("nan"), 0.0, "**wrong**"),
+        ("bf16-mixed", 3e-2, 1e-2, "**wrong**"),
+        ("bf16-mixed", 1.5e-2, 1e-2, "exact"),
+        ("64-true", None, 0.0, "**failed**"),
+    ],
+)
+def test_ranks_that_differ_from_one_process_are_told(tmp_path, monkeypatch, precision, off, of_one, answer):
+    def trained(off):
+        values = {"w": torch.ones(3).double() * (1 + off)}
+        return Recorded(losses=[[2.0], [1.0]], gradients=values, parameters={"w": torch.ones(3).double()})
+
+    def run_ranks(*args, **options):
+        if off is None:
+            pytest.fail("rank 1 failed: no such kernel")
+        # the second rank alone is off
+        return [(trained(0.0), 0, "S1"), (trained(off), 1, "S1")]
+
+    monkeypatch.setattr(several_ranks, "run_ranks", run_ranks)
+    record = Record(tmp_path / "checks.json", "several_ranks")
+    record.begin()
+    work = Work(record=record, device=torch.device("cpu"), tiny=True, clock=Clock(60.0), out=tmp_path)
+    case = several_ranks.Case("S1")
+    right = several_ranks._row(work, tmp_path, 2, case, precision, trained(0.0), trained(of_one))
+    assert right == (answer == "exact")
+    assert record.entry["rows"][0]["answer"] == answer
 
 
 def test_a_technique_that_is_wrong_or_fails_is_told_beside_the_others(tmp_path, monkeypatch):
