@@ -11,7 +11,8 @@ and `Trainer(accelerator="gpu", devices=1, num_nodes=2, strategy=AMPStrategy(pro
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,9 +36,23 @@ TIMES = 2.0
 """How often the error of one process in bf16-mixed several ranks may have."""
 LEAST = 1e-3
 """An error that is rounding in bf16-mixed where one process has less."""
-START_S = 15.0
-"""For processes that import the library and ask for the device."""
+EXACTLY = {
+    "losses": ALLOWED["float64"]["later losses"],
+    "gradients": ALLOWED["float64"]["gradients"],
+    "parameters": ALLOWED["float64"]["parameters"],
+}
+"""Errors that are rounding in float64."""
+START_S, MOST_S = 15.0, 30.0
+"""For processes that import the library and ask for the device; the most seconds of a row, whose ranks may hang."""
 Errors = dict[str, float]
+
+
+class Trained(NamedTuple):
+    """What a process has recorded, its rank of the data axis, and its techniques."""
+
+    record: Record
+    data_rank: int = 0
+    plan: str = ""
 
 
 class Case(NamedTuple):
@@ -81,10 +96,8 @@ def subject(model: str, *, tiny: bool) -> tuple[pl.LightningModule, list[Any]]:
     return module, [torch.randint(words, (4, positions + 1)) for _ in range(STEPS)]
 
 
-def train(
-    device: torch.device, precision: str, model: str, *, tiny: bool, ranks: int = 1, **options: Any
-) -> tuple[Record, int, str]:
-    """Train as this process; returns what was recorded, the rank of the data axis, and the techniques."""
+def train(device: torch.device, precision: str, model: str, *, tiny: bool, ranks: int = 1, **options: Any) -> Trained:
+    """Train as this process, with options as one of the ranks."""
     module, batches = subject(model, tiny=tiny)
     if precision == MIXED:
         module, batches = module.float(), [converted(batch, torch.float32) for batch in batches]
@@ -109,22 +122,17 @@ def train(
         use_distributed_sampler=False,
     )
     trainer.fit(module, RankLoader(batches, ranks=ranks, place=place))
-    return (
-        _on_host(recorder.record),
-        place()[0],
-        ",".join(strategy.plan.strategies) if strategy and strategy.plan else "",
-    )
-
-
-def _on_host(record: Record) -> Record:
+    record = recorder.record
     for kind in ("gradients", "parameters", "buffers"):
         setattr(record, kind, {name: value.cpu() for name, value in getattr(record, kind).items()})
-    return record
+    if strategy is None or strategy.plan is None:
+        return Trained(record)
+    return Trained(record, place()[0], ",".join(strategy.plan.strategies))
 
 
 def _as_rank(
     rank: int, ranks: int, device: str, precision: str, case: Case, tiny: bool, options: Mapping[str, Any]
-) -> tuple[Record, int, str]:
+) -> Trained:
     # as a launcher of several nodes sets them
     os.environ.update(NODE_RANK=str(rank), LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
     place = torch.device(device)
@@ -136,7 +144,7 @@ def _as_rank(
 def run(work: Work) -> None:
     """A row for each number of ranks, technique and precision."""
     one = {
-        (model, precision): train(work.device, precision, model, tiny=work.tiny)[0]
+        (model, precision): train(work.device, precision, model, tiny=work.tiny)
         for model in ("words", "decoder")
         for precision in (EXACT, MIXED)
     }
@@ -157,48 +165,36 @@ def run(work: Work) -> None:
         raise AssertionError(f"{wrong!r} failed, or are wrong by more than rounding")
 
 
-def _row(work: Work, folder: Path, ranks: int, case: Case, precision: str, exact: Record, one: Record) -> bool:
+def _row(work: Work, folder: Path, ranks: int, case: Case, precision: str, exact: Trained, one: Trained) -> bool:
     """Whether the ranks are right."""
     row: dict[str, Any] = {"ranks": ranks, "strategies": case.strategies, "precision": precision}
     arguments = str(work.device), precision, case, work.tiny, case.options(ranks)
     try:
-        found = run_ranks(_as_rank, ranks, folder, *arguments, timeout=max(START_S, work.clock.left))
+        found = run_ranks(_as_rank, ranks, folder, *arguments, timeout=MOST_S)
     except pytest.fail.Exception as error:
         # of the first rank that has failed
         said = str(error).strip().splitlines()
         work.record.row(**row, answer="**failed**", said=" ".join(said[-3:]))
         return False
-    off, plain = _errors(found, exact), _errors([(one, 0, "")], exact)
-    allowed = _allowed(plain) if precision == MIXED else dict.fromkeys(off, 0.0) | _OF_FLOAT64
+    off, plain = _errors(found, exact.record), _errors([one], exact.record)
+    mixed = {kind: max(LEAST, TIMES * error) for kind, error in plain.items()}
+    allowed = mixed if precision == MIXED else EXACTLY
     right = all(error <= allowed[kind] for kind, error in off.items())
     beside = {f"{kind}_of_one": error for kind, error in plain.items()}
-    work.record.row(**row, plan=found[0][2], answer="exact" if right else "**wrong**", **off, **beside)
+    work.record.row(**row, plan=found[0].plan, answer="exact" if right else "**wrong**", **off, **beside)
     return right
 
 
-_OF_FLOAT64 = {
-    "losses": ALLOWED["float64"]["later losses"],
-    "gradients": ALLOWED["float64"]["gradients"],
-    "parameters": ALLOWED["float64"]["parameters"],
-}
-
-
-def _allowed(plain: Errors) -> Errors:
-    return {kind: max(LEAST, TIMES * error) for kind, error in plain.items()}
-
-
-def _errors(found: list[tuple[Record, int, str]], exact: Record) -> Errors:
-    """The largest relative error of each kind, over ranks and tensors; nan is one."""
+def _errors(found: Sequence[Trained], exact: Record) -> Errors:
+    """The largest relative error of each kind, over ranks and tensors; inf for what is not a number."""
     # ranks of a model group have one loss
-    of_data = {data_rank: record.losses for record, data_rank, _ in found}.values()
+    of_data = {rank.data_rank: rank.record.losses for rank in found}.values()
     mean = [[sum(each) / len(each) for each in zip(*step, strict=True)] for step in zip(*of_data, strict=True)]
     result = {"losses": _largest(loss_errors(mean, exact.losses))}
     for kind in ("gradients", "parameters"):
-        result[kind] = max(
-            (_largest(errors(getattr(record, kind), getattr(exact, kind))) for record, _, _ in found), default=0.0
-        )
+        result[kind] = max(_largest(errors(getattr(rank.record, kind), getattr(exact, kind))) for rank in found)
     return result
 
 
 def _largest(found: Errors) -> float:
-    return max((float("inf") if error != error else error for error in found.values()), default=float("inf"))
+    return max(inf if error != error else error for error in found.values())

@@ -184,13 +184,14 @@ def test_a_gradient_off_by_more_than_rounding_is_wrong(tmp_path, precision, off,
 def test_ranks_that_differ_from_one_process_are_told(tmp_path, monkeypatch, precision, off, of_one, answer):
     def trained(off):
         values = {"w": torch.ones(3).double() * (1 + off)}
-        return Recorded(losses=[[2.0], [1.0]], gradients=values, parameters={"w": torch.ones(3).double()})
+        recorded = Recorded(losses=[[2.0], [1.0]], gradients=values, parameters={"w": torch.ones(3).double()})
+        return several_ranks.Trained(recorded)
 
     def run_ranks(*args, **options):
         if off is None:
             pytest.fail("rank 1 failed: no such kernel")
         # the second rank alone is off
-        return [(trained(0.0), 0, "S1"), (trained(off), 1, "S1")]
+        return [trained(0.0), trained(off)._replace(data_rank=1)]
 
     monkeypatch.setattr(several_ranks, "run_ranks", run_ranks)
     record = Record(tmp_path / "checks.json", "several_ranks")
