@@ -9,7 +9,7 @@ that had no time is told. Results are written as they come: report.md, and JSON 
 for AMPStrategy(rates=...). The exit status is 0 when all parts ran, 1 when one failed or had no time, 130 when
 interrupted.
 
-`--tiny --device cpu` runs all of it with small sizes in less than a minute.
+`--tiny --device cpu` runs all of it with small sizes, in some minutes of a processor.
 """
 
 import argparse

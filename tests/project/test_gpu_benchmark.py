@@ -67,7 +67,7 @@ def start(*words: object) -> "subprocess.Popen[str]":
 @pytest.mark.release
 def test_every_part_runs_on_a_cpu(tmp_path):
     process = start("-m", "benchmarks.gpu", "--out", tmp_path, "--tiny", "--device", "cpu")
-    printed, _ = process.communicate(timeout=280)
+    printed, _ = process.communicate(timeout=560)
     assert process.returncode == 0, printed
     entries = {part.name: read(tmp_path / f"{part.file}.json")[part.name] for part in PARTS}
     busy = entries["calibrate"]["error"]
