@@ -51,6 +51,7 @@ from math import inf, isfinite, log
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from lightning_amp.costs.host_link import HostLink
 from lightning_amp.errors import PlanError, meant
 from lightning_amp.quantities import format_bytes, is_number
 
@@ -156,6 +157,7 @@ class Rates:
         launches: Whether a host launches operators asynchronously, as on a GPU.
         sdpa_share: Share of matmul_flops that attention in torch's fused kernels reaches.
         host_bandwidth: Bytes per second between device and host memory, one way.
+        host_link: The same link, measured, or None.
         usable_bytes: Bytes of tensors that one process may have on a GPU that is otherwise free; None if unknown.
     """
 
@@ -169,6 +171,7 @@ class Rates:
     sdpa_share: float = 0.5
     host_bandwidth: float = 31.5e9
     usable_bytes: int | None = None
+    host_link: HostLink | None = None
 
     def __post_init__(self) -> None:
         """Validate the numbers.
@@ -196,6 +199,11 @@ class Rates:
         """Device type as in torch: "cuda" for every device that launches operators."""
         return "cuda" if self.launches else "cpu"
 
+    @property
+    def host(self) -> HostLink:
+        """The link to host memory: as measured, else by the data sheet."""
+        return self.host_link or HostLink.alike(self.host_bandwidth)
+
     def on_nodes_of(self, devices: int | None) -> "Rates":
         """Return the rates with this many devices per node; None does not change them."""
         return self if devices is None else replace(self, links=replace(self.links, ranks_per_node=devices))
@@ -221,7 +229,8 @@ class Rates:
             raise PlanError(f"expected rates of schema {SCHEMA}, {source} has schema {schema!r}; calibrate again")
         plain.pop("schema")
         try:
-            return cls(**{**plain, "links": Links(**plain["links"])})
+            host = plain.get("host_link")
+            return cls(**plain | {"links": Links(**plain["links"]), "host_link": host and HostLink(**host)})
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             names = sorted(f.name for f in fields(cls))
             raise PlanError(

@@ -4,7 +4,7 @@ A decoder of synthetic sizes runs forward and backward in two forms, which alter
 that policy "auto" chooses for one device, and without techniques. The best round of each counts, because other
 processes only slow a step down. If the median round took much longer, or the best one had to wait for a processor,
 nothing is fitted. The rates are fitted to the first form; the second is the check: if the model had all proportions
-right, its new prediction would equal the measurement.
+right, its new prediction would equal the measurement. The link to host memory is measured by copies.
 
 Known limits: one device, so the links stay those of the nearest device in the table; one size, float32, no optimiser.
 """
@@ -30,6 +30,7 @@ from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import techniques
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_seconds
+from lightning_amp.simulation.calibrate_host import host_link_report, measure_host_link
 from lightning_amp.simulation.models_without_values import DecoderAlone
 from lightning_amp.techniques.rates_of import rates_of
 from lightning_amp.text_table import WIDTH, table
@@ -108,6 +109,7 @@ def calibrate(
     measured = [min(found) for found in rounds]
     predicted = [made.predicted_step_seconds or 0.0 for made in plans]
     after = replace(calibrated(before, predicted[0], measured[0]), device=f"{name}, calibrated")
+    after = replace(after, host_link=measure_host_link(place))
     if place.type == "cuda":
         after = replace(after, usable_bytes=device_budget(place, node_ranks=1))
     again = [_plan(decoder, cells, after, made.strategies or "S1").predicted_step_seconds for made in plans]
@@ -148,6 +150,7 @@ def calibration_report(found: Calibration) -> str:
         table(["step", "predicted", "measured", "predicted now", "techniques"], rows),
         fill(f"Measured is the best of {ROUNDS} rounds; the slowest took {apart} as long.", WIDTH),
         table(["rate", "before", "now"], numbers),
+        *([] if after.host_link is None else [host_link_report(after.host_link, before.host_bandwidth)]),
         *([found.note] if found.note else []),
     ]
     return "\n\n".join(sections)

@@ -77,7 +77,7 @@ def fsdp_seconds(step: ProfiledStep, units: Sequence[ParameterUnit], spec: Fully
         # on a CPU rows are not copied, and the optimiser runs there in any case
         return max(0.0, sent)
     moved, updated = 3 * whole / shard, PASSES * step.held_bytes / shard
-    return max(0.0, sent) + moved / step.rates.host_bandwidth + updated / CPU_CORE.memory_bytes
+    return max(0.0, sent) + moved / step.rates.host.back + updated / CPU_CORE.memory_bytes
 
 
 NAME = "fsdp"
