@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor as StratumMemoryMonitor
     from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter as PredictionWriter
     from lightning_amp.lightning.callbacks.predictions import collect_predictions as collect_predictions
-    from lightning_amp.lightning.profiling.plan_of_module import ModulePlan as ModulePlan
+    from lightning_amp.lightning.profiling.module_plan import ModulePlan as ModulePlan
     from lightning_amp.lightning.strategy.strategy import AMPStrategy as AMPStrategy
     from lightning_amp.models.glue import GLUE as GLUE
     from lightning_amp.planning.plan.plan import Plan as Plan

@@ -1,7 +1,7 @@
 """Import every private name of torch that this package uses, with the reason; wrap private calls in functions."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -74,6 +74,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 
 # the common base of nn.Dropout, nn.Dropout2d, nn.AlphaDropout, ...
 from torch.nn.modules.dropout import _DropoutNd as AnyDropout
+from torch.optim import Optimizer
 
 # a process group of any size inside one process, whose collectives transfer nothing
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
@@ -308,6 +309,15 @@ def multiplies_in_tf32() -> bool:
     # "none" means the setting of all backends
     of_all = torch.backends.fp32_precision  # type: ignore[attr-defined]
     return bool((of_all if asked == "none" else asked) == "tf32")
+
+
+def after_step_first(optimizer: Optimizer, hook: Callable[..., None]) -> Any:
+    """Call a function after an optimizer's step, before the hooks that are there; return its handle."""
+    handle = optimizer.register_step_post_hook(hook)
+    # an OrderedDict, annotated as a dict
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(handle.id, last=False)
+    return handle
 
 
 def set_allocator(settings: str) -> None:

@@ -10,6 +10,7 @@ from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.planning.modules.on_device import OF_DECODER, Device, on_device
 from lightning_amp.planning.modules.plan_module import Counted, plan_step
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as plan_data
@@ -23,7 +24,7 @@ from lightning_amp.profiling.read_profile import profile as profile_data
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-    from lightning_amp.lightning.profiling.plan_of_module import ModulePlan
+    from lightning_amp.lightning.profiling.module_plan import ModulePlan
 
 NOT_LOOKED_FOR = (
     "of a profile alone, chunk, logits, pipeline and replay are not looked for, so that less memory may be enough;"
@@ -158,7 +159,8 @@ def plan(
         devices: Number of ranks on all nodes together.
         device_memory: Budget of one device, a number of bytes or a text such as "24GiB"; None takes the memory of the
             GPU that `rates` names, and means unknown without one. A list has one entry per device: each stage is
-            planned for the memory of its device; other plans use the minimum.
+            planned for the memory of its device; other plans use the minimum. Of a GPU it is what a process takes, with
+            CUDA's context and fragments; without a GPU in `rates` it is that of tensors.
         policy: "auto" takes the fastest plan that fits, "paper" AMP's fixed mapping.
         strategies: Techniques to use instead of the policy's choice; they are checked and predicted as well. "auto"
             and None leave it to the policy.
@@ -189,10 +191,9 @@ def plan(
     reached = rates or CPU_CORE
     if isinstance(reached, str):
         reached = rates_for(reached, products=products_under(str(precision or "32-true")))
-    memory, notes = budget_on(reached, device_memory)
     request: dict[str, Any] = {
         "devices": devices,
-        "device_memory": memory,
+        "device_memory": device_memory,
         "policy": policy,
         "strategies": strategies,
         "model_parallel_size": model_parallel_size,
@@ -207,7 +208,9 @@ def plan(
             raise PlanError(
                 f"batch_size={batch_size!r} was given with a shape of {shape.batch_size!r} cells; leave batch_size out"
             )
+        request["device_memory"], notes = budget_on(reached, device_memory, devices)
         made = plan_data(what, **request, batch_size=batch_size, shape=shape, rates=reached, node_devices=node_devices)
+        made = on_device(made, Device.of(reached.memory, device_memory, devices), OF_DECODER)
         return replace(made, notes=(*made.notes, *notes))
     if batch is not None:
         _refuse("a module and a batch, whose structure is the module's", shape=shape, node_devices=node_devices)
@@ -216,7 +219,7 @@ def plan(
         from lightning_amp.footprint.inner_run import UNDER_AMP
         from lightning_amp.lightning.profiling.plan_of_module import plan_of_module
 
-        planned = plan_of_module(
+        return plan_of_module(
             what,
             batch_of_shapes(batch) if isinstance(batch, str) else batch,
             around=UNDER_AMP if precision is None else replace(UNDER_AMP, precision=str(precision)),
@@ -225,7 +228,6 @@ def plan(
             options={"blocks": blocks},
             batch_size=batch_size,
         )
-        return replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, *notes)))
     counted = getattr(what, "counted", None)
     if not isinstance(counted, Counted):
         raise PlanError(

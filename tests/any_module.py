@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_amp._torch import GRADIENT
+from lightning_amp.footprint.host_state import on_device
 from lightning_amp.footprint.live_bytes import LiveBytes
 from tests.paths import ROOT
 
@@ -31,7 +32,7 @@ class Meter(pl.Callback):
         if batch_idx == self.at:
             here = [p for p in module.parameters() if not p.is_meta]
             held = [here, list(map(GRADIENT.__get__, here)), list(module.buffers()), batch]
-            for optimizer in trainer.optimizers:
+            for optimizer in on_device(trainer.optimizers):
                 held += [value for state in optimizer.state.values() for value in state.values()]
             self.live.watch(held)
             self.live.__enter__()

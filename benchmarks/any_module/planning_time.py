@@ -12,6 +12,7 @@ seconds of a step, and its digest: two versions that plan the same have the same
 import argparse
 import hashlib
 import time
+from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -54,7 +55,8 @@ class Planned:
             self._module,
             self._batch,
             around=self._around,
-            rates=rates_for("H100"),
+            # budgets of tensors, which may be less than the context of a GPU
+            rates=replace(rates_for("H100"), memory=None),
             request={**request, "strategies": strategies, "device_memory": budget},
             options={},
         )

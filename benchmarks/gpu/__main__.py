@@ -15,7 +15,19 @@ import signal
 import sys
 from pathlib import Path
 
-from benchmarks.gpu import chunks, exactness, generic, kernels, language_model, memory, rates, ring, speed, trainer
+from benchmarks.gpu import (
+    chunks,
+    exactness,
+    generic,
+    kernels,
+    language_model,
+    memory,
+    rates,
+    reserved,
+    ring,
+    speed,
+    trainer,
+)
 from benchmarks.gpu.report import FILE, write_report
 from benchmarks.gpu.runner import Part, Runner
 
@@ -31,12 +43,13 @@ PARTS = (
         name="language_model",
         title="A language model with each technique",
         file="memory",
-        seconds=110,
+        seconds=125,
         run=language_model.run,
     ),
     Part(name="largest_batch", title="The largest batch", file="memory", seconds=110, run=language_model.largest_batch),
     Part(name="memory", title="Memory, predicted and measured", file="memory", seconds=75, run=memory.run),
     Part(name="at_peak", title="What the peak holds", file="memory", seconds=40, run=memory.at_peak),
+    Part(name="reserved", title="What the allocator reserves", file="memory", seconds=90, run=reserved.run),
     Part(name="one_rank", title="One rank of the Trainer", file="trainer", seconds=35, run=trainer.one_rank),
     Part(name="budget", title="A budget, held by the allocator", file="trainer", seconds=20, run=trainer.budget),
     Part(name="kernels", title="Kernels and gaps", file="kernels", seconds=30, run=kernels.run),

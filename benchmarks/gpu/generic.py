@@ -32,7 +32,7 @@ from lightning_amp.techniques.fsdp.fully_sharded import FullySharded
 STEPS = 3
 ALLOWED = {"64-true": 1e-10, "32-true": 1e-4}
 """Relative errors that are rounding."""
-CHOICES = (("S1",), ("S1", "recompute"))
+CHOICES = (("S1",), ("S1", "recompute"), ("S1", "host_optimizer"), ("S1", "host_optimizer", "early_update"))
 LEARNING_RATE = 0.05
 Found = dict[str, Tensor]
 
@@ -71,8 +71,8 @@ class Blocks(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain descent, so that an error in a gradient is one in a parameter."""
-        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
+        """Descent, so that an error in a gradient is one in a parameter; momentum is a state."""
+        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=0.5)
 
 
 def run(work: Work) -> None:
@@ -81,7 +81,8 @@ def run(work: Work) -> None:
     few = sizes | {"rows": min(sizes["rows"], 512)}
     expected, wrong = _plain(Blocks(**few)), 0
     for precision in ALLOWED:
-        for strategies in CHOICES:
+        # gradients of tiny sizes are one bucket, which early_update cannot divide
+        for strategies in CHOICES[:-1] if work.tiny else CHOICES:
             fit = partial(_fit, work, strategies, precision, few)
             wrong += _case(work, ",".join(strategies), precision, expected, lambda fit=fit: fit()[0])
         for offload in (False, True):

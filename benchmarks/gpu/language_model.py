@@ -23,6 +23,7 @@ from benchmarks.gpu.trainer import trainer_for
 from benchmarks.models import GPT
 from lightning_amp._torch import ALLOCATOR_VARIABLES, set_allocator
 from lightning_amp.errors import AmpError
+from lightning_amp.footprint.host_state import on_device
 from lightning_amp.lightning.strategy.hardware import device_budget
 from lightning_amp.quantities import format_bytes
 
@@ -38,6 +39,8 @@ CASES: tuple[tuple[tuple[str, ...] | None, float | None], ...] = (
     (None, 0.6),
     (("S1", "logits", "recompute", "early_update"), None),
     (None, 0.35),
+    (("S1", "host_optimizer"), None),
+    (("S1", "logits", "recompute", "host_optimizer", "early_update"), None),
 )
 """Strategies, or the share of the plain step's peak that the policy gets as its budget."""
 GOAL = 0.05
@@ -76,7 +79,7 @@ class Measure(pl.Callback):
         wait(module.device)
         if i == MEASURED:
             gradients = [parameter.grad for parameter in module.parameters()]
-            states = [dict(optimizer.state) for optimizer in trainer.optimizers]
+            states = [dict(optimizer.state) for optimizer in on_device(trainer.optimizers)]
             self._allocated.begin([list(module.parameters()), gradients, batch, states])
         self._begun = time.perf_counter()
 
@@ -153,6 +156,7 @@ def fit(
         "start_seconds": seen.ready - begun,
         "predicted_bytes": strategy.plan.predicted_peak_bytes,
         "reserved_bytes": torch.cuda.max_memory_reserved(work.device) if work.device.type == "cuda" else None,
+        "predicted_reserved_bytes": strategy.plan.on_device and strategy.plan.on_device.reserved_bytes,
     }
     del trainer, strategy, module, loader
     gc.collect()

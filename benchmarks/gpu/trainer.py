@@ -19,8 +19,8 @@ from benchmarks.decoders import Size
 from benchmarks.gpu.device import wait
 from benchmarks.gpu.runner import SkipPart, Work
 from benchmarks.gpu.subject import EAGER, OURS, CellsInMemory, decoder_batch
-from lightning_amp.costs.device_rates import TENSORS_SHARE
-from lightning_amp.lightning.callbacks.memory_monitor import WHOLE_STEP, StratumMemoryMonitor
+from lightning_amp.costs.device_memory import CONTEXT_BYTES, TENSORS_SHARE
+from lightning_amp.lightning.callbacks.memory_monitor import RESERVED, WHOLE_STEP, StratumMemoryMonitor
 from lightning_amp.lightning.strategy.hardware import take_workspaces
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
@@ -144,7 +144,8 @@ def budget(work: Work) -> None:
         raise SkipPart("torch's allocator holds a budget on CUDA only; on a CPU batches are counted")
     width, rows = 1024, 2**16
     # a step of plain size takes seven such tensors; of four times the rows it takes twenty and more
-    named = 8 * 4 * width * rows
+    beside = CONTEXT_BYTES + sum(take_workspaces(work.device))
+    named = int(8 * 4 * width * rows / TENSORS_SHARE) + beside
     torch.cuda.reset_peak_memory_stats(work.device)
     amp, said = {"device_memory": named, "on_predicted_oom": "refuse"}, ""
     trainer, strategy = trainer_for(work, strategies=("S1",), steps=8, amp=amp)
@@ -162,7 +163,7 @@ def budget(work: Work) -> None:
         steps=trainer.global_step,
         error=said.partition(". Of the allocated")[0],
     )
-    allowed = named / TENSORS_SHARE + take_workspaces(work.device)
+    allowed = named - CONTEXT_BYTES
     if "was predicted for" not in said or reserved > allowed or trainer.global_step != 2:
         raise AssertionError(f"the budget of {named} was not held: {reserved} reserved, {said!r}")
     if torch.cuda.get_per_process_memory_fraction(work.device) != 1.0:
@@ -231,14 +232,16 @@ def monitor(work: Work) -> None:
             trainer.fit(TrainedDecoder(size))
             names = sorted(path.name for path in watch.written)
         rows = watch.table()
-        ratios = [row["ratio"] for row in rows if row["stratum"] != WHOLE_STEP]
+        ratios = [row["ratio"] for row in rows if row["stratum"] not in (WHOLE_STEP, RESERVED)]
         (peak,) = [row for row in rows if row["stratum"] == WHOLE_STEP]
+        reserved = next((row["ratio"] for row in rows if row["stratum"] == RESERVED), None)
         work.record.row(
             strategies=",".join(strategies),
             files=", ".join(names),
             measured_bytes=peak["measured"],
             predicted_bytes=peak["predicted"],
             ratio=peak["ratio"],
+            ratio_of_reserved=reserved,
             least_ratio_of_strata=min(ratios),
             largest_ratio_of_strata=max(ratios),
         )

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from lightning_amp.cli.request import OF_DATA, rates_asked, refuse, request_of, with_memory_of_device
+from lightning_amp.cli.request import OF_DATA, rates_asked, refuse, request_of
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.progress import shown_if_long
@@ -112,7 +112,6 @@ def _plan_of_step(
         options["tensor_grid"] = _grid(grid, request["strategies"])
     del request["batch_size"]
     rates = rates_asked(requested, around.precision)
-    request, notes = with_memory_of_device(request, rates)
     made = plan_of_module(
         module, batch, around=around, rates=rates, request=request, options=options, batch_size=arguments.batch_size
     )
@@ -124,7 +123,7 @@ def _plan_of_step(
         length = made.largest(name, dim)
         said = (*said, f"the largest length of dimension {dim} of {name!r} that fits: {length or 'none'}")
         answers["largest_length"] = {"tensor": name, "dim": dim, "length": length}
-    return PlannedStep(replace(plan, notes=(*plan.notes, *notes, *said)), answers, code)
+    return PlannedStep(replace(plan, notes=(*plan.notes, *said)), answers, code)
 
 
 def _dimension(text: str) -> tuple[str, int]:

@@ -91,10 +91,10 @@ def rates_asked(arguments: argparse.Namespace, precision: str = "32-true") -> "R
 
 
 def with_memory_of_device(request: dict[str, Any], rates: "Rates") -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the request with the memory of a named device, unless one is given, and a note that says so."""
+    """Return the request with what tensors may take of a named device, and a note if its memory was not given."""
     from lightning_amp.costs.device_rates import budget_on
 
-    memory, notes = budget_on(rates, request["device_memory"])
+    memory, notes = budget_on(rates, request["device_memory"], request["devices"])
     return request | {"device_memory": memory}, notes
 
 

@@ -17,7 +17,7 @@ step, and `to_json` saves them. A device that is not in the table gets the rates
 size, and `nearest_rates` says so.
 
 A plan for a device by name has that device's memory as its budget: what CUDA reports (98.5 % of the data sheet's
-GiB or more, of all four), less the context, times the share that steps may take; `calibrate` measures it instead.
+GiB or more, of all four); what a process takes beside tensors is in device_memory.py. `calibrate` measures both.
 
 Ring collectives depend on the bandwidth between the ranks. A group of G ranks has alpha seconds per message, and beta
 bytes per second to the next rank of the ring:
@@ -51,9 +51,10 @@ from math import inf, isfinite, log
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from lightning_amp.costs.device_memory import DeviceMemory, memory_of_tensors
 from lightning_amp.costs.host_link import HostLink
 from lightning_amp.errors import PlanError, meant
-from lightning_amp.quantities import format_bytes, is_number
+from lightning_amp.quantities import is_number
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "exchange", "all_to_all"]
 WITHIN, BETWEEN = "within a node", "between nodes"
@@ -142,7 +143,8 @@ def collective_seconds(kind: Kind, n_bytes: float, ranks: int, links: Links, *, 
     return times * (n_bytes * part / bandwidth + start)
 
 
-SCHEMA = 1
+SCHEMA = 2
+"""Version of the JSON form. 2: `memory`, with what a process takes beside tensors, instead of `usable_bytes`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +160,7 @@ class Rates:
         sdpa_share: Share of matmul_flops that attention in torch's fused kernels reaches.
         host_bandwidth: Bytes per second between device and host memory, one way.
         host_link: The same link, measured, or None.
-        usable_bytes: Bytes of tensors that one process may have on a GPU that is otherwise free; None if unknown.
+        memory: Memory of the GPU, and what a process takes of it beside tensors; None if it is not compared with.
     """
 
     matmul_flops: float
@@ -170,7 +172,7 @@ class Rates:
     launches: bool = False
     sdpa_share: float = 0.5
     host_bandwidth: float = 31.5e9
-    usable_bytes: int | None = None
+    memory: DeviceMemory | None = None
     host_link: HostLink | None = None
 
     def __post_init__(self) -> None:
@@ -187,8 +189,6 @@ class Rates:
             )
         if not (is_number(self.overhead_seconds) and 0 <= self.overhead_seconds < inf):
             raise PlanError(f"{self!r} is invalid; overhead_seconds is 0 or more: correct it")
-        if self.usable_bytes is not None and not (type(self.usable_bytes) is int and self.usable_bytes > 0):
-            raise PlanError(f"{self!r} is invalid; usable_bytes is a whole number above 0, or null: correct it")
         if type(self.launches) is not bool:
             raise PlanError(f"{self!r} is invalid; launches is true or false: correct it")
         if not isinstance(self.device, str) or not self.device.strip():
@@ -229,8 +229,9 @@ class Rates:
             raise PlanError(f"expected rates of schema {SCHEMA}, {source} has schema {schema!r}; calibrate again")
         plain.pop("schema")
         try:
-            host = plain.get("host_link")
-            return cls(**plain | {"links": Links(**plain["links"]), "host_link": host and HostLink(**host)})
+            optional = {"memory": DeviceMemory.of_json, "host_link": lambda found: HostLink(**found)}
+            parts = {name: make(plain[name]) for name, make in optional.items() if plain.get(name) is not None}
+            return cls(**{**plain, **parts, "links": Links(**plain["links"])})
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             names = sorted(f.name for f in fields(cls))
             raise PlanError(
@@ -279,24 +280,14 @@ def rates_for(device_name: str, *, products: str = "float32") -> Rates:
     # devices of one name with other memory say so, as "NVIDIA A100-SXM4-80GB" does
     size = re.search(r"(\d+) ?GB", device_name, re.IGNORECASE)
     if size and found in MEMORY_GIB and found not in NAMED_BY_HOST and (gib := int(size.group(1))) != MEMORY_GIB[found]:
-        rates = replace(rates, usable_bytes=usable_bytes(gib), device=f"{rates.device} of {gib} GB")
+        rates = replace(rates, memory=DeviceMemory.of_sheet(gib), device=f"{rates.device} of {gib} GB")
     flops = PRODUCTS.get(products, {}).get(found)
     return rates if flops is None else replace(rates, matmul_flops=flops)
 
 
-def usable_bytes(gib: int) -> int:
-    """Return the bytes of tensors that a step may have on a GPU with this memory by its data sheet."""
-    return int(TENSORS_SHARE * (REPORTED_SHARE * gib * 2**30 - CONTEXT_BYTES))
-
-
-def budget_on(rates: Rates, device_memory: Any) -> tuple[Any, tuple[str, ...]]:
-    """Return the requested memory of a device, else that of the device with these rates, which a note explains."""
-    if device_memory is not None or rates.usable_bytes is None:
-        return device_memory, ()
-    return rates.usable_bytes, (
-        f"the budget is the memory of {rates.device} without CUDA's context and {100 - 100 * TENSORS_SHARE:.0f} % for"
-        f" fragments: {format_bytes(rates.usable_bytes)}; --device-memory, or device_memory=, sets another",
-    )
+def budget_on(rates: Rates, device_memory: Any, devices: int = 1) -> tuple[Any, tuple[str, ...]]:
+    """Return the bytes of tensors within the requested memory of a device, else within all of it, and a note on it."""
+    return memory_of_tensors(rates.memory, device_memory, devices, device=rates.device)
 
 
 def nearest_rates(device_name: str, *, memory_bytes: int, products: str = "float32") -> tuple[Rates, str]:
@@ -336,12 +327,6 @@ def calibrated(rates: Rates, predicted_seconds: float, measured_seconds: float) 
     )
 
 
-CONTEXT_BYTES = 749 * 2**20
-"""Bytes of CUDA's context with torch's kernels, as measured on an H100 and an H200 (docs/reports/gpu.md)."""
-REPORTED_SHARE = 0.985
-"""Share of the GiB of a data sheet that CUDA reports."""
-TENSORS_SHARE = 0.97
-"""Usable share of CUDA's free memory: on an H100 steps of 95 % ran, and steps of 99 % ran out of memory."""
 MEMORY_GIB = {
     "RTX 3090": 24,
     "RTX 4090": 24,
@@ -370,7 +355,7 @@ def _gpu(
         links=links,
         device=f"{'a' if name[0] in 'BG' else 'an'} {name}",
         launches=True,
-        usable_bytes=usable_bytes(MEMORY_GIB[name]),
+        memory=DeviceMemory.of_sheet(MEMORY_GIB[name]),
         host_bandwidth=host * 1e9,
     )
 

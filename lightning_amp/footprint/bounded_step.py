@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp._torch import has_no_values
-from lightning_amp.footprint.module_profile import ACTIVATIONS, FORWARD, HELD, KINDS, STATE, TEMPORARIES
-from lightning_amp.footprint.step_recorder import BATCH, StepRecorder
+from lightning_amp.footprint.module_profile import ACTIVATIONS, BATCH, FORWARD, HELD, KINDS, STATE, TEMPORARIES
+from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.quantities import format_bytes
 
 PATIENCE = 50

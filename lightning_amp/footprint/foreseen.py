@@ -23,6 +23,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_amp._torch import FakeTensorMode
 from lightning_amp.footprint.copies.fake_copy import without_values
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
+from lightning_amp.footprint.host_state import on_device
 from lightning_amp.footprint.live_bytes import LiveBytes, tensors_of
 from lightning_amp.footprint.module_profile import GRADIENTS, STATE, Life
 from lightning_amp.footprint.step_recorder import StepRecorder
@@ -79,13 +80,15 @@ def _first_step(recorder: StepRecorder, optimizer: Optimizer, fake: FakeTensorMo
         live.watch([[own, own.grad] for _, own in pairs])
         with live:
             twin.step()
+    here = bool(on_device([optimizer]))
     for parameter, own in pairs:
         name = names.get(id(parameter), "")
-        for key, value in twin.state.get(own, {}).items():
+        for key, value in twin.state.get(own, {}).items() if here else ():
             total += sum(_add(recorder, f"{name}.{key}", STATE, tensor) for tensor in tensors_of(value))
         if parameter.grad is None:
             total += _add(recorder, f"{name}.grad", GRADIENTS, parameter)
-    recorder.add_update(live.peak - live.current)
+    if here:
+        recorder.add_update(live.peak - live.current)
     return total
 
 

@@ -33,6 +33,8 @@ KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES)
 FORWARD, BACKWARD, OPTIMISER = "forward", "backward", "optimiser"
 PHASES = {FORWARD: "forward pass", BACKWARD: "backward pass", OPTIMISER: "optimiser's step"}
 FAKE, REAL = "fake tensors", "a real step"
+BATCH = "batch"
+"""Name of the tensors of the batch."""
 Part = Literal["parameters", "tensor", "saved", "head"]
 PARTS: tuple[Part, ...] = ("parameters", "tensor", "saved", "head")
 
@@ -106,6 +108,7 @@ class ModuleProfile:
         reads: Numbers that the step reads from the batch (`BatchReads`), by which a batch may take other bytes than
             this one; None if there are none; not stored.
         makes: Storages that the step makes (`StepMakes`), to compare a real step with; not stored.
+        trace: The step's storages and operators (`StepTrace`), of a step counted for a GPU; not stored.
         noted: Whether the count was given numbers and shapes that values decide in a forward pass of the batch
             (noted_values.py): another batch may take other bytes; not stored.
         counted: Input of `lightning_amp.plan`; None if the profile does not support planning; not stored.
@@ -130,6 +133,7 @@ class ModuleProfile:
     schema: int = SCHEMA
     reads: Any = field(default=None, repr=False, compare=False)
     makes: Any = field(default=None, repr=False, compare=False)
+    trace: Any = field(default=None, repr=False, compare=False)
     noted: bool = field(default=False, repr=False, compare=False)
     counted: Any = field(default=None, repr=False, compare=False)
 
@@ -140,8 +144,9 @@ class ModuleProfile:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        plain = asdict(replace(self, counted=None, reads=None, makes=None))
-        del plain["counted"], plain["reads"], plain["makes"], plain["noted"]
+        plain = asdict(replace(self, counted=None, reads=None, makes=None, trace=None))
+        for name in ("counted", "reads", "makes", "trace", "noted"):
+            del plain[name]
         return plain
 
     def plot(
@@ -293,7 +298,7 @@ def _parts(peak: Iterable[Life], work: Sequence[tuple[str, str]], head: Head | N
             and (life.shape[-1:] == head.shape[-1:] or prod(life.shape) == prod(head.shape))
         ):
             parts["head"] += life.n_bytes
-        elif life.name == "batch":
+        elif life.name == BATCH:
             parts["saved"] += life.n_bytes
         else:
             groups[life.fqn, life.shape] += life.n_bytes

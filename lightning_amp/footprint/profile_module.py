@@ -13,6 +13,7 @@ Modules wrapped by torch.compile run uncompiled. Temporaries differ between CPU 
 that cuDNN's RNNs keep for the backward pass is not counted.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -38,7 +39,8 @@ from lightning_amp.footprint.copies.take_notes import copy_with_values, notes_of
 from lightning_amp.footprint.inner_run import BY_ITSELF, Around, run_two_steps
 from lightning_amp.footprint.module_profile import REAL, Life, ModuleProfile, summarize
 from lightning_amp.footprint.step_recorder import StepRecorder
-from lightning_amp.footprint.trace.step_trace import StepTrace
+from lightning_amp.footprint.target_device import counts_for_accelerator
+from lightning_amp.footprint.trace.step_trace import Place, StepTrace
 
 R = TypeVar("R", bound=StepRecorder)
 
@@ -58,16 +60,35 @@ def profile_module(
     Raises:
         ModelError: The step raises an error, which is the cause; or it needs values, and the module has none.
     """
-    return profile_and_trace(module, batch, batch_size=batch_size, around=around)[0]
+    return _profiled(module, batch, batch_size, around)[0]
 
 
 def profile_and_trace(
     module: LightningModule, batch: Any, *, batch_size: int | None = None, around: Around = BY_ITSELF
 ) -> tuple[ModuleProfile, StepTrace]:
     """Return the profile of a step, as `profile_module`, and its storages with the operators that make them."""
+    profile, found = _profiled(module, batch, batch_size, around)
+    return profile, StepTrace(found.lives, found.work, found.operators, _places(module))
+
+
+def _profiled(
+    module: LightningModule, batch: Any, batch_size: int | None, around: Around
+) -> tuple[ModuleProfile, StepRecorder]:
     found, reason = counted_step(module, batch, batch_size, StepRecorder, around)
     rows = length_of(batch) if batch_size is None else batch_size
-    return profile_of(found, found.lives, reason, rows), StepTrace(found.lives, found.work)
+    return profile_of(found, found.lives, reason, rows), found
+
+
+def _places(module: LightningModule) -> dict[str, Place]:
+    """Return where the `forward` of each module is defined."""
+    places = {}
+    for fqn, child in module.named_modules():
+        # a ScriptModule's class has no function of this name
+        forward: Any = getattr(type(child), "forward", None)
+        code = getattr(inspect.unwrap(forward), "__code__", None)
+        if code is not None:
+            places[fqn] = Place(code.co_filename, code.co_firstlineno, type(child).__name__)
+    return places
 
 
 def lacks_values(module: LightningModule) -> bool:
@@ -90,6 +111,7 @@ def profile_of(found: StepRecorder, lives: Sequence[Life], reason: str, rows: in
         foreseen=found.foreseen,
         reads=found.batch_reads,
         makes=found.makes,
+        trace=StepTrace(lives, found.work) if counts_for_accelerator() else None,
     )
 
 

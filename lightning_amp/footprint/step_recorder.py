@@ -19,10 +19,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lightning_amp._torch import autograd_node, autograd_order
 from lightning_amp.data.batch import parts_in, tensors_in
+from lightning_amp.footprint.host_state import on_device
 from lightning_amp.footprint.live_bytes import LiveBytes, Read, storages_of, tensors_of, tensors_written
 from lightning_amp.footprint.module_profile import (
     ACTIVATIONS,
     BACKWARD,
+    BATCH,
     FAKE,
     FORWARD,
     GRADIENTS,
@@ -35,8 +37,6 @@ from lightning_amp.footprint.module_profile import (
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
 """Operators that a head may end with."""
-BATCH = "batch"
-"""Name of the tensors of the batch."""
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 """Name of the autograd node that accumulates a parameter's gradient; it has no position in the forward pass."""
 COPIES = ("_to_copy",)
@@ -50,6 +50,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
     Attributes:
         lives: All storages so far.
         work: Phase and module of every operator so far.
+        operators: Their names.
         head: The last product with a parameter in a forward pass.
         optimising: Whether the optimizer is updating parameters.
         in_step: Whether `training_step` is running, and no backward pass of the Trainer or of `manual_backward`.
@@ -75,6 +76,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.lives: list[Life] = []
         # operator 0 stands for all storages from before the step
         self.work: list[tuple[str, str]] = [(FORWARD, "")]
+        self.operators = ["before the step"]
         self.head: Head | None = None
         self.factors: set[tuple[int, int]] = set()
         self.optimising = self.in_step = self.frees_gradients = False
@@ -163,6 +165,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         """Add bytes that an update of parameters takes for a moment, after the step as it was recorded."""
         if self.work[-1][0] != OPTIMISER:
             self.work.append((OPTIMISER, ""))
+            self.operators.append("update")
         last = len(self.work) - 1
         self.lives.append(Life("an update of parameters", "", n_bytes=n_bytes, birth=last, death=last))
 
@@ -186,8 +189,8 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self._hold(found, GRADIENTS)
 
     def hold_state(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Record what optimizers keep as their state."""
-        for optimizer in optimizers:
+        """Record what optimizers keep on the device as their state."""
+        for optimizer in on_device(optimizers):
             for parameter, state in optimizer.state.items():
                 name = self._parameters.get(id(parameter), "")
                 named = state.items() if isinstance(state, dict) else [("", state)]
@@ -217,6 +220,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
             if torch.is_grad_enabled():
                 self.differentiated.add(fqn)
         self.work.append((phase, fqn))
+        self.operators.append(func._opname)
         name = f"backward of {node.name()}" if node is not None and not self._inside(node) else func._opname
         self._now = Life(name, fqn, birth=len(self.work) - 1, order=order)
         if node is not None and node.name() == ACCUMULATE and node.variable.grad is not None:

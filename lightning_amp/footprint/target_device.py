@@ -29,6 +29,11 @@ def device_type_of(like: Tensor) -> str:
     return _DEVICE_TYPE.get() or like.device.type
 
 
+def counts_for_accelerator() -> bool:
+    """Whether `settings_of` has named another type of device than a CPU."""
+    return _DEVICE_TYPE.get() not in (None, "cpu", "meta")
+
+
 @contextmanager
 def settings_of(device_type: str) -> Iterator[None]:
     """Use the settings of another device type, such as "cuda", in this thread while the context is entered."""

@@ -6,7 +6,10 @@ processes only slow a step down. If the median round took much longer, or the be
 nothing is fitted. The rates are fitted to the first form; the second is the check: if the model had all proportions
 right, its new prediction would equal the measurement. The link to host memory is measured by copies.
 
+On a GPU the bytes of CUDA's context are measured too: what is taken of the device outside of torch's allocator.
+
 Known limits: one device, so the links stay those of the nearest device in the table; one size, float32, no optimiser.
+What other processes take of a GPU counts as its context.
 """
 
 import time
@@ -19,17 +22,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_amp.costs.device_memory import DeviceMemory
 from lightning_amp.costs.device_rates import Rates, calibrated
 from lightning_amp.costs.model_shape import WINDOW_PER_STRATUM, DecoderShape, profile_of_module
 from lightning_amp.errors import PlanError
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
-from lightning_amp.lightning.strategy.hardware import device_budget
+from lightning_amp.lightning.strategy.hardware import measured_memory
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import techniques
 from lightning_amp.progress import track
-from lightning_amp.quantities import format_seconds
+from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.simulation.calibrate_host import host_link_report, measure_host_link
 from lightning_amp.simulation.models_without_values import DecoderAlone
 from lightning_amp.techniques.rates_of import rates_of
@@ -109,9 +113,10 @@ def calibrate(
     measured = [min(found) for found in rounds]
     predicted = [made.predicted_step_seconds or 0.0 for made in plans]
     after = replace(calibrated(before, predicted[0], measured[0]), device=f"{name}, calibrated")
-    after = replace(after, host_link=measure_host_link(place))
     if place.type == "cuda":
-        after = replace(after, usable_bytes=device_budget(place, node_ranks=1))
+        # before any buffer of a copy
+        after = replace(after, memory=measured_memory(place))
+    after = replace(after, host_link=measure_host_link(place))
     again = [_plan(decoder, cells, after, made.strategies or "S1").predicted_step_seconds for made in plans]
     timings = [
         Timing(strategies=made.strategies, before=b, measured=min(found), slowest=max(found), after=a or 0.0)
@@ -151,9 +156,15 @@ def calibration_report(found: Calibration) -> str:
         fill(f"Measured is the best of {ROUNDS} rounds; the slowest took {apart} as long.", WIDTH),
         table(["rate", "before", "now"], numbers),
         *([] if after.host_link is None else [host_link_report(after.host_link, before.host_bandwidth)]),
+        *([_of_context(after.memory)] if after.memory is not None else []),
         *([found.note] if found.note else []),
     ]
     return "\n\n".join(sections)
+
+
+def _of_context(memory: DeviceMemory) -> str:
+    context, total = format_bytes(memory.context_bytes), format_bytes(memory.total_bytes)
+    return f"CUDA's context and other processes take {context} of {total}; cuBLAS's workspaces are apart"
 
 
 def _device(device: str | None, index: int) -> torch.device:

@@ -53,7 +53,7 @@ def host_link_report(found: HostLink, before: float) -> str:
     ]
     return (
         f"{table(['link to host memory', 'pinned', 'pageable'], rows)}\n\n"
-        f"{found.both / 1e9:.3g} GB/s in each direction while both run, pinned; {before / 1e9:.3g} GB/s was assumed"
+        f"{found.both / 1e9:.3g} GB/s in each direction while both run, pinned; {before / 1e9:.3g} GB/s before"
     )
 
 

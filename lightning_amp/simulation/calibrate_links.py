@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from lightning_amp.costs.device_memory import DeviceMemory
 from lightning_amp.costs.device_rates import BETWEEN, WITHIN, Kind, Links, rounds
 from lightning_amp.errors import PlanError
 from lightning_amp.quantities import format_bytes, format_seconds
@@ -47,10 +48,18 @@ class MeasuredLinks:
     Attributes:
         links: Links with the measurements; between nodes unchanged if there is one node.
         seconds: Seconds one way, for each of `SIZES`, by the place of the ranks.
+        nccl_bytes: What NCCL takes of a GPU for a communicator; None on a CPU.
     """
 
     links: Links
     seconds: Mapping[str, list[float]]
+    nccl_bytes: int | None = None
+
+    def with_nccl(self, memory: DeviceMemory) -> DeviceMemory:
+        """Return the memory of a GPU with the measured bytes of NCCL."""
+        if self.nccl_bytes is None:
+            return memory
+        return replace(memory, nccl_bytes=self.nccl_bytes, measured=(*memory.measured, "nccl_bytes"))
 
     def report(self) -> str:
         """Format seconds by size, and the resulting rates."""
@@ -114,9 +123,20 @@ def _measured(rank: int, ranks: int, store: str, device: str) -> dict[str, Any]:
     backend = "gloo" if place.type == "cpu" else "nccl"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=WAIT)
     try:
-        return measured_between(rank, ranks, place)
+        taken = {} if place.type == "cpu" else {"nccl_bytes": _bytes_of_nccl(place)}
+        return measured_between(rank, ranks, place) | taken
     finally:
         dist.destroy_process_group()
+
+
+def _bytes_of_nccl(place: torch.device) -> int:
+    """Measure what NCCL takes of a device for its first communicator; a collective."""
+    one = torch.zeros(1, device=place)
+    torch.cuda.synchronize(place)
+    before = torch.cuda.mem_get_info(place)[0]
+    dist.all_reduce(one)
+    torch.cuda.synchronize(place)
+    return int(before - torch.cuda.mem_get_info(place)[0])
 
 
 def measured_between(rank: int, ranks: int, place: torch.device) -> dict[str, Any]:
@@ -255,4 +275,4 @@ def links_of(links: Links, found: Mapping[str, Any]) -> MeasuredLinks:
             reached = bandwidth(by_size) * times * part / links.bandwidth(ranks, inner=inner)
             measured.setdefault(axis, {})[kind] = [start, reached]
     links = replace(links, collectives=measured)
-    return MeasuredLinks(links=links, seconds=seconds)
+    return MeasuredLinks(links=links, seconds=seconds, nccl_bytes=found.get("nccl_bytes"))

@@ -74,6 +74,8 @@ def _status(simulation: Simulation) -> str:
     worst, budget = simulation.worst, simulation.plan.budget_bytes
     if worst.requested_bytes is None or budget is None:
         fits = "no device memory given" if budget is None else f"fits in {format_bytes(budget)}"
+        if simulation.plan.on_device is not None:
+            fits += f", what is left to tensors of {format_bytes(simulation.plan.on_device.budget_bytes)}"
         return f"status: {simulation.status} ({fits})"
     held = format_bytes(worst.peak_bytes - worst.requested_bytes)
     return (

@@ -18,6 +18,7 @@ from lightning_amp.techniques.data.row import ROW as S1
 from lightning_amp.techniques.early_update.row import ROW as EARLY_UPDATE
 from lightning_amp.techniques.fsdp.row import ROW as FSDP
 from lightning_amp.techniques.hic.rows import COMPILE, FUSED, NODES, S2, S3, S4, S5, SDPA, SPARSE, STRATA, STREAM
+from lightning_amp.techniques.host_optimizer.row import ROW as HOST_OPTIMIZER
 from lightning_amp.techniques.logits.row import ROW as LOGITS
 from lightning_amp.techniques.offload.row import ROW as OFFLOAD
 from lightning_amp.techniques.pipeline.row import ROW as PIPELINE
@@ -48,6 +49,7 @@ STRATEGIES: dict[str, Technique] = {
     "logits": LOGITS,
     "replay": REPLAY,
     "offload": OFFLOAD,
+    "host_optimizer": HOST_OPTIMIZER,
     "early_update": EARLY_UPDATE,
     "sequence": SEQUENCE,
     "tensor3d": TENSOR3D,

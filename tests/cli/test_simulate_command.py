@@ -43,6 +43,11 @@ def test_json_has_what_the_text_says(capsys) -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_the_budget_of_a_gpu_is_what_its_context_leaves(capsys) -> None:
+    words = ["--shape", SHAPE, "--device", "H100", "--device-memory", "24GiB"]
+    assert "(fits in 22.5 GiB, what is left to tensors of 24.0 GiB)" in run(capsys, *words)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", "H100"])
 def test_memory_is_that_of_the_device_whose_times_are_predicted(capsys, device) -> None:

@@ -1,10 +1,13 @@
 """Claim: bytes that are counted for a GPU have the memory that its kernels take and return within one operator."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import lightning_amp
+from lightning_amp.costs.device_rates import rates_for
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
@@ -80,8 +83,9 @@ def test_chunks_have_what_was_predicted(device_type: str) -> None:
 
 def test_what_is_asked_of_a_plan_has_it_too() -> None:
     batch = torch.zeros(ROWS, WORDS, WIDTH)
-    whole = lightning_amp.plan(Model(), batch, rates="H200").plan.predicted_peak_bytes
-    planned = lightning_amp.plan(Model(), batch, strategies=["S1"], rates="H200", device_memory=whole)
+    of_tensors = replace(rates_for("H200"), memory=None)
+    whole = lightning_amp.plan(Model(), batch, rates=of_tensors).plan.predicted_peak_bytes
+    planned = lightning_amp.plan(Model(), batch, strategies=["S1"], rates=of_tensors, device_memory=whole)
     assert planned.largest_batch() == ROWS
 
 

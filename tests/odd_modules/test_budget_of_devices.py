@@ -2,23 +2,32 @@
 given no more than what is free on every rank; on a CPU the process is watched between steps.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 import lightning_amp
+from lightning_amp._torch import ALLOCATOR_VARIABLES
 from lightning_amp.cli.main import main
-from lightning_amp.costs.device_rates import CONTEXT_BYTES, DEVICES, TENSORS_SHARE, rates_for
+from lightning_amp.costs.device_memory import CONTEXT_BYTES, NCCL_BYTES, TENSORS_SHARE, WORKSPACES, DeviceMemory
+from lightning_amp.costs.device_rates import DEVICES, budget_on, rates_for
 from lightning_amp.data.prepare.synthetic import synthesize
-from lightning_amp.errors import PlanError
+from lightning_amp.errors import DoesNotFitError, PlanError
+from lightning_amp.footprint import profile_module
+from lightning_amp.footprint.trace.allocator_settings import AllocatorSettings
 from lightning_amp.lightning.steps import process_memory
 from lightning_amp.lightning.strategy import hardware, install_plan
+from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.planning.modules.on_device import Device
 from lightning_amp.planning.plan.plan import Plan
+from tests.any_module import QUIET
 from tests.lightning.steps.test_end_of_memory import ROWS, Small, fitted
 
 GIB = 2**30
@@ -26,14 +35,21 @@ CUDA = torch.device("cuda", 0)
 
 
 def test_a_device_by_name_has_its_memory_less_the_context_and_a_margin() -> None:
-    h100 = rates_for("H100").usable_bytes
-    assert h100 == int(TENSORS_SHARE * (0.985 * 80 * GIB - CONTEXT_BYTES))
-    assert 75 * GIB < h100 < 76 * GIB
-    assert rates_for("cpu").usable_bytes is None
+    h100 = rates_for("H100").memory
+    assert h100 == DeviceMemory.of_sheet(80)
+    taken = CONTEXT_BYTES + sum(WORKSPACES)
+    assert budget_on(rates_for("H100"), None)[0] == int(TENSORS_SHARE * (int(0.985 * 80 * GIB) - taken))
+    # several ranks have NCCL's buffers
+    tensors = [int(TENSORS_SHARE * (n * GIB - taken - NCCL_BYTES)) for n in (24, 80)]
+    assert budget_on(rates_for("H100"), ["24GiB", "80GiB"], 2) == (tensors, ())
+    assert rates_for("cpu").memory is None
+    assert budget_on(rates_for("cpu"), "24GiB") == ("24GiB", ())
+    with pytest.raises(PlanError, match="64.0 MiB; give more than 813 MiB, or rates of a CPU for a plan of tensors"):
+        budget_on(rates_for("H100"), "813MiB")
     # devices of one name and several sizes
     assert rates_for("NVIDIA A100-SXM4-40GB") is DEVICES["A100"]
     larger = rates_for("A100-80GB", products="tf32")
-    assert larger.usable_bytes == h100
+    assert larger.memory == h100
     assert (larger.device, larger.matmul_flops) == ("an A100 of 80 GB", 156e12)
 
 
@@ -58,22 +74,32 @@ def test_a_plan_for_a_device_by_name_is_compared_with_its_memory(tmp_path: Path,
         return Plan.from_json(capsys.readouterr().out)
 
     made = planned("--device", "H100")
-    assert (made.budget_bytes, made.fits) == (rates_for("H100").usable_bytes, True)
-    assert (
-        "the budget is the memory of an H100 without CUDA's context and 3 % for fragments: 75.7 GiB" in made.notes[-1]
-    )
-    assert planned("--device", "H100", "--device-memory", "1GiB").budget_bytes == GIB
+    assert (made.budget_bytes, made.fits) == (budget_on(rates_for("H100"), None)[0], True)
+    assert "the budget is the memory of an H100, 78.8 GiB; --device-memory" in made.notes[-1]
+    found = planned("--device", "H100", "--device-memory", "1GiB")
+    assert found.on_device is not None
+    assert found.on_device.budget_bytes == GIB
+    assert found.budget_bytes == int(TENSORS_SHARE * (GIB - CONTEXT_BYTES - sum(WORKSPACES)))
+    # closed forms have no order of allocations
+    assert found.on_device.estimated.startswith("the bytes of a decoder come from closed forms")
+    assert found.on_device.reserved_bytes == int(found.predicted_peak_bytes / TENSORS_SHARE) + 1 + sum(WORKSPACES)
     assert planned("--device", "cpu").budget_bytes is None
     # a decoder that no H100 holds
     words = ["plan", "--shape", "anchors=113505,dim=4096,strata=32,batch=64", "--strategies", "S1", "--device", "H100"]
     assert main(words) == 3
-    assert " of 75.7 GiB (does NOT fit)" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "+ 749 MiB context = " in said
+    assert " of 78.8 GiB (does NOT fit)" in said
+    assert "not replayed: the bytes of a decoder come from closed forms" in said
     profile = lightning_amp.profile(tmp_path / "data")
     assert lightning_amp.plan(profile, rates="H100").budget_bytes == made.budget_bytes
     assert lightning_amp.plan(profile).budget_bytes is None
-    found = lightning_amp.plan(Small(), ROWS[0], rates="H100")
-    assert found.plan.budget_bytes == made.budget_bytes
-    assert "the memory of an H100" in str(found)
+    of_module = lightning_amp.plan(Small(), ROWS[0], rates="H100")
+    assert of_module.plan.budget_bytes == made.budget_bytes
+    assert "the memory of an H100" in str(of_module)
+    assert of_module.plan.on_device is not None
+    assert not of_module.plan.on_device.estimated
+    assert Plan.from_json(of_module.plan.to_json()) == of_module.plan
 
 
 class Cuda:
@@ -90,7 +116,7 @@ class Cuda:
         }
         for name, call in replaced.items():
             monkeypatch.setattr(torch.cuda, name, call)
-        monkeypatch.setattr(hardware, "take_workspaces", lambda device: GIB // 8)
+        monkeypatch.setattr(hardware, "take_workspaces", lambda device: (GIB // 16, GIB // 16))
 
 
 def test_the_allocator_holds_a_budget_until_it_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +145,84 @@ def test_the_least_of_the_ranks_devices_counts(monkeypatch: pytest.MonkeyPatch) 
         everyones[:] = [own, own // 2]
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    own = hardware.device_budget(CUDA, node_ranks=2)
+    own = hardware.reservable_bytes(CUDA)
+    assert own == 62 * GIB
     assert hardware.least_budget(CUDA, node_ranks=2, n_ranks=1) == own
     assert hardware.least_budget(CUDA, node_ranks=2, n_ranks=2) == own // 2
+
+
+@pytest.mark.parametrize("named", [None, "24GiB"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_on_a_gpu_has_what_is_left_to_tensors(monkeypatch: pytest.MonkeyPatch, named: Any, ranks: int) -> None:
+    Cuda(monkeypatch)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda everyones, own: None)
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    facts: Any = object.__new__(PlanningContext)
+    facts.request = SimpleNamespace(device_memory=named)
+    facts.strategy = SimpleNamespace(root_device=CUDA, world_size=ranks, num_processes=ranks)
+    # rates of a file that another device has measured
+    facts.rates = (replace(rates_for("H100"), memory=None), [])
+    beside, nccl = CONTEXT_BYTES, NCCL_BYTES * (ranks - 1)
+    whole = 62 * GIB + beside if named is None else 24 * GIB
+    assert facts.device.budgets == (whole,)
+    assert facts.device.settings == AllocatorSettings()
+    assert facts.memory == (int(TENSORS_SHARE * (whole - beside - nccl - GIB // 8)),)
+    assert facts.less(GIB).memory == (facts.memory[0] - GIB,)
+    monkeypatch.setenv(ALLOCATOR_VARIABLES[0], "backend:cudaMallocAsync")
+    assert "'backend:cudaMallocAsync' of CUDA's allocator is not modelled" in hardware.allocator_settings()
+    monkeypatch.setenv(ALLOCATOR_VARIABLES[1], "expandable_segments:True")
+    assert "different settings in PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF" in hardware.allocator_settings()
+    monkeypatch.delenv(ALLOCATOR_VARIABLES[0])
+    assert hardware.allocator_settings() == AllocatorSettings()
+
+
+def test_a_plan_for_a_gpu_is_compared_anew_on_a_cpu() -> None:
+    strategy = AMPStrategy(plan=lightning_amp.plan(Small(), ROWS[0], rates="H100").plan)
+    assert strategy.request.given_plan is not None
+    assert strategy.request.given_plan.on_device is not None
+    fitted(Small(), DataLoader(ROWS, batch_size=None), strategy)
+    assert strategy.plan is not None
+    assert strategy.plan.on_device is None
+
+
+@pytest.mark.parametrize("mib", [64, 2])
+def test_a_run_is_refused_by_what_its_step_reserves(monkeypatch: pytest.MonkeyPatch, mib: int) -> None:
+    # a GPU whose process has a megabyte beside its tensors; the run itself is on the CPU
+    memory = DeviceMemory(total_bytes=GIB, context_bytes=2**20, workspaces=())
+    device = Device(memory=memory, budgets=(mib * 2**20,))
+    monkeypatch.setattr(PlanningContext, "device", device)
+    monkeypatch.setattr(profile_module, "counts_for_accelerator", lambda: True)
+    strategy, data = AMPStrategy(device_memory=f"{mib}MiB"), DataLoader(ROWS, batch_size=None)
+    if mib == 2:
+        # the tensors fit, and the allocator reserves 2 MiB for the first of them
+        with pytest.raises(
+            DoesNotFitError, match=r"of tensors per rank; on the device 2\.00 MiB reserved \+ 1\.00 MiB con"
+        ):
+            fitted(Small(), data, strategy)
+        return
+    fitted(Small(), data, strategy)
+    assert strategy.plan is not None
+    found = strategy.plan.on_device
+    assert found is not None
+    assert (found.estimated, found.reserved_bytes % (2 * 2**20), found.budget_bytes) == ("", 0, 64 * 2**20)
+
+
+@pytest.mark.long
+def test_the_step_of_a_decoder_is_replayed_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
+    memory = DeviceMemory(total_bytes=GIB, context_bytes=2**20, workspaces=())
+    monkeypatch.setattr(PlanningContext, "device", Device(memory=memory, budgets=(64 * 2**20,)))
+    monkeypatch.setattr(profile_module, "counts_for_accelerator", lambda: True)
+    strategy = AMPStrategy(device_memory="64MiB")
+    trainer = Trainer(strategy=strategy, max_steps=1, num_sanity_val_steps=0, **QUIET)
+    data = lightning_amp.SingleCellDataModule(tmp_path / "data", batch_size=8)
+    trainer.fit(lightning_amp.GLUE(latent_dim=8, window=10, hidden_depth=1), data)
+    assert strategy.plan is not None
+    found = strategy.plan.on_device
+    assert found is not None
+    assert found.estimated == ""
+    assert strategy.plan.predicted_peak_bytes < found.reserved_bytes
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ NOTHING = {
     "replay": "autograd keeps nothing that a replay would make",
     "offload": "the peak is elsewhere|autograd saves nothing",
     "early_update": "the peak is elsewhere|the step has no gradients",
+    "host_optimizer": "the optimizer keeps no state",
     "logits": "the step has no cross-entropy of a linear layer with eight times as many outputs",
 }
 """What is said where a technique has nothing to do."""

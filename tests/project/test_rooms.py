@@ -16,6 +16,7 @@ NAMED = {
     "replay": (r"techniques\.replay|[\"']replay[\"']", 2),
     "offload": (r"techniques\.offload|[\"']offload[\"']", 1),
     "early_update": (r"techniques\.early_update|[\"']early_update[\"']", 1),
+    "host_optimizer": (r"techniques\.host_optimizer|[\"']host_optimizer[\"']", 1),
     "sequence": (r"techniques\.sequence|[\"']sequence[\"']", 4),
     "tensor3d": (r"techniques\.tensor3d|[\"']tensor3d[\"']", 6),
 }

@@ -27,6 +27,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 from lightning_amp.simulation import calibrate as calibration
 from lightning_amp.simulation.calibrate import calibrate, calibration_report
+from lightning_amp.simulation.calibrate_links import MeasuredLinks
 from lightning_amp.techniques.rates_of import rates_of
 from tests.any_module import QUIET
 
@@ -158,10 +159,18 @@ def test_rates_are_those_of_the_gpu_or_the_nearest(monkeypatch, products, name, 
 
 
 def test_a_gpu_has_what_is_free_and_what_torch_keeps_but_for_workspaces(monkeypatch) -> None:
-    monkeypatch.setattr(hardware, "take_workspaces", lambda device: 2**26)
+    monkeypatch.setattr(hardware, "take_workspaces", lambda device: (2**25, 2**25))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * 2**30, 40 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * 2**30)
-    assert hardware.device_budget(torch.device("cuda", 0), node_ranks=4) == int(0.97 * (32 * 2**30 - 2**26))
+    place = torch.device("cuda", 0)
+    assert hardware.device_budget(place, node_ranks=4) == int(0.97 * (32 * 2**30 - 2**26))
+    # calibration takes what is neither free nor reserved as the context
+    memory = hardware.measured_memory(place)
+    assert (memory.total_bytes, memory.context_bytes) == (40 * 2**30, 8 * 2**30)
+    assert (memory.workspaces, memory.measured) == ((2**25, 2**25), ("context_bytes",))
+    links = MeasuredLinks(links=CPU_CORE.links, seconds={}, nccl_bytes=2**27).with_nccl(memory)
+    assert (links.nccl_bytes, links.measured) == (2**27, ("context_bytes", "nccl_bytes"))
+    assert MeasuredLinks(links=CPU_CORE.links, seconds={}).with_nccl(memory) == memory
 
 
 def test_segments_grow_on_cuda_unless_the_environment_has_settings(monkeypatch) -> None:

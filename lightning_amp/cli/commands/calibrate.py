@@ -41,7 +41,8 @@ def _run(arguments: argparse.Namespace) -> None:
             return
     found = calibrate(arguments.device, index=arguments.device_index)
     if links is not None:
-        found = replace(found, after=replace(found.after, links=links.links))
+        memory = found.after.memory and links.with_nccl(found.after.memory)
+        found = replace(found, after=replace(found.after, links=links.links, memory=memory))
     with written_aside(Path(arguments.out)) as aside:
         aside.write_text(found.after.to_json() + "\n")
     as_json = arguments.format == "json"

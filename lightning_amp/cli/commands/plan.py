@@ -68,6 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from lightning_amp.costs.model_shape import profile_of_module, reference_shape, shape_of_decoder
+    from lightning_amp.planning.modules.on_device import OF_DECODER, Device, on_device
     from lightning_amp.planning.policies.make_plan import check_request, plan
     from lightning_amp.planning.reports.plan_report import plan_as_json, plan_report, profile_report
 
@@ -99,6 +100,7 @@ def _run(arguments: argparse.Namespace) -> int:
     request = request_of(arguments)
     check_request(**request)
     asked, rates = decoder_asked(arguments), rates_asked(arguments)
+    device = Device.of(rates.memory, request["device_memory"], request["devices"])
     request, notes = with_memory_of_device(request, rates)
     if asked:
         request["batch_size"] = asked.batch_size or request["batch_size"]
@@ -110,13 +112,14 @@ def _run(arguments: argparse.Namespace) -> int:
             profile, batch_size=request["batch_size"], latent_dim=latent_dim(arguments), window=arguments.window
         )
         of_data = f"{profile_report(profile)}\n\n"
-    made = plan(profile, **request, shape=shape, rates=rates)
+    made = on_device(plan(profile, **request, shape=shape, rates=rates), device, OF_DECODER)
     made = replace(made, notes=(*made.notes, *notes))
     print(plan_as_json(made, {}) if arguments.format == "json" else f"{of_data}{plan_report(made)}")
     return NOTHING_FITS if made.fits is False else 0
 
 
 def _recommend(arguments: argparse.Namespace) -> int:
+    from lightning_amp.costs.device_rates import budget_on
     from lightning_amp.costs.model_shape import reference_shape
     from lightning_amp.planning.policies.recommend_devices import recommend_devices
     from lightning_amp.planning.reports.step_report import recommendation_report
@@ -126,7 +129,9 @@ def _recommend(arguments: argparse.Namespace) -> int:
     if arguments.data_dir is None:
         raise PlanError("--recommend-devices requires DIR, the folder of the data; name it")
     rates = rates_asked(arguments)
-    budget = rates.usable_bytes if arguments.device_memory is None else parse_bytes(arguments.device_memory)
+    # of several devices, so that NCCL's buffers count
+    asked = None if arguments.device_memory is None else parse_bytes(arguments.device_memory)
+    budget = budget_on(rates, asked, 2)[0]
     profile, dim = read(arguments), latent_dim(arguments)
     found = recommend_devices(
         profile,

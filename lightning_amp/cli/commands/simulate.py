@@ -31,6 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    from lightning_amp.planning.modules.on_device import OF_DECODER, Device, on_device
     from lightning_amp.planning.policies.make_plan import check_request
     from lightning_amp.planning.reports.plan_report import plan_report
     from lightning_amp.profiling.profile import Profile
@@ -58,6 +59,7 @@ def _run(arguments: argparse.Namespace) -> None:
     request = request_of(arguments)
     check_request(**request)
     asked, rates = decoder_asked(arguments), rates_asked(arguments)
+    device = Device.of(rates.memory, request["device_memory"], request["devices"])
     request, _ = with_memory_of_device(request, rates)
     if arguments.plot is not None:
         check_target("--plot", arguments.plot, "memory.png", overwrite=True)
@@ -72,6 +74,7 @@ def _run(arguments: argparse.Namespace) -> None:
         make, plan = request_reference(source, **of_model, **request, rates=rates)
     else:
         make, plan = request_decoder(source, **request, rates=rates)
+    plan = on_device(plan, device, OF_DECODER)
     simulation = simulate_plan(make, plan, device_type=rates.device_type)
     if arguments.plot is not None:
         with written_aside(Path(arguments.plot)) as aside:

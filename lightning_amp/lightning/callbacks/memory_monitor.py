@@ -2,7 +2,8 @@
 
 Columns of a row: rank, step (training batches so far), decoder (its name in the module), stratum (0-based, or "step"
 for the complete step), current_bytes (alive at the end of the stratum or step), peak_bytes (since the step began),
-predicted_bytes (None without a plan) and rss_bytes (resident set size of the process).
+predicted_bytes (None without a plan) and rss_bytes (resident set size of the process). On CUDA a row with the stratum
+"reserved" has what torch's allocator has reserved.
 
 For a module without a decoder, the complete step is measured, by module and by kind of tensor. For a pipeline, the
 times of all passes are recorded too (schedule_files.py).
@@ -26,6 +27,7 @@ from torch import nn
 from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import DataError, InstallError
 from lightning_amp.footprint.copies.fake_copy import length_of
+from lightning_amp.footprint.host_state import on_device
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import REAL, ModuleProfile, summarize
 from lightning_amp.footprint.step_recorder import StepRecorder
@@ -33,7 +35,8 @@ from lightning_amp.lightning.callbacks.schedule_files import Ran, write_schedule
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder, find_decoders
 
 COLUMNS = (*("rank", "step", "decoder", "stratum"), *("current_bytes", "peak_bytes", "predicted_bytes", "rss_bytes"))
-WHOLE_STEP = "step"
+WHOLE_STEP, RESERVED = "step", "reserved"
+"""Rows of a complete step: its tensors; on CUDA also what torch's allocator has reserved, fragments included."""
 SHOWN = 10
 """Largest number of modules in a table, those with most bytes first."""
 Row = dict[str, Any]
@@ -49,8 +52,9 @@ class StratumMemoryMonitor(pl.Callback):
     through the strata more than once, the first pass counts.
 
     The callback logs `amp/peak_bytes`, the largest peak of the epoch's measured steps on any rank, and
-    `amp/peak_predicted_bytes` if the strategy has a plan. The files contain the rows of all ranks; if the fit ended
-    with an exception, only those of rank 0. `written` lists the files, on rank 0.
+    `amp/peak_predicted_bytes` if the strategy has a plan. On CUDA these are also logged of what torch's allocator has
+    reserved: `amp/reserved_bytes` and `amp/reserved_predicted_bytes`. The files contain the rows of all ranks; if the
+    fit ended with an exception, only those of rank 0. `written` lists the files, on rank 0.
 
     For a module without a decoder, `measured_step` is the last measured step of this rank as a ModuleProfile, and
     `modules()` compares its modules with the prediction. memory_step.json has both steps, and memory.png draws them by
@@ -122,7 +126,7 @@ class StratumMemoryMonitor(pl.Callback):
                 step = trainer.fit_loop.epoch_loop.total_batch_idx
                 self._passes = [(trainer.global_rank, step, steps.times)]
             return
-        self._open.record("", WHOLE_STEP)
+        self._open.record_step()
         rows, found = self._open.rows, self._open.by_module
         self._stop()
         self.rows += rows
@@ -130,12 +134,14 @@ class StratumMemoryMonitor(pl.Callback):
             size = length_of(batch)
             self.measured_step = summarize(found.lives, found.work, found.head, measured=REAL, batch_size=size)
             self._predicted_step = getattr(trainer.strategy, "predicted_step", None)
-        logged = {"amp/peak_bytes": "peak_bytes", "amp/peak_predicted_bytes": "predicted_bytes"}
-        for name, column in logged.items():
-            if rows[-1][column] is not None:
-                value = float(rows[-1][column])
-                # per epoch: the steps at which loggers log need not be measured
-                pl_module.log(name, value, reduce_fx="max", on_step=False, on_epoch=True, sync_dist=True)
+        words = {WHOLE_STEP: "peak", RESERVED: "reserved"}
+        for row in (row for row in rows if row["stratum"] in words):
+            name = f"amp/{words[row['stratum']]}"
+            for logged, column in ((f"{name}_bytes", "peak_bytes"), (f"{name}_predicted_bytes", "predicted_bytes")):
+                if row[column] is not None:
+                    value = float(row[column])
+                    # per epoch: the steps at which loggers log need not be measured
+                    pl_module.log(logged, value, reduce_fx="max", on_step=False, on_epoch=True, sync_dist=True)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop measuring a step that another hook has skipped."""
@@ -169,8 +175,8 @@ class StratumMemoryMonitor(pl.Callback):
     def table(self) -> list[Row]:
         """Return the rows of the last measured step: decoder, stratum, predicted, measured (bytes) and their ratio.
 
-        `measured` is the bytes alive after a stratum, and the peak for "step". It is the largest over the ranks whose
-        rows are present: all ranks on rank 0 after a fit.
+        `measured` is the bytes alive after a stratum, and the peak for "step" and "reserved". It is the largest over
+        the ranks whose rows are present: all ranks on rank 0 after a fit.
         """
         last = max((row["step"] for row in self.rows), default=None)
         worst: dict[tuple[Any, Any], Row] = {}
@@ -263,15 +269,17 @@ class _MeasuredStep:
         self._process = psutil.Process()
         self._stack = ExitStack()
         self.read: Callable[[], tuple[int, int]]
+        self.reserved: Callable[[], tuple[int, int]] | None = None
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+            self.reserved = lambda: (torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device))
             self.read = lambda: (torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
         elif recorder is not None:
             self.read = lambda: (recorder.current, recorder.peak)
         else:
             live = LiveBytes()
             live.watch([*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters())])
-            live.watch([[optimizer.state for optimizer in trainer.optimizers], batch])
+            live.watch([[optimizer.state for optimizer in on_device(trainer.optimizers)], batch])
             self._stack.enter_context(live)
             self.read = lambda: (live.current, live.peak)
         if recorder is not None:
@@ -290,11 +298,17 @@ class _MeasuredStep:
     def _after(self, fqn: str, k: int, module: nn.Module, args: Any, output: Any) -> None:
         if (fqn, k) not in self._seen:
             self._seen.add((fqn, k))
-            self.record(fqn, k)
+            self.record(fqn, k, self.read())
 
-    def record(self, fqn: str, stratum: int | str) -> None:
-        """Add the row of a stratum, or of the complete step."""
-        current, peak = self.read()
+    def record_step(self) -> None:
+        """Add the rows of the complete step."""
+        self.record("", WHOLE_STEP, self.read())
+        if self.reserved is not None:
+            self.record("", RESERVED, self.reserved())
+
+    def record(self, fqn: str, stratum: int | str, measured: tuple[int, int]) -> None:
+        """Add the row of a stratum, or of the complete step, with its bytes alive now and at the peak."""
+        current, peak = measured
         predicted = self._predicted.get((fqn, stratum))
         rss = self._process.memory_info().rss
         values = (fqn, stratum, current, peak, predicted, rss)
@@ -305,7 +319,7 @@ def _draw(path: Path, rows: list[Row], *, budget_bytes: int | None) -> list[Path
     last = max(row["step"] for row in rows)
     steps = [row for row in rows if row["step"] == last and row["stratum"] == WHOLE_STEP]
     rank = max(steps, key=_measured)["rank"]
-    strata = [r for r in rows if (r["rank"], r["step"]) == (rank, last) and r["stratum"] != WHOLE_STEP]
+    strata = [r for r in rows if (r["rank"], r["step"]) == (rank, last) and r["stratum"] not in (WHOLE_STEP, RESERVED)]
     # one decoder per picture: the one with a prediction, else the one with most strata
     sizes = {r["decoder"]: (r["predicted_bytes"] is not None, r["stratum"]) for r in strata}
     if not sizes:
@@ -341,11 +355,13 @@ def _predicted(decoders: Mapping[str, DecomposedDecoder], plan: Any) -> dict[tup
         found = {(fqn, k): n for k, n in enumerate(strata_bytes)}
     if getattr(plan, "predicted_peak_bytes", 0):
         found["", WHOLE_STEP] = plan.predicted_peak_bytes
+    if getattr(plan, "on_device", None) is not None:
+        found["", RESERVED] = plan.on_device.reserved_bytes
     return found
 
 
 def _measured(row: Row) -> int:
-    return int(row["peak_bytes" if row["stratum"] == WHOLE_STEP else "current_bytes"])
+    return int(row["peak_bytes" if row["stratum"] in (WHOLE_STEP, RESERVED) else "current_bytes"])
 
 
 def _gather(rows: list[Any]) -> list[Any]:

@@ -32,7 +32,9 @@ from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules, overlap
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of, own_rows, read_streams_ahead
-from lightning_amp.planning.plan.plan import Explanation
+from lightning_amp.planning.modules.on_device import CLOSED_FORMS, OF_DECODER
+from lightning_amp.planning.modules.plan_module import counted_rules
+from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.progress import counting
 from lightning_amp.quantities import format_bytes
 from lightning_amp.sharding.own_parts import OwnParts
@@ -338,6 +340,24 @@ class StepOfModule:
             self._counts[key] = self.run_with(rules, profile_module)
         self._profiles[self._places(rules)] = self._counts[key]
         return self._counts[key]
+
+    def as_planned(self, plan: Plan) -> ModuleProfile | str:
+        """Return the step with a plan's rules as it was counted, or why it was not."""
+        if self.decoders:
+            # closed forms say how much less a rank of a model axis holds
+            own = tuple(rule for rule in plan.rules if rule.strategy != "S1")
+            found = self.profile_with(own) if counted_rules(plan) == own and plan.mesh.model == 1 else None
+            return OF_DECODER if found is None or found.larger_peak_bytes > plan.training_bytes else found
+        rules = [rule for rule in plan.rules if rule.strategy in PREDICTIONS]
+        uncounted = {rule.strategy: None for rule in rules if not PREDICTIONS[rule.strategy].counted}
+        if plan.stages or uncounted:
+            return CLOSED_FORMS.format(", ".join(uncounted) or STAGED)
+        if not rules:
+            return self.profile_with(()) or self.step().profile
+        try:
+            return self.count(rules)
+        except AmpError as error:
+            return f"its step was not counted: {error}"
 
     def count_own(self, rules: Sequence[Rule], rates: Rates) -> ModuleProfile:
         """Profile the step with rules, as `count`, on a rank that may have read no batch yet."""

@@ -36,6 +36,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_amp.footprint.bounded_step import StepOverBudget, users_line
+from lightning_amp.footprint.host_state import on_device
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE, ModuleProfile
 from lightning_amp.lightning._compat import rank_zero_warn
@@ -101,7 +102,7 @@ def _held(module: nn.Module, optimizers: Iterable[Optimizer], device: torch.devi
     kinds = {
         PARAMETERS: [*module.parameters(), *module.buffers()],
         GRADIENTS: [p.grad for p in module.parameters()],
-        STATE: [optimizer.state for optimizer in optimizers],
+        STATE: [optimizer.state for optimizer in on_device(optimizers)],
     }
     # on a GPU, tensors in host memory are not counted
     other = None if device.type == "cpu" else device.type

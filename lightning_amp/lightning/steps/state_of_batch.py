@@ -24,7 +24,7 @@ from torchmetrics import Metric
 from lightning_amp.data.batch import dense_parts, tensors_in
 from lightning_amp.footprint.copies.fake_copy import DATA
 from lightning_amp.footprint.copies.restore_state import DEPTH, Before, has_code_of_user
-from lightning_amp.footprint.step_recorder import BATCH
+from lightning_amp.footprint.module_profile import BATCH
 from lightning_amp.lightning.consistency.same_parameters import print_of
 from lightning_amp.random_streams import random_streams, set_random_streams
 

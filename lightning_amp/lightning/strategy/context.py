@@ -25,11 +25,12 @@ from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfM
 from lightning_amp.lightning.profiling.loaders import CellsOrReason, cells_per_step
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
-from lightning_amp.lightning.strategy.hardware import least_budget, measured_speeds
+from lightning_amp.lightning.strategy.hardware import allocator_settings, least_budget, measured_speeds, memory_beside
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.refusals import without_stages
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.models.glue import GLUE
+from lightning_amp.planning.modules.on_device import OF_DECODER, Device
 from lightning_amp.planning.modules.plan_module import Count, counted_rules
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.profiling.profile import Profile
@@ -205,11 +206,32 @@ class PlanningContext:
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
-        """Bytes of each device; a single number if all are equal, or not named: then the first access is collective."""
-        if self.request.device_memory is not None:
-            return memory_of_ranks(self.request.device_memory, self.strategy.world_size)
+        """Bytes of tensors on each device; one number if all are equal, or not named: then first access is collective.
+
+        Raises:
+            PlanError: A named budget leaves nothing to tensors.
+        """
         run = self.strategy
+        if self.device is not None:
+            return self.device.tensor_bytes(run.world_size)
+        if self.request.device_memory is not None:
+            return memory_of_ranks(self.request.device_memory, run.world_size)
         return (least_budget(run.root_device, node_ranks=run.num_processes, n_ranks=run.world_size),)
+
+    @cached_property
+    def device(self) -> Device | None:
+        """The GPU, and what a process may take of it; None on a CPU. The first access is collective, as of `memory`."""
+        run, named = self.strategy, self.request.device_memory
+        memory = memory_beside(run.root_device, self.rates[0])
+        if memory is None:
+            return None
+        if named is None:
+            free = least_budget(run.root_device, node_ranks=run.num_processes, n_ranks=run.world_size)
+            # the context of this process is not free any more; NCCL's buffers may be free yet
+            budgets: tuple[int, ...] = (free + memory.context_bytes,)
+        else:
+            budgets = memory_of_ranks(named, run.world_size)
+        return Device(memory=memory, budgets=budgets, settings=allocator_settings())
 
     @property
     def budget(self) -> int:
@@ -231,11 +253,19 @@ class PlanningContext:
         return measured_speeds(self.strategy.root_device, self.strategy.world_size)
 
     def within(self, n_bytes: int) -> "PlanningContext":
-        """Return a copy with a budget of `n_bytes`."""
+        """Return a copy with a budget of `n_bytes` for tensors."""
         fewer = copy.copy(self)
         fewer.request = replace(self.request, device_memory=f"{n_bytes}B")
-        # of the cached values, only `memory` depends on the budget
-        vars(fewer).pop("memory", None)
+        # of the cached values, only `memory` depends on it, and has bytes of tensors
+        vars(fewer)["memory"] = (n_bytes,)
+        return fewer
+
+    def less(self, n_bytes: int) -> "PlanningContext":
+        """Return the inputs with so many bytes of tensors less on each device; all other values are shared."""
+        if not n_bytes:
+            return self
+        fewer = copy.copy(self)
+        vars(fewer)["memory"] = tuple(max(1, n - n_bytes) for n in self.memory)
         return fewer
 
     def predicted_step(self, plan: Plan) -> ModuleProfile | None:
@@ -244,6 +274,12 @@ class PlanningContext:
         if self.step is None or counted_rules(plan) != rules:
             return None
         return self.step.profile_with(rules)
+
+    def as_planned(self, plan: Plan) -> ModuleProfile | str:
+        """Return the step with a plan's rules as it was counted, or why it was not."""
+        if self.step is not None and plan.diagnosis is not None:
+            return self.step.as_planned(plan)
+        return self.not_profiled or (f"the bytes of {plan.evaluates} are estimated" if plan.evaluates else OF_DECODER)
 
     def forget_step(self) -> None:
         """Free the batch that the step was profiled with; the profile is kept."""

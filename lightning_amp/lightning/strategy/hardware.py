@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from statistics import median
 
@@ -11,22 +12,62 @@ import torch
 import torch.distributed as dist
 
 from lightning_amp._torch import ALLOCATOR_VARIABLES, set_allocator
-from lightning_amp.costs.device_rates import TENSORS_SHARE
+from lightning_amp.costs.device_memory import TENSORS_SHARE, DeviceMemory
+from lightning_amp.costs.device_rates import Rates
+from lightning_amp.errors import PlanError
+from lightning_amp.footprint.trace.allocator_settings import AllocatorSettings, rounded
 
 
 def device_budget(device: torch.device, *, node_ranks: int) -> int:
-    """Return the bytes that one rank may use; on CPU the ranks of a node share its memory."""
+    """Return the bytes of tensors that one rank may have; on CPU the ranks of a node share its memory."""
     if device.type == "cuda":
-        # the free memory excludes the CUDA context and other processes, which take half a gigabyte and more
-        library = take_workspaces(device)
-        found = int(torch.cuda.mem_get_info(device)[0]) + int(torch.cuda.memory_reserved(device))
-        return int(TENSORS_SHARE * (found - library))
+        return int(TENSORS_SHARE * (reservable_bytes(device) - sum(take_workspaces(device))))
     return int(psutil.virtual_memory().total) // max(1, node_ranks)
 
 
+def reservable_bytes(device: torch.device) -> int:
+    """Return the bytes that torch's allocator may reserve on a GPU, with those that it has reserved.
+
+    They exclude CUDA's context and other processes, which take half a gigabyte and more.
+    """
+    take_workspaces(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + int(torch.cuda.memory_reserved(device))
+
+
+def memory_beside(device: torch.device, rates: Rates) -> DeviceMemory | None:
+    """Return what a process takes of a GPU beside tensors, as far as `rates` has measured it; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    total = int(torch.cuda.get_device_properties(device).total_memory)
+    known = rates.memory or DeviceMemory(total_bytes=total)
+    return replace(known, total_bytes=total, workspaces=take_workspaces(device))
+
+
+def measured_memory(device: torch.device) -> DeviceMemory:
+    """Measure what is taken of a GPU outside of torch's allocator, once kernels have run; also by other processes."""
+    workspaces, (free, total) = take_workspaces(device), torch.cuda.mem_get_info(device)
+    taken = int(total - free - torch.cuda.memory_reserved(device))
+    return DeviceMemory(total_bytes=int(total), context_bytes=taken, workspaces=workspaces, measured=("context_bytes",))
+
+
+def allocator_settings() -> AllocatorSettings | str:
+    """Return the settings of CUDA's allocator in this process, or why it is not modelled with them."""
+    texts = {text for name in ALLOCATOR_VARIABLES if (text := os.environ.get(name))}
+    if len(texts) > 1:
+        return f"the allocator has different settings in {' and '.join(ALLOCATOR_VARIABLES)}"
+    try:
+        # without settings segments grow (`let_segments_grow`)
+        return AllocatorSettings.parse(texts.pop()) if texts else AllocatorSettings()
+    except PlanError as error:
+        return str(error)
+
+
 def least_budget(device: torch.device, *, node_ranks: int, n_ranks: int) -> int:
-    """Return the least budget of the ranks, because others may use the GPU of one of them; a collective on CUDA."""
-    own = device_budget(device, node_ranks=node_ranks)
+    """Return the least memory of the ranks, because others may use the GPU of one of them; a collective on CUDA.
+
+    It is that of tensors on a CPU, and what torch's allocator may reserve on a GPU.
+    """
+    own = reservable_bytes(device) if device.type == "cuda" else device_budget(device, node_ranks=node_ranks)
     if device.type != "cuda" or n_ranks == 1:
         return own
     everyones = [own] * n_ranks
@@ -44,21 +85,24 @@ def hold_budget(device: torch.device, budget: int) -> Callable[[], None]:
         return lambda: None
     before = torch.cuda.get_per_process_memory_fraction(device)
     total = int(torch.cuda.get_device_properties(device).total_memory)
-    allowed = budget / TENSORS_SHARE + take_workspaces(device)
+    allowed = budget / TENSORS_SHARE + sum(take_workspaces(device))
     torch.cuda.set_per_process_memory_fraction(min(before, allowed / total), device)
     return partial(torch.cuda.set_per_process_memory_fraction, before, device)
 
 
 @cache
-def take_workspaces(device: torch.device) -> int:
-    """Let cuBLAS allocate its workspaces, at the first product of each thread (forward, backward); return the bytes."""
+def take_workspaces(device: torch.device) -> tuple[int, ...]:
+    """Let cuBLAS allocate its workspaces, at the first product of each thread; return bytes (forward, backward)."""
     before = int(torch.cuda.memory_allocated(device))
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(8, 8, device=device, requires_grad=True)
-        (x @ x).sum().backward()  # type: ignore[no-untyped-call]
+        y = (x @ x).sum()
+        # without the two tensors
+        forward = int(torch.cuda.memory_allocated(device)) - before - sum(rounded(z.nbytes) for z in (x, y))
+        y.backward()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(device)
-    del x
-    return int(torch.cuda.memory_allocated(device)) - before
+    del x, y
+    return max(0, forward), max(0, int(torch.cuda.memory_allocated(device)) - before - forward)
 
 
 def let_segments_grow(device: torch.device) -> None:

@@ -38,6 +38,7 @@ from lightning_amp.lightning.strategy.hardware import hold_budget
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.plan_run import resolve_plan
 from lightning_amp.lightning.strategy.validation_of_fit import ValidationOfFit, with_validation
+from lightning_amp.planning.modules.on_device import with_validation_on
 from lightning_amp.planning.modules.plan_decoder import with_rules_beyond
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, techniques
@@ -137,7 +138,8 @@ class InstalledPlan:
         assert self._facts.validation is not None, "there is a validation"
         self._facts.validation.take_late(batch)
         with _as_in_setup(self._strategy.root_device), self._installed.aside():
-            self._keep(with_validation(self._plan, self._facts))
+            plan = with_validation(self._plan, self._facts)
+            self._keep(with_validation_on(plan, self._facts.device))
         return self._plan
 
     # --- leaner plans after running out of memory ---

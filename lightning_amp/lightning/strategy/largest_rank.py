@@ -19,6 +19,7 @@ from lightning_amp.errors import AmpError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.lightning.consistency.replicas import decide_on_one_rank
 from lightning_amp.lightning.strategy.context import PlanningContext
+from lightning_amp.planning.modules.on_device import on_device
 from lightning_amp.planning.modules.plan_module import counted_draft, counted_rules
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.quantities import format_bytes
@@ -101,4 +102,5 @@ def _for(plan: Plan, facts: PlanningContext, rank: int, largest: ModuleProfile |
     )
     validation = plan.validation and replace(plan.validation, training_bytes=peak)
     peak = max(peak, plan.predicted_peak_bytes)
-    return replace(plan, predicted_peak_bytes=peak, validation=validation, notes=tuple(notes))
+    plan = replace(plan, predicted_peak_bytes=peak, validation=validation, notes=tuple(notes))
+    return on_device(plan, facts.device, largest)

@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import DataError, PlanError
-from lightning_amp.lightning._compat import trainer_of
+from lightning_amp.footprint.host_state import on_device
+from lightning_amp.lightning._compat import optimizers_to_device, trainer_of
 from lightning_amp.lightning.checkpoints.read_directory import load_either
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.checkpoints.write_checkpoint import write_directory
@@ -205,12 +206,11 @@ class MeshStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimiser states that belong to full parameters."""
         own = self._shards.own_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
-        if not self._shards.on_host:
-            super().load_optimizer_state_dict({**checkpoint, "optimizer_states": own})
-            return
-        # Lightning would move the state to the device; torch keeps it on the parameters' device
         for optimizer, state in zip(self.optimizers, own, strict=False):
             optimizer.load_state_dict(state)
+        if not self._shards.on_host:
+            # Lightning would move all of it to the device
+            optimizers_to_device(on_device(self.optimizers), self.root_device)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None

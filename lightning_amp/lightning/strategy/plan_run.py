@@ -1,6 +1,6 @@
 """Make the plan of a run from Trainer, data and module, on rank 0 in `setup`, before optimisers exist."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,6 +17,7 @@ from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.largest_rank import for_largest_rank
 from lightning_amp.lightning.strategy.validation_of_fit import with_validation
 from lightning_amp.planning.memory.peak_model import predict
+from lightning_amp.planning.modules.on_device import made_for, on_device
 from lightning_amp.planning.modules.plan_decoder import plan_decoder, predict_decoder_again, split_by_decoder
 from lightning_amp.planning.modules.plan_module import model_axis_size, plan_again, plan_module, split_by_planner
 from lightning_amp.planning.plan.plan import Axes, Plan
@@ -53,10 +54,19 @@ def resolve_plan(
         asked = request.given_plan if given is None else given
         if asked is None or strategies is not None:
             made = _plan_of_decoder if facts.read[1].decoder else _plan_of_module
-            found = made(facts, strategies, model_ranks)
-        else:
-            found = predict_anew(asked, facts)
-        return with_validation(build_rules.with_memory(found, facts.memory), facts)
+            return made_for(lambda less: made_with(made, less))
+        return compared(predict_anew(asked, facts), facts)
+
+    def made_with(made: Callable[..., Plan], less: int) -> Plan:
+        fewer = facts.less(less)
+        found = compared(made(fewer, strategies, model_ranks), fewer)
+        if less and facts.counts_decoder:
+            facts.keep_profiled(fewer.profiled[0])
+        return found
+
+    def compared(found: Plan, facts: PlanningContext) -> Plan:
+        found = with_validation(build_rules.with_memory(found, facts.memory), facts)
+        return on_device(found, facts.device, facts.as_planned(found))
 
     try:
         plan = decide_on_one_rank(decide, rank=strategy.global_rank, broadcast=strategy.broadcast)
@@ -259,6 +269,7 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
         predicted_peak_bytes=predicted.peak_bytes,
         strata_bytes=predicted.strata_bytes,
         budget_bytes=facts.budget,
+        on_device=None,
         notes=(*(note for note in plan.notes if note not in notes), *notes),
         candidates=(),
         **predicted_times(shape, axes, plan.mesh, rates),

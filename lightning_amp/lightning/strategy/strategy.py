@@ -128,7 +128,8 @@ class AMPStrategy(MeshStrategy):
             strategies: The strategies to use, such as "S1,S3", instead of the policy's.
             blocks: Submodules that are blocks, for techniques that work on blocks: classes, paths of classes, names, or
                 patterns of names; None takes the children of lists and sequences.
-            device_memory: Budget per device, as bytes or "24GiB", or a list of them; None uses the device's memory.
+            device_memory: Budget per device, as bytes or "24GiB", or a list of them; None uses the device's memory. On
+                a GPU it is what the process takes, with CUDA's context and fragments, on a CPU that of tensors.
             on_predicted_oom: "refuse" a plan that is predicted to run out of memory, or "warn" and train; None refuses
                 if `device_memory` is given.
             unfit: Deprecated name of `on_predicted_oom`; "train" is "warn".
@@ -147,7 +148,7 @@ class AMPStrategy(MeshStrategy):
             fsdp_offload: For `strategies="fsdp"`: whether parameter shards are kept in host memory.
             chunk_queries: For `strategies="S3"`: queries of a chunk of local attention; None for 128, as in the paper.
             chunk_policy: For `strategies="chunk"`: choose regions by time, "auto", or by AutoChunk's cost, "paper".
-            host_memory: For `strategies="offload"`: most bytes of host memory of a rank; None: 80 % of what is free.
+            host_memory: For "offload" and "host_optimizer": most host memory of a rank; None: 80 % of what is free.
             device_speeds: "measure" assigns stages and strata to ranks by measured speed; None assumes equal speeds.
             tensor_grid: For `strategies="tensor3d"`: ranks (x, y, z); x and y split features, z rows of the batch.
             tensor_overlap: For `strategies="tensor3d"`: collectives that overlap with compute.

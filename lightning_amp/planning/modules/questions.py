@@ -91,6 +91,24 @@ def largest_batches(
     return LargestBatch(plain=plain, lean=lean, techniques=best.strategies, sharing=best.model)
 
 
+def largest_planned(fits: Callable[[int], bool], start: int) -> int:
+    """Return the largest length whose plan fits, or one that is less than 2 % smaller; 0 if none fits.
+
+    Args:
+        fits: Whether the plan for a length fits; each call makes a plan.
+        start: The length to begin with.
+    """
+    fitting, beyond, n = 0, None, start
+    while 1 <= n <= MOST_BATCH and (beyond is None or (fitting < ENOUGH * beyond and fitting + 1 < beyond)):
+        if fits(n):
+            fitting = n
+        else:
+            beyond = n
+        # downwards in halves until one fits
+        n = 2 * fitting if beyond is None else (fitting + beyond) // 2
+    return fitting
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answers:
     """The fewest devices and the largest batch within a budget.

@@ -13,6 +13,7 @@ from typing import Any
 from lightning_amp.costs.profiled_step import Stage
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.plan.device_bytes import DeviceBytes
 from lightning_amp.planning.plan.mesh_shape import MeshShape
 from lightning_amp.techniques.data.row import BalanceCells
 from lightning_amp.techniques.hic.rows import RETAINED, StreamStrata
@@ -158,7 +159,8 @@ class Plan:
         predicted_stratum_bytes: Mean Delta M of the EPM, per stratum.
         predicted_peak_bytes: Predicted peak per rank of the largest phase: a training step, or the validation.
         strata_bytes: Predicted bytes held after each stratum of the forward pass.
-        budget_bytes: Memory of one device, None if unknown.
+        budget_bytes: Bytes that tensors may take on one device, None if unknown. On a GPU less than its memory, by what
+            `on_device` has.
         balance_cells: Whether to balance contacts over the ranks.
         notes: Further notes for the user, one sentence each: warnings, and each `Explanation`.
         predicted_step_seconds: Predicted time of the decoder's part of a step; for a model without a decoder, of the
@@ -172,6 +174,7 @@ class Plan:
             if it was not counted.
         validation: Prediction of a fit's validation; None if it has none, or if it was not counted.
         uncounted: Why the peak is unknown and `predicted_peak_bytes` only a lower bound; "" if it is known.
+        on_device: What a process takes of a GPU, with the budget that it may take; None on a CPU.
     """
 
     policy: str
@@ -198,6 +201,7 @@ class Plan:
     evaluates: str = ""
     validation: Validation | None = None
     uncounted: str = ""
+    on_device: DeviceBytes | None = None
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -215,13 +219,14 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the predicted peak is within the budget.
+        """Whether the predicted peak is within the budget; on a GPU, whether what a process takes is.
 
         None if the budget is unknown, or if the peak is unknown and its lower bound is within the budget.
         """
         if self.budget_bytes is None:
             return None
-        if self.predicted_peak_bytes > self.budget_bytes:
+        within = self.predicted_peak_bytes <= self.budget_bytes if self.on_device is None else self.on_device.fits
+        if not within:
             return False
         counted = self.strata_bytes or self.diagnosis is not None or self.evaluates
         return True if counted and not self.uncounted else None
@@ -316,6 +321,8 @@ def _typed(plain: Mapping[str, Any]) -> dict[str, Any]:
     typed["stages"] = tuple(Stage(**stage) for stage in plain.get("stages", ()))
     if (found := plain.get("diagnosis")) is not None:
         typed["diagnosis"] = ModuleDiagnosis(**{"reason": "", **found, "evidence": tuple(found["evidence"])})
+    if (device := plain.get("on_device")) is not None:
+        typed["on_device"] = DeviceBytes(**{**device, "measured": tuple(device["measured"])})
     typed["rules"] = _rules(plain["rules"])
     if (validation := plain.get("validation")) is not None:
         typed["validation"] = Validation(**{**validation, "rules": _rules(validation["rules"])})

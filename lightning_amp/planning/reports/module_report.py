@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from textwrap import fill, wrap
 
 from lightning_amp.footprint.module_profile import KINDS, PHASES, ModuleProfile, TensorBytes
-from lightning_amp.footprint.trace.caching_allocator import CachingAllocator
+from lightning_amp.footprint.trace.allocator_settings import AllocatorSettings
 from lightning_amp.footprint.trace.step_trace import StepTrace
 from lightning_amp.planning.plan.plan import NEEDLESS, ModuleDiagnosis
 from lightning_amp.quantities import format_bytes
@@ -88,9 +88,7 @@ def peak_lines(profile: ModuleProfile) -> list[str]:
 def trace_lines(file: str, trace: StepTrace) -> str:
     """Say what was written and what shows it, and what CUDA's allocator would reserve."""
     shown = "pytorch.org/memory_viz" if file.endswith(".pickle") else "ui.perfetto.dev or chrome://tracing"
-    allocator = CachingAllocator()
-    for _ in trace.replayed(allocator):
-        pass
+    allocator = trace.reserved_by(AllocatorSettings())
     reserved, used = allocator.peak_reserved, allocator.peak_allocated
     said = (
         f"wrote {file}, which {shown} opens. CUDA's allocator would reserve {format_bytes(reserved)} for this step,"

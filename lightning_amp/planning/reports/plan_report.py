@@ -6,9 +6,11 @@ from math import inf
 from textwrap import wrap
 from typing import Any
 
+from lightning_amp.costs.device_memory import TENSORS_SHARE
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.data.files.directory import MODALITIES
 from lightning_amp.planning.modules.min_memory_plan import LEAST
+from lightning_amp.planning.plan.device_bytes import DeviceBytes
 from lightning_amp.planning.plan.plan import Candidate, Explanation, Plan, Validation
 from lightning_amp.planning.reports.module_report import alone, diagnosis_sections, shortened
 from lightning_amp.planning.reports.stages_report import stages_section
@@ -88,7 +90,24 @@ def note_lines(plan: Plan) -> list[str]:
     """Return the plan's notes, followed by the missing bytes if it does not fit."""
     notes = [note for note in plan.notes if not note.startswith(LEAST)]
     notes += [shortfall(plan)] if plan.fits is False else []
+    notes += [] if plan.on_device is None else device_notes(plan.on_device)
     return ["\n".join(wrap(f"- {note}", WIDTH, subsequent_indent="  ")) for note in notes]
+
+
+def device_notes(found: DeviceBytes) -> list[str]:
+    """Say what is beside the allocator, and how what is reserved was found."""
+    how = "what is reserved was found by a replay of the step in torch's allocator, with cuBLAS's workspaces"
+    if found.estimated:
+        share = 100 - 100 * TENSORS_SHARE
+        how = (
+            f"what is reserved is estimated as the tensors, {share:.0f} % for fragments and cuBLAS's workspaces, not"
+            f" replayed: {found.estimated}"
+        )
+    elif found.given_back:
+        how += "; free segments go back to the device when it is full, which takes time"
+    sources = {"context": "context_bytes"} | ({"NCCL": "nccl_bytes"} if found.nccl_bytes else {})
+    said = ", ".join(f"{what} {'measured' if n in found.measured else 'by default'}" for what, n in sources.items())
+    return [f"on the device: {how}; {said}"]
 
 
 def labels(plan: Plan) -> str:
@@ -189,10 +208,15 @@ def shortfall(plan: Plan) -> str:
     known = "in the step" if plan.diagnosis is not None else "in the backward pass"
     known = known if whole else "without the activations, which are not known"
     where = known if stratum is None else f"at stratum {stratum}"
-    return (
-        f"predicted to run out of memory {where}: {format_bytes(plan.predicted_peak_bytes)} per rank of"
-        f" {format_bytes(plan.budget_bytes or 0)}; {remedy(plan)}"
-    )
+    return f"predicted to run out of memory {where}: {_taken(plan)}; {remedy(plan)}"
+
+
+def _taken(plan: Plan) -> str:
+    """Format what a rank takes of its budget."""
+    tensors = format_bytes(plan.predicted_peak_bytes)
+    if plan.on_device is None:
+        return f"{tensors} per rank of {format_bytes(plan.budget_bytes or 0)}"
+    return f"{tensors} of tensors per rank; on the device {plan.on_device.in_words()}"
 
 
 def remedy(plan: Plan) -> str:
@@ -261,6 +285,8 @@ def peak_text(plan: Plan) -> str:
     """Format the predicted peak of a rank and its budget: "8.54 MiB of 23.5 GiB (fits)"."""
     budget = "unknown" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     size = f"{format_bytes(plan.predicted_peak_bytes)} of {budget}"
+    if plan.on_device is not None:
+        size = f"{format_bytes(plan.predicted_peak_bytes)}; on the device {plan.on_device.in_words()}"
     if plan.diagnosis is not None and plan.uncounted:
         return f"unknown, at least {size}: {plan.uncounted}"
     if plan.diagnosis is None and not plan.evaluates and not plan.strata_bytes:

@@ -38,6 +38,9 @@ def step_report(plan: Plan, profile: ModuleProfile, *, classes: Mapping[str, str
         ("plan", chosen if plan.rules else "nothing to install"),
         ("predicted peak", f"{least}{format_bytes(plan.predicted_peak_bytes)}{budget} per device{verdict}"),
     ]
+    if plan.on_device is not None:
+        rows[1] = ("predicted peak", f"{least}{format_bytes(plan.predicted_peak_bytes)} of tensors per device")
+        rows.append(("on the device", f"{plan.on_device.in_words()}{verdict}"))
     if plan.predicted_step_seconds is not None:
         rows.append(("predicted step", f"{step_text(plan)} at the rates of {plan.rates_device}"))
     predicted = "\n".join(

@@ -12,10 +12,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.optim import LBFGS
 
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.last_gradients import accumulates, has_hook
+from lightning_amp.techniques.own_step import why_whole
 
 OF_MODULE = (
     "on_after_backward",
@@ -80,14 +80,8 @@ def _of_optimizers(trainer: Trainer) -> str:
     if len(trainer.optimizers) != 1:
         return f"it requires one optimizer, found {len(trainer.optimizers)}"
     (optimizer,) = trainer.optimizers
-    kind = type(optimizer)
-    if isinstance(optimizer, LBFGS) or not kind.__module__.startswith("torch.optim"):
-        return (
-            f"the optimizer {kind.__name__!r} may read several gradients at once; allowed are those of torch.optim,"
-            " without LBFGS"
-        )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return "the optimizer's step is differentiated"
+    if why := why_whole(optimizer):
+        return why
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         if any(not _is_known(hook) for hook in getattr(optimizer, name).values()):
             return "a hook of the optimizer's step may read gradients"

@@ -67,7 +67,7 @@ def _saved_bytes(seen: ProfiledStep, draft: Draft, *, alive: int) -> int:
     known, it is the most that is possible; a count says how much it is.
     """
     if draft.targets:
-        return min(sum(seen.gradient_sizes) - alive, draft.peak_bytes - _always(seen) - alive)
+        return min(sum(seen.gradient_sizes) - alive, draft.peak_bytes - _always(seen, draft) - alive)
     moments = seen.profile.timeline
     share = alive / sum(seen.gradient_sizes)
 
@@ -81,10 +81,11 @@ def _saved_bytes(seen: ProfiledStep, draft: Draft, *, alive: int) -> int:
     return highest - int(max(map(with_early, moments)))
 
 
-def _always(seen: ProfiledStep) -> int:
-    """Return the bytes of parameters and of the optimizer's state."""
+def _always(seen: ProfiledStep, draft: Draft) -> int:
+    """Return the bytes of parameters and of the optimizer's state on the device."""
     kinds = seen.profile.timeline[-1].by_kind
-    return kinds[PARAMETERS] + kinds[STATE]
+    elsewhere = 0 if draft.held_bytes is None else seen.held_bytes - draft.held_bytes
+    return kinds[PARAMETERS] + kinds[STATE] - elsewhere
 
 
 def _remark(spec: Any, launches: bool) -> str:
@@ -102,8 +103,7 @@ ROW = Technique(
         add=add,
         kinds=(GRADIENTS,),
         limit="activations are most of the peak while gradients are few",
-        turn=6,
-        slow=True,
+        turn=7,
         last_resort=True,
     ),
 )

@@ -9,9 +9,8 @@ reads a parameter after its update, as a checkpointed block can that detaches it
 reads. From then on, code outside of torch that reads `.grad` of a parameter gets an error.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from inspect import unwrap
 from typing import Any
 
 import torch
@@ -20,11 +19,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_amp._torch import TorchDispatchMode
-from lightning_amp.default_dtype import types_of_the_update
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.last_gradients import GradientReads
 from lightning_amp.footprint.live_bytes import storages_of, tensors_of
 from lightning_amp.techniques.early_update.readers import refuse_readers
+from lightning_amp.techniques.own_step import update
 
 CHANGED = "has been modified by an inplace operation"
 """Part of autograd's message for a saved tensor that has another version."""
@@ -95,13 +94,10 @@ class _Pass:
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, bucket_bytes: int) -> None:
         self._optimizer, self._bucket_bytes = optimizer, bucket_bytes
-        self._groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         self.problem, self.updating = "", False
         self.names = {id(p): name for name, p in module.named_parameters()}
         self._waiting, self._bytes = list[Tensor](), 0
         self.updated = set[int]()
-        # without the wrappers that run hooks of the optimizer, which belong to its whole step
-        self._step: Callable[..., Any] = unwrap(type(optimizer).step)
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -131,19 +127,11 @@ class _Pass:
         # a gradient that came in parts while it waited is there twice
         waiting = {id(parameter): parameter for parameter in self._waiting}
         self._waiting, self._bytes = [], 0
-        optimizer, groups = self._optimizer, self._optimizer.param_groups
-        optimizer.param_groups = [
-            {**group, "params": own}
-            for group in groups
-            if (own := [p for key, p in waiting.items() if self._groups[key] is group])
-        ]
         self.updating = True
         try:
-            device = next(iter(waiting.values())).device.type
-            with torch.no_grad(), torch.autocast(device, enabled=False), types_of_the_update():
-                self._step(optimizer)
+            update(self._optimizer, waiting)
         finally:
-            optimizer.param_groups, self.updating = groups, False
+            self.updating = False
         self.updated |= waiting.keys()
         for parameter in waiting.values():
             parameter.grad = None

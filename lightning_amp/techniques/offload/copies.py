@@ -1,4 +1,4 @@
-"""Copy storages between a device and host memory: at once on a CPU, on streams of their own on a GPU."""
+"""Copy storages between a device and buffers of the host, and compare what came back with what had left."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,32 +7,26 @@ import torch
 from torch import Tensor
 
 from lightning_amp._torch import unseen
+from lightning_amp.techniques.host_memory.copies import HostCopies
 from lightning_amp.techniques.offload.host_pool import Buffer
 
 
-class Copies:
-    """Copies in both directions; a direction's copies run one after the other."""
-
-    def __init__(self) -> None:
-        self._streams: dict[tuple[torch.device, str], Any] = {}
+class Copies(HostCopies):
+    """Copies of storages in both directions."""
 
     def out(self, x: Tensor, buffer: Buffer) -> Any:
         """Copy a tensor's storage to a buffer; return the event of its end, None if it has ended."""
         storage = x.untyped_storage()
         with unseen():
             source = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, 0, (storage.nbytes(),), (1,))
-            return self._copy(source, _part(buffer, storage.nbytes()), x.device, "out", buffer.last_read)
+            return self.start([(source, _part(buffer, storage.nbytes()))], x.device, "out", buffer.last_read)
 
     def back(self, buffer: Buffer, whole: Tensor) -> Any:
         """Copy a buffer to a tensor of bytes; return the event of its end, None if it has ended."""
         with unseen():
-            done = self._copy(_part(buffer, whole.numel()), whole, whole.device, "back", None)
+            done = self.start([(_part(buffer, whole.numel()), whole)], whole.device, "back")
             buffer.last_read = done
             return done
-
-    def wait(self, done: Any, device: torch.device) -> None:
-        """Let the device's current stream wait for a copy; the process does not wait."""
-        torch.cuda.current_stream(device).wait_event(done)
 
     def digest(self, x: Tensor) -> Tensor:
         """Return a sum over the bytes of a contiguous tensor, on the device's current stream."""
@@ -50,21 +44,6 @@ class Copies:
         """Wait for all copies of a device."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-
-    def _copy(self, source: Tensor, target: Tensor, device: torch.device, direction: str, after: Any) -> Any:
-        if device.type != "cuda":
-            target.copy_(source)
-            return None
-        stream = self._streams.get((device, direction))
-        if stream is None:
-            stream = self._streams[device, direction] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # the tensor is made, or its memory is free, when the work so far has ended
-        stream.wait_stream(torch.cuda.current_stream(device))
-        if after is not None:
-            stream.wait_event(after)
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-            return stream.record_event()
 
 
 def _part(buffer: Buffer, n_bytes: int) -> Tensor:

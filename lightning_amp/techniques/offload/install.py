@@ -4,11 +4,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
-from os import environ
 from types import MethodType
 from typing import Any, TypeVar
 
-import psutil
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -20,14 +18,13 @@ from lightning_amp.footprint.profile_module import counted_step, profile_module
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import StepToPlan
+from lightning_amp.techniques.host_memory.limit import free_bytes
 from lightning_amp.techniques.offload.moves import Moves
 from lightning_amp.techniques.offload.row import NAME, ON_CPU, UNPROVED, Offload
 from lightning_amp.techniques.offload.unseen_writes import UnseenWrites
 from lightning_amp.techniques.put_methods import method_of, put_methods, refuse_unseen
 
 T = TypeVar("T")
-SHARE = 0.8
-"""Share of the host's free memory that the ranks of a node take at most."""
 
 
 def install(module: nn.Module, spec: Offload, mesh: object) -> Change:
@@ -54,11 +51,6 @@ def moves_of(module: nn.Module) -> Moves | None:
     put = vars(module).get("training_step")
     found: Moves | None = getattr(getattr(put, "__func__", put), "moves", None)
     return found
-
-
-def free_bytes() -> int:
-    """Return the bytes of host memory that this process may take for the pool."""
-    return int(SHARE * psutil.virtual_memory().available / int(environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

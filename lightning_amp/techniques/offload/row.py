@@ -13,9 +13,10 @@ from typing import Any
 
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule, runs_again, splits_parameters
-from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.errors import AmpError
 from lightning_amp.footprint.module_profile import ACTIVATIONS
-from lightning_amp.quantities import format_bytes, format_seconds, parse_bytes
+from lightning_amp.quantities import format_bytes, format_seconds
+from lightning_amp.techniques.host_memory.limit import requested_bytes
 from lightning_amp.techniques.technique import Installer, Prediction, Technique
 
 NAME = "offload"
@@ -163,12 +164,8 @@ def _exposed(seen: ProfiledStep, out: int, back: int) -> float:
 
 def _requested_spec(spec: Offload, request: Any) -> tuple[Offload, bool]:
     """Return the spec with `host_memory` of a request; the rest is chosen for the step."""
-    found = getattr(request, "host_memory", None)
-    if found is None:
-        return spec, False
-    if isinstance(found, bool) or not isinstance(found, int | str):
-        raise PlanError(f'host_memory={found!r} is not supported; allowed is a size such as "64GiB", or None')
-    return replace(spec, host_memory=parse_bytes(str(found))), False
+    found = requested_bytes(request)
+    return spec if found is None else replace(spec, host_memory=found), False
 
 
 ROW = Technique(

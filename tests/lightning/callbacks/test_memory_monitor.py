@@ -227,6 +227,24 @@ def test_rank_zero_writes_the_rows_of_all_ranks(tmp_path: Path) -> None:
     assert [json.loads(line) for line in lines] == first
 
 
+def test_on_cuda_what_is_reserved_is_shown_beside_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = {"memory_allocated": 3, "max_memory_allocated": 5, "memory_reserved": 8, "max_memory_reserved": 9}
+    for name, n_bytes in measured.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, n_bytes=n_bytes: n_bytes)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(Model, "device", torch.device("cuda", 0))
+    on_device = SimpleNamespace(reserved_bytes=10)
+    plan = SimpleNamespace(strata_bytes=(), predicted_peak_bytes=4, on_device=on_device, budget_bytes=None)
+    trainer: Any = SimpleNamespace(global_rank=0, optimizers=[], strategy=SimpleNamespace(plan=plan))
+    step = _MeasuredStep(trainer, Model(), torch.ones(1), 1)
+    step.record_step()
+    step.close()
+    monitor = StratumMemoryMonitor()
+    monitor.rows = step.rows
+    found = [(row["stratum"], row["predicted"], row["measured"]) for row in monitor.table()]
+    assert found == [("step", 4, 5), ("reserved", 10, 9)]
+
+
 @pytest.mark.gpu
 def test_cuda_peak_is_that_of_the_step() -> None:
     device = torch.device("cuda", torch.cuda.current_device())

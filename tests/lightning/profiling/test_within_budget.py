@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_amp
+from lightning_amp import ModulePlan
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.profiling.loaders import loaders_of
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
@@ -18,9 +19,10 @@ from lightning_amp.techniques.hic.attention.rotary import forget_kept
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from tests.any_module import Meter
 from tests.lightning.strategy.strategy_cases import trainer_of
+from tests.optimised import Optimised
 from tests.ranks import run_ranks
 from tests.techniques.recompute.test_beside_decoder import CASE, DECODER, ENCODERS, Run, beside, cells
-from tests.techniques.sharded_cases import Case, differences, inputs, make_plan
+from tests.techniques.sharded_cases import Case, decoder, differences, inputs, make_plan
 
 Fitted = tuple[Plan, int, dict[str, torch.Tensor]]
 SMALL = Case(distances=(0, 1))
@@ -114,6 +116,35 @@ def test_offline_it_is_the_plan_of_the_fit(alone: Plan, missing: int) -> None:
     assert offline.plan.rules == plan.rules
     assert offline.plan.predicted_peak_bytes == plan.predicted_peak_bytes
     assert offline.plan.candidates == plan.candidates
+
+
+class OfCells(Optimised, by=torch.optim.RMSprop, lr=2e-3):
+    """Latents come from the counts, so that a batch may have any number of cells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = decoder(SMALL)
+        _, v, batch = inputs(SMALL)
+        self.v = torch.nn.Parameter(v)
+        self.encoder = torch.nn.Linear(batch["x"].shape[1], SMALL.dim, dtype=torch.float64)
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.decoder(self.encoder(batch["x"]), self.v, **batch)
+
+
+def test_the_questions_of_a_plan_are_asked_of_the_planner() -> None:
+    """The largest batch is the largest whose plan fits, and the fewest devices are those of such a plan."""
+
+    def at(n: int) -> ModulePlan:
+        return lightning_amp.plan(OfCells(), inputs(SMALL)[2], device_memory="200KiB", batch_size=n)
+
+    found = at(4)
+    most = found.largest_batch()
+    assert most > 4
+    assert at(most).plan.fits
+    assert not at(most + 1).plan.fits
+    assert found.fewest_devices() == 1
+    assert found.answers() is None
 
 
 @pytest.mark.parametrize("asked", ["offload", "S4,offload", "S3,S4,replay"])

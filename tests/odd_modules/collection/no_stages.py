@@ -339,7 +339,8 @@ NO_STAGES = {
         "pipeline": "writes in place into an argument"}),
     "an optimiser that clips by itself": of_stages(Coupled, {
         **dict.fromkeys(("fsdp", "tensor3d"), "its update mixes the elements"),
-        "pipeline": "its step depends on all parameters", "early_update": "may read several gradients at once"}),
+        "pipeline": "its step depends on all parameters", "early_update": "may read several gradients at once",
+        "host_optimizer": "may read several gradients at once"}),
     "losses in attributes of blocks": of_stages(LossInAttributes, {"chunk": "changes the attribute 'own'",
         "pipeline": "outside the blocks of"}),
     "a running mean that no checkpoint has": of_stages(Tracked, {"chunk": "replaces its parameter or buffer 'mean'",

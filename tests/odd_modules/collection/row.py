@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 TECHNIQUES = (
-    *("recompute", "chunk", "replay", "offload", "logits", "early_update"),
+    *("recompute", "chunk", "replay", "offload", "logits", "early_update", "host_optimizer"),
     *("data", "fsdp", "sequence", "tensor3d", "pipeline"),
 )
 LAZY = "must have its shape before training starts"

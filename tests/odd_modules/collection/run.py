@@ -23,6 +23,7 @@ from lightning_amp.lightning.consistency.replicas import check_replicas
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.early_update.row import EarlyUpdate
+from lightning_amp.techniques.host_optimizer.row import HostOptimizer
 from lightning_amp.techniques.logits.row import ChunkLogits
 from lightning_amp.techniques.offload.row import Offload
 from lightning_amp.techniques.recompute.row import RecomputeBlock
@@ -38,11 +39,12 @@ FORCED: dict[str, tuple[Spec, ...]] = {
     "offload": (Offload(least_bytes=1), Offload(least_bytes=1, window=200)),
     "logits": (ChunkLogits(),),
     "early_update": (EarlyUpdate(bucket_bytes=1), EarlyUpdate(bucket_bytes=20)),
+    "host_optimizer": (HostOptimizer(slot_bytes=2**13), HostOptimizer(slot_bytes=2**13, slots=2)),
 }
 """Specs of the techniques of one device, which a plan would install where they save something: here they are on all
 blocks, or on the whole step."""
 ON_BLOCKS = ("recompute", "chunk")
-BIT_BY_BIT = ("recompute", "replay", "offload", "early_update")
+BIT_BY_BIT = ("recompute", "replay", "offload", "early_update", "host_optimizer")
 """They compute the same by the same operators."""
 BOUND = 1e-10
 

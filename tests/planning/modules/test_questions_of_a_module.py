@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
+
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.planning.modules.candidates import as_it_is
 from lightning_amp.planning.modules.min_memory_plan import fewest_ranks, leanest, missing, over_data, over_stages
-from lightning_amp.planning.modules.questions import answers
+from lightning_amp.planning.modules.questions import answers, largest_planned
 from lightning_amp.quantities import format_bytes
 from tests.planning.modules.facts import with_stages, with_units
 from tests.planning.modules.test_plan_of_a_module import profiled, seen
@@ -115,3 +117,15 @@ def test_a_largest_batch_is_one_that_a_count_confirms() -> None:
     n = largest(more)
     assert n < largest(drafted)
     assert 0.98 * 11_000 <= more(n, over_data(grown(n), 1)) <= 11_000
+
+
+@pytest.mark.parametrize(("most", "start", "found"), [(0, 8, 0), (1, 8, 1), (7, 8, 7), (100, 8, 100), (1_000, 1, 992)])
+def test_the_largest_length_whose_plan_fits(most: int, start: int, found: int) -> None:
+    asked = list[int]()
+
+    def fits(n: int) -> bool:
+        asked.append(n)
+        return n <= most
+
+    assert largest_planned(fits, start) == found
+    assert len(asked) == len(set(asked)) < 20

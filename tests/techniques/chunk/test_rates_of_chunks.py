@@ -1,6 +1,7 @@
 """Chunks are chosen with the rates of the device that a plan is for, and the shown code is the code that runs."""
 
 import warnings
+from dataclasses import replace
 from functools import cache
 
 import lightning.pytorch as pl
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 import lightning_amp
 from lightning_amp.costs.device_rates import rates_for
 from lightning_amp.errors import InstallError
-from lightning_amp.lightning.profiling.plan_of_module import ModulePlan
+from lightning_amp.lightning.profiling.module_plan import ModulePlan
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.chunk.run import in_chunks
 from lightning_amp.techniques.chunk.run.chunk_module import chunk_block
@@ -59,8 +60,10 @@ class Pairs(pl.LightningModule):
 def planned(rates: str, share: float = 0.6) -> ModulePlan:
     torch.manual_seed(0)
     module, batch = Pairs(), torch.randn(2, SIDE, SIDE, DIM)
-    whole = lightning_amp.plan(module, batch, rates=rates).plan.predicted_peak_bytes
-    return lightning_amp.plan(module, batch, device_memory=int(share * whole), strategies="chunk", rates=rates)
+    # the context of a GPU alone is larger than this step
+    of_tensors = replace(rates_for(rates), memory=None)
+    whole = lightning_amp.plan(module, batch, rates=of_tensors).plan.predicted_peak_bytes
+    return lightning_amp.plan(module, batch, device_memory=int(share * whole), strategies="chunk", rates=of_tensors)
 
 
 def specs(made: ModulePlan) -> list[ChunkBlock]:

@@ -1,6 +1,7 @@
 """Modules that train with `offload` are bit by bit those of a plain fit, at the predicted bytes of device and host."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import lightning_amp
 from lightning_amp import AMPStrategy
+from lightning_amp.costs.device_rates import rates_for
 from lightning_amp.errors import AmpError
 from lightning_amp.techniques.offload.install import moves_of
 from lightning_amp.techniques.offload.moves import Moves
@@ -205,13 +207,15 @@ def test_an_accelerator_takes_it_by_name_with_a_window() -> None:
     torch.manual_seed(0)
     module, batch = Llama(width=64, words=50), torch.randint(0, 50, (64, 513))
     whole = lightning_amp.plan(module, batch, rates="H100").plan.predicted_peak_bytes
-    options: Any = {"rates": "H100", "device_memory": int(0.7 * whole)}
+    # the context of a GPU alone is larger than this step
+    of_tensors = replace(rates_for("H100"), memory=None)
+    options: Any = {"rates": of_tensors, "device_memory": int(0.7 * whole)}
     made = lightning_amp.plan(module, batch, strategies="offload", **options).plan
     assert "offload" in made.strategies
     assert made.fits
     spec = spec_of(made)
     assert spec.window > 0
-    for device, why in (("H100", "have not run on a GPU yet"), ("cpu", "a CPU's memory is the host's")):
+    for device, why in ((of_tensors, "have not run on a GPU yet"), ("cpu", "a CPU's memory is the host's")):
         chosen = lightning_amp.plan(module, batch, **(options | {"rates": device})).plan
         assert "offload" not in chosen.strategies
         assert chosen.diagnosis is not None

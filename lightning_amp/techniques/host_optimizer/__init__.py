@@ -1,0 +1,1 @@
+"""Keep the optimizer's state in host memory, and update parameters there."""
