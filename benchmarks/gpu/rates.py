@@ -3,6 +3,7 @@
 import os
 import platform
 import sys
+from dataclasses import asdict
 
 import lightning
 import torch
@@ -98,6 +99,8 @@ def calibrated(work: Work) -> None:
             measured_seconds=timing.measured,
             predicted_now_seconds=timing.after,
         )
+    for name, rate in asdict(found.after.host).items():
+        work.record.row(rate=f"link to host memory, {name}", per_second_bytes=rate)
     work.record.fact(
         rates_of=found.after.device,
         matmul_flops=found.after.matmul_flops,
