@@ -229,9 +229,9 @@ class Rates:
             raise PlanError(f"expected rates of schema {SCHEMA}, {source} has schema {schema!r}; calibrate again")
         plain.pop("schema")
         try:
-            optional = {"memory": DeviceMemory.of_json, "host_link": lambda found: HostLink(**found)}
-            parts = {name: make(plain[name]) for name, make in optional.items() if plain.get(name) is not None}
-            return cls(**{**plain, **parts, "links": Links(**plain["links"])})
+            memory = None if plain.get("memory") is None else DeviceMemory.of_json(plain["memory"])
+            host = None if plain.get("host_link") is None else HostLink(**plain["host_link"])
+            return cls(**{**plain, "links": Links(**plain["links"]), "memory": memory, "host_link": host})
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             names = sorted(f.name for f in fields(cls))
             raise PlanError(
