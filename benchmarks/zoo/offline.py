@@ -143,10 +143,8 @@ def main() -> None:
     if asked.quick:
         names, asked.ranks = MODELS[:2], (1,)
     different = list[str]()
-    header, first = (
-        ["model", "ranks", *(f"{share:.0%}" for share in SHARES)],
-        origin("python -m benchmarks zoo.offline --write"),
-    )
+    header = ["model", "ranks", *(f"{share:.0%}" for share in SHARES)]
+    first = origin("python -m benchmarks zoo.offline --write")
     write_as_it_grows(PAGE, "zoo.offline", first, header, rows(names, asked.ranks, different), write=asked.write)
     sys.exit(bool(different))
 

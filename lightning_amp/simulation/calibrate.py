@@ -155,7 +155,7 @@ def calibration_report(found: Calibration) -> str:
         table(["step", "predicted", "measured", "predicted now", "techniques"], rows),
         fill(f"Measured is the best of {ROUNDS} rounds; the slowest took {apart} as long.", WIDTH),
         table(["rate", "before", "now"], numbers),
-        *([] if after.host_link is None else [host_link_report(after.host_link, before.host_bandwidth)]),
+        *([] if after.host_link is None else [host_link_report(after.host_link, before)]),
         *([_of_context(after.memory)] if after.memory is not None else []),
         *([found.note] if found.note else []),
     ]

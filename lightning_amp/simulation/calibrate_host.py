@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.host_link import HostLink
 from lightning_amp.text_table import table
 
@@ -36,25 +37,27 @@ def measure_host_link(place: torch.device, *, size: int | None = None) -> HostLi
     pairs = [(pinned[0], sent), (received, pinned[1])]
     out, back = (n / _seconds([pair], place) for pair in pairs)
     both = n / _seconds(pairs, place)
-    # copies of both directions take no less than those of one
+    # other work on the machine may disturb copies of one direction alone
     return HostLink(
         out=out, back=back, both=min(both, out, back), pageable_out=of_pageable[0], pageable_back=of_pageable[1]
     )
 
 
-def host_link_report(found: HostLink, before: float) -> str:
-    """Format the rates, and the rate before."""
+def host_link_report(found: HostLink, before: Rates) -> str:
+    """Format the rates; `before` are those of the device without the measurement."""
+    if not before.launches:
+        return f"{_rate(found.out)} from memory to memory, which is the link to host memory of a CPU"
     rows = [
-        [name, *(f"{rate / 1e9:.3g} GB/s" for rate in rates)]
-        for name, rates in (
-            ("to the host", (found.out, found.pageable_out)),
-            ("to the device", (found.back, found.pageable_back)),
-        )
+        ["to the host", _rate(found.out), _rate(found.pageable_out)],
+        ["to the device", _rate(found.back), _rate(found.pageable_back)],
+        ["each, both at once", _rate(found.both), ""],
+        ["before", _rate(before.host_bandwidth), ""],
     ]
-    return (
-        f"{table(['link to host memory', 'pinned', 'pageable'], rows)}\n\n"
-        f"{found.both / 1e9:.3g} GB/s in each direction while both run, pinned; {before / 1e9:.3g} GB/s before"
-    )
+    return table(["link to host memory", "pinned", "pageable"], rows)
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second / 1e9:.3g} GB/s"
 
 
 def _seconds(pairs: list[tuple[Tensor, Tensor]], place: torch.device) -> float:

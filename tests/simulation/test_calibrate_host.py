@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_amp.costs.device_rates import DEVICES, Rates
+from lightning_amp.costs.device_rates import CPU_CORE, DEVICES, Rates
 from lightning_amp.costs.host_link import HostLink
 from lightning_amp.errors import PlanError
 from lightning_amp.simulation import calibrate_host
@@ -33,8 +33,15 @@ def test_each_direction_is_measured_alone_and_both_at_once(monkeypatch: Any) -> 
     assert len(both) == 2
     # what leaves is read from one buffer of the device, what comes back is written to another
     assert out[1].data_ptr() != back[0].data_ptr()
-    assert "400" not in host_link_report(LINK, 31.5e9)
-    assert host_link_report(LINK, 31.5e9).endswith("15 GB/s in each direction while both run, pinned; 31.5 GB/s before")
+
+
+def test_the_report_has_all_rates_of_a_gpu_and_says_what_a_cpu_has() -> None:
+    lines = [line.split() for line in host_link_report(LINK, DEVICES["A100"]).splitlines()]
+    assert ["to", "the", "host", "20", "GB/s", "6", "GB/s"] in lines
+    assert ["to", "the", "device", "40", "GB/s", "9", "GB/s"] in lines
+    assert ["each,", "both", "at", "once", "15", "GB/s"] in lines
+    assert ["before", "31.5", "GB/s"] in lines
+    assert host_link_report(LINK, CPU_CORE).startswith("20 GB/s from memory to memory")
 
 
 def test_a_copy_is_made_and_the_best_round_counts(monkeypatch: Any) -> None:
