@@ -99,11 +99,10 @@ def calibrated(work: Work) -> None:
             measured_seconds=timing.measured,
             predicted_now_seconds=timing.after,
         )
-    for name, rate in asdict(found.after.host).items():
-        work.record.row(rate=f"link to host memory, {name}", per_second_bytes=rate)
     work.record.fact(
         rates_of=found.after.device,
         matmul_flops=found.after.matmul_flops,
         memory_rate_bytes=found.after.memory_bytes,
         operator_seconds=found.after.overhead_seconds,
+        **{f"host_{name}_rate_bytes": rate for name, rate in asdict(found.after.host).items()},
     )
