@@ -34,7 +34,7 @@ def test_prescribed_strategies_without_an_installer_stop_the_run(data_dir: Path)
 
 @pytest.mark.long
 def test_a_run_that_is_predicted_not_to_fit_is_refused_or_says_so_before_it_starts(data_dir: Path) -> None:
-    short = r"out of memory at stratum 0: .* per rank of 20.0 KiB; use smaller batches"
+    short = r"out of memory at stratum 0: .* per rank of 20.0 KiB; the step requires at least "
     with pytest.warns(UserWarning, match=short):
         trained = fitted(AMPStrategy(device_memory="20KiB", on_predicted_oom="warn"), data_dir, max_steps=1)
     assert trained.global_step > 0

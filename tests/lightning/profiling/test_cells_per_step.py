@@ -73,7 +73,7 @@ LOADERS: dict[str, tuple[Callable[[], Any], int | None]] = {
     "of a batch sampler": (sampled, 3),
     "two of unlike sizes": (lambda: {"a": split(), "b": sampled()}, 4),
     "combined": (lambda: CombinedLoader({"a": sampled()}, "max_size"), 3),
-    "ready batches": (lambda: DataLoader(CELLS.split(6), batch_size=None), None),  # type: ignore[arg-type]
+    "ready batches": (lambda: DataLoader(CELLS.split(6), batch_size=None), 6),  # type: ignore[arg-type]
     "not there yet": (raises, None),
 }
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import lightning_amp
 from lightning_amp import AMPStrategy
+from lightning_amp.costs.device_rates import rates_for
 from lightning_amp.errors import AmpError, InstallError, ModelError
 from lightning_amp.footprint.host_state import update_on_host
 from lightning_amp.lightning.strategy import mesh_strategy
@@ -359,7 +360,7 @@ def test_a_gpu_takes_fused_kernels_where_no_others_are_named(options: dict[str, 
 
 def test_the_policy_takes_it_on_one_gpu_where_nothing_else_fits() -> None:
     module, batch = made(), torch.randint(0, 64, (8,))
-    options: Any = {"rates": "H100"}
+    options: Any = {"rates": replace(rates_for("H100"), memory=None)}
     whole = lightning_amp.plan(module, batch, **options).plan.predicted_peak_bytes
     for share, names in ((0.6, ("host_optimizer",)), (0.45, ("host_optimizer", "early_update"))):
         plan = lightning_amp.plan(module, batch, device_memory=int(share * whole), **options).plan
