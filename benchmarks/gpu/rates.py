@@ -3,6 +3,7 @@
 import os
 import platform
 import sys
+from dataclasses import asdict
 
 import lightning
 import torch
@@ -103,4 +104,5 @@ def calibrated(work: Work) -> None:
         matmul_flops=found.after.matmul_flops,
         memory_rate_bytes=found.after.memory_bytes,
         operator_seconds=found.after.overhead_seconds,
+        **{f"host_{name}_rate_bytes": rate for name, rate in asdict(found.after.host).items()},
     )

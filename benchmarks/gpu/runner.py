@@ -117,6 +117,7 @@ class Work:
     Attributes:
         tiny: Whether sizes are those that a CPU runs in seconds.
         out: Folder of the results.
+        ranks: Numbers of processes on the device, for parts that have several.
     """
 
     device: torch.device
@@ -124,6 +125,7 @@ class Work:
     clock: Clock
     record: Record
     out: Path
+    ranks: tuple[int, ...] = (2,)
 
     def has_time(self, what: str, seconds: float = 1.0) -> bool:
         """Whether the part's clock has so many seconds left for a case; notes that it was not reached."""
@@ -146,7 +148,7 @@ class Part:
 
     Attributes:
         file: Its results lie in `file`.json.
-        seconds: Its budget.
+        seconds: Its share of the time; what parts before have left comes on top.
         run: Raises SkipPart where it cannot run here, and any other error where it fails.
     """
 
@@ -163,21 +165,32 @@ class Runner:
     Args:
         out: Folder of the results.
         device: As torch names it.
+        ranks: Numbers of processes on the device, for parts that have several.
         seconds: For all parts.
         after: Called after every part.
     """
 
-    def __init__(self, out: Path, *, device: str, tiny: bool, seconds: float, after: Callable[[], None]) -> None:
-        self._out, self._device, self._tiny, self._after = out, device, tiny, after
+    def __init__(
+        self,
+        out: Path,
+        *,
+        device: str,
+        tiny: bool,
+        seconds: float,
+        after: Callable[[], None],
+        ranks: tuple[int, ...] = (2,),
+    ) -> None:
+        self._out, self._after = out, after
+        self._place = device, tiny, ranks
         self._clock, self._method = Clock(seconds), "fork"
 
     def run(self, parts: Sequence[Part]) -> bool:
-        """Whether no part has failed; an interrupt leaves what is written."""
-        ran = [self._run(part) for part in parts]
+        """Whether all parts had time and none has failed; an interrupt leaves what is written."""
+        ran = [self._run(part, sum(late.seconds for late in parts[i + 1 :])) for i, part in enumerate(parts)]
         return all(ran)
 
-    def _run(self, part: Part) -> bool:
-        seconds = min(part.seconds, self._clock.left - GRACE_S)
+    def _run(self, part: Part, later: float) -> bool:
+        seconds = share(self._clock.left - GRACE_S, part.seconds, later)
         record, begin = Record(self._out / f"{part.file}.json", part.name), time.monotonic()
         record.begin()
         print(f"{part.title} ...", flush=True)
@@ -185,7 +198,7 @@ class Runner:
             if seconds > 0:
                 self._in_process(part, record, seconds)
             else:
-                record.end(FAILED, error="no time was left for it")
+                record.end(SKIPPED, error="no time was left for it")
         except KeyboardInterrupt:
             record.end(FAILED, error="interrupted", seconds=time.monotonic() - begin)
             raise
@@ -193,7 +206,7 @@ class Runner:
             self._after()
         entry = record.entry
         print(f"    {entry['status']} {entry['error']}".rstrip(), flush=True)
-        return entry["status"] in (OK, SKIPPED)
+        return seconds > 0 and entry["status"] in (OK, SKIPPED)
 
     def _in_process(self, part: Part, record: Record, seconds: float) -> None:
         begin = time.monotonic()
@@ -215,7 +228,7 @@ class Runner:
         """The process, once it has ended or its time is over."""
         sys.stdout.flush()
         context = multiprocessing.get_context(self._method)
-        arguments = (part, self._out, self._device, self._tiny, seconds)
+        arguments = (part, self._out, *self._place, seconds)
         process = context.Process(target=_carry_out, args=arguments)
         process.start()
         try:
@@ -235,7 +248,18 @@ def _end(process: BaseProcess) -> None:
     process.join()
 
 
-def _carry_out(part: Part, out: Path, device: str, tiny: bool, seconds: float) -> None:
+def share(left: float, own: float, later: float) -> float:
+    """Seconds of a part: its own, with what those before have not used, and no more than are left.
+
+    Args:
+        left: Of all parts together.
+        own: The part's.
+        later: Of the parts that follow.
+    """
+    return min(left, max(own, left - later))
+
+
+def _carry_out(part: Part, out: Path, device: str, tiny: bool, ranks: tuple[int, ...], seconds: float) -> None:
     os.setpgid(0, 0)
     record, begin = Record(out / f"{part.file}.json", part.name), time.monotonic()
     place = torch.device(device)
@@ -248,7 +272,7 @@ def _carry_out(part: Part, out: Path, device: str, tiny: bool, seconds: float) -
     try:
         if place.type == "cuda":
             torch.cuda.set_device(place)
-        part.run(Work(device=place, tiny=tiny, clock=Clock(seconds), record=record, out=out))
+        part.run(Work(device=place, tiny=tiny, clock=Clock(seconds), record=record, out=out, ranks=ranks))
         record.end(OK, seconds=time.monotonic() - begin)
     except SkipPart as why:
         record.end(SKIPPED, error=str(why), seconds=time.monotonic() - begin)

@@ -110,6 +110,9 @@ def _plan_of_step(
     grid = getattr(arguments, "tensor_grid", None)
     if grid is not None:
         options["tensor_grid"] = _grid(grid, request["strategies"])
+    host = getattr(arguments, "host_memory", None)
+    if host is not None:
+        options["host_memory"] = _checked("host_memory", host, request["strategies"])
     del request["batch_size"]
     rates = rates_asked(requested, around.precision)
     made = plan_of_module(
@@ -138,13 +141,17 @@ def _dimension(text: str) -> tuple[str, int]:
 
 def _grid(text: str, strategies: Any) -> tuple[int, ...] | None:
     """Parse the sizes of a grid such as "2,1,2"; None for "auto"."""
-    from lightning_amp.lightning.strategy.request import Request
-
     if text == "auto" and {*parse_strategies(strategies or "S1")} & {*options_of_techniques()["tensor_grid"]}:
         return None
     sizes = tuple(int(part) if part.strip().isdecimal() else part for part in text.split(","))
-    # the same checks as in AMPStrategy
-    return Request(strategies=strategies, tensor_grid=sizes).tensor_grid  # type: ignore[arg-type]
+    return _checked("tensor_grid", sizes, strategies)  # type: ignore[no-any-return]
+
+
+def _checked(name: str, value: Any, strategies: Any) -> Any:
+    """Return an option of a technique after the same checks as in AMPStrategy."""
+    from lightning_amp.lightning.strategy.request import Request
+
+    return getattr(Request(strategies=strategies, **{name: value}), name)
 
 
 def _requested(arguments: argparse.Namespace, options: dict[str, Any]) -> argparse.Namespace:

@@ -39,8 +39,9 @@ VERBS: dict[str, tuple[str, str, str]] = {
     ),
     "calibrate": (
         "measure a step on this device, so that predicted times fit it",
-        "Measure a decoder step several times on an idle machine, fit the rates of the time model to the best one, and"
-        " write them as JSON, for --rates of plan and simulate and for AMPStrategy(rates=...).",
+        "Measure a decoder step several times on an idle machine, fit the rates of the time model to the best one,"
+        " measure the link to host memory, and write them as JSON, for --rates of plan and simulate and for"
+        " AMPStrategy(rates=...).",
         "--device cpu --out rates.json",
     ),
     "tune": (

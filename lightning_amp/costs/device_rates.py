@@ -52,6 +52,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_amp.costs.device_memory import DeviceMemory, memory_of_tensors
+from lightning_amp.costs.host_link import HostLink
 from lightning_amp.errors import PlanError, meant
 from lightning_amp.quantities import is_number
 
@@ -158,6 +159,7 @@ class Rates:
         launches: Whether a host launches operators asynchronously, as on a GPU.
         sdpa_share: Share of matmul_flops that attention in torch's fused kernels reaches.
         host_bandwidth: Bytes per second between device and host memory, one way.
+        host_link: The same link, measured, or None.
         memory: Memory of the GPU, and what a process takes of it beside tensors; None if it is not compared with.
     """
 
@@ -171,6 +173,7 @@ class Rates:
     sdpa_share: float = 0.5
     host_bandwidth: float = 31.5e9
     memory: DeviceMemory | None = None
+    host_link: HostLink | None = None
 
     def __post_init__(self) -> None:
         """Validate the numbers.
@@ -195,6 +198,11 @@ class Rates:
     def device_type(self) -> str:
         """Device type as in torch: "cuda" for every device that launches operators."""
         return "cuda" if self.launches else "cpu"
+
+    @property
+    def host(self) -> HostLink:
+        """The link to host memory: as measured, else by the data sheet."""
+        return self.host_link or HostLink.alike(self.host_bandwidth)
 
     def on_nodes_of(self, devices: int | None) -> "Rates":
         """Return the rates with this many devices per node; None does not change them."""
@@ -222,7 +230,8 @@ class Rates:
         plain.pop("schema")
         try:
             memory = None if plain.get("memory") is None else DeviceMemory.of_json(plain["memory"])
-            return cls(**{**plain, "links": Links(**plain["links"]), "memory": memory})
+            host = None if plain.get("host_link") is None else HostLink(**plain["host_link"])
+            return cls(**{**plain, "links": Links(**plain["links"]), "memory": memory, "host_link": host})
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             names = sorted(f.name for f in fields(cls))
             raise PlanError(

@@ -26,8 +26,20 @@ def mesh_of(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
         _OF[:] = [everyone]
     key = device_type, tuple(sizes.items())
     if key not in _MADE:
-        _MADE[key] = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        backend = gloo_on(device_type)
+        override: Any = dict.fromkeys(sizes, backend) if backend else None
+        shape, names = tuple(sizes.values()), tuple(sizes)
+        _MADE[key] = init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=override)
     return _MADE[key]
+
+
+def gloo_on(device_type: str) -> str | None:
+    """Return "gloo" if it connects ranks on GPUs, else None, which torch's meshes take as it is.
+
+    A mesh of torch 2.11 takes NCCL for tensors on GPUs, also if the processes are connected by gloo alone, because
+    they share a GPU, which NCCL refuses.
+    """
+    return "gloo" if device_type == "cuda" and dist.get_backend() == "gloo" else None
 
 
 def _leave_those_of_the_parent() -> None:

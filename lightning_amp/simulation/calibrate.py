@@ -4,7 +4,7 @@ A decoder of synthetic sizes runs forward and backward in two forms, which alter
 that policy "auto" chooses for one device, and without techniques. The best round of each counts, because other
 processes only slow a step down. If the median round took much longer, or the best one had to wait for a processor,
 nothing is fitted. The rates are fitted to the first form; the second is the check: if the model had all proportions
-right, its new prediction would equal the measurement.
+right, its new prediction would equal the measurement. The link to host memory is measured by copies.
 
 On a GPU the bytes of CUDA's context are measured too: what is taken of the device outside of torch's allocator.
 
@@ -34,6 +34,7 @@ from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import techniques
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_bytes, format_seconds
+from lightning_amp.simulation.calibrate_host import host_link_report, measure_host_link
 from lightning_amp.simulation.models_without_values import DecoderAlone
 from lightning_amp.techniques.rates_of import rates_of
 from lightning_amp.text_table import WIDTH, table
@@ -113,7 +114,9 @@ def calibrate(
     predicted = [made.predicted_step_seconds or 0.0 for made in plans]
     after = replace(calibrated(before, predicted[0], measured[0]), device=f"{name}, calibrated")
     if place.type == "cuda":
+        # before any buffer of a copy
         after = replace(after, memory=measured_memory(place))
+    after = replace(after, host_link=measure_host_link(place))
     again = [_plan(decoder, cells, after, made.strategies or "S1").predicted_step_seconds for made in plans]
     timings = [
         Timing(strategies=made.strategies, before=b, measured=min(found), slowest=max(found), after=a or 0.0)
@@ -152,6 +155,7 @@ def calibration_report(found: Calibration) -> str:
         table(["step", "predicted", "measured", "predicted now", "techniques"], rows),
         fill(f"Measured is the best of {ROUNDS} rounds; the slowest took {apart} as long.", WIDTH),
         table(["rate", "before", "now"], numbers),
+        *([] if after.host_link is None else [host_link_report(after.host_link, before)]),
         *([_of_context(after.memory)] if after.memory is not None else []),
         *([found.note] if found.note else []),
     ]

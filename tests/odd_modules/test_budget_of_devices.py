@@ -110,7 +110,7 @@ class Cuda:
         replaced = {
             "get_per_process_memory_fraction": lambda device: self.fractions[-1],
             "set_per_process_memory_fraction": lambda fraction, device: self.fractions.append(fraction),
-            "get_device_properties": lambda device: SimpleNamespace(total_memory=80 * GIB),
+            "get_device_properties": lambda device: SimpleNamespace(total_memory=80 * GIB, uuid="GPU-0"),
             "mem_get_info": lambda device: (60 * GIB, 80 * GIB),
             "memory_reserved": lambda device: 2 * GIB,
         }
@@ -140,22 +140,32 @@ def test_the_allocator_holds_a_budget_until_it_is_undone(monkeypatch: pytest.Mon
 
 def test_the_least_of_the_ranks_devices_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     Cuda(monkeypatch)
-
-    def gather(everyones: list[int], own: int) -> None:
-        everyones[:] = [own, own // 2]
-
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     own = hardware.reservable_bytes(CUDA)
     assert own == 62 * GIB
     assert hardware.least_budget(CUDA, node_ranks=2, n_ranks=1) == own
-    assert hardware.least_budget(CUDA, node_ranks=2, n_ranks=2) == own // 2
+
+    def least(*others: tuple[int, str]) -> int:
+        def gather(everyones: list[Any], mine: Any) -> None:
+            everyones[:] = [mine, *others]
+
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+        return hardware.least_budget(CUDA, node_ranks=2, n_ranks=1 + len(others))
+
+    assert least((own // 2, "GPU-1")) == own // 2
+    # ranks on one GPU share what it has
+    assert least((own, "GPU-0"), (own, "GPU-1")) == own // 2
+    assert least((own, "GPU-0"), (own // 4, "GPU-1")) == own // 4
 
 
 @pytest.mark.parametrize("named", [None, "24GiB"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_on_a_gpu_has_what_is_left_to_tensors(monkeypatch: pytest.MonkeyPatch, named: Any, ranks: int) -> None:
     Cuda(monkeypatch)
-    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda everyones, own: None)
+
+    def gather(everyones: list[Any], mine: tuple[int, str]) -> None:
+        everyones[1:] = [(mine[0], "GPU-1")]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     facts: Any = object.__new__(PlanningContext)

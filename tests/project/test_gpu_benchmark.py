@@ -11,17 +11,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu import exactness
-from benchmarks.gpu.__main__ import PARTS
+from benchmarks.gpu import exactness, several_ranks
+from benchmarks.gpu.__main__ import PARTS, SECONDS
 from benchmarks.gpu.device import FLOAT32, FLOAT64, PRECISIONS
 from benchmarks.gpu.exactness import FORMS, _row, decoders
 from benchmarks.gpu.rates import FILE as RATES
 from benchmarks.gpu.report import FILE as REPORT
-from benchmarks.gpu.runner import Clock, Record, Work, read
+from benchmarks.gpu.runner import Clock, Part, Record, Runner, Work, read, share
 from benchmarks.page import ROOT
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.techniques.hic.attention.install import ChunkedLocalAttention, FusedLocalAttention
 from lightning_amp.techniques.table import STRATEGIES
+from lightning_amp.verification.compare import Record as Recorded
 
 MOST_FILES, MOST_BYTES = 8, 16 * 2**20
 BUSY = "something else keeps it busy"
@@ -48,7 +49,7 @@ if __name__ == "__main__":
     seconds = {wrong: 1, hang: 1, die: 1, leave: 1, fine: 1, cuda: 60}
     parts = [Part(name=f.__name__, title=f.__name__, file="all", seconds=n, run=f) for f, n in seconds.items()]
     after = lambda: write_report(out, parts, device="cpu", tiny=True)
-    parts_of = Runner(out, device="cpu", tiny=True, seconds=90, after=after)
+    parts_of = Runner(out, device="cpu", tiny=True, seconds=sum(seconds.values()) + 1, after=after)
     sys.exit(0 if parts_of.run(parts) else 1)
 """
 
@@ -66,7 +67,7 @@ def start(*words: object) -> "subprocess.Popen[str]":
 @pytest.mark.release
 def test_every_part_runs_on_a_cpu(tmp_path):
     process = start("-m", "benchmarks.gpu", "--out", tmp_path, "--tiny", "--device", "cpu")
-    printed, _ = process.communicate(timeout=280)
+    printed, _ = process.communicate(timeout=560)
     assert process.returncode == 0, printed
     entries = {part.name: read(tmp_path / f"{part.file}.json")[part.name] for part in PARTS}
     busy = entries["calibrate"]["error"]
@@ -106,7 +107,8 @@ def test_a_part_that_fails_hangs_or_dies_keeps_no_other_from_running(tmp_path):
     }
     assert found["wrong"]["error"] == "ValueError: out of luck"
     assert any("in wrong" in line for line in found["wrong"]["facts"]["traceback"])
-    assert "ended after its 1 s" in found["hang"]["error"]
+    # it had what the first one has left
+    assert "ended after its 2 s" in found["hang"]["error"]
     assert found["hang"]["rows"] == [{"before": 1}]
     assert "ended with -9" in found["die"]["error"]
     assert found["cuda"]["rows"] == [{"spawned": True}]
@@ -114,6 +116,26 @@ def test_a_part_that_fails_hangs_or_dies_keeps_no_other_from_running(tmp_path):
     assert "| fine | ok |" in text
     assert "as it should be" in text
     assert "nothing to do here" in text
+
+
+@pytest.mark.parametrize(
+    ("left", "own", "later", "seconds"),
+    # its own; with what is left over; where the time is short; where none is left
+    [(100, 10, 90, 10), (100, 10, 60, 40), (50, 10, 90, 10), (5, 10, 0, 5), (-1, 10, 0, -1)],
+)
+def test_a_part_has_its_share_and_what_those_before_have_left(left, own, later, seconds):
+    assert share(left, own, later) == seconds
+
+
+def test_shares_are_the_time_of_all_parts():
+    assert sum(part.seconds for part in PARTS) == SECONDS
+
+
+def test_a_part_without_time_is_told(tmp_path, capsys):
+    part = Part(name="late", title="Late", file="all", seconds=5, run=lambda work: None)
+    assert not Runner(tmp_path, device="cpu", tiny=True, seconds=1, after=lambda: None).run([part])
+    assert read(tmp_path / "all.json")["late"]["status"] == "skipped"
+    assert "skipped no time was left for it" in capsys.readouterr().out
 
 
 def test_exactness_covers_every_technique_of_one_device():
@@ -146,6 +168,39 @@ def test_a_gradient_off_by_more_than_rounding_is_wrong(tmp_path, precision, off,
     values = found, expected
     assert _row(SimpleNamespace(record=record), "d", "f", precision, values, plain)[1] == wrong
     assert record.entry["rows"][0]["answer"] == ("**wrong**" if wrong else "exact")
+
+
+@pytest.mark.parametrize(
+    ("precision", "off", "of_one", "answer"),
+    [
+        ("64-true", 1e-9, 0.0, "**wrong**"),
+        ("64-true", 1e-11, 0.0, "exact"),
+        ("64-true", float("nan"), 0.0, "**wrong**"),
+        ("bf16-mixed", 4e-2, 1e-2, "**wrong**"),
+        ("bf16-mixed", 2.5e-2, 1e-2, "exact"),
+        ("64-true", None, 0.0, "**failed**"),
+    ],
+)
+def test_ranks_that_differ_from_one_process_are_told(tmp_path, monkeypatch, precision, off, of_one, answer):
+    def trained(off):
+        values = {"w": torch.ones(3).double() * (1 + off)}
+        recorded = Recorded(losses=[[2.0], [1.0]], gradients=values, parameters={"w": torch.ones(3).double()})
+        return several_ranks.Trained(recorded)
+
+    def run_ranks(*args, **options):
+        if off is None:
+            pytest.fail("rank 1 failed: no such kernel")
+        # the second rank alone is off
+        return [trained(0.0), trained(off)._replace(data_rank=1)]
+
+    monkeypatch.setattr(several_ranks, "run_ranks", run_ranks)
+    record = Record(tmp_path / "checks.json", "several_ranks")
+    record.begin()
+    work = Work(record=record, device=torch.device("cpu"), tiny=True, clock=Clock(60.0), out=tmp_path)
+    case = several_ranks.Case("S1")
+    right = several_ranks._row(work, tmp_path, 2, case, precision, trained(0.0), trained(of_one))
+    assert right == (answer == "exact")
+    assert record.entry["rows"][0]["answer"] == answer
 
 
 def test_a_technique_that_is_wrong_or_fails_is_told_beside_the_others(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ import torch
 from benchmarks.zoo import table
 from benchmarks.zoo.__main__ import in_a_child
 from benchmarks.zoo.cases import CASES, PREDICTED, QUICK
+from benchmarks.zoo.offline import differing
 from benchmarks.zoo.one_run import Fit, difference, fits_of
 from tests.paths import ROOT
 
@@ -115,6 +116,14 @@ def test_a_refusal_is_shown_with_its_way_out() -> None:
     )
     record = {"refused": f"DoesNotFitError: {said}. Nothing was trained: AMPStrategy(on_predicted_oom='warn')"}
     assert table.reason(record) == said.replace("2.25 MiB", "N").replace("2.17 MiB", "N")
+
+
+def test_a_plan_without_a_run_that_differs_from_that_of_the_fit_is_told() -> None:
+    plan = {"techniques": ("recompute",), "peak": 5}
+    assert differing(plan, dict(plan)) == []
+    assert differing(plan, plan | {"peak": 6}) == ["peak: 5, in the fit 6"]
+    assert len(differing(plan, {"error": "PlanError: no"})) == 3
+    assert differing({"error": "PlanError: no"}, {"error": "PlanError: none"}) == []
 
 
 def test_the_page_of_claims_has_the_counts_of_the_zoo() -> None:

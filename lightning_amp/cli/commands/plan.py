@@ -58,6 +58,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="with --config or MODULE:CLASS: print what the blocks run that the plan computes in chunks, as Python",
     )
     parser.add_argument(
+        "--host-memory",
+        metavar="SIZE",
+        help="with --config or MODULE:CLASS, and --strategies offload or host_optimizer: most host memory of a rank,"
+        " such as 64GiB (default: any)",
+    )
+    parser.add_argument(
         "--largest",
         metavar="NAME[:DIM]",
         help="with --config or MODULE:CLASS and --device-memory: say the largest length that fits of a dimension of the"
@@ -88,7 +94,7 @@ def _run(arguments: argparse.Namespace) -> int:
     refuse(
         arguments,
         "a data directory or --shape",
-        {"--tensor-grid": "tensor_grid"},
+        {"--tensor-grid": "tensor_grid", "--host-memory": "host_memory"},
         "which is of --config FILE.yaml or MODULE:CLASS",
     )
     if arguments.show_code:

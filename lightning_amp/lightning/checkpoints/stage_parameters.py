@@ -32,6 +32,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.lightning.checkpoints.probe_optimizer import mixes, mixes_parameters
 from lightning_amp.lightning.checkpoints.read_directory import replaced
 from lightning_amp.lightning.checkpoints.shards import Shards, numbered
+from lightning_amp.techniques.ranks.messages import receive, sendable
 from lightning_amp.techniques.ranks.placeholders import AbsentParameter, absent_parameter
 from lightning_amp.techniques.table import STAGED
 
@@ -177,15 +178,16 @@ class StageParameters(Shards):
         own.grad = grad = torch.zeros_like(own) if own.grad is None else own.grad.contiguous()
         # the first rank adds in rank order and sends the sum back, so that all have the same bits
         if self._rank != first:
-            dist.send(grad, group=group, group_dst=first, tag=tag)
-            dist.recv(grad, group=group, group_src=first, tag=tag)
+            dist.send(sendable(grad, group), group=group, group_dst=first, tag=tag)
+            receive(grad, group, first, tag)
             return
         theirs = torch.empty_like(grad)
         for other in others:
-            dist.recv(theirs, group=group, group_src=other, tag=tag)
+            receive(theirs, group, other, tag)
             grad += theirs
+        total = sendable(grad, group)
         for other in others:
-            dist.send(grad, group=group, group_dst=other, tag=tag)
+            dist.send(total, group=group, group_dst=other, tag=tag)
 
     def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Raise for optimisers whose update depends on several parameters."""

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -65,14 +66,16 @@ def allocator_settings() -> AllocatorSettings | str:
 def least_budget(device: torch.device, *, node_ranks: int, n_ranks: int) -> int:
     """Return the least memory of the ranks, because others may use the GPU of one of them; a collective on CUDA.
 
-    It is that of tensors on a CPU, and what torch's allocator may reserve on a GPU.
+    It is that of tensors on a CPU, and what torch's allocator may reserve on a GPU. Ranks on one GPU share it equally.
     """
     own = reservable_bytes(device) if device.type == "cuda" else device_budget(device, node_ranks=node_ranks)
     if device.type != "cuda" or n_ranks == 1:
         return own
-    everyones = [own] * n_ranks
-    dist.all_gather_object(everyones, own)
-    return min(everyones)
+    mine = own, str(torch.cuda.get_device_properties(device).uuid)
+    everyones = [mine] * n_ranks
+    dist.all_gather_object(everyones, mine)
+    ranks_on = Counter(gpu for _, gpu in everyones)
+    return min(n_bytes // ranks_on[gpu] for n_bytes, gpu in everyones)
 
 
 def hold_budget(device: torch.device, budget: int) -> Callable[[], None]:

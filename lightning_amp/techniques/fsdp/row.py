@@ -76,8 +76,9 @@ def fsdp_seconds(step: ProfiledStep, units: Sequence[ParameterUnit], spec: Fully
     if not (spec.offload and step.rates.launches):
         # on a CPU rows are not copied, and the optimiser runs there in any case
         return max(0.0, sent)
-    moved, updated = 3 * whole / shard, PASSES * step.held_bytes / shard
-    return max(0.0, sent) + moved / step.rates.host_bandwidth + updated / CPU_CORE.memory_bytes
+    # rows come in both passes, gradients leave
+    moved = whole / shard * (2 / step.rates.host.back + 1 / step.rates.host.out)
+    return max(0.0, sent) + moved + PASSES * step.held_bytes / shard / CPU_CORE.memory_bytes
 
 
 NAME = "fsdp"

@@ -138,7 +138,7 @@ def _seconds(seen: ProfiledStep, state: int, *, n_buckets: int) -> float:
         # the core that computes reads and writes each copy; the update runs there in any case
         return 2 * 3 * whole / rates.memory_bytes + python
     update = PASSES * (2 * whole + state) / CPU_CORE.memory_bytes
-    return max(2 * whole / rates.host_bandwidth, update + python)
+    return max(whole / rates.host.out + whole / rates.host.back, update + python)
 
 
 def _requested_spec(spec: HostOptimizer, request: Any) -> tuple[HostOptimizer, bool]:

@@ -158,8 +158,8 @@ def _exposed(seen: ProfiledStep, out: int, back: int) -> float:
     if not rates.launches:
         # the core that computes reads and writes both
         return 2 * (out + back) / rates.memory_bytes
-    beside = ((out, FORWARD * seconds), (back, (1 - FORWARD) * seconds))
-    return sum(max(0.0, n_bytes / rates.host_bandwidth - time) for n_bytes, time in beside)
+    leaving = max(0.0, out / rates.host.out - FORWARD * seconds)
+    return leaving + max(0.0, back / rates.host.back - (1 - FORWARD) * seconds)
 
 
 def _requested_spec(spec: Offload, request: Any) -> tuple[Offload, bool]:

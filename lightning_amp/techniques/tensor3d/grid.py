@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_amp.sharding.meshes import mesh_of
+from lightning_amp.sharding.meshes import gloo_on, mesh_of
 from lightning_amp.sharding.splits import MeshAxis
 
 AXES = ("x", "y", "z")
@@ -58,5 +58,5 @@ class Grid:
             axis = mesh[name]
             made[name] = MeshAxis(name, axis.size(), axis.get_local_rank(), axis.get_group(), "gather")
         data = made.pop("data")
-        block = mesh["z", "y", "x"]._flatten("block")
+        block = mesh["z", "y", "x"]._flatten("block", backend_override=gloo_on(device_type))
         return Grid(**made, replicas=data if data.size > 1 else None, block=block, device_type=device_type)

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import tree_flatten, tree_leaves, tree_unflatten
 from lightning_amp.errors import InstallError
+from lightning_amp.techniques.ranks.messages import receive, sendable
 
 
 def seed_draws(seed: int) -> None:
@@ -179,12 +180,11 @@ class Messages:
             wait_until_sent(work)
 
     def _send(self, tensor: Tensor, stage: int, tag: int) -> None:
-        tensor = _real(tensor.resolve_conj().contiguous())
-        to = dist.get_global_rank(self._group, stage % self._ranks)
-        self._sent.append((dist.isend(tensor, to, group=self._group, tag=tag), tensor))
+        sent = sendable(_real(tensor.resolve_conj().contiguous()), self._group)
+        self._sent.append((dist.isend(sent, group=self._group, group_dst=stage % self._ranks, tag=tag), sent))
 
     def _receive(self, tensor: Tensor, stage: int, tag: int) -> None:
-        dist.recv(_real(tensor), dist.get_global_rank(self._group, stage % self._ranks), group=self._group, tag=tag)
+        receive(_real(tensor), self._group, stage % self._ranks, tag)
 
     def _tag(self, stage: int, micro_batch: int, i: int) -> int:
         return (micro_batch * 2 * self._stages + stage) * MOST + i
