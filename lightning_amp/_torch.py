@@ -1,7 +1,7 @@
 """Import every private name of torch that this package uses, with the reason; wrap private calls in functions."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -84,6 +84,9 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # disables all such contexts: planning code must not be recorded as part of a step
 from torch.utils._python_dispatch import _disable_current_modes as unseen
+
+# put one of them back as it was
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 # the leaves of nested tuples, lists and dictionaries
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -278,6 +281,40 @@ def is_wrapped(module: nn.Module) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module was returned by `torch.compile`, or compiled in place by `module.compile()`."""
     return is_wrapped(module) or bool(vars(module).get("_compiled_call_impl"))
+
+
+def compile_context(module: nn.Module) -> Any:
+    """Return the context of `torch.compile` that a compiled module runs in, with its backend and settings."""
+    if is_wrapped(module):
+        return vars(module)["dynamo_ctx"]
+    # of `module.compile()` torch keeps a function, whose settings are in the closure of its public accessor
+    return vars(module)["_compiled_call_impl"].get_compiler_config.__closure__[0].cell_contents
+
+
+def innermost_backend(callback: Any) -> Any:
+    """Return the backend in the wrappers that Dynamo puts around it."""
+    from torch._dynamo.eval_frame import innermost_backend as find
+
+    return find(callback)
+
+
+def runs_uncompiled() -> bool:
+    """Whether compiled modules run uncompiled now, by `torch.compiler.set_stance`."""
+    from torch._dynamo import eval_frame
+
+    return bool(eval_frame._stance.stance == "force_eager")
+
+
+@contextmanager
+def modes_on(modes: Sequence[Any]) -> Iterator[None]:
+    """Activate dispatch modes again that `unseen` has disabled, without their `__enter__`; the first is innermost."""
+    for mode in reversed(modes):
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()
 
 
 def compile_settings(*, graphs: int) -> AbstractContextManager[Any]:

@@ -14,6 +14,7 @@ from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import PlanError
 from lightning_amp.techniques.chunk.row import ROW as CHUNK
+from lightning_amp.techniques.compiled_budget.row import ROW as COMPILED_BUDGET
 from lightning_amp.techniques.data.row import ROW as S1
 from lightning_amp.techniques.early_update.row import ROW as EARLY_UPDATE
 from lightning_amp.techniques.fsdp.row import ROW as FSDP
@@ -46,6 +47,7 @@ STRATEGIES: dict[str, Technique] = {
     "pipeline": PIPELINE,
     "fsdp": FSDP,
     "chunk": CHUNK,
+    "compiled_budget": COMPILED_BUDGET,
     "logits": LOGITS,
     "replay": REPLAY,
     "offload": OFFLOAD,

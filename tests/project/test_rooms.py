@@ -11,10 +11,12 @@ NAMED = {
     "fsdp": (r"techniques\.fsdp|FullyShard|[\"']fsdp[\"']", 5),
     "chunk": (r"techniques\.chunk|[\"']chunk[\"'](?!, [\"'](?:cat|tensor_split|unbind)[\"'])", 6),
     "pipeline": (r"techniques\.pipeline|[\"']pipeline[\"']", 6),
-    "recompute": (r"techniques\.recompute|[\"']recompute[\"']", 5),
+    # one is the key of a mark of torch's partitioner
+    "recompute": (r"techniques\.recompute|[\"']recompute[\"']", 6),
     "logits": (r"techniques\.logits|[\"']logits[\"']", 5),
     "replay": (r"techniques\.replay|[\"']replay[\"']", 2),
     "offload": (r"techniques\.offload|[\"']offload[\"']", 1),
+    "compiled_budget": (r"techniques\.compiled_budget|[\"']compiled_budget[\"']", 1),
     "early_update": (r"techniques\.early_update|[\"']early_update[\"']", 1),
     "host_optimizer": (r"techniques\.host_optimizer|[\"']host_optimizer[\"']", 1),
     "sequence": (r"techniques\.sequence|[\"']sequence[\"']", 4),

@@ -44,7 +44,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, techniques
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.contract.protocol import find_decoders
-from lightning_amp.techniques.table import OF_BLOCKS, STAGED, refuse_apart, stage_search, technique_of_steps
+from lightning_amp.techniques.table import OF_BLOCKS, STAGED, STRATEGIES, refuse_apart, stage_search, technique_of_steps
 from lightning_amp.techniques.technique import function_at
 
 
@@ -182,8 +182,11 @@ class InstalledPlan:
         return self._strategy.root_device.type == "cpu" and self._request.device_memory is not None
 
     def _holds(self, plan: Plan) -> bool:
-        """Whether batches are counted: not without a count of the step, nor for stages (parameters on other ranks)."""
-        return self._counts and plan.mesh.model == 1 and (plan.diagnosis is not None or plan.fits is None)
+        """Whether batches are counted: not without a count of the step, nor for stages (parameters on other ranks), nor
+        in compiled graphs, whose buffers no operator makes."""
+        hidden = any(STRATEGIES[name].runs_compiled for name in plan.strategies)
+        known = plan.diagnosis is not None or plan.fits is None
+        return self._counts and not hidden and plan.mesh.model == 1 and known
 
     def _leaner(self) -> str:
         """Install a plan that needs less memory, on all ranks; return a description, or "" if there is none."""

@@ -76,7 +76,11 @@ def check_precision(installed: Installed, precision: Precision, plan: Plan) -> N
 def check_compiled(module: nn.Module, plan: Plan) -> None:
     """Raise a PlanError if the plan changes modules that torch.compile has wrapped, or modules inside them."""
     compiled = [name for name, child in module.named_modules() if is_compiled(child)]
-    changing = [rule for rule in plan.rules if not isinstance(rule.spec, LEAVES_LAYERS)]
+    changing = [
+        rule
+        for rule in plan.rules
+        if not (isinstance(rule.spec, LEAVES_LAYERS) or STRATEGIES[rule.strategy].runs_compiled)
+    ]
     for rule in changing if compiled else ():
         # fsdp replaces no module: its hooks also run on a compiled block
         names = matched_names(rule, module) if installer_of(type(rule.spec)) else []
