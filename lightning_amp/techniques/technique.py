@@ -40,6 +40,7 @@ class Prediction:
         counted: Whether its savings show when the step is counted on one device with its rules installed.
         slow: Whether its search takes seconds, which are saved if a step fits without it.
         last_resort: Whether it is combined with others only if no plan without it fits.
+        quiet: Whether a diagnosis leaves it out of steps that refuse it: those of modules that it is not made for.
         variants: Step and ranks -> the step with each way to apply the technique; the fastest that fits is taken.
     """
 
@@ -51,6 +52,7 @@ class Prediction:
     counted: bool = True
     slow: bool = False
     last_resort: bool = False
+    quiet: bool = False
     variants: Callable[[ProfiledStep, int], Iterator[ProfiledStep]] | None = None
     notes: Callable[[ProfiledStep], Iterator[str]] | None = None
 

@@ -188,6 +188,8 @@ def advice(
             does_not[name] = f"{name} would not: {why_not(made)}"
 
     for name, technique in PREDICTIONS.items():
+        if technique.quiet and name in seen.refused:
+            continue
         if _is_needless(seen, (name,), ranks=ranks, budget=budget):
             does_not[name] = NEEDLESS.format(name)
             continue

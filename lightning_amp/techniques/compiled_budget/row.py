@@ -64,6 +64,11 @@ ROW = Technique(
     refusal="lightning_amp.techniques.compiled_budget.install:refusal",
     runs_compiled=True,
     prediction=Prediction(
-        add=add, kinds=(ACTIVATIONS, TEMPORARIES), limit="the peak is outside of what is compiled", turn=8, slow=True
+        add=add,
+        kinds=(ACTIVATIONS, TEMPORARIES),
+        limit="the peak is outside of what is compiled",
+        turn=8,
+        slow=True,
+        quiet=True,
     ),
 )
