@@ -84,7 +84,10 @@ def test_private_names_are_in_one_file_each() -> None:
     private = re.compile(r"(torch|lightning)(\.\w+)*\._[a-z]|from (torch|lightning)\S* import \(?\s*_", re.I)
     # how operators reach a subclass of Tensor is nobody's business but that of sharded tensors
     homes = {"lightning_amp/lightning/_compat.py"}
-    homes |= {f"lightning_amp/{room}_torch.py" for room in ("", "sharding/", "techniques/fsdp/")}
+    homes |= {
+        f"lightning_amp/{room}_torch.py"
+        for room in ("", "sharding/", "techniques/fsdp/", "techniques/compiled_budget/")
+    }
     files = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "lightning_amp").rglob("*.py")}
     uses = {
         name

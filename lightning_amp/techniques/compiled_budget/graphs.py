@@ -32,6 +32,7 @@ from lightning_amp._torch import (
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.holding import replacing
+from lightning_amp.techniques.compiled_budget._torch import functorch_parts, inductor_parts
 
 HOOKS = (
     "_global_forward_hooks",
@@ -114,11 +115,7 @@ def _without_hooks() -> Iterator[None]:
 @contextmanager
 def _without_kernels() -> Iterator[None]:
     """Let TorchInductor generate its code, and load it with kernels that compute nothing; its caches are not used."""
-    from torch._functorch import config as functorch_config
-    from torch._inductor import config
-    from torch._inductor.async_compile import AsyncCompile
-    from torch._inductor.codecache import PyCodeCache
-
+    inductor, functorch = inductor_parts(), functorch_parts()
     written = [""]
 
     def write(source: str, extra: str = "") -> tuple[str, str]:
@@ -134,11 +131,11 @@ def _without_kernels() -> Iterator[None]:
         return found
 
     with ExitStack() as stack:
-        stack.enter_context(replacing(PyCodeCache, write=write, load_by_key_path=load))
-        stack.enter_context(replacing(AsyncCompile, **dict.fromkeys(KERNELS, _no_kernel)))
-        stack.enter_context(functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True))
+        stack.enter_context(replacing(inductor.PyCodeCache, write=write, load_by_key_path=load))
+        stack.enter_context(replacing(inductor.AsyncCompile, **dict.fromkeys(KERNELS, _no_kernel)))
+        stack.enter_context(functorch.config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True))
         stack.enter_context(
-            config.patch(
+            inductor.config.patch(
                 {"fx_graph_cache": False, "size_asserts": False, "alignment_asserts": False, "triton.cudagraphs": False}
             )
         )

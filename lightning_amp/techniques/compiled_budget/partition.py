@@ -14,20 +14,23 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_amp.holding import replacing
+from lightning_amp.techniques.compiled_budget._torch import functorch_parts
 
 
 @contextmanager
 def partitioned_within(share: float) -> Iterator[None]:
     """Partition graphs that are compiled in this block with a budget of 0 < `share` <= 1."""
-    from torch._functorch import config, partitioners
-
+    config, partitioners = functorch_parts()
     choose = partitioners.choose_saved_values_set
 
-    def chosen(graph: torch.fx.Graph, *args: Any, **named: Any) -> list[torch.fx.Node]:
+    def chosen(graph: torch.fx.Graph, *args: Any, **named: Any) -> Any:
         for node in graph.nodes:
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
         return choose(graph, *args, **named)
 
-    with config.patch(activation_memory_budget=share), replacing(partitioners, choose_saved_values_set=chosen):
+    with (
+        functorch.config.patch(activation_memory_budget=share),
+        replacing(partitioners, choose_saved_values_set=chosen),
+    ):
         yield
