@@ -29,8 +29,5 @@ def partitioned_within(share: float) -> Iterator[None]:
                 node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
         return choose(graph, *args, **named)
 
-    with (
-        functorch.config.patch(activation_memory_budget=share),
-        replacing(partitioners, choose_saved_values_set=chosen),
-    ):
+    with config.patch(activation_memory_budget=share), replacing(partitioners, choose_saved_values_set=chosen):
         yield
