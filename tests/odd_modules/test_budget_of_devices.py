@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 import lightning_amp
@@ -22,8 +23,9 @@ from lightning_amp.errors import DoesNotFitError, PlanError
 from lightning_amp.footprint import profile_module
 from lightning_amp.footprint.trace.allocator_settings import AllocatorSettings
 from lightning_amp.lightning.steps import process_memory
-from lightning_amp.lightning.strategy import hardware, install_plan
+from lightning_amp.lightning.strategy import context, hardware, install_plan
 from lightning_amp.lightning.strategy.context import PlanningContext
+from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.modules.on_device import Device
 from lightning_amp.planning.plan.plan import Plan
@@ -265,3 +267,23 @@ def test_a_process_that_grows_beyond_the_budget_is_said_once(monkeypatch: pytest
     with pytest.warns(UserWarning, match=r"after step 3 the process has 2\.00 GiB more than .* budget is 1\.00 GiB"):
         fitted(Small(), data, AMPStrategy(strategies="S1", device_memory="1GiB"))
     assert next(sizes) == 6 * GIB
+
+
+@pytest.mark.parametrize(
+    ("device", "named", "counted"), [("cuda", None, True), ("cpu", "1GiB", True), ("cpu", None, False)]
+)
+def test_a_validation_is_counted_on_a_gpu_or_for_a_budget(
+    monkeypatch: pytest.MonkeyPatch, device: str, named: str | None, counted: bool
+) -> None:
+    """Also on a GPU whose memory nobody has named."""
+    validation = object()
+    monkeypatch.setattr(context.EvaluationOfModule, "of_fit", lambda trainer: validation)
+    monkeypatch.setattr(context.StepOfModule, "of", lambda *_, **__: None)
+    run: Any = SimpleNamespace(
+        request=Request(device_memory=named), root_device=torch.device(device), world_size=1, num_processes=1
+    )
+    trainer: Any = SimpleNamespace(
+        state=SimpleNamespace(fn=TrainerFn.FITTING), lightning_module=torch.nn.Linear(2, 2), precision="32-true"
+    )
+    facts = PlanningContext(run, trainer, cells=(8, ""))
+    assert (facts.validation is validation) == counted

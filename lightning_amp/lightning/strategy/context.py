@@ -84,13 +84,13 @@ class PlanningContext:
             rule for rule in before if rule.strategy == EVALUATED and fnmatch.filter(names, rule.fqn)
         )
         """Rules of the previous fit's plan by which an evaluation runs in chunks."""
-        counted = self.counts_decoder or not has_decoder
         budgeted = request.device_memory is not None and not self.in_chunks
         # without a budget, steps whose split is open are counted to choose it
-        counted = budgeted or (self.steps is not None and not self.steps.chosen)
-        self.evaluation = EvaluationOfModule.of(trainer) if counted else None
+        evaluates = budgeted or (self.steps is not None and not self.steps.chosen)
+        self.evaluation = EvaluationOfModule.of(trainer) if evaluates else None
         matters = request.device_memory is not None or strategy.root_device.type == "cuda"
-        self.validation = EvaluationOfModule.of_fit(trainer) if fits and matters and counted else None
+        validates = fits and matters and (self.counts_decoder or not has_decoder)
+        self.validation = EvaluationOfModule.of_fit(trainer) if validates else None
 
     def _dry_steps(self, trained: Plan | None) -> DrySteps | None:
         """Return the requested technique with its own steps, or that of the previous fit's plan, to profile it."""
