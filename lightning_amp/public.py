@@ -81,7 +81,7 @@ def profile(
     from lightning_amp.data.batch import batch_of_shapes
     from lightning_amp.footprint.chain.chain_of import count_step
     from lightning_amp.installing.describe_module import describe
-    from lightning_amp.lightning.profiling.step_of_module import facts_of_step, refused_techniques
+    from lightning_amp.lightning.profiling.facts_of_step import facts_of_step, refused_techniques
     from lightning_amp.techniques.data.batch_norm import statistics_bytes
     from lightning_amp.techniques.data.gradient_sync import gradient_sizes
 

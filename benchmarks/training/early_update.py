@@ -9,7 +9,7 @@ Modules of transformers, timm and torchvision are left out where these are not i
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -83,6 +83,16 @@ def row(name: str, case: Case, optimizer: str) -> list[str]:
     ]
 
 
+def cases(only: Sequence[str], optimizers: Sequence[str], *, quick: bool) -> Iterator[tuple[str, Case, str]]:
+    """Name, case and optimizer of each fit, of modules whose packages are installed; `quick`: one of each."""
+    for name in only[:1] if quick else only:
+        package, make = MAKE[name]
+        if find_spec(package) is None:
+            continue
+        for optimizer in ("AdamW",) if quick else optimizers:
+            yield name, Case(package, make), optimizer
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -94,12 +104,8 @@ def main() -> None:
     torch.set_num_threads(1)
     print("\n".join(paragraph(origin("python -m benchmarks.training.early_update"))))
     print(f"\n| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}")
-    for name in asked.only[:1] if asked.quick else asked.only:
-        package, make = MAKE[name]
-        if find_spec(package) is None:
-            continue
-        for optimizer in OPTIMIZERS[1:2] if asked.quick else OPTIMIZERS:
-            print("| " + " | ".join(row(name, Case(package, make), optimizer)) + " |", flush=True)
+    for case in cases(asked.only, OPTIMIZERS, quick=asked.quick):
+        print("| " + " | ".join(row(*case)) + " |", flush=True)
 
 
 if __name__ == "__main__":

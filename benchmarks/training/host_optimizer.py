@@ -10,13 +10,12 @@ out where these are not installed. About three minutes.
 """
 
 import argparse
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from benchmarks.page import origin, paragraph
-from benchmarks.training.early_update import MAKE, OPTIMIZERS
+from benchmarks.training.early_update import MAKE, OPTIMIZERS, cases
 from benchmarks.zoo import one_run
 from benchmarks.zoo.one_run import Probe, difference, fit, same_draws
 from benchmarks.zoo.subject import Case
@@ -74,14 +73,10 @@ def main() -> None:
     torch.set_num_threads(1)
     print("\n".join(paragraph(origin("python -m benchmarks.training.host_optimizer"))))
     print(f"\n| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}")
-    for name in asked.only[:1] if asked.quick else asked.only:
-        package, make = MAKE[name]
-        if find_spec(package) is None:
-            continue
-        # plain descent keeps no state
-        for optimizer in OPTIMIZERS[1:2] if asked.quick else OPTIMIZERS[1:]:
-            for row in rows(name, Case(package, make), optimizer):
-                print("| " + " | ".join(row) + " |", flush=True)
+    # plain descent keeps no state
+    for case in cases(asked.only, OPTIMIZERS[1:], quick=asked.quick):
+        for row in rows(*case):
+            print("| " + " | ".join(row) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -105,6 +105,11 @@ def is_of_decoder(rule: Rule) -> bool:
     return STRATEGIES[rule.strategy].choice is not None and not is_of_block(rule)
 
 
+def leaves_decoder_whole(rule: Rule) -> bool:
+    """Whether a rule changes a decomposed decoder and splits it over no ranks, so that one device has it too."""
+    return is_of_decoder(rule) and not STRATEGIES[rule.strategy].model_axis
+
+
 def beyond_decoder(strategies: Sequence[str]) -> tuple[str, ...]:
     """Return the strategies that apply to the whole step, or to blocks outside its decoder, if it has a decoder.
 
@@ -143,6 +148,11 @@ def without_blocks(strategies: Iterable[str], asked: Iterable[Spec]) -> list[str
 def in_order(strategies: Iterable[str]) -> tuple[str, ...]:
     """Sort ids by the order of installation, without duplicates; S2 comes before S4 (Section 3.4.6)."""
     return tuple(sorted(set(strategies), key=list(STRATEGIES).index))
+
+
+def rules_in_order(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Sort rules by the order of installation of their strategies; those of one strategy keep their order."""
+    return tuple(sorted(rules, key=lambda rule: list(STRATEGIES).index(rule.strategy)))
 
 
 def conflicts(strategies: Collection[str]) -> Iterator[str]:

@@ -37,7 +37,7 @@ from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.profiling.loaders import each, example_batch, loaders_of, read_streams_ahead
 from lightning_amp.planning.plan.plan import Explanation, Plan, Validation
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.table import EVALUATED, STRATEGIES, evaluated_within, is_of_decoder
+from lightning_amp.techniques.table import EVALUATED, evaluated_within, leaves_decoder_whole
 
 STEPS = {
     TrainerFn.VALIDATING: ("validation_step", "validate_loop"),
@@ -282,7 +282,7 @@ def _largest_batch(
 
 def _of_decoder(made: Plan) -> tuple[Rule, ...]:
     """Return the rules of a decoder, which are installed in a step without gradients too."""
-    return tuple(rule for rule in made.rules if is_of_decoder(rule) and not STRATEGIES[rule.strategy].model_axis)
+    return tuple(rule for rule in made.rules if leaves_decoder_whole(rule))
 
 
 def _with_peak(made: Plan, found: Validation) -> Plan:

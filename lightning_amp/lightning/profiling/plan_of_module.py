@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import psutil
@@ -14,7 +14,6 @@ from lightning_amp.adapters.adapt import adapt
 from lightning_amp.costs.device_rates import Rates, budget_on
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.profiled_step import ProfiledStep
-from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.find_blocks import named_blocks
 from lightning_amp.footprint.inner_run import Around
@@ -27,7 +26,7 @@ from lightning_amp.lightning.profiling.split_samples import samples_may_be_split
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.modules.on_device import Device, made_for, on_device
 from lightning_amp.planning.modules.plan_decoder import plan_decoder, split_by_decoder
-from lightning_amp.planning.modules.plan_module import Count, Counted, base_plan, plan_step
+from lightning_amp.planning.modules.plan_module import Counted, base_plan, plan_step
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import with_memory, without_shared_statistics
 from lightning_amp.profiling.profile import Profile
@@ -151,12 +150,13 @@ def plan_of_module(
 
     def made_within(n: int, budgets: list[int]) -> tuple[Plan, StepOfModule]:
         micro_batches = options.get("micro_batches")
-        counted = Counted(seen=seen if n == devices else look(step, n), shape=shape)
         alike = None if not budgets else budgets[0] if len(budgets) == 1 else budgets
         given = request | {"devices": n, "device_memory": alike}
         if shape.decoder:
-            made = _with_decoder(counted, data, step, given)
+            # the step is counted with the decoder's techniques, whatever the number of devices
+            made = _with_decoder(Counted(seen=seen, shape=shape), data, step, given, share=share)
             return replace(made, notes=(*made.notes, *notes, *on_decoders)), step
+        counted = Counted(seen=seen if n == devices else look(step, n), shape=shape)
         made = with_spec(plan_step(counted, **given, micro_batches=micro_batches, count=step.count), steps, "")
         if not free or not samples_may_be_split(made, counted.seen):
             return made, step
@@ -191,10 +191,9 @@ def plan_of_module(
 
     def planned_at(n: int | None, other: Any = None) -> Plan:
         with counting():
-            longer, found = at(n, other)
-            of_data, sizes, _ = sizes_at(found.profile.batch_size)
+            of_data, sizes, _ = sizes_at(n)
             given = request | {"device_memory": list(memory_on(devices)) or None}
-            return _with_decoder(Counted(seen=found, shape=sizes), of_data, longer, given)
+            return _with_decoder(Counted(seen=seen, shape=sizes), of_data, step_at(n, other), given, share=share)
 
     return ModulePlan(
         plan=replace(made, notes=(*made.notes, *budget_notes)),
@@ -212,8 +211,10 @@ def plan_of_module(
     )
 
 
-def _with_decoder(counted: Counted, data: Profile, step: StepOfModule, request: Mapping[str, Any]) -> Plan:
-    """Plan a module with a decoder, as a fit does."""
+def _with_decoder(
+    counted: Counted, data: Profile, step: StepOfModule, request: Mapping[str, Any], *, share: bool
+) -> Plan:
+    """Plan a module with a decoder, as a fit does; `share`: whether ranks of a data axis share batch statistics."""
     seen, devices, asked = counted.seen, request["devices"], request["device_memory"]
     memory = () if asked is None else memory_of_ranks(asked, devices)
     ids = None if request["strategies"] is None else parse_strategies(request["strategies"])
@@ -230,13 +231,9 @@ def _with_decoder(counted: Counted, data: Profile, step: StepOfModule, request: 
             model_parallel_size=request["model_parallel_size"],
         )
 
-    def on_top_of(rules: tuple[Rule, ...], frees_gradients: bool) -> tuple[ProfiledStep, Count]:
-        with_rules = step.on_top_of(rules, frees_gradients=frees_gradients)
-        found = with_rules.profiled(
-            seen.rates, requested=seen.requested, shared_statistics=step.shared_statistics and devices > 1
-        )
-        return found, with_rules.count
-
+    on_top_of = partial(
+        step.on_top_of, rates=seen.rates, requested=seen.requested, shared_statistics=share and devices > 1
+    )
     made = plan_decoder(
         make, on_top_of, counted.shape, budget=min(memory, default=None), named=named, budget_named=asked is not None
     )

@@ -31,9 +31,10 @@ from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules, overlap
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
+from lightning_amp.lightning.profiling.facts_of_step import facts_of_step, refused_techniques
 from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of, own_rows, read_streams_ahead
 from lightning_amp.planning.modules.on_device import CLOSED_FORMS, OF_DECODER
-from lightning_amp.planning.modules.plan_module import counted_rules
+from lightning_amp.planning.modules.plan_module import Count, counted_rules
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.progress import counting
 from lightning_amp.quantities import format_bytes
@@ -47,6 +48,7 @@ from lightning_amp.techniques.table import (
     STRATEGIES,
     conflicts,
     not_together,
+    rules_in_order,
     stage_search,
     together,
 )
@@ -211,7 +213,7 @@ class StepOfModule:
         counting(f"{f'with {names}' if names else 'as it is'}{batch}")
         with ExitStack() as undo:
             # rules are installed on the module, not on its counted copy, so that later counts reuse chunk plans
-            whole = sorted((*self._base, *rules), key=lambda rule: list(STRATEGIES).index(rule.strategy))
+            whole = rules_in_order((*self._base, *rules))
             undo.callback(install_rules(self.module, whole, chunks=self._chunk_plans).undo)
             if self._steps is not None:
                 undo.callback(self._steps.put(self.module))
@@ -288,9 +290,25 @@ class StepOfModule:
             steps=steps,
         )
 
-    def on_top_of(self, rules: Sequence[Rule], *, frees_gradients: bool) -> "StepOfModule":
-        """Return the same step, of the same batch, with rules of the module's decoder always installed."""
+    def on_top_of(
+        self,
+        rules: Sequence[Rule],
+        frees_gradients: bool,
+        *,
+        rates: Rates,
+        requested: Mapping[str, Spec],
+        shared_statistics: bool,
+    ) -> tuple[ProfiledStep, Count]:
+        """Return the step with rules of its decoder, as `profiled` does, and what counts it with further rules.
+
+        Args:
+            frees_gradients: Whether the last step's gradients are freed before this step, where a run may.
+
+        Raises:
+            AmpError: As `profiled`.
+        """
         assert self._steps is None, "steps that are replaced run no decoder"
+        self.take_once(rates)
         around = replace(self._around, frees_gradients=frees_gradients and self._around.frees_gradients)
         found = StepOfModule(
             self.module,
@@ -302,7 +320,7 @@ class StepOfModule:
         )
         # the step of a plan is looked up here
         found._profiles = self._profiles
-        return found
+        return found.profiled(rates, requested=requested, shared_statistics=shared_statistics), found.count
 
     def take(self, rates: Rates) -> None:
         """Read one batch, as `profiled` does, before `count` and `step_with`."""
@@ -370,17 +388,3 @@ class StepOfModule:
 
     def _places(self, rules: Sequence[Rule]) -> frozenset[tuple[str, str]]:
         return frozenset((rule.fqn, rule.strategy) for rule in (*self._base, *rules))
-
-
-def facts_of_step(module: LightningModule, step: CountedStep) -> dict[str, Any]:
-    """Return the facts that techniques read from a module and one count of its step."""
-    rows = {name: row.read_step for name, row in STRATEGIES.items() if row.read_step}
-    return {name: function_at(read)(module, step) for name, read in rows.items()}
-
-
-def refused_techniques(module: LightningModule, step: CountedStep, *, values: bool) -> dict[str, str]:
-    """Return techniques that do not support the module or its step, with reasons."""
-    found = {
-        name: function_at(row.refusal)(module, step, values=values) for name, row in STRATEGIES.items() if row.refusal
-    }
-    return {name: why for name, why in found.items() if why}

@@ -171,12 +171,13 @@ class PlanningContext:
             AmpError: The step cannot be counted.
         """
         assert self.step is not None, "a fit has one"
-        rates = self.rates[0]
-        self.step.take_once(rates)
-        step = self.step.on_top_of(rules, frees_gradients=frees_gradients)
-        shared = self.strategy.world_size > 1 and self.request.share_batch_statistics
-        found = step.profiled(rates, requested=self.request.specs, shared_statistics=shared)
-        return found, step.count
+        return self.step.on_top_of(
+            rules,
+            frees_gradients,
+            rates=self.rates[0],
+            requested=self.request.specs,
+            shared_statistics=self.strategy.world_size > 1 and self.request.share_batch_statistics,
+        )
 
     def keep_profiled(self, seen: ProfiledStep | None) -> None:
         """Keep the step that a plan of a module with a decoder was made for as the profiled one."""

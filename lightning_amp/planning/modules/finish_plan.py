@@ -21,7 +21,7 @@ from lightning_amp.planning.plan.plan import Axes, Explanation, ModuleDiagnosis,
 from lightning_amp.planning.policies.build_rules import BY_USER
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.data.row import DataParallel
-from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, in_order
+from lightning_amp.techniques.table import PREDICTIONS, in_order, rules_in_order
 from lightning_amp.techniques.technique import UNEXPECTED
 
 SHARE = 1 / 3
@@ -169,7 +169,6 @@ def of_fullest(plan: Plan, made: Draft) -> tuple[Plan, Draft]:
 
 def finished(base: Plan, seen: ProfiledStep, compared: Compared, rules: tuple[Rule, ...]) -> Plan:
     """Turn the best draft into a plan, on top of the rules of `base`."""
-    order = list(STRATEGIES)
     base, best = of_fullest(base, compared.best)
     notes = notes_of(seen)
     if best.model not in (1, base.mesh.model):
@@ -181,7 +180,7 @@ def finished(base: Plan, seen: ProfiledStep, compared: Compared, rules: tuple[Ru
         )
         base = on_model_axis(base, model)
     strategies = in_order({*base.strategies, *best.strategies})
-    whole = tuple(sorted((*base.rules, *rules), key=lambda rule: order.index(rule.strategy)))
+    whole = rules_in_order((*base.rules, *rules))
     fits = base.budget_bytes is None or best.peak_bytes <= base.budget_bytes
     for name, prediction in PREDICTIONS.items():
         # of a plan that does not fit, also what was left out of the search for a technique that it does not have

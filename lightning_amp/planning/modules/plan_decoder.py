@@ -26,7 +26,14 @@ from lightning_amp.planning.modules.min_memory_plan import LEAST
 from lightning_amp.planning.modules.plan_module import Count, plan_again, plan_module
 from lightning_amp.planning.plan.plan import Axes, Candidate, Plan
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, beyond_decoder, in_order, is_of_decoder
+from lightning_amp.techniques.table import (
+    PREDICTIONS,
+    STRATEGIES,
+    beyond_decoder,
+    in_order,
+    is_of_decoder,
+    rules_in_order,
+)
 
 TRIES = 3
 """Number of leaner plans of the decoder that are counted until one fits."""
@@ -208,11 +215,6 @@ def with_rules_beyond(plan: Plan, before: Plan) -> Plan:
     kept = [rule for rule in kept if rule.fqn not in {own.fqn for own in plan.rules if own.strategy != "S1"}]
     if not kept:
         return plan
-    order, whole = list(STRATEGIES), [*plan.rules, *kept]
+    whole = rules_in_order((*plan.rules, *kept))
     strategies = in_order({*plan.strategies, *(rule.strategy for rule in kept)})
-    return replace(
-        plan,
-        strategies=strategies,
-        axes=Axes.of(strategies, (rule.spec for rule in whole)),
-        rules=tuple(sorted(whole, key=lambda rule: order.index(rule.strategy))),
-    )
+    return replace(plan, strategies=strategies, axes=Axes.of(strategies, (rule.spec for rule in whole)), rules=whole)

@@ -35,9 +35,9 @@ from lightning_amp.quantities import format_bytes, memory_of_ranks
 from lightning_amp.techniques.stage_search import OPEN, StageOptions
 from lightning_amp.techniques.table import (
     PREDICTIONS,
-    STRATEGIES,
     in_order,
     is_of_decoder,
+    leaves_decoder_whole,
     parse_strategies,
     stage_search,
 )
@@ -283,8 +283,7 @@ def counted_rules(plan: Plan) -> tuple[Rule, ...]:
     return tuple(
         rule
         for rule in plan.rules
-        if (is_of_decoder(rule) and not STRATEGIES[rule.strategy].model_axis)
-        or (rule.strategy in PREDICTIONS and PREDICTIONS[rule.strategy].counted)
+        if leaves_decoder_whole(rule) or (rule.strategy in PREDICTIONS and PREDICTIONS[rule.strategy].counted)
     )
 
 

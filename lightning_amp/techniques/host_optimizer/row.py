@@ -10,14 +10,13 @@ allocates on the host for a moment is not in the bytes of the host.
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
 
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.footprint.module_profile import OPTIMISER, STATE, TEMPORARIES, Moment
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.host_memory.limit import requested_bytes
+from lightning_amp.techniques.host_memory.limit import with_requested
 from lightning_amp.techniques.technique import Installer, Prediction, Technique
 
 NAME = "host_optimizer"
@@ -141,19 +140,13 @@ def _seconds(seen: ProfiledStep, state: int, *, n_buckets: int) -> float:
     return max(whole / rates.host.out + whole / rates.host.back, update + python)
 
 
-def _requested_spec(spec: HostOptimizer, request: Any) -> tuple[HostOptimizer, bool]:
-    """Return the spec with `host_memory` of a request; the rest is chosen for the step."""
-    found = requested_bytes(request)
-    return spec if found is None else replace(spec, host_memory=found), False
-
-
 ROW = Technique(
     title="the optimizer on the host",
     shrinks="the optimizer's state, which is in host memory, and what its step makes",
     specs=(HostOptimizer,),
     installers={HostOptimizer: Installer("lightning_amp.techniques.host_optimizer.install:install")},
     option_names=("host_memory",),
-    options=_requested_spec,
+    options=with_requested,
     remark=lambda spec, launches: "" if launches else f"host_optimizer: {ON_CPU}",
     prediction=Prediction(
         add=add,

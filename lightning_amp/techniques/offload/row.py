@@ -16,7 +16,7 @@ from lightning_amp.costs.rule import Rule, runs_again, splits_parameters
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.module_profile import ACTIVATIONS
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.host_memory.limit import requested_bytes
+from lightning_amp.techniques.host_memory.limit import with_requested
 from lightning_amp.techniques.technique import Installer, Prediction, Technique
 
 NAME = "offload"
@@ -162,12 +162,6 @@ def _exposed(seen: ProfiledStep, out: int, back: int) -> float:
     return leaving + max(0.0, back / rates.host.back - (1 - FORWARD) * seconds)
 
 
-def _requested_spec(spec: Offload, request: Any) -> tuple[Offload, bool]:
-    """Return the spec with `host_memory` of a request; the rest is chosen for the step."""
-    found = requested_bytes(request)
-    return spec if found is None else replace(spec, host_memory=found), False
-
-
 ROW = Technique(
     title="activations on the host",
     shrinks="what autograd keeps between the passes, which waits in host memory",
@@ -178,7 +172,7 @@ ROW = Technique(
     },
     look="lightning_amp.techniques.offload.install:look",
     option_names=("host_memory",),
-    options=_requested_spec,
+    options=with_requested,
     remark=lambda spec, launches: "" if launches else f"offload: {ON_CPU}",
     prediction=Prediction(
         add=add,
