@@ -150,7 +150,8 @@ class StageParameters(Shards):
         shared = [held for held in self.held if held.ranks is None or len(held.ranks) > 1]
         if not shared:
             return
-        mine = torch.tensor([held.here and held.whole.grad is not None for held in shared], dtype=torch.uint8)
+        reached_here = [held.here and held.whole.grad is not None for held in shared]
+        mine = torch.tensor(reached_here, dtype=torch.uint8, device=self._mesh.device_type)
         everyones = [torch.empty_like(mine) for _ in range(self._mesh.size())]
         dist.all_gather(everyones, mine)
         # ranks are row-major in (data, model): the ranks of one stage have the same remainder
@@ -272,7 +273,7 @@ class StageParameters(Shards):
 
 def broadcast(value: Tensor, rank: int, mesh: DeviceMesh) -> Tensor:
     """Broadcast the values of one rank of a mesh axis to host memory; a collective."""
-    value = value.detach().clone(memory_format=torch.contiguous_format)
+    value = value.detach().to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
     dist.broadcast(value, group=mesh.get_group(), group_src=rank)
     return value.cpu()
 
