@@ -107,7 +107,8 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the final state; gathered here, because parameters are still sharded."""
-        state = trainer.strategy.lightning_module_state_dict()
+        shards = trainer.strategy._shards if isinstance(trainer.strategy, AMPStrategy) else Shards()
+        state = shards.saved_state(pl_module.state_dict(), "whole")
         names = {name for name, _ in pl_module.named_parameters(remove_duplicate=False)}
         kept = {name: value.detach().clone() for name, value in state.items() if isinstance(value, Tensor)}
         self.record.parameters = {name: value for name, value in kept.items() if name in names}

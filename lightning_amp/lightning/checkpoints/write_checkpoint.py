@@ -188,7 +188,7 @@ def _others(path: Path) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """This rank's shard of a tensor, in a checkpoint that is saved as a directory of shards.
+    """This rank's shard of a tensor, in a checkpoint that is saved as a directory of shards; empty if rank 0 has it all.
 
     It is not a tensor on purpose: a hook that expects the full value fails instead of saving a shard.
     """
@@ -216,8 +216,8 @@ class Part:
         """Raise when pickled: a shard must not be saved as if it were the full tensor."""
         raise DataError(
             f"a hook has put a part of a tensor of shape {tuple(self.shape)!r} into the checkpoint, "
-            "outside of 'state_dict' and 'optimizer_states'; no run could use a part: leave it "
-            "out, or set save_distributed_checkpoint=False, with which hooks get whole tensors"
+            "outside of 'state_dict' and 'optimizer_states', or saves it by itself; no run could use a part: leave it "
+            "out, or set save_distributed_checkpoint=False, with which hooks of rank 0 get whole tensors"
         )
 
 

@@ -52,7 +52,7 @@ def _stages(rank: int, ranks: int) -> Any:
             moved([parameter.grad])
         held.settle()
         warn_of_differences(module, (), mesh, step=1, model_ranks_differ=True)
-        saved = held.saved_state(module.state_dict(), in_parts=False)
+        saved = held.saved_state(module.state_dict(), "whole")
         assert not any(is_on_gpu(value) for value in saved.values() if value.is_floating_point())
         results = Messages(mesh["model"], 2, torch.device("cuda"))
         sent = torch.full((2, 3), 5.0)
