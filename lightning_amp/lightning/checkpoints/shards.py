@@ -8,9 +8,9 @@ gradients itself.
     norm, clip                            |g|^2 = sum over replicated |g|^2 + sum over ranks of sum over shards |g|^2
 
 So a checkpoint fits any number of ranks. Full tensors are gathered one by one, by one all-gather each, and kept in host
-memory, because the full state may not fit a device; of a checkpoint on the rank that writes it only. Optimiser state of a sharded checkpoint is read one tensor at a
-time, and only the rank's shard is kept. Without sharded parameters, states are returned unchanged, and there are no
-collectives.
+memory, because the full state may not fit a device; those of a checkpoint on rank 0 only, which writes it. Optimiser
+state of a sharded checkpoint is read one tensor at a time, and only the rank's shard is kept. Without sharded
+parameters, states are returned unchanged, and there are no collectives.
 
 This is exact for optimisers whose update of an element depends only on that element's gradient and state (RMSprop,
 Adam, SGD). `check_optimizers` raises for those of torch that mix elements (`COUPLED`), and tests optimisers of other

@@ -293,7 +293,7 @@ class StageParameters(Shards):
 def broadcast(value: Tensor, rank: int, mesh: DeviceMesh) -> Tensor:
     """Broadcast the values of one rank of a mesh axis to host memory; a collective."""
     value = value.detach().to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
-    # as bytes: gloo sends no complex numbers
+    # as bytes: gloo sends no int16 and no float8
     dist.broadcast(value.reshape(-1).view(torch.uint8), group=mesh.get_group(), group_src=rank)
     return value.cpu()
 

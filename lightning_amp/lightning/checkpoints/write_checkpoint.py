@@ -188,7 +188,7 @@ def _others(path: Path) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """This rank's shard of a tensor, in a checkpoint that is saved as a directory of shards; empty if rank 0 has it all.
+    """This rank's shard of a tensor, in a checkpoint that is saved as a directory of shards; empty in that of a file.
 
     It is not a tensor on purpose: a hook that expects the full value fails instead of saving a shard.
     """

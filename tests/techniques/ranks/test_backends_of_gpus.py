@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from lightning_amp.lightning.checkpoints.shards import Form
 from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
+from lightning_amp.lightning.checkpoints.write_checkpoint import Part
 from lightning_amp.lightning.consistency.same_parameters import warn_of_differences
 from lightning_amp.sharding import meshes
 from lightning_amp.techniques.pipeline.run.messages import Messages
@@ -54,6 +56,15 @@ def _stages(rank: int, ranks: int) -> Any:
         warn_of_differences(module, (), mesh, step=1, model_ranks_differ=True)
         saved = held.saved_state(module.state_dict(), "whole")
         assert not any(is_on_gpu(value) for value in saved.values() if value.is_floating_point())
+        optimizer = torch.optim.SGD([one.whole for one in held.held], lr=0.1)
+        for parameter in held.here:
+            optimizer.state[parameter] = {"short": torch.full_like(parameter, rank, dtype=torch.int16), "t": 3}
+            moved([optimizer.state[parameter]["short"]])
+        form: Form = "not here" if rank else "whole"
+        states = held.saved_optimizer_state(optimizer, optimizer.state_dict(), form)["state"]
+        short = [states[index]["short"] for index in range(6)]
+        assert all(isinstance(value, Part) and not value.boxes for value in short) if rank else True
+        assert rank or [int(value.flatten()[0]) for value in short] == [0, 0, 1, 1, 0, 0]
         results = Messages(mesh["model"], 2, torch.device("cuda"))
         sent = torch.full((2, 3), 5.0)
         moved([sent])
