@@ -20,7 +20,7 @@ packages on a small parameter (probe_optimizer.py).
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Trainer
@@ -34,7 +34,7 @@ from lightning_amp.errors import DataError, InstallError, PlanError
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.probe_optimizer import mixes, mixes_elements
 from lightning_amp.lightning.checkpoints.read_directory import Stored, fill, replaced
-from lightning_amp.lightning.checkpoints.write_checkpoint import Part
+from lightning_amp.lightning.checkpoints.write_checkpoint import Form, Part, kept
 from lightning_amp.techniques.contract.protocol import Units
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, is_split, local
 from lightning_amp.techniques.ranks import collectives
@@ -42,8 +42,6 @@ from lightning_amp.techniques.ranks.sharded_region import check_region
 
 COUPLED = ("LBFGS", "Adafactor", "Muon")
 """Optimisers of torch.optim whose update of an element depends on other elements of the parameter."""
-Form = Literal["whole", "not here", "in parts"]
-"""Of saved tensors that are sharded: full tensors, a `Part` without values of each, or this rank's `Part`."""
 
 
 class Shards:
@@ -341,11 +339,6 @@ class Shards:
             if one is not None:
                 states[i] = replaced(states[i], partial(changed, one, shapes[i]))
         return {**state, "state": states}
-
-
-def kept(whole: Tensor, form: Form) -> Tensor | Part:
-    """Return a full tensor in host memory, or on a rank that keeps none an empty `Part`."""
-    return Part(whole.shape, whole.dtype, {}) if form == "not here" else whole.cpu()
 
 
 def numbered(optimizer: Any, state: Mapping[str, Any]) -> Iterator[tuple[nn.Parameter, Any]]:

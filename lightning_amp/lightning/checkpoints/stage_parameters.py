@@ -31,7 +31,8 @@ from torch.optim import Optimizer
 from lightning_amp.errors import InstallError
 from lightning_amp.lightning.checkpoints.probe_optimizer import mixes, mixes_parameters
 from lightning_amp.lightning.checkpoints.read_directory import replaced
-from lightning_amp.lightning.checkpoints.shards import Form, Shards, kept, numbered
+from lightning_amp.lightning.checkpoints.shards import Shards, numbered
+from lightning_amp.lightning.checkpoints.write_checkpoint import Form, kept
 from lightning_amp.techniques.ranks.messages import receive, sendable
 from lightning_amp.techniques.ranks.placeholders import AbsentParameter, absent_parameter
 from lightning_amp.techniques.table import STAGED

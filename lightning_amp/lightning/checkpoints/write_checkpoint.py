@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, Literal, NoReturn
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -219,6 +219,15 @@ class Part:
             "outside of 'state_dict' and 'optimizer_states', or saves it by itself; no run could use a part: leave it "
             "out, or set save_distributed_checkpoint=False, with which hooks of rank 0 get whole tensors"
         )
+
+
+Form = Literal["whole", "not here", "in parts"]
+"""What a rank saves of sharded tensors: full tensors, a `Part` without values of each, or its `Part`."""
+
+
+def kept(whole: Tensor, form: Form) -> Tensor | Part:
+    """Return a full tensor in host memory, or on a rank that keeps none an empty `Part`."""
+    return Part(whole.shape, whole.dtype, {}) if form == "not here" else whole.cpu()
 
 
 class _Planner(DefaultSavePlanner):

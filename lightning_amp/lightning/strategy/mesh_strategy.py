@@ -27,8 +27,8 @@ from lightning_amp.errors import DataError, PlanError
 from lightning_amp.footprint.host_state import on_device
 from lightning_amp.lightning._compat import optimizers_to_device, trainer_of
 from lightning_amp.lightning.checkpoints.read_directory import load_either
-from lightning_amp.lightning.checkpoints.shards import Form, Shards
-from lightning_amp.lightning.checkpoints.write_checkpoint import write_directory
+from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.lightning.checkpoints.write_checkpoint import Form, write_directory
 from lightning_amp.lightning.consistency.replicas import make_sure_of_same_batch, share_draws, wait_for_all
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
 from lightning_amp.lightning.steps.cells import counted_once, unrounded, with_same_draws

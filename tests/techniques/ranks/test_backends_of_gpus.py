@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_amp.lightning.checkpoints.shards import Form
 from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
-from lightning_amp.lightning.checkpoints.write_checkpoint import Part
+from lightning_amp.lightning.checkpoints.write_checkpoint import Form, Part
 from lightning_amp.lightning.consistency.same_parameters import warn_of_differences
 from lightning_amp.sharding import meshes
 from lightning_amp.techniques.pipeline.run.messages import Messages
