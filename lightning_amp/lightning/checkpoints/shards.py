@@ -3,7 +3,7 @@
 Parameters are sharded over the model axis, by S2 or nodes, or over the data axis, by fsdp, which reduces their
 gradients itself.
 
-    saved_state, saved_optimizer_state    a rank's state -> full tensors, as on one device, or this rank's `Part`s
+    saved_state, saved_optimizer_state    a rank's state -> full tensors, as on one device, or this rank's `Part`
     own_state, own_optimizer_states       full tensors, as on one device -> a rank's state
     norm, clip                            |g|^2 = sum over replicated |g|^2 + sum over ranks of sum over shards |g|^2
 

@@ -188,7 +188,7 @@ def _others(path: Path) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """This rank's shard of a tensor, in a checkpoint that is saved as a directory of shards; empty in that of a file.
+    """This rank's shard of a tensor, in a checkpoint that is saved as a directory of shards.
 
     It is not a tensor on purpose: a hook that expects the full value fails instead of saving a shard.
     """
@@ -216,18 +216,18 @@ class Part:
         """Raise when pickled: a shard must not be saved as if it were the full tensor."""
         raise DataError(
             f"a hook has put a part of a tensor of shape {tuple(self.shape)!r} into the checkpoint, "
-            "outside of 'state_dict' and 'optimizer_states', or saves it by itself; no run could use a part: leave it "
+            "outside of 'state_dict' and 'optimizer_states'; no run could use a part: leave it "
             "out, or set save_distributed_checkpoint=False, with which hooks of rank 0 get whole tensors"
         )
 
 
 Form = Literal["whole", "not here", "in parts"]
-"""What a rank saves of sharded tensors: full tensors, a `Part` without values of each, or its `Part`."""
+"""What a rank saves of sharded tensors: full tensors, these on "meta", without values, or its `Part`."""
 
 
-def kept(whole: Tensor, form: Form) -> Tensor | Part:
-    """Return a full tensor in host memory, or on a rank that keeps none an empty `Part`."""
-    return Part(whole.shape, whole.dtype, {}) if form == "not here" else whole.cpu()
+def kept(whole: Tensor, form: Form) -> Tensor:
+    """Return a full tensor in host memory, or on "meta" for a rank that does not write it."""
+    return whole.to("meta" if form == "not here" else "cpu")
 
 
 class _Planner(DefaultSavePlanner):

@@ -187,8 +187,8 @@ class MeshStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state with full parameters; all ranks must call it, and are compared.
 
-        Only rank 0, which writes, has full tensors of what is sharded; others have a `Part` without values. With
-        `save_distributed_checkpoint`, every rank has its `Part`.
+        Only rank 0, which writes, has the values of what is sharded; other ranks have tensors on "meta". With
+        `save_distributed_checkpoint`, every rank has its `Part` instead.
         """
         trainer = trainer_of(self.lightning_module)
         with self._failures.saving():

@@ -127,9 +127,9 @@ class Maps(LightningModule):
         self.whole: set[bool] = set()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Note whether this rank has the wide layer, and its averages, as full tensors."""
+        """Note whether this rank has the values of the wide layer, and its averages, as full tensors."""
         values = checkpoint["optimizer_states"][0]["state"][2]["exp_avg"], checkpoint["state_dict"]["alias.0.weight"]
-        self.whole |= {not isinstance(value, Part) for value in values}
+        self.whole |= {isinstance(value, Tensor) and not value.is_meta for value in values}
 
     def loss(self, batch: Batch) -> Tensor:
         u = self.dropout(self.encoder(batch["x"].log1p()), batch["draw"])
