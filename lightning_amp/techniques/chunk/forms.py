@@ -74,7 +74,15 @@ class ChunkForms:
     @property
     def known(self) -> bool:
         """Whether the forms have been computed."""
-        return "chain" in vars(self)
+        return "_found" in vars(self)
+
+    def in_step(self, chain: Chain) -> "ChunkForms":
+        """Return the forms of the same blocks in a step that is otherwise changed, such as in its loss."""
+        if chain is self._plain:
+            return self
+        found = ChunkForms(chain, self.tables, self.costs)
+        found._found = self._found
+        return found
 
     @cached_property
     def chain(self) -> Chain:
