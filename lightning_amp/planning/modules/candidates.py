@@ -93,10 +93,6 @@ def compare(
         else:
             found.append(made)
     if (STAGED,) not in refused and not _stages_are_needless(seen, ranks=ranks, budget=budget):
-        # stages are chosen only if nothing else fits; if something does, chunked blocks are not searched, which takes
-        # seconds
-        if any(budget is None or one.peak_bytes <= budget for one in found):
-            options = replace(options, chunks={})
         made = result_or_reason(stage_search().best, seen, ranks=ranks, budget=budget, options=options)
         if isinstance(made, str):
             dropped[STAGED,] = f"{STAGED} is not possible: {made}"

@@ -119,18 +119,6 @@ class ChunkForms:
         """Return one of a block's forms by its number."""
         return next(block.chunks[form - CHUNKED] for block in self.chain.blocks if block.fqn == fqn)
 
-    def budgets(self, fqn: str, *, slow: bool = True) -> tuple[int, ...]:
-        """Return the budgets that a block has plans for, in ascending order; none if chunks do not make it smaller.
-
-        Without `slow`, forms that make the block much slower are omitted; if all do, the fastest is kept.
-        """
-        block = next((block for block in self.chain.blocks if block.fqn == fqn), None)
-        forms = [form for form in block.chunks if not form.again] if block else []
-        if block and not slow:
-            most = (SLOWEST - 1) * PASSES * block.forward_seconds
-            forms = [form for form in forms if form.extra_seconds <= most] or forms[-1:]
-        return tuple(form.budget_bytes for form in forms)
-
     @property
     def reason(self) -> str:
         """Why no block has a chunked form; "" if one has."""

@@ -70,13 +70,12 @@ def _captured(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool = F
     return found
 
 
-def look(step: StepToPlan, rows: int | None = None) -> ChunkForms:
-    """Return the chunked forms of the step's blocks for a batch of `rows` samples; blocks are captured on first use."""
-    counted = step.step(rows)
-    shared = step.shared_statistics and rows is None
+def look(step: StepToPlan) -> ChunkForms:
+    """Return the chunked forms of the step's blocks, which are captured on first use."""
+    counted = step.step()
 
     def tables() -> list[Table | str]:
-        found = block_tables(step.module, counted.calls, shared=shared)
+        found = block_tables(step.module, counted.calls, shared=step.shared_statistics)
         twice = [_differentiated(counted, call) for call in counted.calls]
         blocks = zip(counted.chain.blocks, twice, found, strict=True)
         return [INSIDE if block.fixed == INSIDE else reason or table for block, reason, table in blocks]
