@@ -24,6 +24,7 @@ from lightning_amp.techniques.pipeline.stage_facts import stages_of
 from lightning_amp.techniques.pipeline.stage_forms import computed_again, fewest_again
 from lightning_amp.techniques.pipeline.stages import staged
 from lightning_amp.techniques.stage_search import StageOptions
+from lightning_amp.techniques.table import conflicts
 from tests.planning.modules.facts import with_stages
 from tests.planning.modules.test_plan_of_a_module import base, profiled, seen
 
@@ -444,6 +445,10 @@ def test_plans_have_what_was_asked_for_or_what_fits() -> None:
     assert len(again_of(plan_module(wide, step(), named=("recompute",)))) == 4
     with pytest.raises(PlanError, match="pipeline together with chunk is not supported"):
         plan_module(two_ranks, step(), named=("recompute", "chunk"))
+    # as a plan of a file is
+    assert [*conflicts(("S1", "pipeline", "recompute", "chunk"))] == [
+        "pipeline and chunk cannot be together: stages hold blocks as they are, or recompute them; use recompute"
+    ]
 
 
 def test_auto_recomputes_in_stages_where_nothing_else_fits() -> None:
