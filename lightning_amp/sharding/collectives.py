@@ -27,6 +27,7 @@ from torch.autograd import Function
 
 from lightning_amp._torch import FakeTensor
 from lightning_amp._torch import functional_collectives as functional
+from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.sharding.owners import OwnerRun, Owners, joined
 from lightning_amp.sharding.splits import MeshAxis, record
 
@@ -117,7 +118,12 @@ def ring(
 
 
 def start_all_to_all(sent: Tensor, n_received: list[int], n_sent: list[int], group: Any) -> Tensor:
-    """Start an all-to-all of rows, without gradients; do not read the result before `wait_for` has returned."""
+    """Start an all-to-all of rows, without gradients; do not read the result before `wait_for` has returned.
+
+    `group`: the process group; None in a dry run.
+    """
+    if group is None:
+        return sent.new_zeros(sum(n_received), *sent.shape[1:])
     found = functional.all_to_all_single(sent.contiguous(), n_received, n_sent, group)
     # an AsyncCollectiveTensor waits at its first use, and when autograd inspects it; the raw tensor does not
     return cast(Tensor, getattr(found, "elem", found))
@@ -125,7 +131,8 @@ def start_all_to_all(sent: Tensor, n_received: list[int], n_sent: list[int], gro
 
 def wait_for(under_way: Tensor) -> Tensor:
     """Return the rows after they have arrived."""
-    return cast(Tensor, functional.wait_tensor(under_way))
+    # of a fake tensor the operator would return another one
+    return under_way if isinstance(under_way, FakeTensor) else cast(Tensor, functional.wait_tensor(under_way))
 
 
 @torch.no_grad()
@@ -190,7 +197,7 @@ def start_adding_rows(rows: Tensor, group: Any, out: Tensor | None = None) -> Ca
         group: The process group; None in a dry run.
         out: Output tensor of the sum.
     """
-    by_gloo = rows.device.type == "cpu" if group is None else dist.get_backend(group) == "gloo"
+    by_gloo = not launches_operators(rows) if group is None else dist.get_backend(group) == "gloo"
     # with gloo, rows of all ranks arrive and are summed here; with other backends, the sum arrives
     given, work = [rows.contiguous()], None
     found = torch.empty_like(given[0]) if by_gloo else torch.empty_like(given[0][0]) if out is None else out

@@ -37,7 +37,6 @@ from lightning_amp.techniques.table import (
     PREDICTIONS,
     in_order,
     is_of_decoder,
-    leaves_decoder_whole,
     parse_strategies,
     stage_search,
 )
@@ -279,11 +278,11 @@ def counted_draft(seen: ProfiledStep, rules: tuple[Rule, ...], *, ranks: int, co
 
 
 def counted_rules(plan: Plan) -> tuple[Rule, ...]:
-    """Return the rules of a plan that a count of its step on one device installs."""
+    """Return the rules of a plan that a count of its step installs."""
     return tuple(
         rule
         for rule in plan.rules
-        if leaves_decoder_whole(rule) or (rule.strategy in PREDICTIONS and PREDICTIONS[rule.strategy].counted)
+        if is_of_decoder(rule) or (rule.strategy in PREDICTIONS and PREDICTIONS[rule.strategy].counted)
     )
 
 

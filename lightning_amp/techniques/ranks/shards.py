@@ -33,7 +33,7 @@ from math import prod
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import has_no_values
@@ -274,3 +274,14 @@ def take_channels(channels: Channels, *values: Float[Tensor, "row dim"]) -> tupl
 def gather_channels(channels: Channels, part: Float[Tensor, "row own_dim"]) -> Float[Tensor, "row dim"]:
     """Gather all channels, for a result that every rank uses differently; backward, one reduce-scatter."""
     return channels.join(collectives.gather(channels.mesh, channels.pad(part)))
+
+
+def sizes_of_rank(module: nn.Module) -> tuple[object, ...]:
+    """Return what determines the memory of a rank with a plan installed: ranks of equal sizes need equal memory."""
+    tensors = (t.shape for t in (*module.parameters(), *module.buffers()))
+    found = [value for child in module.modules() for value in vars(child).values()]
+    channels = (one.width for one in found if isinstance(one, Channels))
+    rows = ((len(one.own), one.before, one.after) for one in found if isinstance(one, AnchorShards))
+    # strata, and numbers of edges
+    counts = (one for one in found if isinstance(one, range | int))
+    return (*tensors, *channels, *rows, *counts)
