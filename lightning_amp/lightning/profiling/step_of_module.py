@@ -218,11 +218,14 @@ class StepOfModule:
         with ExitStack() as undo:
             # rules are installed on the module, not on its counted copy, so that later counts reuse chunk plans
             whole = rules_in_order((*self._base, *rules))
-            undo.callback(install_rules(self.module, whole, self.axis, chunks=self._chunk_plans).undo)
+            installed = install_rules(self.module, whole, self.axis, chunks=self._chunk_plans)
+            undo.callback(installed.undo)
+            names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+            around = replace(self._around, partial=tuple(names[id(parameter)] for parameter in installed.partial))
             if self._steps is not None:
                 undo.callback(self._steps.put(self.module))
             try:
-                return count(self.module, self._batch, batch_size=size, around=self._around)
+                return count(self.module, self._batch, batch_size=size, around=around)
             except AmpError:
                 raise
             except Exception as error:
