@@ -38,6 +38,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import has_no_values
 from lightning_amp.errors import InstallError
+from lightning_amp.footprint.copies.known_values import recipe_of
+from lightning_amp.footprint.copies.quick_fakes import in_a_count
 from lightning_amp.shapes import LogWeights, PerAnchor, PerCell
 from lightning_amp.techniques.ranks import collectives
 
@@ -49,7 +51,9 @@ def run_length(n: int, mesh: DeviceMesh) -> int:
 
 def run_of(index: Int[Tensor, " some"]) -> slice | None:
     """Return the slice that selects the same as an index; None if there is none, or if the index has no values."""
-    if has_no_values(index):
+    # a counted step knows the values of buffers
+    known = in_a_count(index) and recipe_of(index) is not None
+    if has_no_values(index) and not known:
         return None
     first = int(index[0]) if len(index) else 0
     run = torch.arange(first, first + len(index), dtype=index.dtype, device=index.device)
