@@ -18,6 +18,7 @@ from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError
 from lightning_amp.planning.modules.candidates import as_it_is
+from lightning_amp.planning.modules.min_memory_plan import LEAST
 from lightning_amp.planning.modules.plan_module import Count, plan_again, plan_module
 from lightning_amp.planning.plan.plan import Axes, Candidate, Plan
 from lightning_amp.planning.time.step_seconds import decoder_seconds
@@ -183,8 +184,11 @@ class _Counted:
         rest = whole.predicted_rest_seconds
         if rest is None and self.computing is not None:
             rest = max(0.0, as_it_is(self.seen, whole.gradient_ranks).seconds - self.computing)
+        # what a plan lacks is said of ranks of the data axis
+        split = whole.mesh.model > 1
         return replace(
             found,
+            notes=tuple(note for note in found.notes if not (split and note.startswith(LEAST))),
             predicted_base_bytes=max(0, whole.predicted_base_bytes + beyond),
             predicted_stratum_bytes=whole.predicted_stratum_bytes,
             predicted_step_seconds=whole.predicted_step_seconds,
