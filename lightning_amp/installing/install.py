@@ -245,9 +245,7 @@ def install(
     return install_rules(module, rules, mesh)
 
 
-def install_rules(
-    module: nn.Module, rules: Iterable[Rule], mesh: Mesh = None, chunks: Any = None
-) -> Installed:
+def install_rules(module: nn.Module, rules: Iterable[Rule], mesh: Mesh = None, chunks: Any = None) -> Installed:
     """Install rules that have techniques, as `install` does; if one raises, the module is unchanged.
 
     `mesh`: as in `install`, or the model axis of a dry run.

@@ -9,8 +9,7 @@ Every rank differentiates its own copy of the loss. The copies sum to R times th
 differentiated as a linear map, so that the gradients of all ranks sum to R times the gradient. Averaging over the
 ranks, as for data-parallel gradients, gives the exact gradient. Operators need not track which values are replicated.
 
-An axis without a process group belongs to a dry run: results have correct shapes and no values. The same holds for fake
-tensors, on which a block's operators are recorded.
+Without a process group (None), as on fake tensors, it is a dry run: results have correct shapes and no values.
 
 Legend: R ranks of the axis. `rows` is the tensor with the communicated dim first.
 """
@@ -118,10 +117,7 @@ def ring(
 
 
 def start_all_to_all(sent: Tensor, n_received: list[int], n_sent: list[int], group: Any) -> Tensor:
-    """Start an all-to-all of rows, without gradients; do not read the result before `wait_for` has returned.
-
-    `group`: the process group; None in a dry run.
-    """
+    """Start an all-to-all of rows, without gradients; do not read the result before `wait_for` has returned."""
     if group is None:
         return sent.new_zeros(sum(n_received), *sent.shape[1:])
     found = functional.all_to_all_single(sent.contiguous(), n_received, n_sent, group)
@@ -131,7 +127,7 @@ def start_all_to_all(sent: Tensor, n_received: list[int], n_sent: list[int], gro
 
 def wait_for(under_way: Tensor) -> Tensor:
     """Return the rows after they have arrived."""
-    # of a fake tensor the operator would return another one
+    # the operator returns another fake tensor
     return under_way if isinstance(under_way, FakeTensor) else cast(Tensor, functional.wait_tensor(under_way))
 
 

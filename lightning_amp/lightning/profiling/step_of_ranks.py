@@ -35,7 +35,7 @@ def on_top_of(
     requested: Mapping[str, Spec],
     shared_statistics: bool,
 ) -> tuple[ProfiledStep, Count]:
-    """Return the step with rules of its decoder, as `StepOfModule.profiled` does, and what counts it with further rules.
+    """Return the step with rules of its decoder, as `StepOfModule.profiled`, and what counts it with further rules.
 
     Args:
         step: The step without rules.

@@ -33,13 +33,7 @@ from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, memory_of_ranks
 from lightning_amp.techniques.stage_search import OPEN, StageOptions
-from lightning_amp.techniques.table import (
-    PREDICTIONS,
-    in_order,
-    is_of_decoder,
-    parse_strategies,
-    stage_search,
-)
+from lightning_amp.techniques.table import PREDICTIONS, in_order, is_of_decoder, parse_strategies, stage_search
 
 SLIGHTLY = 1.01
 """A count up to this factor above the predicted peak confirms the prediction."""

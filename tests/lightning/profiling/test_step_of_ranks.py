@@ -8,49 +8,29 @@ import pytest
 from torch.utils.data import DataLoader
 
 import lightning_amp
-from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.profiling import step_of_ranks
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.sharding.splits import DryAxis
-from tests.any_module import Meter
-from tests.lightning.profiling.test_within_budget import WithTables
+from tests.lightning.profiling.test_within_budget import Least
 from tests.lightning.strategy.strategy_cases import trainer_of
 from tests.ranks import run_ranks
 from tests.techniques.recompute.test_beside_decoder import Run
 from tests.techniques.sharded_cases import Case, inputs
 
-ASKED = ("S1,S2", "S3,S5", "S4,strata,stream", "nodes,S3,S4,recompute", "S2,S4,S5,sparse", "S2,S4,offload")
-CASES = {
-    "consecutive anchors on one rank": Case(),
-    "shares of unequal size": Case(anchors=83, dim=14, window=20, distances=(0, 1, 2), features={1: 40, 2: 3}),
-}
-STEPS = 5
+SOME = "S4,strata,stream", "nodes,S3,S4,recompute", "S2,S4,S5,sparse"
+ALL = (*SOME, "S1,S2", "S3,S5", "S2,S4,offload")
+UNEVEN = Case(anchors=83, dim=14, window=20, distances=(0, 1, 2), features={1: 40, 2: 3})
+STEPS = 4
 
 
-class Least(WithTables):
-    """The least of some steps: gloo's threads may let go of a tensor late, which can only add."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peaks: list[int] = []
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.live, self.at = LiveBytes(), max(1, batch_idx)
-        super().on_train_batch_start(trainer, module, batch, batch_idx)
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        Meter.on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)
-        self.peaks += [self.live.peak] * (batch_idx == self.at)
-
-
-def by_name(rank: int, ranks: int, name: str) -> list[tuple[Plan, int]]:
+def by_name(rank: int, ranks: int, case: Case, names: tuple[str, ...]) -> list[tuple[Plan, int]]:
     """The plans of runs by names of strategies, and the bytes of this rank."""
     found = []
-    for asked in ASKED:
+    for asked in names:
         strategy, meter = AMPStrategy(strategies=asked, model_parallel_size=ranks), Least()
         trainer = trainer_of(strategy, rank=rank, ranks=ranks, max_steps=STEPS, callbacks=[meter])
-        trainer.fit(Run(CASES[name]), DataLoader([inputs(CASES[name])[2]] * STEPS, batch_size=None))  # type: ignore[arg-type]
+        trainer.fit(Run(case), DataLoader([inputs(case)[2]] * STEPS, batch_size=None))  # type: ignore[arg-type]
         assert strategy.plan is not None
         found.append((strategy.plan, min(meter.peaks)))
     return found
@@ -63,12 +43,19 @@ def offline(case: Case, **request: Any) -> Plan:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", CASES)
-def test_the_largest_of_the_ranks_is_predicted(tmp_path: Path, name: str) -> None:
-    for asked, first, second in zip(ASKED, *run_ranks(by_name, 2, tmp_path, name, timeout=200), strict=True):
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        (Case(), SOME),
+        pytest.param(Case(), ALL[3:], marks=pytest.mark.full),
+        pytest.param(UNEVEN, ALL, marks=pytest.mark.full),
+    ],
+)
+def test_the_largest_of_the_ranks_is_predicted(tmp_path: Path, case: Case, names: tuple[str, ...]) -> None:
+    for asked, first, second in zip(names, *run_ranks(by_name, 2, tmp_path, case, names, timeout=200), strict=True):
         plan, _ = first
         assert plan.predicted_peak_bytes == max(first[1], second[1]), asked
-        alone = offline(CASES[name], strategies=asked)
+        alone = offline(case, strategies=asked)
         assert alone.rules == plan.rules
         assert alone.predicted_peak_bytes == plan.predicted_peak_bytes
 
