@@ -133,7 +133,7 @@ class ProfiledStep:
     def averaging_bytes(self, ranks: int) -> int:
         """Return all bytes that exist while ranks reduce gradients; 0 for one rank without partial gradients.
 
-        They include the copies of small gradients, and a byte per gradient with which ranks agree.
+        They include the copies of small gradients, or before these a byte per gradient with which ranks agree.
         """
         if ranks == 1 and not self.partial_sizes:
             return 0
@@ -143,8 +143,8 @@ class ProfiledStep:
         # partial gradients have buckets of their own, which are freed before those of the others
         partial, every = (sum(n for n in sizes if n < ALONE) for sizes in (self.partial_sizes, self.gradient_sizes))
         small = min(partial if ranks == 1 else max(partial, every - partial), COPIED)
-        agreed = len(self.gradient_sizes) + self.agreed_bytes(ranks)
-        return there + self.profile.left_bytes + small + agreed
+        copies = max(small, len(self.gradient_sizes))
+        return there + self.profile.left_bytes + copies + self.agreed_bytes(ranks)
 
     def agreed_bytes(self, ranks: int) -> int:
         """Return the bytes with which ranks that average gradients agree on cells and statistics."""
