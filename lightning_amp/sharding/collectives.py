@@ -99,16 +99,12 @@ def ring(
     record(axis, "ring", sum(tensor.nbytes for tensor in sent))
     found = list[Tensor]()
     for tensor, shape in zip(sent, shapes, strict=True):
-        if axis.group is None:
-            found.append(_arriving(tensor, shape, axis))
-            continue
         given, taken = [0] * axis.size, [0] * axis.size
         given[(axis.rank + step) % axis.size], taken[axis.rank - step] = tensor.numel(), math.prod(shape)
         found.append(start_all_to_all(tensor.view(-1), taken, given, axis.group))
 
     def arrive() -> list[Tensor]:
-        if axis.group is not None:
-            found[:] = [wait_for(t).view(s) for t, s in zip(found, shapes, strict=True)]
+        found[:] = [wait_for(t).view(s) for t, s in zip(found, shapes, strict=True)]
         # kept until here: a tensor must not be freed while it is being sent
         sent.clear()
         return found
@@ -119,7 +115,10 @@ def ring(
 def start_all_to_all(sent: Tensor, n_received: list[int], n_sent: list[int], group: Any) -> Tensor:
     """Start an all-to-all of rows, without gradients; do not read the result before `wait_for` has returned."""
     if group is None:
-        return sent.new_zeros(sum(n_received), *sent.shape[1:])
+        arriving = sent.new_zeros(sum(n_received), *sent.shape[1:])
+        # as long as a collective holds what it sends
+        vars(arriving)["sent"] = sent.contiguous()
+        return arriving
     found = functional.all_to_all_single(sent.contiguous(), n_received, n_sent, group)
     # an AsyncCollectiveTensor waits at its first use, and when autograd inspects it; the raw tensor does not
     return cast(Tensor, getattr(found, "elem", found))
@@ -127,7 +126,8 @@ def start_all_to_all(sent: Tensor, n_received: list[int], n_sent: list[int], gro
 
 def wait_for(under_way: Tensor) -> Tensor:
     """Return the rows after they have arrived."""
-    # the operator returns another fake tensor
+    # of a fake tensor the operator returns another one
+    vars(under_way).pop("sent", None)
     return under_way if isinstance(under_way, FakeTensor) else cast(Tensor, functional.wait_tensor(under_way))
 
 
