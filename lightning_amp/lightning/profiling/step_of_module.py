@@ -220,8 +220,9 @@ class StepOfModule:
             whole = rules_in_order((*self._base, *rules))
             installed = install_rules(self.module, whole, self.axis, chunks=self._chunk_plans)
             undo.callback(installed.undo)
-            name_of = {id(parameter): name for name, parameter in self.module.named_parameters()}
-            around = replace(self._around, partial=tuple(name_of[id(one)] for one in installed.partial))
+            partial_ids = set(map(id, installed.partial))
+            named = self.module.named_parameters()
+            around = replace(self._around, partial=tuple(name for name, one in named if id(one) in partial_ids))
             if self._steps is not None:
                 undo.callback(self._steps.put(self.module))
             try:
