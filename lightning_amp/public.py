@@ -93,7 +93,7 @@ def profile(
         chain=step.chain,
         own_checkpoints=step.own_checkpoints,
         rates=CPU_CORE,
-        gradient_sizes=gradient_sizes(what),
+        gradient_sizes=gradient_sizes(what.parameters()),
         facts=facts_of_step(what, step),
         refused=refused_techniques(what, step, values=False),
         statistics_bytes=statistics_bytes(what),

@@ -24,6 +24,7 @@ from lightning_amp.lightning.profiling.module_plan import ModulePlan
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.split_samples import samples_may_be_split, with_split_samples
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
+from lightning_amp.lightning.profiling.step_of_ranks import on_top_of
 from lightning_amp.planning.modules.on_device import Device, made_for, on_device
 from lightning_amp.planning.modules.plan_decoder import plan_decoder, split_by_decoder
 from lightning_amp.planning.modules.plan_module import Counted, base_plan, plan_step
@@ -231,10 +232,9 @@ def _with_decoder(
             model_parallel_size=request["model_parallel_size"],
         )
 
-    on_top_of = partial(
-        step.on_top_of, rates=seen.rates, requested=seen.requested, shared_statistics=share and devices > 1
-    )
+    shared = share and devices > 1
+    counts = partial(on_top_of, step, rates=seen.rates, requested=seen.requested, shared_statistics=shared)
     made = plan_decoder(
-        make, on_top_of, counted.shape, budget=min(memory, default=None), named=named, budget_named=asked is not None
+        make, counts, counted.shape, budget=min(memory, default=None), named=named, budget_named=asked is not None
     )
     return with_memory(made.plan, memory)

@@ -25,6 +25,7 @@ from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfM
 from lightning_amp.lightning.profiling.loaders import CellsOrReason, cells_per_step
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
+from lightning_amp.lightning.profiling.step_of_ranks import on_top_of
 from lightning_amp.lightning.strategy.hardware import allocator_settings, least_budget, measured_speeds, memory_beside
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.refusals import without_stages
@@ -164,16 +165,17 @@ class PlanningContext:
                 raise error.__cause__ from None
             return None, str(error)
 
-    def on_top_of_decoder(self, rules: tuple[Rule, ...], frees_gradients: bool) -> tuple[ProfiledStep, Count]:
-        """Return the step that is counted with rules of its decoder, and what counts it with further rules.
+    def on_top_of_decoder(self, rules: tuple[Rule, ...], ranks: int) -> tuple[ProfiledStep, Count]:
+        """Return the step with rules of its decoder on a model axis, and what counts it with further rules.
 
         Raises:
             AmpError: The step cannot be counted.
         """
         assert self.step is not None, "a fit has one"
-        return self.step.on_top_of(
+        return on_top_of(
+            self.step,
             rules,
-            frees_gradients,
+            ranks,
             rates=self.rates[0],
             requested=self.request.specs,
             shared_statistics=self.strategy.world_size > 1 and self.request.share_batch_statistics,
@@ -270,9 +272,12 @@ class PlanningContext:
         return fewer
 
     def predicted_step(self, plan: Plan) -> ModuleProfile | None:
-        """Return the profile of a plan's step; None if a technique's bytes come from closed forms, not a count."""
+        """Return the profile of a plan's step; None if a technique's bytes come from closed forms, not a count.
+
+        Over a model axis None too: the count is that of the fullest rank, which may be another one.
+        """
         rules = tuple(rule for rule in plan.rules if rule.strategy != "S1")
-        if self.step is None or counted_rules(plan) != rules:
+        if self.step is None or plan.mesh.model > 1 or counted_rules(plan) != rules:
             return None
         return self.step.profile_with(rules)
 
