@@ -32,6 +32,7 @@ from lightning_amp.planning.policies.build_rules import with_memory, without_sha
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import shown_if_long
 from lightning_amp.quantities import memory_of_ranks
+from lightning_amp.techniques.host_memory.limit import host_memory_of
 from lightning_amp.techniques.table import STRATEGIES, parse_strategies, requested_specs, technique_of_steps
 
 PLANNING = "planning"
@@ -90,7 +91,12 @@ def plan_of_module(
         return StepOfModule(module, lambda: given, around=limited, batch_size=n, steps=steps)
 
     def look(step: StepOfModule, devices: int = devices) -> ProfiledStep:
-        return step.profiled(rates, requested=requested, shared_statistics=share and devices > 1)
+        return step.profiled(
+            rates,
+            requested=requested,
+            host_memory=host_memory_of(given),
+            shared_statistics=share and devices > 1,
+        )
 
     def sizes_at(n: int | None) -> tuple[Profile, ModelShape, list[str]]:
         data, shape, notes = read_shape(
@@ -232,7 +238,11 @@ def _with_decoder(
         )
 
     on_top_of = partial(
-        step.on_top_of, rates=seen.rates, requested=seen.requested, shared_statistics=share and devices > 1
+        step.on_top_of,
+        rates=seen.rates,
+        requested=seen.requested,
+        host_memory=seen.host_memory,
+        shared_statistics=share and devices > 1,
     )
     made = plan_decoder(
         make, on_top_of, counted.shape, budget=min(memory, default=None), named=named, budget_named=asked is not None

@@ -123,12 +123,18 @@ class StepOfModule:
         return cls(module, take, around=around, trains=True, steps=steps)
 
     def profiled(
-        self, rates: Rates, *, requested: Mapping[str, Spec] = NOTHING, shared_statistics: bool = False
+        self,
+        rates: Rates,
+        *,
+        requested: Mapping[str, Spec] = NOTHING,
+        host_memory: int | None = None,
+        shared_statistics: bool = False,
     ) -> ProfiledStep:
         """Read one batch and profile the step without techniques.
 
         Args:
             requested: Specs that the user has requested, by technique.
+            host_memory: Most bytes of host memory that techniques of the policy may take on a rank.
             shared_statistics: Whether ranks share batch statistics.
 
         Raises:
@@ -158,6 +164,7 @@ class StepOfModule:
             rates=rates,
             gradient_sizes=gradient_sizes(self.module) if averages else (),
             requested=requested,
+            host_memory=host_memory,
             facts=facts_of_step(self.module, step) | {name: one for name, one in looked.items() if name not in failed},
             refused=failed | refused_techniques(self.module, step, values=self._trains) | self._conflicting(),
             notes=tuple(self._notes(step)),
@@ -297,6 +304,7 @@ class StepOfModule:
         *,
         rates: Rates,
         requested: Mapping[str, Spec],
+        host_memory: int | None,
         shared_statistics: bool,
     ) -> tuple[ProfiledStep, Count]:
         """Return the step with rules of its decoder, as `profiled` does, and what counts it with further rules.
@@ -320,7 +328,10 @@ class StepOfModule:
         )
         # the step of a plan is looked up here
         found._profiles = self._profiles
-        return found.profiled(rates, requested=requested, shared_statistics=shared_statistics), found.count
+        seen = found.profiled(
+            rates, requested=requested, host_memory=host_memory, shared_statistics=shared_statistics
+        )
+        return seen, found.count
 
     def take(self, rates: Rates) -> None:
         """Read one batch, as `profiled` does, before `count` and `step_with`."""

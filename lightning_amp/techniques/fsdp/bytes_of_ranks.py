@@ -12,7 +12,8 @@ The profile of a step on one device is replayed. Activations and temporaries sta
     after it    its rows of the reduced gradients
 
 With rows in host memory, the device has none of these rows, except those of a unit while it is gathered, and the rows
-of reduced gradients until they are copied to the host.
+of reduced gradients until they are copied to the host. One rank has all rows there; it copies them without a receive
+buffer, one parameter after the other.
 
 When gradients are accumulated over batches, their rows exist throughout, and a unit's rows of this batch are added to
 them as soon as they are reduced.
@@ -89,10 +90,9 @@ def fsdp_peak_bytes(
     Args:
         profile: Profile of a step with the rank's batch, on one device.
         units: All units, the root last; techniques/fsdp/look.py computes them for a module.
-        ranks: Ranks over which parameters are sharded, 2 or more.
+        ranks: Ranks over which parameters are sharded.
         offload: Whether a rank's rows lie in host memory, apart from the device's.
     """
-    assert ranks >= 2, f"parameters are split over 2 ranks or more, got {ranks!r}"
     walk = _FsdpWalk(profile, units, ranks, offload=offload)
     return max(*walk.forward(), *walk.backward(), *walk.optimiser(), 0) + profile.left_bytes
 
@@ -105,6 +105,11 @@ def fsdp_held_bytes(
     The arguments are those of `fsdp_peak_bytes`.
     """
     return _FsdpWalk(profile, units, ranks, offload=offload).held()
+
+
+def fsdp_host_bytes(profile: ModuleProfile, units: Sequence[ParameterUnit], ranks: int) -> int:
+    """Bytes of host memory of a rank whose rows lie there; the arguments are those of `fsdp_peak_bytes`."""
+    return _FsdpWalk(profile, units, ranks, offload=False).rows()
 
 
 def fsdp_validation_bytes(
@@ -150,21 +155,29 @@ class _FsdpWalk:
         last = self._timeline[-1]
         return self._held(last) + self._share(last, GRADIENTS)
 
+    def rows(self) -> int:
+        """Bytes of a rank's rows of parameters, gradients and optimiser state, in the optimiser's step."""
+        return max(
+            self._rows + self._share(moment, GRADIENTS) + self._share(moment, STATE)
+            for moment in (*self._of(OPTIMISER), self._timeline[-1])
+        )
+
     def state(self) -> int:
         """Bytes of the optimiser's state between steps."""
         return self._held(self._timeline[-1]) - self._rows - self._buffers
 
     def forward(self) -> Iterator[int]:
         """Bytes during the forward pass, with the last step's gradients until they are freed."""
-        received, last = 0, ""
-        yield self._buffers + 2 * self._padded[""] + self._on_its_way("")
+        # buffers of received parameters, beside the parameters
+        received, last, buffers = 0, "", self._ranks > 1
+        yield self._buffers + (1 + buffers) * self._padded[""] + self._on_its_way("")
         for moment in self._of(FORWARD):
             unit = self._unit_of(moment)
             held = self._held(moment) + self._other(moment) + self._share(moment, GRADIENTS) + self._padded[""]
             if unit and unit != last:
                 # the previous receive buffer is freed once this one is allocated
-                yield held + received + 2 * self._padded[unit] + self._on_its_way(unit)
-                received = self._padded[unit]
+                yield held + received + (1 + buffers) * self._padded[unit] + self._on_its_way(unit)
+                received = buffers * self._padded[unit]
             yield held + received + (self._padded[unit] if unit else 0)
             last = unit
 
@@ -211,7 +224,7 @@ class _FsdpWalk:
         """Free a unit's parameters and reduce its gradients; `beside` is everything that `done` does not count."""
         sent, beside = self._sent[fqn], beside + done["rows"]
         yield beside + self._whole[fqn] + sent
-        yield beside + 2 * sent + sent // self._ranks
+        yield beside + (1 + (self._ranks > 1)) * sent + sent // self._ranks
         done["whole"] += self._whole[fqn]
         done["rows"] += 0 if self._offload or self._added else sent // self._ranks
         done["sent"] = sent
@@ -223,7 +236,11 @@ class _FsdpWalk:
 
     def _on_its_way(self, fqn: str) -> int:
         """Bytes of a unit's rows on the device while it is gathered, with offload."""
-        return self._padded[fqn] // self._ranks if self._offload else 0
+        if not self._offload:
+            return 0
+        if self._ranks == 1:
+            return max((p.whole_bytes for p in self._units[fqn].parameters), default=0)
+        return self._padded[fqn] // self._ranks
 
     def _of(self, phase: str) -> list[Moment]:
         return [moment for moment in self._timeline if moment.phase == phase]

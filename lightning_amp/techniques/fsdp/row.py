@@ -5,7 +5,8 @@ The predicted seconds are those of fsdp's collectives, which replace one all-red
     among S ranks           for every unit two all-gathers of its parameters, one reduce-scatter of their gradients
     between D / S groups    for every unit one all-reduce of a rank's rows of gradients
     rows on the host        copies between host and device: the rows for each gather, and those of gradients back; the
-                            optimiser reads rows, gradients and state in host memory
+                            optimiser reads rows, gradients and state in host memory; also on one rank, which gathers
+                            from its host alone
 
 If the D ranks are on several nodes, groups of a node's ranks gather through the links inside the node, and only 1 / S
 of the gradients passes between nodes; one group of all ranks holds less memory.
@@ -27,9 +28,11 @@ from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.fsdp.bytes_of_ranks import (
     ParameterUnit,
     fsdp_held_bytes,
+    fsdp_host_bytes,
     fsdp_peak_bytes,
     fsdp_validation_bytes,
 )
+from lightning_amp.techniques.host_memory.limit import bounded, host_memory_of, no_room
 from lightning_amp.techniques.option_checks import one_of, whole_number
 from lightning_amp.techniques.technique import Prediction, Technique
 
@@ -43,12 +46,21 @@ class FullyShard:
     Attributes:
         offload: Keep a rank's shards in host memory, and run the optimiser there.
         shard_ranks: Consecutive ranks over which they are sharded; each group of this size has all. None for all ranks.
+        host_memory: Most bytes of host memory that a rank's shards take; None for 80 % of what is free.
+        host_bytes: Predicted bytes of host memory of a rank.
     """
 
     splits: ClassVar[bool] = True
 
     offload: bool = False
     shard_ranks: int | None = None
+    host_memory: int | None = None
+    host_bytes: int = 0
+
+    @property
+    def fewest(self) -> int:
+        """Number of ranks that it needs at least: one has all shards, which saves memory on the host only."""
+        return 1 if self.offload else 2
 
 
 MESSAGES = 3
@@ -91,11 +103,14 @@ def units_in(step: ProfiledStep) -> tuple[ParameterUnit, ...]:
 
 
 def variants(step: ProfiledStep, ranks: int) -> Iterator[ProfiledStep]:
-    """Yield the step with each way to shard over D ranks: as requested; otherwise over all ranks, or within a node."""
+    """Yield the step with each way to shard over D ranks: as requested; otherwise over all ranks, or within a node.
+
+    With one rank of a GPU everything is on the host.
+    """
     if NAME in step.requested:
         yield step
         return
-    yield step.requesting({NAME: FullyShard()})
+    yield step.requesting({NAME: FullyShard(offload=ranks == 1 and step.rates.launches)})
     node = step.rates.links.ranks_per_node
     if 1 < node < ranks and ranks % node == 0:
         yield step.requesting({NAME: FullyShard(shard_ranks=node)})
@@ -112,11 +127,16 @@ def add(step: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     shard = spec.shard_ranks or ranks
     # on a CPU, host memory is the device's memory
     offload = spec.offload and step.rates.launches
+    if spec.offload:
+        spec = bounded(replace(spec, host_bytes=fsdp_host_bytes(step.profile, units, shard)), step)
+        if why := no_room("a rank's share of them", spec.host_bytes, spec, draft.targets):
+            return why
     peak = fsdp_peak_bytes(step.profile, units, shard, offload=offload) + step.agreed_bytes(ranks)
     saved = draft.peak_bytes - peak
-    why = f"{format_bytes(whole)} of parameters, their gradients and optimiser state are split over {shard} ranks"
+    why = f"{format_bytes(whole)} of parameters, their gradients and optimiser state are "
+    why += f"split over {shard} ranks" if shard > 1 else "on the device where they are used"
     why += f", the same in each of {ranks // shard} groups" if shard < ranks else ""
-    why += ", and lie in the host's memory" if offload else ""
+    why += f", and lie in the host's memory, {format_bytes(spec.host_bytes)}" if offload else ""
     rules = [Rule(strategy=NAME, fqn=unit.fqn, spec=spec, why=why) for unit in units]
     # the saving of the technique in total, shown once
     rules[-1] = replace(rules[-1], saves_bytes=max(0, saved))
@@ -138,12 +158,12 @@ def validation_bytes(step: ProfiledStep, spec: FullyShard, validation: ModulePro
 
 
 def _requested_spec(spec: FullyShard, request: Any) -> tuple[FullyShard, bool]:
-    """Return the spec with `fsdp_ranks` and `fsdp_offload` of a request."""
+    """Return the spec with `fsdp_ranks`, `fsdp_offload` and `host_memory` of a request."""
     ranks = getattr(request, "fsdp_ranks", spec.shard_ranks)
     offload = getattr(request, "fsdp_offload", spec.offload)
     whole_number("fsdp_ranks", ranks, least=2)
     one_of("fsdp_offload", offload, (True, False))
-    return FullyShard(shard_ranks=ranks, offload=offload), True
+    return FullyShard(shard_ranks=ranks, offload=offload, host_memory=host_memory_of(request)), True
 
 
 ON_HOST = (
@@ -180,7 +200,7 @@ ROW = Technique(
     " parts",
     read_step="lightning_amp.techniques.fsdp.look:read_step",
     refusal="lightning_amp.techniques.fsdp.look:refusal",
-    option_names=("fsdp_ranks", "fsdp_offload"),
+    option_names=("fsdp_ranks", "fsdp_offload", "host_memory"),
     options=_requested_spec,
     contradictions=_contradictions,
     remark=lambda spec, launches: ON_HOST if spec.offload and not launches else "",
