@@ -334,7 +334,7 @@ def test_all_options_of_a_strategy_and_the_precision_of_products_are_followed(
     refused([*words, "--tensor-grid", "auto"], "tensor_grid=('auto',) is an option of tensor3d", capsys)
     assert main([*words, "--strategies", "host_optimizer", "--host-memory", "500GiB"]) == 2
     assert seen["options"]["host_memory"] == "500GiB"
-    refused([*words, "--strategies", "fsdp", "--host-memory", "5GiB"], "host_memory='5GiB' is an option of", capsys)
+    refused([*words, "--strategies", "S1", "--host-memory", "5GiB"], "host_memory='5GiB' is an option of", capsys)
     refused([*words, "--strategies", "offload", "--host-memory", "5"], "'5'", capsys)
     refused(["plan", "data", "--host-memory", "5GiB"], "cannot be used with --host-memory", capsys)
 

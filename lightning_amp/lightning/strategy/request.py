@@ -166,8 +166,10 @@ class Request:
             # options from the command line are lists
             given = (tuple(value) if isinstance(value, list) else value) != getattr(Request, name)
             if given and not {*owners} & {*chosen} and not (name in OF_POLICY and self.chooses):
-                of = owners[0]
-                raise PlanError(f"{name}={value!r} is an option of {of}; add strategies={of!r}, or leave it out")
+                raise PlanError(
+                    f"{name}={value!r} is an option of {' and '.join(owners)}; add strategies={owners[0]!r}, or leave it"
+                    " out"
+                )
         for spec in self.specs.values():
             # a given grid decides the size of the model axis
             if getattr(spec, "grid", "") and (ranks := getattr(spec, "model_ranks", None)):

@@ -230,7 +230,9 @@ class _FsdpWalk:
         done["sent"] = sent
 
     def _ahead(self, fqn: str) -> int:
-        """Bytes that are prefetched while a unit runs backward: those of the next unit there."""
+        """Bytes that are prefetched while a unit runs backward: those of the next unit there, from other ranks."""
+        if self._ranks == 1:
+            return 0
         place = self._order.index(fqn) if fqn in self._order else 0
         return self._padded[self._order[place - 1]] if place else 0
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from lightning_amp.costs.device_rates import CPU_CORE, collective_seconds
+from lightning_amp.costs.device_rates import collective_seconds
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.footprint.chain.chain import peak_bytes
@@ -70,7 +70,7 @@ HANDLING_S = 3.3e-3
 in addition to the computation. FSDP2 applied by hand takes 8 to 14 ms more than DDP for each unit of five of the
 examples, with three messages each, on two ranks of one core (docs/reports/any_module.md)."""
 PASSES = 2
-"""Times that a rank's host core reads rows, gradients and state in an optimiser's step: Adam, measured on one core."""
+"""Times that a rank's host reads rows, gradients and state in an optimiser's step: Adam, measured on one core."""
 
 
 def fsdp_seconds(step: ProfiledStep, units: Sequence[ParameterUnit], spec: FullyShard, ranks: int) -> float:
@@ -90,7 +90,7 @@ def fsdp_seconds(step: ProfiledStep, units: Sequence[ParameterUnit], spec: Fully
         return max(0.0, sent)
     # rows come in both passes, gradients leave
     moved = whole / shard * (2 / step.rates.host.back + 1 / step.rates.host.out)
-    return max(0.0, sent) + moved + PASSES * step.held_bytes / shard / CPU_CORE.memory_bytes
+    return max(0.0, sent) + moved + PASSES * step.held_bytes / shard / step.rates.host.memory
 
 
 NAME = "fsdp"
@@ -190,6 +190,12 @@ def _contradictions(specs: Sequence[FullyShard], ranks: int) -> Iterator[str]:
             )
 
 
+def _remark(spec: FullyShard, launches: bool) -> str:
+    if spec.host_memory is not None and not spec.offload:
+        return "host_memory bounds nothing of fsdp, for without fsdp_offload=True it keeps nothing on the host"
+    return ON_HOST if spec.offload and not launches else ""
+
+
 ROW = Technique(
     title="fully sharded data parallel",
     shrinks="parameters, gradients and optimiser state to those of a rank",
@@ -203,7 +209,7 @@ ROW = Technique(
     option_names=("fsdp_ranks", "fsdp_offload", "host_memory"),
     options=_requested_spec,
     contradictions=_contradictions,
-    remark=lambda spec, launches: ON_HOST if spec.offload and not launches else "",
+    remark=_remark,
     validation=validation_bytes,
     split_parameters="lightning_amp.techniques.fsdp.fully_sharded:split_parameters",
     prediction=Prediction(

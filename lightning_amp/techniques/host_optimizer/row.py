@@ -4,14 +4,12 @@ The state of the optimizer is in host memory, so that the device has parameters,
 For P bytes of trained parameters and S of state, 2 P leave in a step and P come back; the host reads and writes
 parameters, gradients and state once. On a GPU the three run beside each other, and after the backward pass.
 
-Known limits: the host's memory is taken as that of one core, so that several are faster than predicted; what an update
-allocates on the host for a moment is not in the bytes of the host.
+Known limits: what an update allocates on the host for a moment is not in the bytes of the host.
 """
 
 from dataclasses import dataclass, replace
 from math import ceil
 
-from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule, splits_parameters
 from lightning_amp.footprint.module_profile import OPTIMISER, STATE, TEMPORARIES, Moment
@@ -133,7 +131,7 @@ def _seconds(seen: ProfiledStep, state: int, *, n_buckets: int) -> float:
     if not rates.launches:
         # the core that computes reads and writes each copy; the update runs there in any case
         return 2 * 3 * whole / rates.memory_bytes + python
-    update = PASSES * (2 * whole + state) / CPU_CORE.memory_bytes
+    update = PASSES * (2 * whole + state) / rates.host.memory
     return max(whole / rates.host.out + whole / rates.host.back, update + python)
 
 
