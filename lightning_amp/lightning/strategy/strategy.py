@@ -43,7 +43,7 @@ from lightning_amp.lightning.steps.cells import CellOrder
 from lightning_amp.lightning.steps.out_of_memory import explain
 from lightning_amp.lightning.steps.step_time import time_steps
 from lightning_amp.lightning.steps.training_step import TrainingStep
-from lightning_amp.lightning.strategy.hardware import let_segments_grow
+from lightning_amp.lightning.strategy.hardware import all_but_parameters_to, has_room, let_segments_grow
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
@@ -235,7 +235,10 @@ class AMPStrategy(MeshStrategy):
             self._undo.append(partial(without_memory, self.model, self.root_device))
             check_deferred(self.model)
         else:
-            self.model_to_device()
+            # one that does not fit stays on the host until its plan has split it
+            waits = self.world_size == 1 and not has_room(self.root_device, self.model)
+            if not waits:
+                self.model_to_device()
             any_rank = partial(self.reduce_boolean_decision, all=False)
             check_replicas(self.model, rank=self.global_rank, broadcast=self.broadcast, any_rank=any_rank)
             broadcast_module(self.model)
@@ -246,6 +249,10 @@ class AMPStrategy(MeshStrategy):
         if self._deferred:
             check_split(plan, fn)
             without_memory(self.model, self.root_device)
+        elif waits and any(getattr(rule.spec, "offload", False) for rule in plan.rules):
+            all_but_parameters_to(self.root_device, self.model)
+        elif waits:
+            self.model_to_device()
         if fn == TrainerFn.FITTING:
             self.model = share_statistics(plan, self.model, mesh, self._layer_sync, self._undo)
         # 1 if gradients are averaged over the model axis too

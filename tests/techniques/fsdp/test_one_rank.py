@@ -1,4 +1,4 @@
-"""Claim: one rank whose parameters are on the host trains as without, within the bytes of its plan, in either's file."""
+"""Claim: one rank whose parameters are on the host trains as without, within the bytes of its plan, from either's file."""
 
 from pathlib import Path
 from typing import Any
@@ -8,10 +8,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 import lightning_amp
 from lightning_amp import AMPStrategy, StratumMemoryMonitor
 from lightning_amp.errors import PlanError
+from lightning_amp.lightning.strategy import strategy as strategy_module
+from lightning_amp.lightning.strategy.hardware import all_but_parameters_to, has_room
 
 WIDTH = 32
 
@@ -114,3 +117,41 @@ def test_the_policy_keeps_on_the_host_what_one_gpu_has_no_room_for() -> None:
     assert made(device_memory="2300MiB", host_memory="4GiB").fits is False
     with pytest.raises(PlanError, match="host_memory='4GiB' requires a module and a batch"):
         lightning_amp.plan(lightning_amp.profile(Module(), torch.zeros(4, WIDTH)), host_memory="4GiB")
+
+
+def test_a_module_for_which_the_device_has_no_room_is_split_on_the_host(monkeypatch: Any) -> None:
+    _, expected = fitted("auto", 3)
+    moved = list[str]()
+    move, here = AMPStrategy.model_to_device, strategy_module.all_but_parameters_to
+
+    def whole(self: AMPStrategy) -> None:
+        moved.append("module")
+        move(self)
+
+    def without(device: torch.device, module: nn.Module) -> None:
+        moved.append("all but parameters")
+        here(device, module)
+
+    monkeypatch.setattr(AMPStrategy, "model_to_device", whole)
+    monkeypatch.setattr(strategy_module, "all_but_parameters_to", without)
+    for room, strategy, then in ((True, on_host(), "module"), (False, on_host(), "all but parameters")):
+        monkeypatch.setattr(strategy_module, "has_room", lambda *_, room=room: room)
+        _, found = fitted(strategy, 3)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert moved.pop() == then
+        assert not moved
+    # where another plan fits, the module goes to the device after it
+    fitted(AMPStrategy(strategies="recompute"), 3)
+    assert moved == ["module"]
+
+
+def test_buffers_and_metrics_go_to_the_device_and_parameters_stay() -> None:
+    module = Module()
+    module.register_buffer("scale", torch.ones(2))
+    module.bias, module.seen = nn.Parameter(torch.ones(())), MeanMetric()
+    all_but_parameters_to(torch.device("meta"), module)
+    there = {name for name, value in module.state_dict(keep_vars=True).items() if value.is_meta}
+    assert there == {"scale", "bias"}
+    assert module.seen.mean_value.is_meta
+    assert module.device.type == "meta"
+    assert has_room(torch.device("cpu"), module)
