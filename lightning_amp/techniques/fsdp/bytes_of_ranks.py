@@ -93,8 +93,30 @@ def fsdp_peak_bytes(
         ranks: Ranks over which parameters are sharded.
         offload: Whether a rank's rows lie in host memory, apart from the device's.
     """
+    return max(fsdp_peaks(profile, units, ranks, offload=offload))
+
+
+def fsdp_peaks(
+    profile: ModuleProfile, units: Sequence[ParameterUnit], ranks: int, *, offload: bool = False
+) -> tuple[int, int]:
+    """Peak bytes in the passes, and in the optimiser's step; the arguments are those of `fsdp_peak_bytes`."""
     walk = _FsdpWalk(profile, units, ranks, offload=offload)
-    return max(*walk.forward(), *walk.backward(), *walk.optimiser(), 0) + profile.left_bytes
+    passes = max((n_bytes for _, n_bytes in walk.passes()), default=0)
+    return passes + profile.left_bytes, max(walk.optimiser(), default=0) + profile.left_bytes
+
+
+def fsdp_differences(
+    profile: ModuleProfile, units: Sequence[ParameterUnit], ranks: int, *, offload: bool = False
+) -> dict[str, int]:
+    """Most bytes that a rank has beyond one device, mostly below 0, while a module runs, by phase and name.
+
+    The arguments are those of `fsdp_peak_bytes`.
+    """
+    found: dict[str, int] = {}
+    for moment, n_bytes in _FsdpWalk(profile, units, ranks, offload=offload).passes():
+        more, where = n_bytes - sum(moment.by_kind.values()), f"{moment.phase} {moment.fqn}".rstrip()
+        found[where] = max(more, found.get(where, more))
+    return found
 
 
 def fsdp_held_bytes(
@@ -125,7 +147,8 @@ def fsdp_validation_bytes(
     `validation`: profile of its step on one device; the other arguments are those of `fsdp_peak_bytes`.
     """
     state = _FsdpWalk(profile, units, ranks, offload=offload).state()
-    return max(_FsdpWalk(validation, units, ranks, offload=offload).forward()) + state
+    walk = _FsdpWalk(validation, units, ranks, offload=offload)
+    return max(n_bytes for _, n_bytes in walk.forward()) + state
 
 
 class _FsdpWalk:
@@ -166,30 +189,37 @@ class _FsdpWalk:
         """Bytes of the optimiser's state between steps."""
         return self._held(self._timeline[-1]) - self._rows - self._buffers
 
-    def forward(self) -> Iterator[int]:
+    def passes(self) -> Iterator[tuple[Moment, int]]:
+        """Bytes during both passes."""
+        yield from self.forward()
+        yield from self.backward()
+
+    def forward(self) -> Iterator[tuple[Moment, int]]:
         """Bytes during the forward pass, with the last step's gradients until they are freed."""
         # buffers of received parameters, beside the parameters
         received, last, buffers = 0, "", self._ranks > 1
-        yield self._buffers + (1 + buffers) * self._padded[""] + self._on_its_way("")
-        for moment in self._of(FORWARD):
+        for n, moment in enumerate(self._of(FORWARD)):
+            if n == 0:
+                yield moment, self._buffers + (1 + buffers) * self._padded[""] + self._on_its_way("")
             unit = self._unit_of(moment)
             held = self._held(moment) + self._other(moment) + self._share(moment, GRADIENTS) + self._padded[""]
             if unit and unit != last:
                 # the previous receive buffer is freed once this one is allocated
-                yield held + received + (1 + buffers) * self._padded[unit] + self._on_its_way(unit)
+                yield moment, held + received + (1 + buffers) * self._padded[unit] + self._on_its_way(unit)
                 received = buffers * self._padded[unit]
-            yield held + received + (self._padded[unit] if unit else 0)
+            yield moment, held + received + (self._padded[unit] if unit else 0)
             last = unit
 
-    def backward(self) -> Iterator[int]:
+    def backward(self) -> Iterator[tuple[Moment, int]]:
         """Bytes during the backward pass, at the end of which the root's and the first unit's gradients are reduced."""
         pending, done = list(self._order), {"whole": 0, "rows": 0, "sent": 0}
-        unit, at, root, worked = "", 0, 0, set[str]()
+        unit, at, root, worked, moment = "", 0, 0, set[str](), self._timeline[-1]
         for moment in self._of(BACKWARD):
             now = self._unit_of(moment)
             if now and now != unit:
                 if unit in pending:
-                    yield from self._finish(unit, at + self._padded[""] + root + self._ahead(unit), done)
+                    beside = at + self._padded[""] + root + self._ahead(unit)
+                    yield from ((moment, n_bytes) for n_bytes in self._finish(unit, beside, done))
                     pending.remove(unit)
                 unit = now
             at = self._held(moment) + self._other(moment)
@@ -207,12 +237,12 @@ class _FsdpWalk:
             else:
                 root, come = min(max(0, root + come), self._whole[""]), 0
             gathered = self._padded[unit] + self._ahead(unit) if unit in pending else 0
-            yield at + self._padded[""] + root + gathered + come + done["rows"] + done["sent"]
+            yield moment, at + self._padded[""] + root + gathered + come + done["rows"] + done["sent"]
         # the backward pass of the root ends first
         gathered = self._padded[unit] + self._whole[unit] if unit in pending else 0
-        yield from self._finish("", at + gathered, done)
+        yield from ((moment, n_bytes) for n_bytes in self._finish("", at + gathered, done))
         if unit in pending:
-            yield from self._finish(unit, at, done)
+            yield from ((moment, n_bytes) for n_bytes in self._finish(unit, at, done))
 
     def optimiser(self) -> Iterator[int]:
         """Bytes during the optimiser's step on the rows, with temporaries of the size of rows."""

@@ -15,21 +15,22 @@ Known limits: transfers do not overlap with computation; the comparison between 
 (ranks/collectives.py) is not counted. Legend: D ranks of the data axis, S of them over which parameters are sharded.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from lightning_amp.costs.device_rates import collective_seconds
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
-from lightning_amp.footprint.chain.chain import peak_bytes
-from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE, ModuleProfile
+from lightning_amp.footprint.chain.chain import Chain, peak_bytes
+from lightning_amp.footprint.module_profile import GRADIENTS, OPTIMISER, PARAMETERS, STATE, ModuleProfile
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.fsdp.bytes_of_ranks import (
     ParameterUnit,
+    fsdp_differences,
     fsdp_held_bytes,
     fsdp_host_bytes,
-    fsdp_peak_bytes,
+    fsdp_peaks,
     fsdp_validation_bytes,
 )
 from lightning_amp.techniques.host_memory.limit import bounded, host_memory_of, no_room
@@ -131,8 +132,10 @@ def add(step: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
         spec = bounded(replace(spec, host_bytes=fsdp_host_bytes(step.profile, units, shard)), step)
         if why := no_room("a rank's share of them", spec.host_bytes, spec, draft.targets):
             return why
-    peak = fsdp_peak_bytes(step.profile, units, shard, offload=offload) + step.agreed_bytes(ranks)
-    saved = draft.peak_bytes - peak
+    peaks = fsdp_peaks(step.profile, units, shard, offload=offload)
+    passes, update = (peak + step.agreed_bytes(ranks) for peak in peaks)
+    chain = _of_rank(step.chain, fsdp_differences(step.profile, units, shard, offload=offload))
+    saved = draft.peak_bytes - max(passes, update)
     why = f"{format_bytes(whole)} of parameters, their gradients and optimiser state are "
     why += f"split over {shard} ranks" if shard > 1 else "on the device where they are used"
     why += f", the same in each of {ranks // shard} groups" if shard < ranks else ""
@@ -142,13 +145,25 @@ def add(step: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     rules[-1] = replace(rules[-1], saves_bytes=max(0, saved))
     return replace(
         draft,
-        peak_bytes=peak,
-        below_one_device_bytes=peak_bytes(step.chain, ()) - peak,
-        floor_bytes=0,
+        peak_bytes=max(passes, update),
+        below_one_device_bytes=peak_bytes(chain, ()) - passes,
+        floor_bytes=update,
+        chain=chain,
         seconds=draft.seconds + fsdp_seconds(step, units, spec, ranks),
         targets=(*draft.targets, *rules),
         held_bytes=fsdp_held_bytes(step.profile, units, shard, offload=offload),
     )
+
+
+def _of_rank(chain: Chain, more: Mapping[str, int]) -> Chain:
+    """Return the blocks of a step with the bytes that a rank has in the passes, which other techniques change.
+
+    The peak of one device is often in the optimiser's step, or where all gradients have come; that of a rank is not.
+    """
+    others = max(more.values(), default=0)
+    passes = (moment for moment in chain.moments if not moment.where.startswith(OPTIMISER))
+    moved = (replace(m, n_bytes=max(0, m.n_bytes + more.get(m.where, others))) for m in passes)
+    return replace(chain, moments=tuple(moved))
 
 
 def validation_bytes(step: ProfiledStep, spec: FullyShard, validation: ModuleProfile, ranks: int) -> int:
