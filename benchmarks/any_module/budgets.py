@@ -68,7 +68,7 @@ def budget_rows(names: list[str], *, quick: bool) -> Iterator[list[str]]:
                 yield [*first, first_sentence(failed), "", ""]
                 continue
             pairs = zip(same.numbers, plain[key].numbers, strict=True)
-            yield [*first, *(f"{relative_difference(one, other):.1e}" for one, other in pairs)]
+            yield [*first, *(relative_difference(one, other) for one, other in pairs)]
 
 
 def doubled(plan: dict[str, Any], folder: Path) -> str:
@@ -82,11 +82,13 @@ def doubled(plan: dict[str, Any], folder: Path) -> str:
     return str(file)
 
 
-def relative_difference(some: dict[str, Any], others: dict[str, Any]) -> float:
-    """The largest difference of tensors by their names, as a share of the largest value."""
+def relative_difference(some: dict[str, Any], others: dict[str, Any]) -> str:
+    """The largest difference of tensors by their names, as a share of the largest; "in parts" if ranks have parts."""
     assert some.keys() == others.keys(), f"{sorted(some.keys() ^ others.keys())} are on one side only"
+    if any(some[name].shape != others[name].shape for name in some):
+        return "in parts"
     largest = max(float(abs(value).max()) for value in others.values())
-    return max(float(abs(some[name] - others[name]).max()) for name in some) / largest
+    return f"{max(float(abs(some[name] - others[name]).max()) for name in some) / largest:.1e}"
 
 
 def main() -> None:

@@ -5,14 +5,14 @@ GB; a DGX B200's B200): dense products in float32, TF32, bfloat16 and float16, m
 direction (GeForce: PCI Express 4.0 x16). The link to the host is PCI Express x16 in one direction, 4.0 or (H100, H200
 and B200) 5.0; of a GH200 it is NVLink-C2C. The host's memory is that of a device's share of its node, by the sheets of
 the processors: DGX A100 (two EPYC 7742, 8 channels of DDR4-3200), DGX H100 (two Xeon 8480C, DDR5-4800; also for H200),
-DGX B200 (two Xeon 8570, DDR5-5600), Grace (LPDDR5X), Frontier (one EPYC 7A53), GeForce: two channels of DDR4-3200. Between nodes there is one adapter per device, of 200 Gb/s (GeForce and
-A100) or 400 Gb/s. An MI250X is two devices in torch, so its rates are those of one (AMD's data sheet, halved): products
-on matrix cores, and one Infinity Fabric link to each neighbour; links and the four 200 Gb/s adapters of eight devices
-are those of a node of Frontier (OLCF's user guide). The sheets do not give the rates of attention (by
-products or in fused kernels), the overhead of an operator or the latency of a message; these are round estimates. "cpu"
-is fitted to the measured steps of tests/project/time_grid.jsonl, one thread of a server: 140 GFLOP/s in float32
-products, 11.5 GB/s through operators, 8 microseconds per operator including Python; a gloo message between two
-processes takes 0.3 ms, at 1 GB/s.
+DGX B200 (two Xeon 8570, DDR5-5600), Grace (LPDDR5X), Frontier (one EPYC 7A53), GeForce: two channels of DDR4-3200.
+Between nodes there is one adapter per device, of 200 Gb/s (GeForce and A100) or 400 Gb/s. An MI250X is two devices in
+torch, so its rates are those of one (AMD's data sheet, halved): products on matrix cores, and one Infinity Fabric link
+to each neighbour; links and the four 200 Gb/s adapters of eight devices are those of a node of Frontier (OLCF's user
+guide). The sheets do not give the rates of attention (by products or in fused kernels), the overhead of an operator or
+the latency of a message; these are round estimates. "cpu" is fitted to the measured steps of
+tests/project/time_grid.jsonl, one thread of a server: 140 GFLOP/s in float32 products, 11.5 GB/s through operators, 8
+microseconds per operator including Python; a gloo message between two processes takes 0.3 ms, at 1 GB/s.
 
 No device reaches its data sheet, but a plan needs only order and ratios; `calibrated` fits the rates to one measured
 step, and `to_json` saves them. A device that is not in the table gets the rates of the one with the nearest memory

@@ -6,7 +6,6 @@ from math import inf
 from lightning_amp.errors import PlanError
 from lightning_amp.quantities import is_number
 
-
 ONE_CORE = 11.5e9
 """Bytes per second that operators of one core of a server read and write (device_rates.py)."""
 

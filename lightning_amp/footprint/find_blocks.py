@@ -49,18 +49,6 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def owners(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the submodules that contain blocks and are not blocks, by name, outer modules first."""
-    blocks = find_blocks(module)
-    return {
-        fqn: child
-        for fqn, child in module.named_modules()
-        if fqn
-        and not isinstance(child, nn.ModuleList | nn.ModuleDict)
-        and any(name.startswith(f"{fqn}.") for name in blocks)
-    }
-
-
 @contextmanager
 def named_blocks(module: nn.Module, entries: Sequence[type | str] | None) -> Iterator[None]:
     """Set the blocks of a module to those that match `entries` while the context is entered; None changes nothing.

@@ -19,7 +19,6 @@ changes objects which `restoring_state` does not restore changes them once more.
 import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -32,10 +31,8 @@ from lightning_amp._torch import FakeTensor, fake_tensors, tree_leaves, unseen
 from lightning_amp.default_dtype import default_dtype
 from lightning_amp.footprint.chain.block_call import autocast_again, autocast_now
 from lightning_amp.footprint.copies.batch_values import asked_by_torch
-from lightning_amp.holding import holding, replacing
+from lightning_amp.holding import replacing
 
-FOLLOWING: ContextVar[bool] = ContextVar("following", default=False)
-"""Whether a forward is being followed: tensors that functions return are empty."""
 SAME = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, range)
 FIXED = (type, FunctionType, BuiltinFunctionType, ModuleType, type(...))
 """Classes of objects that are compared by identity, because they do not change."""
@@ -230,9 +227,8 @@ class _Follower(_Mode):
             if self._more is None:
                 break
             grad, autocast, dtype = self._began
-            following = holding(FOLLOWING, False)
             try:
-                with default_dtype(dtype), following, torch.set_grad_enabled(grad), autocast_again(autocast):
+                with default_dtype(dtype), torch.set_grad_enabled(grad), autocast_again(autocast):
                     self._known.append(self._more())
             finally:
                 self._more = None
@@ -265,7 +261,7 @@ def follow(
         CannotFollow: No record fits.
     """
     follower = _Follower(given, known, more, real)
-    with holding(FOLLOWING, True), replacing(fake_tensors, FakeTensor=FollowedTensor), follower:
+    with replacing(fake_tensors, FakeTensor=FollowedTensor), follower:
         result = run()
     follower.ends(result)
     del result

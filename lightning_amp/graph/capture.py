@@ -45,7 +45,6 @@ from lightning_amp.footprint.copies.restore_state import forgetting, restoring_s
 from lightning_amp.footprint.forward_overrides import hooked
 from lightning_amp.footprint.own_checkpoints import CHECKPOINTS, watching_checkpoints
 from lightning_amp.footprint.recompute_state import random_state, same_random, set_random
-from lightning_amp.graph.after_blocks import AfterBlocks, leave_out_before
 from lightning_amp.graph.calls import Calls, CannotFollow, FollowedTensor, Recorder, empty_for, follow
 from lightning_amp.graph.guards import OPAQUE, PLAIN, described, first_change, settings_of, signature, state_of
 from lightning_amp.graph.out_of_place import without_writes
@@ -222,13 +221,6 @@ def _trace(
         if node.target in REWRITES and not node.users:
             graph.graph.erase_node(node)
     without_writes(graph.graph)
-    if isinstance(block, AfterBlocks):
-        n_results = sum(isinstance(value, Tensor) for value in tree_leaves(args[2]))
-        reason = leave_out_before(graph.graph, n_results)
-        if found["changed"]:
-            reason = f"its forward changes {found['changed'][0]!r} in place"
-        if reason:
-            raise CannotCapture(reason)
     graph.recompile()
     given = [objects.get(i, value) for i, value in enumerate(values)]
     return {

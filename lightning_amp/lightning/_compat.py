@@ -32,7 +32,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_deprecation, rank_ze
 
 __all__ = ["DataConnector", "MultiProcessingLauncher", "ScriptLauncher", "add_worker_seeds", "broadcast_module"]
 __all__ += ["default_pg_timeout", "launch_process_observer", "optimizers_to_device", "rank_zero_info"]
-__all__ += ["rank_zero_deprecation", "rank_zero_only", "rank_zero_warn", "request_dataloader", "trainer_of", "update_properties"]
+__all__ += [
+    "rank_zero_deprecation",
+    "rank_zero_only",
+    "rank_zero_warn",
+    "request_dataloader",
+    "trainer_of",
+    "update_properties",
+]
 
 
 def trainer_of(module: LightningModule | None) -> Trainer | None:

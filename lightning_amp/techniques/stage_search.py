@@ -1,6 +1,6 @@
 """Define the interface between the planner and a technique that splits the blocks of a step into stages."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,6 @@ class StageOptions:
         micro_batches, schedule: As in AMPStrategy.
         ends: One past the last block of every stage.
         again: Patterns of blocks to recompute; if None, as few as are needed to fit.
-        chunks: Specs of blocks to run in chunks, by name or pattern; if None, used only where nothing else fits.
-        all_chunks: If `chunks` is None: chunk all blocks that can be, with the fewest bytes that keep them fast enough.
         speeds: Speed of every rank relative to the fastest; empty if all are equal.
         memory: Bytes of every rank; with one number or none, all ranks have the budget.
     """
@@ -28,8 +26,6 @@ class StageOptions:
     schedule: str | None = None
     ends: tuple[int, ...] | None = None
     again: tuple[str, ...] | None = None
-    chunks: Mapping[str, Any] | None = None
-    all_chunks: bool = False
     speeds: tuple[float, ...] = ()
     memory: tuple[int, ...] = ()
 

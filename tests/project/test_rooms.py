@@ -9,11 +9,11 @@ import lightning_amp
 LIBRARY = Path(lightning_amp.__file__).parent
 NAMED = {
     "fsdp": (r"techniques\.fsdp|FullyShard|[\"']fsdp[\"']", 5),
-    "chunk": (r"techniques\.chunk|[\"']chunk[\"'](?!, [\"'](?:cat|tensor_split|unbind)[\"'])", 6),
+    "chunk": (r"techniques\.chunk|[\"']chunk[\"'](?!, [\"'](?:cat|tensor_split|unbind)[\"'])", 4),
     "pipeline": (r"techniques\.pipeline|[\"']pipeline[\"']", 6),
     # one is the key of a mark of torch's partitioner
     "recompute": (r"techniques\.recompute|[\"']recompute[\"']", 6),
-    "logits": (r"techniques\.logits|[\"']logits[\"']", 5),
+    "logits": (r"techniques\.logits|[\"']logits[\"']", 4),
     "replay": (r"techniques\.replay|[\"']replay[\"']", 2),
     "offload": (r"techniques\.offload|[\"']offload[\"']", 1),
     "compiled_budget": (r"techniques\.compiled_budget|[\"']compiled_budget[\"']", 1),

@@ -73,8 +73,6 @@ class BlockCall:
         kwargs: Keyword arguments, likewise.
         autocast: Result of `autocast_now`.
         sparse: Whether an argument is a tensor that is not dense, which a `Like` cannot describe.
-        before: None for a block. For the code that a module runs after its last block, (name, result) of each earlier
-            block call. `args` are then the module's args and kwargs, and the result of the last block.
     """
 
     fqn: str
@@ -82,7 +80,6 @@ class BlockCall:
     kwargs: Mapping[str, Any]
     autocast: Autocast
     sparse: bool = False
-    before: tuple[tuple[str, Any], ...] | None = None
 
     @classmethod
     def of(cls, fqn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "BlockCall":

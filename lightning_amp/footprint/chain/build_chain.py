@@ -113,7 +113,6 @@ class ChainBuilder:
                 keeps=tuple(sorted(span.keeps)),
                 inputs=tuple(sorted(span.inputs)),
                 fixed=call.fixed or ("" if span.back_end >= span.back_start else "it has no backward pass"),
-                after=call.after,
             )
             for call, span in zip(self._step.calls, self._spans, strict=True)
         )

@@ -54,8 +54,6 @@ class BlockCost:
         inputs: Tensors that it holds if it is recomputed.
         fixed: Why it cannot be recomputed; "" if it can.
         chunks: Its forms in chunks; empty if none were computed.
-        after: 0 for a block. The code that a module runs after its last block is an entry with the module's name, and
-            `after` is the number of block calls before it.
     """
 
     fqn: str
@@ -65,7 +63,6 @@ class BlockCost:
     inputs: tuple[int, ...] = ()
     fixed: str = ""
     chunks: tuple[ChunkForm, ...] = ()
-    after: int = 0
 
     def held(self, form: int) -> tuple[int, tuple[int, ...]]:
         """Return the bytes that it alone holds between its passes in a form, and the shared tensors that it holds."""
@@ -130,7 +127,7 @@ class Chain:
     @property
     def all_fixed(self) -> str:
         """Why no block can run a second time; "" if one can, or if there are no blocks."""
-        fixed = group_reasons((block.fqn, block.fixed) for block in self.blocks if block.fixed and not block.after)
+        fixed = group_reasons((block.fqn, block.fixed) for block in self.blocks if block.fixed)
         return f"no block can run a second time; {fixed}" if fixed and not self.names else ""
 
 

@@ -24,11 +24,10 @@ from lightning_amp._torch import (
     in_transform,
     parts_of,
     tree_leaves,
-    tree_map,
 )
-from lightning_amp.footprint.chain.block_call import BlockCall, Like, likeness
+from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.chain.module_names import all_names, copied_blocks, modules_of
-from lightning_amp.footprint.find_blocks import find_blocks, owners
+from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.footprint.live_bytes import Read, storages_of, tensors_of
 from lightning_amp.footprint.module_profile import FORWARD, GRADIENTS, PARAMETERS, STATE, Life
 from lightning_amp.footprint.operator_rates import OperatorRates, times_now
@@ -63,11 +62,7 @@ class Use:
 
 @dataclass(slots=True)
 class RecordedCall:
-    """A forward pass of a block: operators [start, end], and autograd numbers [first_order, last_order).
-
-    The code that a module runs after its last block is a call too, with the module's name; `after` counts the block
-    calls before it.
-    """
+    """A forward pass of a block: operators [start, end], and autograd numbers [first_order, last_order)."""
 
     fqn: str
     start: int
@@ -80,8 +75,6 @@ class RecordedCall:
     outputs: list[Life] = field(default_factory=list)
     output_bytes: int = 0
     fixed: str = ""
-    result: Any = None
-    after: int = 0
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -148,8 +141,6 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self._modules_before: dict[int, nn.Module] = {}
         self._open: int | None = None
         self._aside = False
-        self._within = False
-        self._uses_before = 0
         self._given: list[Life] = []
         self._generators: set[torch.Generator] = set()
         self._saved = saved_tensors_hooks(self._keep, self._give)
@@ -189,9 +180,6 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             reason = unrepeatable(block)
             self._replaced[fqn] = block
             block.forward = partial(self._call, fqn, reason, block, block.forward)
-        for fqn, owner in owners(self._module).items():
-            self._replaced[fqn] = owner
-            owner.forward = partial(self._call_of_owner, fqn, owner.forward)
         self.names_of_parameters = all_names(self._module)
         self._random_state, self._own = random_state(), {*map(id, self._module.parameters())}
         if self.watches_saved:
@@ -238,50 +226,11 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         call.end, call.last_order = len(self.work) - 1, autograd_order()
         with drawn_from(self._generators):
             call.fixed = call.fixed or first.settle()
-        call.result, self._uses_before = likeness(result), len(self.uses)
         results = list(tensors_of(tree_leaves(result)))
         call.outputs = self._lives_of(results)
         with disable_torch_function():
             # for a wrapper subclass, the bytes of its shards
             call.output_bytes = sum(p.nbytes for t in results for p in parts_of(t))
-        return result
-
-    def _call_of_owner(self, fqn: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """Record a forward pass of a module with blocks: the code after its last block is a call of the module."""
-        again = autograd_node() is not None or self._within or in_transform()
-        if again or not self.watches_saved or not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        given, self._within, first = BlockCall.of(fqn, args, kwargs), True, len(self.calls)
-        try:
-            result = forward(*args, **kwargs)
-        finally:
-            self._within = False
-        if len(self.calls) == first or self.calls[-1].end + 1 == len(self.work):
-            # no block was called, or nothing is computed after the last one
-            return result
-        last = self.calls[-1]
-        before = tuple((call.fqn.removeprefix(f"{fqn}."), call.result) for call in self.calls[first:-1])
-        # marked as different from the module's arguments
-        result_of_last = tree_map(
-            lambda leaf: replace(leaf, same=-1 - leaf.same) if isinstance(leaf, Like) else leaf, last.result
-        )
-        call = RecordedCall(
-            fqn,
-            last.end + 1,
-            replace(given, args=(given.args, given.kwargs, result_of_last), kwargs={}, before=before),
-            end=len(self.work) - 1,
-            first_order=last.last_order,
-            last_order=autograd_order(),
-            seconds=sum(self.took[last.end + 1 :]),
-            inputs=[*self._lives_of(tensors_of((args, kwargs))), *last.outputs],
-            outputs=self._lives_of(tensors_of(tree_leaves(result))),
-            fixed="it is what follows the blocks, which cannot be computed again by itself",
-            after=len(before) + 1,
-        )
-        # tensors saved since the last block belong to this call, unless a block has saved them
-        for use in self.uses[self._uses_before :]:
-            use.call = len(self.calls) if use.call is None else use.call
-        self.calls.append(call)
         return result
 
     def _lives_of(self, tensors: Iterable[Tensor]) -> list[Life]:

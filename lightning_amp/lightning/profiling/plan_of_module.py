@@ -92,10 +92,7 @@ def plan_of_module(
 
     def look(step: StepOfModule, devices: int = devices) -> ProfiledStep:
         return step.profiled(
-            rates,
-            requested=requested,
-            host_memory=host_memory_of(given),
-            shared_statistics=share and devices > 1,
+            rates, requested=requested, host_memory=host_memory_of(given), shared_statistics=share and devices > 1
         )
 
     def sizes_at(n: int | None) -> tuple[Profile, ModelShape, list[str]]:

@@ -328,9 +328,7 @@ class StepOfModule:
         )
         # the step of a plan is looked up here
         found._profiles = self._profiles
-        seen = found.profiled(
-            rates, requested=requested, host_memory=host_memory, shared_statistics=shared_statistics
-        )
+        seen = found.profiled(rates, requested=requested, host_memory=host_memory, shared_statistics=shared_statistics)
         return seen, found.count
 
     def take(self, rates: Rates) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from statistics import median
+from typing import Any
 
 import psutil
 import torch
@@ -64,7 +65,8 @@ def has_room(device: torch.device, module: nn.Module) -> bool:
 def all_but_parameters_to(device: torch.device, module: nn.Module) -> None:
     """Move buffers, states of metrics and parameters without dims, which are not sharded, to a device."""
     kept = {id(parameter) for parameter in module.parameters() if parameter.dim()}
-    module._apply(lambda tensor: tensor if id(tensor) in kept else tensor.to(device))
+    whole: Any = module
+    whole._apply(lambda tensor: tensor if id(tensor) in kept else tensor.to(device))
     update_properties(module, device=device)
 
 

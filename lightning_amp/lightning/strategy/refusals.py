@@ -194,9 +194,6 @@ def _apart_from_stages(request: Request, trainer: pl.Trainer, rules: Iterable[Ru
         # stages support techniques that change no layers, and techniques of blocks
         if rule.strategy != STAGED and not isinstance(rule.spec, LEAVES_LAYERS) and not is_of_block(rule):
             yield rule.strategy, "it was not tried inside of stages: leave it out"
-        if getattr(rule.spec, "after", 0):
-            why = "what follows its blocks is run by the last stage: leave that rule out"
-            yield f"{rule.strategy} of {rule.fqn!r}", why
     for hook in SEE_GRADIENTS:
         code = getattr(getattr(type(trainer.lightning_module), hook), "__code__", None)
         for norm in NORMS:

@@ -167,8 +167,8 @@ class Request:
             given = (tuple(value) if isinstance(value, list) else value) != getattr(Request, name)
             if given and not {*owners} & {*chosen} and not (name in OF_POLICY and self.chooses):
                 raise PlanError(
-                    f"{name}={value!r} is an option of {' and '.join(owners)}; add strategies={owners[0]!r}, or leave it"
-                    " out"
+                    f"{name}={value!r} is an option of {' and '.join(owners)}; add strategies={owners[0]!r}, or leave"
+                    " it out"
                 )
         for spec in self.specs.values():
             # a given grid decides the size of the model axis

@@ -5,10 +5,10 @@
     3. drop those whose predicted peak, plus what counts found beyond the prediction, exceeds the budget
     4. take the least predicted time; within a factor of `TIE` the fewest techniques, then the least memory
 
-A pipeline (techniques/stage_search.py) can be combined only with checkpointed or chunked blocks. It chooses these by
-itself, chunks only if nothing else fits. It is compared by its time per sample, and chosen only if nothing without a
-model axis fits, for two reasons: its ranks share a batch, so a step has fewer samples; and code of the step outside its
-blocks may turn out to be unsupported when it runs.
+A pipeline (techniques/stage_search.py) can be combined only with checkpointed blocks, which it chooses by itself. It is
+compared by its time per sample, and chosen only if nothing without a model axis fits, for two reasons: its ranks share
+a batch, so a step has fewer samples; and code of the step outside its blocks may turn out to be unsupported when it
+runs.
 
 If no plan fits, the one that requires the least memory is taken, and the plan says that it does not fit.
 """
@@ -93,10 +93,6 @@ def compare(
         else:
             found.append(made)
     if (STAGED,) not in refused and not _stages_are_needless(seen, ranks=ranks, budget=budget):
-        # stages are chosen only if nothing else fits; if something does, chunked blocks are not searched, which takes
-        # seconds
-        if any(budget is None or one.peak_bytes <= budget for one in found):
-            options = replace(options, chunks={})
         made = result_or_reason(stage_search().best, seen, ranks=ranks, budget=budget, options=options)
         if isinstance(made, str):
             dropped[STAGED,] = f"{STAGED} is not possible: {made}"

@@ -187,7 +187,7 @@ def _fewest_over_data(seen: ProfiledStep, budget: int, above: int) -> Draft | No
 def _staged(seen: ProfiledStep, stages: int, *, data: int) -> list[Draft]:
     """Draft stages with checkpointed blocks, else without; empty if neither is possible."""
     for again in (("*",), ()):
-        made = stage_search().staged(seen, stages, data=data, budget=0, options=StageOptions(again=again, chunks={}))
+        made = stage_search().staged(seen, stages, data=data, budget=0, options=StageOptions(again=again))
         if isinstance(made, Draft):
             return [made]
     return []

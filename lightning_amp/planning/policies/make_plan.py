@@ -20,7 +20,7 @@ from lightning_amp.planning.policies.paper import PlanRequest, mapped, model_ran
 from lightning_amp.planning.time.step_seconds import decoder_seconds, on_device, predicted_times
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, format_seconds, memory_of_ranks
-from lightning_amp.techniques.table import STRATEGIES, conflicts, in_order, parse_strategies, technique_of_steps
+from lightning_amp.techniques.table import STRATEGIES, conflicts, in_order, parse_strategies
 
 POLICIES = ("auto", "paper")
 

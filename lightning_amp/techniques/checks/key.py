@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from lightning_amp.footprint.forward_overrides import hooked
 from lightning_amp.shapes import PerAnchor
-from lightning_amp.techniques.checks.same_function import close, failure, mismatch
+from lightning_amp.techniques.checks.same_function import close, failure, mismatch, outcome
 from lightning_amp.techniques.contract.change import hooks_within
 from lightning_amp.techniques.contract.protocol import ATTENTION_KEY, BucketedAttention
 
@@ -189,12 +189,10 @@ def full_problem(attention: nn.Module) -> str:
     return mismatch(attention, expected, attention_results, rtol=CLOSE)
 
 
-def attention_results(attention: Callable[..., Tensor], n: int = 7, dim: int = 4) -> dict[str, Tensor]:
+def attention_results(attention: Callable[..., Tensor], n: int = 7, dim: int = 4) -> dict[str, Tensor | None]:
     """Return output and gradients in float64 for random anchors [n, dim], the same in every call."""
     generator = torch.Generator().manual_seed(0)
-    draws = torch.randn((4, n, dim), dtype=torch.float64, generator=generator, device="cpu")
-    inputs = [draw.clone().requires_grad_() for draw in draws[:3]]
+    draws = torch.randn((3, n, dim), dtype=torch.float64, generator=generator, device="cpu")
+    leaves = {name: draw.clone().requires_grad_() for name, draw in zip(("q", "k", "values"), draws, strict=True)}
     with torch.enable_grad():
-        out = attention(*inputs)
-        q, k, values = torch.autograd.grad(out, inputs, draws[3])
-    return {"output": out.detach(), "gradient of q": q, "gradient of k": k, "gradient of values": values}
+        return outcome({"output": attention(*leaves.values())}, leaves, generator)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from lightning_amp._torch import values_are_checked
-from lightning_amp.techniques.checks.same_function import mismatch
+from lightning_amp.techniques.checks.same_function import mismatch, outcome
 
 ARGUMENTS = ("x", "log_mu", "log_theta", "zi_logits")
 RTOL = 1e-9
@@ -79,7 +79,7 @@ def likelihood_problem(leaf: nn.Module, ours: nn.Module, *, whole: Whole) -> str
     return ""
 
 
-def _values(leaf: nn.Module, *, example: _ExampleCounts, rows: int, whole: bool) -> dict[str, Tensor]:
+def _values(leaf: nn.Module, *, example: _ExampleCounts, rows: int, whole: bool) -> dict[str, Tensor | None]:
     """Return value and gradients for an example, with `rows` rows in its tables, and only whole counts if `whole`."""
     x = torch.tensor(example.x, dtype=torch.float64, device="cpu").view(CELLS, -1)
     # one count of the first example is a fraction, for which some likelihoods raise
@@ -90,11 +90,9 @@ def _values(leaf: nn.Module, *, example: _ExampleCounts, rows: int, whole: bool)
             ARGUMENTS[1:], (example.log_mu, example.log_theta, example.zi), (CELLS, rows, rows), strict=True
         )
     }
-    leaves = [tensor.requires_grad_() for tensor in given.values()]
+    leaves = {name: tensor.requires_grad_() for name, tensor in given.items()}
     with torch.enable_grad():
-        value = leaf(x, *leaves)
-        grads = torch.autograd.grad(value, leaves)
-    return {"value": value.detach()} | {f"gradient of {n}": g for n, g in zip(given, grads, strict=True)}
+        return outcome({"value": leaf(x, *leaves.values())}, leaves, torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()

@@ -131,6 +131,27 @@ def _short(value: Any) -> str:
     return f"of the shape {tuple(value.shape)!r} and {value.dtype}"
 
 
+def outcome(
+    results: Mapping[str, Tensor], leaves: Mapping[str, Tensor], generator: torch.Generator | None = None
+) -> dict[str, Tensor | None]:
+    """Return results by name, and the gradients of the leaves for random gradients of the results.
+
+    The gradient of a leaf on which no result depends is None.
+
+    Args:
+        results, leaves: By name; a gradient has the name "gradient of" its leaf.
+        generator: Draws the gradients of the results; by default torch's own, so that one draw more or less in the
+            computation shows.
+    """
+    found: dict[str, Tensor | None] = {name: result.detach() for name, result in results.items()}
+    learned = [result for result in results.values() if result.requires_grad]
+    if learned and leaves:
+        given = [torch.randn(r.shape, dtype=r.dtype, generator=generator).to(r.device) for r in learned]
+        grads = torch.autograd.grad(learned, [*leaves.values()], given, allow_unused=True)
+        found |= {f"gradient of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return found
+
+
 Found = TypeVar("Found")
 
 _FOUND: dict[tuple[Any, ...], Any] = {}

@@ -74,7 +74,15 @@ class ChunkForms:
     @property
     def known(self) -> bool:
         """Whether the forms have been computed."""
-        return "chain" in vars(self)
+        return "_found" in vars(self)
+
+    def in_step(self, chain: Chain) -> "ChunkForms":
+        """Return the forms of the same blocks in a step that is otherwise changed, such as in its loss."""
+        if chain is self._plain:
+            return self
+        found = ChunkForms(chain, self.tables, self.costs)
+        found._found = self._found
+        return found
 
     @cached_property
     def chain(self) -> Chain:
@@ -110,18 +118,6 @@ class ChunkForms:
     def form(self, fqn: str, form: int) -> ChunkForm:
         """Return one of a block's forms by its number."""
         return next(block.chunks[form - CHUNKED] for block in self.chain.blocks if block.fqn == fqn)
-
-    def budgets(self, fqn: str, *, slow: bool = True) -> tuple[int, ...]:
-        """Return the budgets that a block has plans for, in ascending order; none if chunks do not make it smaller.
-
-        Without `slow`, forms that make the block much slower are omitted; if all do, the fastest is kept.
-        """
-        block = next((block for block in self.chain.blocks if block.fqn == fqn), None)
-        forms = [form for form in block.chunks if not form.again] if block else []
-        if block and not slow:
-            most = (SLOWEST - 1) * PASSES * block.forward_seconds
-            forms = [form for form in forms if form.extra_seconds <= most] or forms[-1:]
-        return tuple(form.budget_bytes for form in forms)
 
     @property
     def reason(self) -> str:

@@ -11,7 +11,6 @@ from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.footprint.copies.fake_copy import copy_of
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
-from lightning_amp.graph.after_blocks import AfterBlocks
 from lightning_amp.graph.capture import Capture, Captures
 from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.forms import ChunkForms
@@ -59,8 +58,6 @@ def _captured(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool = F
         if any(parameter.is_meta for parameter in block.parameters()):
             # a block on the meta device is called with arguments of another device
             block = copy_of(block, fake)
-        if call.before is not None:
-            block = AfterBlocks(block, call.before)
         if shared and any(map(normalises_by_batch, block.modules())):
             found.append("ranks exchange the statistics of a BatchNorm in it (share_batch_statistics)")
             continue
@@ -73,13 +70,12 @@ def _captured(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool = F
     return found
 
 
-def look(step: StepToPlan, rows: int | None = None) -> ChunkForms:
-    """Return the chunked forms of the step's blocks for a batch of `rows` samples; blocks are captured on first use."""
-    counted = step.step(rows)
-    shared = step.shared_statistics and rows is None
+def look(step: StepToPlan) -> ChunkForms:
+    """Return the chunked forms of the step's blocks, which are captured on first use."""
+    counted = step.step()
 
     def tables() -> list[Table | str]:
-        found = block_tables(step.module, counted.calls, shared=shared)
+        found = block_tables(step.module, counted.calls, shared=step.shared_statistics)
         twice = [_differentiated(counted, call) for call in counted.calls]
         blocks = zip(counted.chain.blocks, twice, found, strict=True)
         return [INSIDE if block.fixed == INSIDE else reason or table for block, reason, table in blocks]
@@ -95,11 +91,7 @@ def costs_of(step: StepToPlan) -> CostModel:
 
 def _differentiated(step: CountedStep, call: BlockCall) -> str:
     """Return why a call has no chunks in a step that differentiates its backward pass; "" if the step does not."""
-    blocks = [f"{one.fqn}." for one in step.calls if one.before is None]
-    if call.before is None:
-        found = any(f"{fqn}.".startswith(f"{call.fqn}.") for fqn in step.differentiated)
-    else:
-        found = any(not f"{fqn}.".startswith(tuple(blocks)) for fqn in step.differentiated)
+    found = any(f"{fqn}.".startswith(f"{call.fqn}.") for fqn in step.differentiated)
     return "a second derivative is not supported (create_graph=True), as of a gradient penalty" if found else ""
 
 

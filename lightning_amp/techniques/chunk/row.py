@@ -23,29 +23,26 @@ NO_BUDGET = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkBlock:
-    """Run regions of a block in chunks, in both passes; or regions of the code that a module runs after its blocks.
+    """Run regions of a block in chunks, in both passes.
 
     Attributes:
         budget_bytes: Peak bytes allowed beyond its arguments and parameters: in training, of the forward and backward
             pass with the tensors kept between them; otherwise of the forward pass.
-        after: For the code after the last block, such as head and loss: number of block calls in a forward pass of the
-            module; 0 for a block.
         policy: Quantity that the choice of regions minimizes: "auto" time, "paper" the cost function of AutoChunk.
         matmul_flops, memory_bytes, overhead_seconds: Rates of the device that the plan is for, so that the regions that
             run are those that were planned; None takes those of the device that runs.
     """
 
     budget_bytes: int = NO_BUDGET
-    after: int = 0
     policy: str = "auto"
     matmul_flops: float | None = None
     memory_bytes: float | None = None
     overhead_seconds: float | None = None
 
     @classmethod
-    def at(cls, costs: CostModel, budget_bytes: int, after: int = 0) -> "ChunkBlock":
+    def at(cls, costs: CostModel, budget_bytes: int) -> "ChunkBlock":
         """Return the spec for a budget, with the costs by which its regions are chosen."""
-        return cls(budget_bytes=budget_bytes, after=after, policy=costs.policy, **asdict(Speed.of(costs.rates)))
+        return cls(budget_bytes=budget_bytes, policy=costs.policy, **asdict(Speed.of(costs.rates)))
 
     @property
     def speed(self) -> Speed | None:
@@ -82,13 +79,13 @@ def forms_of(step: ProfiledStep) -> ChunkForms | None:
 
 def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     """Run blocks in chunks; if the plan recomputes blocks, choose chunks, recomputation or both for each block."""
-    if "logits" in draft.strategies:
-        return "it is not supported together with logits"
     # the blocks to recompute are chosen again, together with the blocks that run in chunks
     before = [target for target in draft.targets if runs_again(target)]
     forms = forms_of(seen)
     if forms is None or forms.reason:
         return "the blocks were not looked at" if forms is None else forms.reason
+    chain = draft.chain or seen.chain
+    forms = forms.in_step(chain)
     found = forms.choose(None if budget is None else budget + draft.below_one_device_bytes, recompute=bool(before))
     chunked = {name: form for name, form in found.forms.items() if form >= CHUNKED}
     again = [*found.recomputed, *(name for name, form in chunked.items() if forms.form(name, form).again)]
@@ -97,15 +94,14 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     if before and not again:
         return f"chunks alone do as well, without {before[0].strategy}"
     others = tuple(target for target in draft.targets if not runs_again(target))
-    n_blocks = len({block.fqn for block in forms.chain.blocks if block.fqn in chunked and not block.after})
     return replace(
         draft,
         peak_bytes=draft.with_chain_peak(found.peak_bytes),
-        seconds=draft.seconds - extra_seconds(seen.chain, [target.fqn for target in before]) + found.extra_seconds,
+        seconds=draft.seconds - extra_seconds(chain, [target.fqn for target in before]) + found.extra_seconds,
         targets=(
             *others,
-            *(rules_again(before[0].strategy, before[0].spec, seen.chain, again) if before else ()),
-            *(in_chunks(forms, name, form, n_blocks) for name, form in chunked.items()),
+            *(rules_again(before[0].strategy, before[0].spec, chain, again) if before else ()),
+            *(in_chunks(forms, name, form, len(chunked)) for name, form in chunked.items()),
         ),
     )
 
@@ -114,15 +110,12 @@ def in_chunks(forms: ChunkForms, name: str, number: int, n: int) -> Rule:
     """Return the rule for a block in one of its chunked forms, of `n` blocks that have one."""
     form, calls = forms.form(name, number), [b for b in forms.chain.blocks if b.fqn == name]
     seconds = sum(call.extra_seconds(number) - form.again * call.forward_seconds for call in calls)
-    blocks, after = {block.fqn for block in forms.chain.blocks if not block.after}, calls[0].after
-    what = f"{n} of {len(blocks)} blocks run in chunks, this one"
-    if after:
-        what = f"what follows its {after} blocks runs in chunks,"
+    what = f"{n} of {len({block.fqn for block in forms.chain.blocks})} blocks run in chunks, this one"
     within = f"within {format_bytes(form.budget_bytes)} in addition to its arguments"
     return Rule(
         strategy="chunk",
         fqn=name,
-        spec=ChunkBlock.at(forms.costs, form.budget_bytes, calls[0].after),
+        spec=ChunkBlock.at(forms.costs, form.budget_bytes),
         why=f"{what} {within}, for {format_seconds(max(seconds, LEAST_SECONDS))} more",
         saves_bytes=0 if form.again else max(0, sum(c.saved_bytes - c.held(number)[0] for c in calls)),
     )

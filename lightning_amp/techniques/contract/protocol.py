@@ -242,15 +242,12 @@ class StepToPlan(Protocol):
     def step(self, rows: int | None = None) -> CountedStep:
         """Count the unchanged step for a batch of so many rows (None: the run's batch); cached for each number."""
 
-    def step_with(self, rules: Sequence[Rule], rows: int | None = None) -> CountedStep:
-        """Count the step with rules installed, and undo the rules.
+    def run_with(self, rules: Sequence[Rule], count: Callable[..., T]) -> T:
+        """Return `count(module, batch, batch_size=, around=)`, run with rules installed, and undo the rules.
 
         Raises:
             AmpError: A technique does not support the module, or the step fails with it.
         """
-
-    def run_with(self, rules: Sequence[Rule], count: Callable[..., T]) -> T:
-        """Return `count(module, batch, batch_size=, around=)`, run with rules installed; raises as `step_with`."""
 
     def operator_rates(self) -> Any:
         """Rates from which the times of operators are computed."""

@@ -86,6 +86,7 @@ ROW = Technique(
     specs=(PipelineStages,),
     installers={PipelineStages: Installer("lightning_amp.techniques.pipeline.run.blocks:pipeline_stages", last=True)},
     # the stages depend on the mesh, and are set later (`settle`)
+    conflicts={"chunk": "stages hold blocks as they are, or recompute them; use recompute"},
     targets=lambda shape: [] if shape.block_list is None else [(shape.block_list[0], PipelineStages())],
     model_axis=True,
     option_names=("micro_batches", "schedule"),

@@ -1,32 +1,14 @@
 """Define the facts of a profiled step that the planning of pipeline stages needs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.footprint.chain.passes import Passes
-from lightning_amp.techniques.chunk.forms import ChunkForms
-from lightning_amp.techniques.chunk.regions.choose_chunks import CPU_SECONDS, CostModel
-from lightning_amp.techniques.chunk.row import ChunkBlock
 
 NAME = "pipeline"
 PassesOf = Callable[[int | None], Passes | str]
 """Rows of a micro-batch, None for the full batch -> the passes of a step, or why it cannot run as stages."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageChunks:
-    """Functions that count blocks of stages in chunks.
-
-    Attributes:
-        forms: Rows of a micro-batch -> how its blocks can run in chunks.
-        passes: Rows, and specs of blocks by name or pattern -> the passes of a step, or why it cannot run so.
-        costs: Quantity by which the regions of blocks are chosen.
-    """
-
-    forms: Callable[[int], ChunkForms]
-    passes: Callable[[int, Mapping[str, ChunkBlock]], Passes | str]
-    costs: CostModel = CPU_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,12 +18,10 @@ class StageFacts:
     Attributes:
         passes: Counts the passes for a batch of any size; None if there can be no pipeline.
         reason: Why there can be none.
-        chunks: Functions for blocks in chunks.
     """
 
     passes: PassesOf | None = None
     reason: str = "its blocks were not looked at"
-    chunks: StageChunks | None = None
 
     def whole(self) -> Passes | str:
         """Return the passes of the full batch, or why there can be no pipeline."""

@@ -6,8 +6,7 @@
        of the first and the last block.
     3. Seconds by the schedule's timeline, with its bubbles, and of the optimiser; peak of each rank by a simulation of
        its passes (schedule/stage_bytes.py). If a peak exceeds the budget, the cap is lowered, and the cut repeated.
-    4. If the budget is still exceeded: as few recomputed blocks as are needed, then blocks that run in chunks
-       (stage_forms.py).
+    4. If the budget is still exceeded: as few recomputed blocks as are needed (stage_forms.py).
     5. The fastest number of micro-batches that fits; if none fits, the one with the least peak. The candidates are one,
        two and four per rank, and the fastest of all numbers by Eq. 8 of Zhou et al. 2025 (CSIMD), each with its exact
        cut (schedule/micro_batches.py).
@@ -44,17 +43,7 @@ from lightning_amp.techniques.pipeline.schedule.micro_batches import (
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, fills_rounds, schedule, timeline
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, filled, held_bytes, layer_bytes, rank_peaks
 from lightning_amp.techniques.pipeline.stage_facts import stages_of
-from lightning_amp.techniques.pipeline.stage_forms import (
-    Levels,
-    StagesInChunks,
-    computed_again,
-    fewest_again,
-    fewest_chunks,
-    repeatable,
-    targets_again,
-    targets_in_chunks,
-    with_chunks,
-)
+from lightning_amp.techniques.pipeline.stage_forms import computed_again, fewest_again, repeatable, targets_again
 from lightning_amp.techniques.stage_search import StageOptions
 
 SAFE = "gpipe"
@@ -145,16 +134,9 @@ def best_pipeline(seen: ProfiledStep, *, ranks: int, budget: int | None, options
     if not lengths:
         there = f"of the {ranks} there are" if options.model is None else f"and model_parallel_size={options.model!r}"
         return f"it needs two ranks or more, {there}"
-    made = list[Draft]()
-    # the search for chunks takes seconds: skipped if some number of stages fits without chunks
-    for way in (options,) if options.chunks is not None else (replace(options, chunks={}), options):
-        found = [staged(seen, n, data=ranks // n, budget=budget, options=way) for n in lengths]
-        made += [one for one in found if isinstance(one, Draft)]
-        if not made:
-            return next(one for one in found if isinstance(one, str))
-        if budget is None or min(one.peak_bytes for one in made) <= budget:
-            break
-    return _best(made, budget)
+    found = [staged(seen, n, data=ranks // n, budget=budget, options=options) for n in lengths]
+    made = [one for one in found if isinstance(one, Draft)]
+    return _best(made, budget) if made else next(one for one in found if isinstance(one, str))
 
 
 def uncut(seen: ProfiledStep, options: StageOptions) -> str:
@@ -197,7 +179,7 @@ def staged(seen: ProfiledStep, model: int, *, data: int, budget: int | None, opt
     shapes = [replace(first, micro_batches=count) for count in counts]
     if not shapes:
         return f"{counts!r} micro-batches do not fill the rounds of an interleaved schedule on {model} ranks"
-    made, parts, refused = list[Draft](), list[Passes](), ""
+    made = list[Draft]()
     # the smallest micro-batch first: other sizes are interpolated between it and the full batch
     shapes.reverse()
     for shape in shapes:
@@ -206,20 +188,7 @@ def staged(seen: ProfiledStep, model: int, *, data: int, budget: int | None, opt
             return part
         if options.again and not repeatable(seen, part, options.again):
             return "no block of those chosen for recomputation can run a second time"
-        parts.append(part)
-        run = with_chunks(seen, part, options)
-        if isinstance(run, str):
-            # micro-batches may be too small for chunks
-            refused = run
-        else:
-            made += _drafts(shape, run, options)
-    if not made:
-        return refused
-    over = budget is not None and min(one.peak_bytes for one in made) > budget
-    if over and options.chunks is None and not options.all_chunks:
-        # the first, smallest micro-batch that can run in chunks: larger ones need at least as many bytes
-        in_chunks = (list(_drafts_in_chunks(*one, options)) for one in zip(shapes, parts, strict=True))
-        made += next(filter(None, in_chunks), [])
+        made += _drafts(shape, part, options)
     return _best(made, budget)
 
 
@@ -248,37 +217,19 @@ def _best(made: Sequence[Draft], budget: int | None) -> Draft:
     return min(fitting, key=lambda one: (one.pace, one.peak_bytes), default=least_bytes)
 
 
-def _drafts(shape: _Shape, run: StagesInChunks, options: StageOptions) -> Iterator[Draft]:
+def _drafts(shape: _Shape, part: Passes, options: StageOptions) -> Iterator[Draft]:
     """Yield drafts with the requested recomputed blocks; if left open, with none, and with as few as are needed."""
-    again = repeatable(shape.seen, run.part, ("*",) if options.again is None else options.again)
+    again = repeatable(shape.seen, part, ("*",) if options.again is None else options.again)
     if options.again is not None:
-        yield _draft(shape, run, ends=options.ends, again=again)
+        yield _draft(shape, part, ends=options.ends, again=again)
         return
-    yield _draft(shape, run, ends=options.ends)
+    yield _draft(shape, part, ends=options.ends)
     if shape.budget is None or not again:
         return
-    for ends in _likely_ends(shape, run.part, computed_again(run.part, again), options):
-        blocks = fewest_again(shape.pipeline(run.part, ends), again, shape.budgets)
+    for ends in _likely_ends(shape, part, computed_again(part, again), options):
+        blocks = fewest_again(shape.pipeline(part, ends), again, shape.budgets)
         if blocks:
-            yield _draft(shape, run, ends=ends, again=blocks)
-
-
-def _drafts_in_chunks(shape: _Shape, part: Passes, options: StageOptions) -> Iterator[Draft]:
-    """Yield drafts with as many blocks in chunks as are needed to fit, and as few recomputed ones as that allows."""
-    chunks, again = stages_of(shape.seen).chunks, repeatable(shape.seen, part, options.again or ("*",))
-    again = () if options.again == () else again
-    if chunks is None or shape.budget is None:
-        return
-    levels = Levels(chunks, part)
-    least = levels.passes(0) if len(levels) else levels.reason
-    if isinstance(least, str):
-        return
-    for ends in _likely_ends(shape, part, computed_again(least, again), options):
-        rules, blocks = fewest_chunks(shape.pipeline(part, ends), levels, again, shape.budgets)
-        found = chunks.passes(part.rows, rules) if rules else ""
-        if not isinstance(found, str):
-            run = StagesInChunks(plain=part, part=found, chunks=rules)
-            yield _draft(shape, run, ends=ends, again=blocks)
+            yield _draft(shape, part, ends=ends, again=blocks)
 
 
 def _likely_ends(shape: _Shape, part: Passes, least: Passes, options: StageOptions) -> list[tuple[int, ...]]:
@@ -290,9 +241,9 @@ def _likely_ends(shape: _Shape, part: Passes, least: Passes, options: StageOptio
     return sorted({fastest, _cut(shape, least, shape.seconds(least))})
 
 
-def _draft(shape: _Shape, run: StagesInChunks, *, ends: tuple[int, ...] | None, again: tuple[int, ...] = ()) -> Draft:
+def _draft(shape: _Shape, plain: Passes, *, ends: tuple[int, ...] | None, again: tuple[int, ...] = ()) -> Draft:
     """Cut the blocks if `ends` is None, and predict seconds and peaks."""
-    part = computed_again(run.part, again)
+    part = computed_again(plain, again)
     layers = shape.seconds(part)
     if ends is None:
         ends = _cut(shape, part, layers)
@@ -312,7 +263,7 @@ def _draft(shape: _Shape, run: StagesInChunks, *, ends: tuple[int, ...] | None, 
         peak_bytes=peak,
         more_bytes=more,
         seconds=seconds,
-        targets=(_target(shape, ends, stages), *targets_again(run.part, again), *targets_in_chunks(run, again)),
+        targets=(_target(shape, ends, stages), *targets_again(plain, again)),
         stages=stages,
         held_bytes=max(held_bytes(pipeline, rank, gradients=True) for rank in range(shape.ranks)),
     )

@@ -36,7 +36,7 @@ CELLS, STEPS = 8, 4
 
 WIDE, STRATA, NODES = "S1,S2,S3,S4,S5", "S1,stream,strata", "S1,nodes"
 """Plans of the model axis: the paper's with sharded parameters, strata by rank, anchors by rank."""
-PIPELINE, RECOMPUTED, CHUNKED = "S1,pipeline", "S1,recompute,pipeline", "S1,pipeline,chunk"
+PIPELINE, RECOMPUTED = "S1,pipeline", "S1,recompute,pipeline"
 """Those of a module without a decoder: blocks by rank, and blocks that are computed again, or run in chunks."""
 EVERY = (WIDE, STRATA, NODES)
 TRAINED = "loss of every step, all parameters"

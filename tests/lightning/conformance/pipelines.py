@@ -58,7 +58,6 @@ class Spread(nn.Module):
 
 
 cases.fits("stages: fit", Layered, plans=(cases.PIPELINE, cases.RECOMPUTED))
-cases.fits("stages: fit, blocks in chunks", lambda: Layered(Spread(), Spread()), plans=(cases.CHUNKED,))
 
 
 @cases.feature(

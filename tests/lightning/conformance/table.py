@@ -28,7 +28,6 @@ import tests.lightning.conformance.modules
 import tests.lightning.conformance.optimisation
 import tests.lightning.conformance.pipelines  # noqa: F401  they add rows
 from tests.lightning.conformance.cases import (
-    CHUNKED,
     FEATURES,
     NODES,
     PIPELINE,
@@ -222,17 +221,17 @@ Three things differ from a plain Trainer by design:
   trace in the process, but what a step sends to other processes, such as by `wandb.log`, is sent.
 
 Plans of the model axis: W is {wide}, T is {strata}, N is {nodes}. In rows that begin with "stages" the module has a
-list of blocks instead of the decoder; there P is {pipeline}, R is {recomputed} and C is {chunked}.
+list of blocks instead of the decoder; there P is {pipeline} and R is {recomputed}.
 
 <!-- written by tests.lightning.conformance.table --write -->
 """
 ORDER = ("loop", "optimisation", "callbacks", "data", "modules", "pipelines")
-NAMES = {WIDE: "W", STRATA: "T", NODES: "N", PIPELINE: "P", RECOMPUTED: "R", CHUNKED: "C"}
+NAMES = {WIDE: "W", STRATA: "T", NODES: "N", PIPELINE: "P", RECOMPUTED: "R"}
 
 
 def document(rows: list[Row]) -> str:
     rows = sorted(rows, key=lambda row: ORDER.index(row.feature.run.__module__.rpartition(".")[2]))
-    head = HEAD.format(wide=WIDE, strata=STRATA, nodes=NODES, pipeline=PIPELINE, recomputed=RECOMPUTED, chunked=CHUNKED)
+    head = HEAD.format(wide=WIDE, strata=STRATA, nodes=NODES, pipeline=PIPELINE, recomputed=RECOMPUTED)
     columns = "| feature | 1 rank | 2 ranks | 2 ranks, model axis | compared | note |"
     lines = [head, columns, "|---|---|---|---|---|---|", *map(_line, rows)]
     refusals = [row for row in rows if row.messages]

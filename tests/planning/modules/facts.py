@@ -19,5 +19,5 @@ def with_units(step: ProfiledStep, units: Sequence[ParameterUnit], spec: FullySh
 
 
 def with_stages(step: ProfiledStep, **more: Any) -> ProfiledStep:
-    """Blocks that can be stages: `passes`, `reason`, `chunks` of StageFacts."""
+    """Blocks that can be stages: `passes`, `reason` of StageFacts."""
     return replace(step, facts={**step.facts, "pipeline": replace(stages_of(step), **more)})

@@ -16,12 +16,7 @@ from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import remarks, with_requested
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.techniques.fsdp.bytes_of_ranks import (
-    ParameterShape,
-    ParameterUnit,
-    fsdp_host_bytes,
-    fsdp_peak_bytes,
-)
+from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit, fsdp_host_bytes, fsdp_peak_bytes
 from lightning_amp.techniques.fsdp.row import (
     HANDLING_S,
     MESSAGES,

@@ -2,9 +2,8 @@
 their order, and a pipeline is compared with all other plans, and taken where nothing else fits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +17,14 @@ from lightning_amp.planning.modules.candidates import _candidate
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.module_report import advice_table
-from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.schedule.schedules import schedule
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rank_peaks, stage_bytes
-from lightning_amp.techniques.pipeline.stage_facts import StageChunks, stages_of
-from lightning_amp.techniques.pipeline.stage_forms import Levels, computed_again, fewest_again, fewest_chunks
+from lightning_amp.techniques.pipeline.stage_facts import stages_of
+from lightning_amp.techniques.pipeline.stage_forms import computed_again, fewest_again
 from lightning_amp.techniques.pipeline.stages import staged
 from lightning_amp.techniques.stage_search import StageOptions
+from lightning_amp.techniques.table import conflicts
 from tests.planning.modules.facts import with_stages
 from tests.planning.modules.test_plan_of_a_module import base, profiled, seen
 
@@ -343,7 +342,7 @@ def test_ranks_of_unlike_memory_have_blocks_for_it() -> None:
     # of two pipelines the smallest device of every place
     assert spec_of(cut(first, second + 250, first - 1, 2 * second)).ends == "2,6"
     # a plan of unlike memory fits by that of each rank
-    stage_options = StageOptions(model=2, micro_batches=4, schedule="1f1b", again=(), chunks={})
+    stage_options = StageOptions(model=2, micro_batches=4, schedule="1f1b", again=())
     first, second = (s.peak_bytes for s in plan_module(base(None, devices=2), step(), options=stage_options).stages)
     least, memory = second + 10, (first, second + 10)
     assert plan_module(base(least, devices=2), step(), options=stage_options).fits is False
@@ -356,13 +355,8 @@ def test_ranks_of_unlike_memory_have_blocks_for_it() -> None:
 
 
 # Claim: a step in which blocks of stages are computed again is that of the recorded one, operator by operator; as few
-# are taken as a rank's budget asks for, and a plan has them where a pipeline alone does not fit; where they are not
-# enough, blocks of the ranks that need it run in chunks.
+# are taken as a rank's budget asks for, and a plan has them where a pipeline alone does not fit.
 
-LEVELS = {20: 4.0, 50: 1.0, 70: 0.5}
-"""Bytes for every sample that a block in chunks is given, and keeps, and the seconds that it takes more."""
-WHOLE = [0, 5]
-"""Blocks of which no part takes less in chunks."""
 FOUR = StageOptions(micro_batches=4, schedule="1f1b")
 REPEATABLE = [f"blocks.{i}" for i in range(4)]
 """Of the six blocks; the chain of the step knows nothing of the others."""
@@ -449,10 +443,12 @@ def test_plans_have_what_was_asked_for_or_what_fits() -> None:
     # with a budget that needs none of them, all are, for they were asked for
     wide = replace(two_ranks, budget_bytes=100_000)
     assert len(again_of(plan_module(wide, step(), named=("recompute",)))) == 4
-    with pytest.raises(PlanError, match="its blocks were not looked at for chunks; leave 'chunk' out"):
+    with pytest.raises(PlanError, match="pipeline together with chunk is not supported"):
         plan_module(two_ranks, step(), named=("recompute", "chunk"))
-    with pytest.raises(PlanError, match="pipeline together with fsdp is not supported"):
-        plan_module(two_ranks, step(), named=("fsdp", "chunk"))
+    # as a plan of a file is
+    assert [*conflicts(("S1", "pipeline", "recompute", "chunk"))] == [
+        "pipeline and chunk cannot be together: stages hold blocks as they are, or recompute them; use recompute"
+    ]
 
 
 def test_auto_recomputes_in_stages_where_nothing_else_fits() -> None:
@@ -463,72 +459,3 @@ def test_auto_recomputes_in_stages_where_nothing_else_fits() -> None:
     assert found.strategies == ("S1", "recompute", "pipeline")
     assert found.fits
     assert Plan.from_json(found.to_json()) == found
-
-
-class Forms:
-    """As ChunkForms, of a micro-batch: its slowest level is four times as slow as the block."""
-
-    def __init__(self, rows: int) -> None:
-        self._rows, self.reason = rows, "it has one sample" if rows == 1 else ""
-
-    def budgets(self, fqn: str, *, slow: bool = True) -> tuple[int, ...]:
-        # of one sample nothing is cut
-        if int(fqn.rpartition(".")[2]) in WHOLE or self._rows == 1:
-            return ()
-        return tuple(self._rows * level for level in (LEVELS if slow else [50, 70]))
-
-
-def in_chunks(rows: int, chunks: Mapping[str, ChunkBlock]) -> Passes:
-    """The step in which some blocks keep less and take longer backward."""
-    plain = passes(rows)
-    n_bytes, seconds = plain.n_bytes.copy(), plain.seconds.copy()
-    for name, spec in chunks.items():
-        i, level = int(name.rpartition(".")[2]), spec.budget_bytes // rows
-        n_bytes[i] = rows * level
-        seconds[np.flatnonzero(plain.segment == i)[0]] += rows * LEVELS[level]
-    return replace(plain, n_bytes=n_bytes, seconds=seconds)
-
-
-def chunkable(**options: Any) -> ProfiledStep:
-    forms: Any = Forms
-    return with_stages(step(**options), chunks=StageChunks(forms=forms, passes=in_chunks))
-
-
-def test_every_rank_takes_the_fastest_chunks_with_which_it_fits() -> None:
-    rows, orders = ROWS // 4, schedule("1f1b", 2, 4)
-    part = passes(rows)
-    pipeline = Pipeline(part=part, whole=passes(), ends=(3, 6), orders=orders, at_once=False)
-    levels = Levels(stages_of(chunkable()).chunks, part)  # type: ignore[arg-type]
-    peaks = rank_peaks(pipeline)
-    assert fewest_chunks(pipeline, levels, (), [max(peaks)] * 2) == ({}, ())
-
-    def peak(level: int) -> tuple[int, ...]:
-        names = [f"blocks.{i}" for i in range(6) if i not in WHOLE]
-        chunks = {name: ChunkBlock(budget_bytes=rows * level) for name in names}
-        return rank_peaks(replace(pipeline, part=in_chunks(rows, chunks)))
-
-    fullest = peaks.index(max(peaks))
-    own = {f"blocks.{i}" for i in ((1, 2), (3, 4))[fullest]}
-    for least, budget in ((70, max(peaks) - 1), (50, peak(70)[fullest] - 1), (20, peak(50)[fullest] - 1)):
-        found, again = fewest_chunks(pipeline, levels, (), [budget] * 2)
-        assert {name: found[name].budget_bytes for name in own} == dict.fromkeys(own, rows * least)
-        assert again == ()
-        line = replace(pipeline, part=in_chunks(rows, found))
-        assert max(rank_peaks(line)) <= budget
-    # with nothing that fits, that of the least bytes
-    found, _ = fewest_chunks(pipeline, levels, (), [1, 1])
-    assert {spec.budget_bytes for spec in found.values()} == {rows * 20}
-    # computing a block again takes a second for every sample: two of them take as long as two in chunks of 50, which
-    # do not fit here by themselves, and are faster than those of 20
-    found, again = fewest_chunks(pipeline, levels, range(6), [peak(50)[fullest] - 1] * 2)
-    assert {i for i in again if f"blocks.{i}" in own} or max(s.budget_bytes for s in found.values()) > rows * 20
-
-
-def test_auto_takes_chunks_in_stages_where_nothing_else_fits() -> None:
-    heavy = chunkable(held=200_000)
-    least = made(staged(heavy, 2, data=1, budget=1, options=StageOptions(again=("*",), chunks={})))
-    found = plan_module(base(least.peak_bytes - 1, devices=2), heavy)
-    assert found.fits
-    assert "chunk" in found.strategies
-    assert "pipeline" in found.strategies
-    assert "chunk" not in plan_module(base(least.peak_bytes, devices=2), heavy).strategies

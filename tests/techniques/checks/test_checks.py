@@ -16,7 +16,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.installing.describe_module import _needed, describe
 from lightning_amp.installing.install import install
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, FullAttention, LocalAttention
-from lightning_amp.techniques.checks.key import reach_of
+from lightning_amp.techniques.checks.key import full_problem, reach_of
 from lightning_amp.techniques.checks.same_function import close, difference, largest
 from lightning_amp.techniques.hic.attention.install import FusedLocalAttention, chunk_attention
 from lightning_amp.techniques.hic.hidden import share_hidden
@@ -53,6 +53,23 @@ def test_what_is_the_same_and_what_is_not() -> None:
     assert close(NAN, NAN, rtol=1e-9, equal_nan=True)
     assert not close(NAN, INF, rtol=1e-9, equal_nan=True)
     assert not close(ONE + 5e-8, ONE, rtol=1e-9, scale=1.0)
+
+
+class Attention(nn.Module):
+    """Full attention; to q as a constant if it is detached."""
+
+    def __init__(self, *, detached: bool) -> None:
+        super().__init__()
+        self.detached = detached
+
+    def forward(self, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
+        q = q.detach() if self.detached else q
+        return (q @ k.T / q.shape[1] ** 0.5).softmax(-1) @ values
+
+
+def test_gradients_are_compared_too() -> None:
+    assert not full_problem(Attention(detached=False))
+    assert "gradient of q" in full_problem(Attention(detached=True))
 
 
 def test_the_difference_is_named() -> None:

@@ -16,7 +16,6 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_amp.errors import ModelError
-from lightning_amp.graph.calls import FOLLOWING
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 from tests.techniques.chunk.small_blocks import Attention
 
@@ -181,7 +180,6 @@ def test_a_library_that_asks_whether_tensors_are_fake_is_captured() -> None:
     (lambda b: LightningModule().current_epoch + 1, "reads 'current_epoch' of the Trainer"),
     (lambda b: LightningModule().log("a", 1.0) or 1.0, "calls 'log' of a LightningModule"),
     (lambda b: torch.rand(8, generator=GENERATOR), "which cannot be captured"),
-    (lambda b: 1.0 + FOLLOWING.get(), "it reads a value that changes from call to call"),
 ])  # fmt: skip
 def test_what_no_plan_can_be_made_for_is_named(read: Any, reason: str) -> None:
     with pytest.raises(ModelError, match=reason):

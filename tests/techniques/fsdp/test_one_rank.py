@@ -1,4 +1,4 @@
-"""Claim: one rank whose parameters are on the host trains as without, within the bytes of its plan, from either's file."""
+"""Claim: one rank whose parameters are on the host trains as without, in the bytes of its plan, from either file."""
 
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def on_host() -> AMPStrategy:
 
 
 def test_it_trains_as_without_and_goes_on_from_either_file(tmp_path: Path) -> None:
-    plain, expected = fitted("auto", 9)
+    _, expected = fitted("auto", 9)
     monitor = StratumMemoryMonitor(every_n_steps=1)
     trainer, found = fitted(on_host(), 9, callbacks=[monitor])
     assert all(torch.equal(found[name], value) for name, value in expected.items())

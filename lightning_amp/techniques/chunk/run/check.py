@@ -29,7 +29,7 @@ from lightning_amp.footprint.chain.block_call import autocast_again, autocast_no
 from lightning_amp.footprint.copies.restore_state import restoring_state
 from lightning_amp.graph.guards import state_of
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.checks.same_function import InFloat64, difference, failure, largest, widened
+from lightning_amp.techniques.checks.same_function import InFloat64, difference, failure, largest, outcome, widened
 from lightning_amp.techniques.chunk.run.lower import Lowered
 from lightning_amp.techniques.chunk.run.module_chunks import no_part_of_the_step, plain
 from lightning_amp.techniques.chunk.run.smaller_call import Call, smaller_calls
@@ -148,11 +148,11 @@ def _n_elements(call: Any) -> int:
 
 
 def _outcome(
-    block: nn.Module, call: Call, made: Lowered, *, own: bool, without: frozenset[str] = frozenset()
+    block: nn.Module, call: Call, lowered: Lowered, *, own: bool, without: frozenset[str] = frozenset()
 ) -> Outcome:
     """Return results, buffers and gradients (but `without`) by name, of the block's own or the generated forward."""
     values, spec = tree_flatten(call)
-    changed = made.capture.changed
+    changed = lowered.capture.changed
     # buffers are always copied: BatchNorm kernels write to their statistics without a new version
     buffers = {name for name, _ in block.named_buffers()}
     state = {name: _leaf(x, copied=name in changed or name in buffers) for name, x in state_of(block).items()}
@@ -171,18 +171,12 @@ def _outcome(
         if own:
             found = functional_call(block, dict(state), *tree_unflatten(given, spec))
         else:
-            found = made.forward(*state.values(), *(v for v in given if isinstance(v, Tensor)))
+            found = lowered.forward(*state.values(), *(v for v in given if isinstance(v, Tensor)))
         results = [r for r in tree_leaves(found) if isinstance(r, Tensor)]
-        outcome: Outcome = {f"result {k}": r.detach() for k, r in enumerate(results)}
-        outcome |= {f"buffer {name!r}": state[name].detach() for name, _ in block.named_buffers()}
-        wanted = {f"gradient of {n!r}": t for n, t in state.items() if t.requires_grad}
-        wanted |= {f"gradient of argument {k}": t for k, t in enumerate(leaves.values()) if t.requires_grad}
-        learned = [r for r in results if r.requires_grad]
-        if learned and wanted:
-            seeds = [torch.randn(r.shape, dtype=r.dtype).to(r.device) for r in learned]
-            grads = torch.autograd.grad(learned, [*wanted.values()], seeds, allow_unused=True)
-            outcome |= dict(zip(wanted, grads, strict=True))
-    return outcome
+        wanted = {repr(n): t for n, t in state.items() if t.requires_grad}
+        wanted |= {f"argument {k}": t for k, t in enumerate(leaves.values()) if t.requires_grad}
+        made = outcome({f"result {k}": r for k, r in enumerate(results)}, wanted)
+    return made | {f"buffer {name!r}": state[name].detach() for name, _ in block.named_buffers()}
 
 
 def _leaf(tensor: Tensor, *, copied: bool) -> Tensor:

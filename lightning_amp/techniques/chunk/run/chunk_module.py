@@ -18,7 +18,6 @@ from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.forward_overrides import Override, add_override
 from lightning_amp.quantities import parse_bytes
 from lightning_amp.techniques.chunk.row import ChunkBlock
-from lightning_amp.techniques.chunk.run.after_blocks_in_chunks import AfterBlocksInChunks
 from lightning_amp.techniques.chunk.run.check import Checked
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 from lightning_amp.techniques.chunk.run.module_chunks import CHUNKS, ModuleChunks
@@ -93,13 +92,13 @@ def chunk(
 
 
 def chunk_block(module: nn.Module, spec: ChunkBlock, mesh: object) -> Change:
-    """Install chunks on a block of any module, or on what a module computes after its blocks.
+    """Install chunks on a block of any module.
 
     The module and its hooks do not change; only the forward that it runs is replaced.
 
     Args:
-        module: Any block, or a module that has blocks; a call uses its current parameters and buffers.
-        spec: Budget in bytes, and the number of block calls if it is for the code after the blocks.
+        module: Any block; a call uses its current parameters and buffers.
+        spec: Budget in bytes, and how regions are chosen.
         mesh: Not used: chunks are independent of ranks.
 
     Raises:
@@ -114,8 +113,6 @@ def chunk_block(module: nn.Module, spec: ChunkBlock, mesh: object) -> Change:
     problem = spec.problem()
     if problem:
         raise InstallError(f"chunk of {type(module).__name__!r} got {problem}")
-    if spec.after:
-        return Change({}, forwards={"": AfterBlocksInChunks(n_bytes, spec.after, policy=spec.policy, rates=spec.speed)})
     forward = InChunks(n_bytes, train=True, policy=spec.policy, rates=spec.speed)
     return Change({}, forwards={"": forward})
 

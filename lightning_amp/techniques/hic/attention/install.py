@@ -158,7 +158,7 @@ def _value_problem(attention: nn.Module) -> str:
     return ""
 
 
-def _results(attention: nn.Module, *, n: int, training: bool) -> dict[str, Tensor]:
+def _results(attention: nn.Module, *, n: int, training: bool) -> dict[str, Tensor | None]:
     """Return output and gradients with small buckets; a module whose result ignores the bucket size will differ."""
     small = cast(Any, copy.deepcopy(attention).train(training))
     small.window = EXAMPLE_WINDOW

@@ -51,7 +51,7 @@ from lightning_amp.sharding.collectives import start_all_to_all, wait_for
 from lightning_amp.sharding.sharded_tensor import computed_in
 from lightning_amp.sharding.splits import axis_of
 from lightning_amp.techniques.checks.key import full_problem, rows_problem
-from lightning_amp.techniques.checks.same_function import failure
+from lightning_amp.techniques.checks.same_function import close, failure
 from lightning_amp.techniques.contract.change import Change, hooks_within
 from lightning_amp.techniques.contract.protocol import ATTENTION_KEY, BucketedAttention, DecomposedDecoder
 from lightning_amp.techniques.hic.attention.sizes import check_rows
@@ -296,7 +296,7 @@ def _window(decoder: DecomposedDecoder, fqn: str, attention: nn.Module) -> int:
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             alone = small.attend(small.prepare(*rows[:, w : 4 * w]), 1, 2)
             among = small.attend(small.prepare(*rows), 2, 3)
-        local = alone.shape == rows[0, :w].shape and torch.allclose(alone, among, rtol=1e-8)
+        local = alone.shape == rows[0, :w].shape and close(alone, among, rtol=1e-8)
     except Exception as error:
         raise _refusal(
             decoder, f"has {fqn!r} that fails on an example with {failure(error)}", "bucketed attention"
