@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_amp.costs.rule import splits_on_host
 from lightning_amp.footprint.find_blocks import named_blocks
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.lightning._compat import broadcast_module, default_pg_timeout, optimizers_to_device, trainer_of
@@ -249,7 +250,7 @@ class AMPStrategy(MeshStrategy):
         if self._deferred:
             check_split(plan, fn)
             without_memory(self.model, self.root_device)
-        elif waits and any(getattr(rule.spec, "offload", False) for rule in plan.rules):
+        elif waits and any(map(splits_on_host, plan.rules)):
             all_but_parameters_to(self.root_device, self.model)
         elif waits:
             self.model_to_device()

@@ -59,6 +59,11 @@ class FullyShard:
     host_bytes: int = 0
 
     @property
+    def on_host(self) -> bool:
+        """Whether parameters lie in host memory."""
+        return self.offload
+
+    @property
     def fewest(self) -> int:
         """Number of ranks that it needs at least: one has all shards, which saves memory on the host only."""
         return 1 if self.offload else 2

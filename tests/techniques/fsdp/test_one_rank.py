@@ -71,7 +71,7 @@ def on_host() -> AMPStrategy:
 
 def test_it_trains_as_without_and_goes_on_from_either_file(tmp_path: Path) -> None:
     _, expected = fitted("auto", 9)
-    monitor = StratumMemoryMonitor(every_n_steps=1)
+    monitor = StratumMemoryMonitor(dirpath=str(tmp_path), every_n_steps=1)
     trainer, found = fitted(on_host(), 9, callbacks=[monitor])
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     strategy: Any = trainer.strategy
