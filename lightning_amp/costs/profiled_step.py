@@ -74,6 +74,7 @@ class ProfiledStep:
         partial_sizes: Bytes of those of which a rank of the model axis has a part, so that its ranks sum them too.
         facts: Technique -> result of the `look` function of its row in the table.
         requested: Technique -> spec that the user or a given plan requests; without one the policy decides.
+        host_memory: Most bytes of host memory that techniques of the policy may take on a rank; None for no bound.
         refused: Technique that this module does not support -> reason.
         beyond: Sets of techniques -> bytes by which counts with them installed exceeded the prediction.
         counts: Sets of techniques -> least peak of a step that was counted with them.
@@ -94,6 +95,7 @@ class ProfiledStep:
     partial_sizes: tuple[int, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     requested: Mapping[str, Spec] = field(default_factory=dict)
+    host_memory: int | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     beyond: Mapping[frozenset[str], tuple[int, ...]] = field(default_factory=dict)
     counts: Mapping[frozenset[str], int] = field(default_factory=dict)

@@ -33,6 +33,7 @@ from lightning_amp.planning.policies.build_rules import with_memory, without_sha
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import shown_if_long
 from lightning_amp.quantities import memory_of_ranks
+from lightning_amp.techniques.host_memory.limit import host_memory_of
 from lightning_amp.techniques.table import STRATEGIES, parse_strategies, requested_specs, technique_of_steps
 
 PLANNING = "planning"
@@ -91,7 +92,9 @@ def plan_of_module(
         return StepOfModule(module, lambda: given, around=limited, batch_size=n, steps=steps)
 
     def look(step: StepOfModule, devices: int = devices) -> ProfiledStep:
-        return step.profiled(rates, requested=requested, shared_statistics=share and devices > 1)
+        return step.profiled(
+            rates, requested=requested, host_memory=host_memory_of(given), shared_statistics=share and devices > 1
+        )
 
     def sizes_at(n: int | None) -> tuple[Profile, ModelShape, list[str]]:
         data, shape, notes = read_shape(
@@ -232,8 +235,14 @@ def _with_decoder(
             model_parallel_size=request["model_parallel_size"],
         )
 
-    shared = share and devices > 1
-    counts = partial(on_top_of, step, rates=seen.rates, requested=seen.requested, shared_statistics=shared)
+    counts = partial(
+        on_top_of,
+        step,
+        rates=seen.rates,
+        requested=seen.requested,
+        host_memory=seen.host_memory,
+        shared_statistics=share and devices > 1,
+    )
     made = plan_decoder(
         make, counts, counted.shape, budget=min(memory, default=None), named=named, budget_named=asked is not None
     )

@@ -126,12 +126,18 @@ class StepOfModule:
         return cls(module, take, around=around, trains=True, steps=steps)
 
     def profiled(
-        self, rates: Rates, *, requested: Mapping[str, Spec] = NOTHING, shared_statistics: bool = False
+        self,
+        rates: Rates,
+        *,
+        requested: Mapping[str, Spec] = NOTHING,
+        host_memory: int | None = None,
+        shared_statistics: bool = False,
     ) -> ProfiledStep:
         """Read one batch and profile the step without techniques.
 
         Args:
             requested: Specs that the user has requested, by technique.
+            host_memory: Most bytes of host memory that techniques of the policy may take on a rank.
             shared_statistics: Whether ranks share batch statistics.
 
         Raises:
@@ -162,6 +168,7 @@ class StepOfModule:
             gradient_sizes=gradient_sizes(self.module.parameters()) if averages else (),
             partial_sizes=() if self.axis is None else self._partial_sizes(),
             requested=requested,
+            host_memory=host_memory,
             facts=facts_of_step(self.module, step) | {name: one for name, one in looked.items() if name not in failed},
             refused=failed | refused_techniques(self.module, step, values=self._trains) | self._conflicting(),
             notes=tuple(self._notes(step)),

@@ -3,14 +3,15 @@
 Ranks whose shares differ in size need different memory. Each of these is counted, and the plan is made for the fullest.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from lightning.pytorch import LightningModule
 
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.profiled_step import ProfiledStep
-from lightning_amp.costs.rule import Rule, Spec
+from lightning_amp.costs.rule import Rule
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.installing.install import install_rules
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
@@ -27,19 +28,14 @@ KEPT = 4
 
 
 def on_top_of(
-    step: StepOfModule,
-    rules: Sequence[Rule],
-    ranks: int,
-    *,
-    rates: Rates,
-    requested: Mapping[str, Spec],
-    shared_statistics: bool,
+    step: StepOfModule, rules: Sequence[Rule], ranks: int, *, rates: Rates, **request: Any
 ) -> tuple[ProfiledStep, Count]:
     """Return the step with rules of its decoder, as `StepOfModule.profiled`, and what counts it with further rules.
 
     Args:
         step: The step without rules.
         ranks: Ranks of the model axis.
+        **request: Other arguments of `StepOfModule.profiled`.
 
     Raises:
         AmpError: As `StepOfModule.profiled`.
@@ -51,7 +47,7 @@ def on_top_of(
     if len(found) > 1:
         found.sort(key=lambda one: one.count(()).larger_peak_bytes, reverse=True)
     kept, fullest = found[:KEPT], found[0]
-    seen = fullest.profiled(rates, requested=requested, shared_statistics=shared_statistics)
+    seen = fullest.profiled(rates, **request)
     notes = list(seen.notes)
     if fullest.axis is not None and len(found) > 1:
         of = f"the peak is that of rank {fullest.axis.get_local_rank()} of the model axis, the largest"

@@ -38,6 +38,7 @@ from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.quantities import memory_of_ranks
 from lightning_amp.techniques.contract.protocol import find_decoders
+from lightning_amp.techniques.host_memory.limit import host_memory_of
 from lightning_amp.techniques.rates_of import rates_of
 from lightning_amp.techniques.table import EVALUATED, STRATEGIES, parse_strategies, technique_of_steps
 
@@ -154,7 +155,12 @@ class PlanningContext:
             return None, ""
         try:
             shared = self.strategy.world_size > 1 and self.request.share_batch_statistics
-            found = self.step.profiled(self.rates[0], requested=self.request.specs, shared_statistics=shared)
+            found = self.step.profiled(
+                self.rates[0],
+                requested=self.request.specs,
+                host_memory=host_memory_of(self.request),
+                shared_statistics=shared,
+            )
             return without_stages(found, self.strategy.root_device, self.request, self.trainer), ""
         except PlanError:
             # the step had to run with real values, which needs too much memory
@@ -178,6 +184,7 @@ class PlanningContext:
             ranks,
             rates=self.rates[0],
             requested=self.request.specs,
+            host_memory=host_memory_of(self.request),
             shared_statistics=self.strategy.world_size > 1 and self.request.share_batch_statistics,
         )
 

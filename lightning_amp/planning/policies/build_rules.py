@@ -135,6 +135,12 @@ def with_requested(plan: Plan, requested: Mapping[str, Spec], shape: ModelShape,
         if (check := STRATEGIES[strategy].contradictions) is not None:
             for why in check([spec], plan.gradient_ranks):
                 raise PlanError(why)
+        if plan.gradient_ranks < (needed := getattr(spec, "fewest", 1)):
+            raise PlanError(
+                f"{strategy} requires {needed} ranks that average gradients, found {plan.gradient_ranks}: {spec!r} has"
+                f" nothing to split over; use more devices, a smaller model_parallel_size, other options of {strategy},"
+                " which may do with one rank (fsdp_offload=True), or leave it out"
+            )
 
     def asked(rule: Rule) -> Rule:
         spec = requested.get(rule.strategy)
