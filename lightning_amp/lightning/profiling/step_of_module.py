@@ -48,10 +48,10 @@ from lightning_amp.techniques.table import (
     STAGED,
     STRATEGIES,
     conflicts,
-    not_together,
     rules_in_order,
     stage_search,
-    together,
+    why_not_with,
+    works_with,
 )
 from lightning_amp.techniques.technique import function_at, result_or_reason
 
@@ -155,7 +155,7 @@ class StepOfModule:
         row = None if steps is None else STRATEGIES[steps.name]
         # a technique that shards parameters does not average full gradients
         averages = row is None or not row.data_axis
-        looks = {name: STRATEGIES[name].look for name in (STRATEGIES if steps is None else together(steps.name))}
+        looks = {name: STRATEGIES[name].look for name in (STRATEGIES if steps is None else works_with(steps.name))}
         if self.decoders:
             looks = {name: look for name, look in looks.items() if name not in BESIDE_NO_DECODER}
         looked = {name: result_or_reason(function_at(look), self) for name, look in looks.items() if look}
@@ -178,7 +178,7 @@ class StepOfModule:
         if steps is None or row is None:
             shared = statistics_bytes(self.module)
             return replace(found, statistics_bytes=shared, counted=self._counted_with)
-        others = {name: not_together(steps.name, name) for name in PREDICTIONS if name not in together(steps.name)}
+        others = {name: why_not_with(steps.name, name) for name in PREDICTIONS if name not in works_with(steps.name)}
         found = replace(
             found,
             refused={**found.refused, **others},
@@ -186,7 +186,7 @@ class StepOfModule:
             averages=averages,
             notes=(*found.notes, *steps.notes, *steps.sent_notes()),
         )
-        return stage_search().without(found, not_together(steps.name, STAGED))
+        return stage_search().without(found, why_not_with(steps.name, STAGED))
 
     def _conflicting(self) -> dict[str, str]:
         """Techniques that conflict with those of the decoder, with reasons."""

@@ -146,7 +146,7 @@ def _draft(
 ) -> Draft | str:
     # before any of them is added, which may take a search
     for name in names:
-        needed = getattr(seen.requested.get(name), "fewest", PREDICTIONS[name].fewest)
+        needed = getattr(seen.requested.get(name), "needs_ranks", PREDICTIONS[name].needs_ranks)
         if ranks < needed:
             return f"{name} needs {needed} ranks of the data axis, and there is {ranks}"
         if name in seen.refused:
@@ -191,8 +191,8 @@ def advice(
             does_not[name] = NEEDLESS.format(name)
             continue
         n, made = ranks, draft(seen, (name,), ranks=ranks, budget=None)
-        if isinstance(made, str) and ranks < technique.fewest:
-            n = technique.fewest
+        if isinstance(made, str) and ranks < technique.needs_ranks:
+            n = technique.needs_ranks
             made = draft(seen, (name,), ranks=n, budget=None)
         whole = as_it_is(seen, n)
         made = made.partition(": ")[2] or made if isinstance(made, str) else made

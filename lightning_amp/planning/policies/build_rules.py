@@ -135,7 +135,7 @@ def with_requested(plan: Plan, requested: Mapping[str, Spec], shape: ModelShape,
         if (check := STRATEGIES[strategy].contradictions) is not None:
             for why in check([spec], plan.gradient_ranks):
                 raise PlanError(why)
-        if plan.gradient_ranks < (needed := getattr(spec, "fewest", 1)):
+        if plan.gradient_ranks < (needed := getattr(spec, "needs_ranks", 1)):
             raise PlanError(
                 f"{strategy} requires {needed} ranks that average gradients, found {plan.gradient_ranks}: {spec!r} has"
                 f" nothing to split over; use more devices, a smaller model_parallel_size, other options of {strategy},"

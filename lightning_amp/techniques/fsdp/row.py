@@ -64,7 +64,7 @@ class FullyShard:
         return self.offload
 
     @property
-    def fewest(self) -> int:
+    def needs_ranks(self) -> int:
         """Number of ranks that it needs at least: one has all shards, which saves memory on the host only."""
         return 1 if self.offload else 2
 
@@ -236,8 +236,8 @@ ROW = Technique(
         add=add,
         kinds=(PARAMETERS, GRADIENTS, STATE),
         limit="what is gathered together is whole while it works",
-        turn=0,
-        fewest=2,
+        order=0,
+        needs_ranks=2,
         counted=False,
         variants=variants,
     ),

@@ -147,7 +147,7 @@ ROW = Technique(
         add=add,
         kinds=(STATE,),
         limit="gradients, parameters and what the passes keep stay on the device",
-        turn=6,
+        order=6,
         last_resort=True,
     ),
 )
