@@ -15,6 +15,7 @@ from lightning_amp import AMPStrategy, StratumMemoryMonitor
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.strategy import strategy as strategy_module
 from lightning_amp.lightning.strategy.hardware import all_but_parameters_to, has_room
+from lightning_amp.quantities import format_bytes
 
 WIDTH = 32
 
@@ -113,6 +114,7 @@ def test_the_policy_keeps_on_the_host_what_one_gpu_has_no_room_for() -> None:
     found = made(device_memory="2300MiB")
     assert (found.fits, found.strategies) == (True, ("fsdp",)), found
     assert found.rules[-1].spec.offload
+    assert f"each rank takes {format_bytes(found.rules[-1].spec.host_bytes)} of host memory" in found.notes
     # the host has no room either
     assert made(device_memory="2300MiB", host_memory="4GiB").fits is False
     with pytest.raises(PlanError, match="host_memory='4GiB' requires a module and a batch"):
