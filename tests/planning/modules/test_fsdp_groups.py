@@ -43,7 +43,7 @@ def test_a_plan_names_the_units_and_the_root() -> None:
 
 def test_one_device_is_refused_but_with_rows_on_the_host() -> None:
     made = plan(profile_of_module(NET), devices=1, strategies="fsdp", shape=NET)
-    with pytest.raises(PlanError, match="fsdp needs 2 ranks of the data axis, and there is 1; use more"):
+    with pytest.raises(PlanError, match="fsdp needs 2 ranks of the data axis, and there is 1; use more devices"):
         with_requested(made, {"fsdp": FullyShard()}, NET)
     on_host = with_requested(made, {"fsdp": FullyShard(offload=True)}, NET, launches=True)
     assert {rule.spec for rule in on_host.rules if rule.strategy == "fsdp"} == {FullyShard(offload=True)}
