@@ -12,6 +12,7 @@ from lightning_amp.footprint.find_blocks import check_entries
 from lightning_amp.lightning._compat import rank_zero_deprecation
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import is_number, memory_of_ranks
+from lightning_amp.techniques.host_memory.limit import host_memory_of
 from lightning_amp.techniques.option_checks import one_of
 from lightning_amp.techniques.table import STRATEGIES, options_of_techniques, parse_strategies, requested_specs
 from lightning_amp.techniques.tensor3d.row import OVERLAP
@@ -170,6 +171,7 @@ class Request:
                     f"{name}={value!r} is an option of {' and '.join(owners)}; add strategies={owners[0]!r}, or leave"
                     " it out"
                 )
+        host_memory_of(self)
         for spec in self.specs.values():
             # a given grid decides the size of the model axis
             if getattr(spec, "grid", "") and (ranks := getattr(spec, "model_ranks", None)):
