@@ -43,7 +43,7 @@ from lightning_amp._torch import (
 from lightning_amp.footprint.copies.fake_copy import copy_of
 from lightning_amp.footprint.copies.restore_state import forgetting, restoring_state
 from lightning_amp.footprint.forward_overrides import hooked
-from lightning_amp.footprint.own_checkpoints import CHECKPOINTS, watching_checkpoints
+from lightning_amp.footprint.run_again.own_checkpoints import CHECKPOINTS, watching_checkpoints
 from lightning_amp.graph.calls import Calls, CannotFollow, FollowedTensor, Recorder, empty_for, follow
 from lightning_amp.graph.guards import OPAQUE, PLAIN, described, first_change, settings_of, signature, state_of
 from lightning_amp.graph.out_of_place import without_writes

@@ -31,7 +31,7 @@ from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.footprint.live_bytes import Read, storages_of, tensors_of
 from lightning_amp.footprint.module_profile import FORWARD, GRADIENTS, PARAMETERS, STATE, Life
 from lightning_amp.footprint.operator_rates import OperatorRates, times_now
-from lightning_amp.footprint.recompute_state import FirstPass, unrepeatable
+from lightning_amp.footprint.run_again.recompute_state import FirstPass, unrepeatable
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.random_streams import drawn_between, drawn_from, host_streams
 
