@@ -152,8 +152,8 @@ def _draft(
         if name in seen.refused:
             return f"{name} is not possible: {seen.refused[name]}"
     made: Draft | str = as_it_is(seen, ranks)
-    # the variants of a smaller set are others than those of a larger one
-    of_variant = (variant, names) if any(PREDICTIONS[one].variants for one in names) else ()
+    # sets have the same variants if the same techniques of them have some
+    of_variant = variant, tuple(name for name in names if PREDICTIONS[name].variants)
     for n, name in enumerate(names, 1):
         assert isinstance(made, Draft), "the loop ends where it is none"
         key = (of_variant, names[:n], budget)
