@@ -24,6 +24,7 @@ crosses it, and afterwards only tensors that are read later are held, for any se
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -158,10 +159,15 @@ def _fastest(stretches: Stretches, bound: float, kinds: Sequence[int], window: i
     inside, held_on, took = (
         np.stack(x, -1) for x in zip(*(stretches.of_way(way, window) for way in ways), strict=True)
     )
+    # a way that another equals or beats in all respects is left out
+    needless = ~np.isfinite(took)
+    for i, j in permutations(range(len(ways)), 2):
+        beats = np.logical_and.reduce([x[..., j] <= x[..., i] for x in (inside, held_on, took)])
+        needless[..., i] |= beats & ~needless[..., j]
     # rounded, so that a choice may exceed the bound by a few units, which `fastest` checks
     more = np.rint(held_on / unit).astype(int)
     # the segment itself has to fit in addition to what is held
-    room = np.where(np.isfinite(took), (bound - inside) // unit, -1)
+    room = np.where(needless, -1, (bound - inside) // unit)
     border = 0
     for q in range(1, k):
         starts, way = np.nonzero(room[border:q, q] >= 0)
