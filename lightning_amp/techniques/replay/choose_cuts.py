@@ -18,7 +18,8 @@ where few bytes are alive; bytes are counted in units of bound / PARTS. The actu
 the step with the chosen segments.
 
 A backward pass inside the step, as in manual optimization, frees the tensors that autograd saved before it. No segment
-crosses it, and afterwards only tensors that are read later are held, for any segments before it.
+crosses it, and afterwards only tensors that are read later are held, for any segments before it. The stretch after it,
+with the optimizer's operators, is not replayed, and neither are stretches whose tensors it reads and leaves to others.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,6 +76,7 @@ class Stretches:
         saved_each: [p, q] mean bytes of its saved storages.
         levels: What else is known of replayed segments; the first level keeps no results.
         borders: Indices of places at which a backward pass frees saved tensors.
+        barred: Indices of places; no segment with the operators from one of them to the next place is replayed.
         views: Whether operators that only return views have places.
         why_nothing: Why a replay may have nothing to free.
     """
@@ -85,6 +87,7 @@ class Stretches:
     saved_each: Array
     levels: tuple[Level, ...]
     borders: tuple[int, ...] = ()
+    barred: tuple[int, ...] = ()
     views: bool = True
     why_nothing: str = "autograd keeps nothing that a replay would make"
 
@@ -101,16 +104,17 @@ class Stretches:
         kind, level = way[0], self.levels[way[1]]
         if kind == KEPT:
             return self.saved, self.saved, np.zeros_like(level.seconds)
+        barred = np.searchsorted(self.barred, np.arange(len(self.places)))
         # a segment without operators is not replayed
-        empty = level.seconds == 0
+        never = (level.seconds == 0) | (barred[None, :] > barred[:, None])
         whole, held = self.saved + level.unsaved, self.out + level.held
         if kind == AT_ONCE:
-            return whole, held, np.where(empty, np.inf, level.seconds)
+            return whole, held, np.where(never, np.inf, level.seconds)
         inside = np.minimum(level.at_work + window, whole)
         # as many replays less as tensors are in the window; the segment runs at least once
         each = np.maximum(self.saved_each, 1)
         seconds = np.maximum(level.one_by_one_seconds * each / (each + window), level.seconds)
-        return inside, held, np.where(empty, np.inf, seconds)
+        return inside, held, np.where(never, np.inf, seconds)
 
     @property
     def all_saved(self) -> int:

@@ -179,6 +179,7 @@ def stretches_of(look: Look) -> Stretches:
         places=places,
         never=n,
     )
+    crossed = np.searchsorted(places, borders)
     k = len(places)
     # [b, l]: bytes made in stretch b and last read in stretch l
     by_life = np.zeros((k, k))
@@ -195,7 +196,8 @@ def stretches_of(look: Look) -> Stretches:
         saved=out + storages.between(made[saved], last[saved], n_bytes[saved]),
         saved_each=saved_bytes / np.maximum(n_saved, 1),
         levels=tuple(_level(look, storages, keeps) for keeps in _dear(look, storages)),
-        borders=tuple(np.searchsorted(places, borders).tolist()),
+        borders=tuple(crossed.tolist()),
+        barred=tuple(np.union1d(crossed, storages.stretch(made[list(look.stay)])).tolist()),
         views=look.views,
         why_nothing=look.why_nothing,
     )

@@ -182,7 +182,6 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_versions()
         how = how_of(func)
         if how.is_view and not self._views:
-            # described by its geometry
             return func(*args, **kwargs)
         while self._ends and self.at >= self._ends[0][0]:
             self._ends.pop(0)
@@ -191,6 +190,11 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.segment is not None and self.segment.replayed:
             # after a backward pass inside the step
             self._begin()
+        if how.is_view:
+            # described by its geometry, so it need not be replayed
+            found = func(*args, **kwargs)
+            self._next()
+            return found
         written = how.written(args, kwargs)
         segment = self.segment
         tensors = () if segment is None else tensors_of((args, kwargs))
@@ -229,7 +233,6 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for slot, tensor in own_writes:
             segment.slots[slot].written = True
             self._just_written.append((segment.slots[slot], tensor))
-        # a view is described by its geometry, so it need not be replayed
         if new or own_writes:
             segment.operators.append(
                 Operator(
