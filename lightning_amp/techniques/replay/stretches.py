@@ -180,6 +180,9 @@ def stretches_of(look: Look) -> Stretches:
         never=n,
     )
     crossed = np.searchsorted(places, borders)
+    # operators of optimizers, and tensors that a backward pass leaves to others
+    barred = [one.at for one in segment.operators if borders and one.at >= borders[0] and not one.grad]
+    barred += made[list(look.stay)].tolist()
     k = len(places)
     # [b, l]: bytes made in stretch b and last read in stretch l
     by_life = np.zeros((k, k))
@@ -197,7 +200,7 @@ def stretches_of(look: Look) -> Stretches:
         saved_each=saved_bytes / np.maximum(n_saved, 1),
         levels=tuple(_level(look, storages, keeps) for keeps in _dear(look, storages)),
         borders=tuple(crossed.tolist()),
-        barred=tuple(np.union1d(crossed, storages.stretch(made[list(look.stay)])).tolist()),
+        barred=tuple(np.union1d(crossed, storages.stretch(np.array(barred, int))).tolist()),
         views=look.views,
         why_nothing=look.why_nothing,
     )

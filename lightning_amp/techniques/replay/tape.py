@@ -158,6 +158,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_versions()
         self._digest_saved()
         self._end()
+        # storages that outlive the step, such as an optimizer's state, would keep their segments
+        self._known.clear()
 
     def _note_versions(self) -> None:
         """Read the versions of tensors that the last operator wrote; autograd increments them after it has returned."""
