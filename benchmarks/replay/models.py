@@ -1,4 +1,4 @@
-"""The modules of replay's tests, which have no lists of blocks, an autoencoder of flat sequences of layers, and a transformer."""
+"""The modules of replay's tests, which have no lists of blocks, a flat autoencoder and a transformer."""
 
 from collections.abc import Callable
 

@@ -18,8 +18,8 @@ where few bytes are alive; bytes are counted in units of bound / PARTS. The actu
 the step with the chosen segments.
 
 A backward pass inside the step, as in manual optimization, frees the tensors that autograd saved before it. No segment
-crosses it, and afterwards only tensors that are read later are held, for any segments before it. Stretches after it with
-operators of an optimizer are not replayed, and neither are those whose tensors it reads and leaves to others.
+crosses it, and afterwards only tensors that are read later are held, for any segments before it. Stretches after it
+with operators of an optimizer are not replayed, and neither are those whose tensors it reads and leaves to others.
 """
 
 from collections.abc import Callable, Sequence

@@ -6,15 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from lightning_amp.costs.profiled_step import Draft
-from lightning_amp.techniques.replay.choose_cuts import (
-    AT_ONCE,
-    KEPT,
-    ONE_BY_ONE,
-    Level,
-    Stretches,
-    fastest,
-    least,
-)
+from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, KEPT, ONE_BY_ONE, Level, Stretches, fastest, least
 from lightning_amp.techniques.replay.row import add
 
 
