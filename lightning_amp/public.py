@@ -93,7 +93,7 @@ def profile(
         chain=step.chain,
         own_checkpoints=step.own_checkpoints,
         rates=CPU_CORE,
-        gradient_sizes=gradient_sizes(what),
+        gradient_sizes=gradient_sizes(what.parameters()),
         facts=facts_of_step(what, step),
         refused=refused_techniques(what, step, values=False),
         statistics_bytes=statistics_bytes(what),
@@ -132,6 +132,7 @@ def plan(
     rates: Rates | str | None = None,
     precision: str | int | None = None,
     blocks: Sequence[type | str] | None = None,
+    host_memory: str | int | None = None,
 ) -> "ModulePlan": ...
 
 
@@ -150,6 +151,7 @@ def plan(
     node_devices: int | None = None,
     precision: str | int | None = None,
     blocks: Sequence[type | str] | None = None,
+    host_memory: str | int | None = None,
 ) -> Any:
     """Decide what to install, without training and without starting ranks.
 
@@ -177,6 +179,7 @@ def plan(
             not.
         blocks: For a module and a batch: classes, their import paths, or names or patterns of the submodules that are
             blocks, as for `AMPStrategy`.
+        host_memory: For a module and a batch: most bytes of host memory of a rank; None means any.
 
     Returns:
         The plan; `print` shows its report. For a module, a ModulePlan with the methods `largest_batch` and
@@ -198,8 +201,10 @@ def plan(
         "strategies": strategies,
         "model_parallel_size": model_parallel_size,
     }
-    if blocks is not None and batch is None:
-        raise PlanError(f"blocks={blocks!r} requires a module and a batch; leave it out")
+    of_module = {"blocks": blocks, "host_memory": host_memory}
+    for name, value in of_module.items():
+        if value is not None and batch is None:
+            raise PlanError(f"{name}={value!r} requires a module and a batch; leave it out")
     if isinstance(what, Profile):
         _refuse("a directory's profile, whose plan is one of float32", batch=batch, precision=precision)
         if batch_size is None:
@@ -225,7 +230,7 @@ def plan(
             around=UNDER_AMP if precision is None else replace(UNDER_AMP, precision=str(precision)),
             rates=reached,
             request=request,
-            options={"blocks": blocks},
+            options=of_module,
             batch_size=batch_size,
         )
     counted = getattr(what, "counted", None)

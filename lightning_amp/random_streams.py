@@ -1,12 +1,24 @@
-"""Save and restore the global random streams of Python, NumPy and torch."""
+"""Save, compare and restore the global random streams of Python, NumPy and torch."""
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import eq
 from typing import Any
 
 import numpy as np
 import torch
+
+
+def host_streams() -> tuple[Any, Any]:
+    """Return the random states of Python and NumPy, without those of torch."""
+    return random.getstate(), np.random.get_state()
+
+
+def set_host_streams(states: tuple[Any, Any]) -> None:
+    """Restore the states of `host_streams`."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
 
 
 def random_streams(device: torch.device | None = None) -> tuple[Any, ...]:
@@ -16,14 +28,13 @@ def random_streams(device: torch.device | None = None) -> tuple[Any, ...]:
     else:
         # reading the state would initialise a device that is not in use yet
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+    return *host_streams(), torch.get_rng_state(), cuda
 
 
 def set_random_streams(states: tuple[Any, ...], device: torch.device | None = None) -> None:
     """Restore the states of `random_streams`, perhaps in another process with another device."""
     python, numpy, cpu, cuda = states
-    random.setstate(python)
-    np.random.set_state(numpy)
+    set_host_streams((python, numpy))
     torch.set_rng_state(cpu)
     if device is not None and cuda:
         torch.cuda.set_rng_state(cuda[0], device)
@@ -31,12 +42,19 @@ def set_random_streams(states: tuple[Any, ...], device: torch.device | None = No
         torch.cuda.set_rng_state_all(cuda)
 
 
-def equal_random_streams(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
-    """Whether two results of `random_streams` are equal."""
-    (python, numpy, cpu, cuda), (python2, numpy2, cpu2, cuda2) = first, second
-    if python != python2 or not np.array_equal(numpy[1], numpy2[1]) or numpy[2:] != numpy2[2:]:
-        return False
-    return torch.equal(cpu, cpu2) and len(cuda) == len(cuda2) and all(map(torch.equal, cuda, cuda2))
+EQUAL: dict[str, Callable[[Any, Any], bool]] = {
+    "random": eq,
+    "numpy.random": lambda one, other: all(map(np.array_equal, one, other)),
+    "torch.random": torch.equal,
+    "torch.cuda": lambda one, other: len(one) == len(other) and all(map(torch.equal, one, other)),
+}
+"""Functions that compare two states of each stream, in their order."""
+
+
+def drawn_between(first: tuple[Any, ...], second: tuple[Any, ...]) -> list[str]:
+    """Return the streams that differ between two results of `random_streams`, or of `host_streams`."""
+    streams = zip(EQUAL.items(), first, second, strict=False)
+    return [name for (name, equal), one, other in streams if not equal(one, other)]
 
 
 @contextmanager

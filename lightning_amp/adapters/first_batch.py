@@ -37,7 +37,7 @@ from lightning_amp.adapters.forms.multires import MultiResDecoder
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import AmpError, InstallError, ModelError
 from lightning_amp.footprint.forward_overrides import HOOKS
-from lightning_amp.footprint.recompute_state import DEPTH, mark_of
+from lightning_amp.footprint.run_again.recompute_state import DEPTH, mark_of
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.checks.same_function import failure, own_attributes
 

@@ -3,16 +3,18 @@
 GPU rates are from NVIDIA's data sheets (GeForce RTX 3090 and 4090; A100, H100 and H200 in the SXM form; GH200 with 96
 GB; a DGX B200's B200): dense products in float32, TF32, bfloat16 and float16, memory bandwidth, and NVLink in one
 direction (GeForce: PCI Express 4.0 x16). The link to the host is PCI Express x16 in one direction, 4.0 or (H100, H200
-and B200) 5.0; of a GH200 it is NVLink-C2C. Between nodes there is one adapter per device, of 200 Gb/s (GeForce and
-A100) or 400 Gb/s. An MI250X is two devices in torch, so its rates are those of one (AMD's data sheet, halved): products
-on matrix cores, and one Infinity Fabric link to each neighbour; links and the four 200 Gb/s adapters of eight devices
-are those of a node of Frontier (OLCF's user guide). The sheets do not give the rates of attention (by
-products or in fused kernels), the overhead of an operator or the latency of a message; these are round estimates. "cpu"
-is fitted to the measured steps of tests/project/time_grid.jsonl, one thread of a server: 140 GFLOP/s in float32
-products, 11.5 GB/s through operators, 8 microseconds per operator including Python; a gloo message between two
-processes takes 0.3 ms, at 1 GB/s.
+and B200) 5.0; of a GH200 it is NVLink-C2C. The host's memory is that of a device's share of its node, by the sheets of
+the processors: DGX A100 (two EPYC 7742, 8 channels of DDR4-3200), DGX H100 (two Xeon 8480C, DDR5-4800; also for H200),
+DGX B200 (two Xeon 8570, DDR5-5600), Grace (LPDDR5X), Frontier (one EPYC 7A53), GeForce: two channels of DDR4-3200.
+Between nodes there is one adapter per device, of 200 Gb/s (GeForce and A100) or 400 Gb/s. An MI250X is two devices in
+torch, so its rates are those of one (AMD's data sheet, halved): products on matrix cores, and one Infinity Fabric link
+to each neighbour; links and the four 200 Gb/s adapters of eight devices are those of a node of Frontier (OLCF's user
+guide). The sheets do not give the rates of attention (by products or in fused kernels), the overhead of an operator or
+the latency of a message; these are round estimates. "cpu" is fitted to the measured steps of
+tests/project/time_grid.jsonl, one thread of a server: 140 GFLOP/s in float32 products, 11.5 GB/s through operators, 8
+microseconds per operator including Python; a gloo message between two processes takes 0.3 ms, at 1 GB/s.
 
-No device reaches its data sheet, but a plan needs only order and ratios; `calibrated` fits the rates to one measured
+No device reaches its data sheet, but a plan needs only order and ratios; `calibrate` fits the rates to one measured
 step, and `to_json` saves them. A device that is not in the table gets the rates of the one with the nearest memory
 size, and `nearest_rates` says so.
 
@@ -52,7 +54,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_amp.costs.device_memory import DeviceMemory, memory_of_tensors
-from lightning_amp.costs.host_link import HostLink
+from lightning_amp.costs.host_link import ONE_CORE, HostLink
 from lightning_amp.errors import PlanError, meant
 from lightning_amp.quantities import is_number
 
@@ -159,7 +161,8 @@ class Rates:
         launches: Whether a host launches operators asynchronously, as on a GPU.
         sdpa_share: Share of matmul_flops that attention in torch's fused kernels reaches.
         host_bandwidth: Bytes per second between device and host memory, one way.
-        host_link: The same link, measured, or None.
+        host_memory: Bytes per second that a device's share of the host's cores reads and writes.
+        host_link: Both, measured, or None.
         memory: Memory of the GPU, and what a process takes of it beside tensors; None if it is not compared with.
     """
 
@@ -172,6 +175,7 @@ class Rates:
     launches: bool = False
     sdpa_share: float = 0.5
     host_bandwidth: float = 31.5e9
+    host_memory: float = ONE_CORE
     memory: DeviceMemory | None = None
     host_link: HostLink | None = None
 
@@ -182,7 +186,7 @@ class Rates:
             PlanError: A number is out of range.
         """
         shares = (self.attention_share, self.sdpa_share)
-        rates = (self.matmul_flops, self.memory_bytes, self.host_bandwidth, *shares)
+        rates = (self.matmul_flops, self.memory_bytes, self.host_bandwidth, self.host_memory, *shares)
         if not all(is_number(n) and 0 < n < inf for n in rates) or not max(shares) <= 1:
             raise PlanError(
                 f"{self!r} is invalid; rates are above 0, and shares of them are no more than 1: correct them"
@@ -202,7 +206,7 @@ class Rates:
     @property
     def host(self) -> HostLink:
         """The link to host memory: as measured, else by the data sheet."""
-        return self.host_link or HostLink.alike(self.host_bandwidth)
+        return self.host_link or HostLink.alike(self.host_bandwidth, self.host_memory)
 
     def on_nodes_of(self, devices: int | None) -> "Rates":
         """Return the rates with this many devices per node; None does not change them."""
@@ -312,21 +316,6 @@ def _known(device_name: str) -> str | None:
     return next((name for name, word in zip(DEVICES, words, strict=True) if re.search(word, device_name, re.I)), None)
 
 
-def calibrated(rates: Rates, predicted_seconds: float, measured_seconds: float) -> Rates:
-    """Scale rates so that the prediction for one device equals the measurement.
-
-    One factor scales all rates of the device; links and the device's name do not change. The prediction must use these
-    rates and the measured step, which has no communication.
-    """
-    faster = predicted_seconds / measured_seconds
-    return replace(
-        rates,
-        matmul_flops=rates.matmul_flops * faster,
-        memory_bytes=rates.memory_bytes * faster,
-        overhead_seconds=rates.overhead_seconds / faster,
-    )
-
-
 MEMORY_GIB = {
     "RTX 3090": 24,
     "RTX 4090": 24,
@@ -342,9 +331,17 @@ NAMED_BY_HOST = {"GH200"}
 
 
 def _gpu(
-    name: str, *, teraflops: float, memory: float, link: float, network: float, host: float = 31.5, adapters: int = 8
+    name: str,
+    *,
+    teraflops: float,
+    memory: float,
+    link: float,
+    network: float,
+    host: float = 31.5,
+    host_memory: float = 51.2,
+    adapters: int = 8,
 ) -> Rates:
-    """Return the rates of a GPU from its data sheet; bandwidths in gigabytes per second, one way."""
+    """Return the rates of a GPU from its data sheet; bandwidths in gigabytes per second, of links one way."""
     inside, between = link * 1e9, adapters * network * 1e9
     links = Links(intra_bandwidth=inside, inter_bandwidth=between, latency=1e-5, ranks_per_node=8, adapters=adapters)
     return Rates(
@@ -357,12 +354,13 @@ def _gpu(
         launches=True,
         memory=DeviceMemory.of_sheet(MEMORY_GIB[name]),
         host_bandwidth=host * 1e9,
+        host_memory=host_memory * 1e9,
     )
 
 
 CPU_CORE = Rates(
     matmul_flops=140e9,
-    memory_bytes=11.5e9,
+    memory_bytes=ONE_CORE,
     attention_share=1.0,
     overhead_seconds=8e-6,
     links=Links(intra_bandwidth=1e9, inter_bandwidth=1e9, latency=3e-4, ranks_per_node=64),
@@ -374,11 +372,11 @@ DEVICES = {
     "RTX 3090": _gpu("RTX 3090", teraflops=35.6, memory=936, link=31.5, network=25),
     "RTX 4090": _gpu("RTX 4090", teraflops=82.6, memory=1008, link=31.5, network=25),
     "A100": _gpu("A100", teraflops=19.5, memory=1555, link=300, network=25),
-    "MI250X": _gpu("MI250X", teraflops=47.9, memory=1638, link=50, network=25, host=36, adapters=4),
-    "H100": _gpu("H100", teraflops=67, memory=3350, link=450, network=50, host=63),
-    "GH200": _gpu("GH200", teraflops=67, memory=4000, link=450, network=50, host=450),
-    "H200": _gpu("H200", teraflops=67, memory=4800, link=450, network=50, host=63),
-    "B200": _gpu("B200", teraflops=75, memory=8000, link=900, network=50, host=63),
+    "MI250X": _gpu("MI250X", teraflops=47.9, memory=1638, link=50, network=25, host=36, host_memory=25.6, adapters=4),
+    "H100": _gpu("H100", teraflops=67, memory=3350, link=450, network=50, host=63, host_memory=76.8),
+    "GH200": _gpu("GH200", teraflops=67, memory=4000, link=450, network=50, host=450, host_memory=512),
+    "H200": _gpu("H200", teraflops=67, memory=4800, link=450, network=50, host=63, host_memory=76.8),
+    "B200": _gpu("B200", teraflops=75, memory=8000, link=900, network=50, host=63, host_memory=89.6),
 }
 """Rates by a part of the device's name."""
 PRODUCTS = {

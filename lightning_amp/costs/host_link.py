@@ -1,10 +1,13 @@
-"""Rates of the link between the memory of a device and that of its host."""
+"""Rates of the link between the memory of a device and that of its host, and of the host's operators."""
 
 from dataclasses import asdict, dataclass
 from math import inf
 
 from lightning_amp.errors import PlanError
 from lightning_amp.quantities import is_number
+
+ONE_CORE = 11.5e9
+"""Bytes per second that operators of one core of a server read and write (device_rates.py)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,6 +18,7 @@ class HostLink:
         out, back: From and to the device, of pinned memory, one direction alone.
         both: Of each direction while both run, of pinned memory.
         pageable_out, pageable_back: From and to the device, of memory that is not pinned.
+        memory: Bytes that a rank's share of the host's cores reads and writes in elementwise operators.
     """
 
     out: float
@@ -22,6 +26,7 @@ class HostLink:
     both: float
     pageable_out: float
     pageable_back: float
+    memory: float = ONE_CORE
 
     def __post_init__(self) -> None:
         """Validate the numbers.
@@ -33,6 +38,6 @@ class HostLink:
             raise PlanError(f"{self!r} is invalid; rates are above 0: calibrate again")
 
     @classmethod
-    def alike(cls, rate: float) -> "HostLink":
+    def alike(cls, rate: float, memory: float = ONE_CORE) -> "HostLink":
         """Return a link with one rate, as a data sheet has it."""
-        return cls(out=rate, back=rate, both=rate, pageable_out=rate, pageable_back=rate)
+        return cls(out=rate, back=rate, both=rate, pageable_out=rate, pageable_back=rate, memory=memory)

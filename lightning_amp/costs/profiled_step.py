@@ -71,8 +71,10 @@ class ProfiledStep:
         chain: Blocks of the step, and the costs of recomputing them.
         rates: Rates of the device.
         gradient_sizes: Bytes of every gradient that ranks would average.
+        partial_sizes: Bytes of those of which a rank of the model axis has a part, so that its ranks sum them too.
         facts: Technique -> result of the `look` function of its row in the table.
         requested: Technique -> spec that the user or a given plan requests; without one the policy decides.
+        host_memory: Most bytes of host memory that techniques of the policy may take on a rank; None for no bound.
         refused: Technique that this module does not support -> reason.
         beyond: Sets of techniques -> bytes by which counts with them installed exceeded the prediction.
         counts: Sets of techniques -> least peak of a step that was counted with them.
@@ -90,8 +92,10 @@ class ProfiledStep:
     chain: Chain
     rates: Rates
     gradient_sizes: tuple[int, ...] = ()
+    partial_sizes: tuple[int, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     requested: Mapping[str, Spec] = field(default_factory=dict)
+    host_memory: int | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     beyond: Mapping[frozenset[str], tuple[int, ...]] = field(default_factory=dict)
     counts: Mapping[frozenset[str], int] = field(default_factory=dict)
@@ -129,18 +133,20 @@ class ProfiledStep:
         return max(alone + self.agreed_bytes(ranks), self.averaging_bytes(ranks))
 
     def averaging_bytes(self, ranks: int) -> int:
-        """Return all bytes that exist while ranks average gradients; 0 for one rank, which averages nothing.
+        """Return all bytes that exist while ranks reduce gradients; 0 for one rank without partial gradients.
 
-        They include the copies of small gradients, and a byte per gradient with which ranks agree.
+        They include the copies of small gradients, or before these a byte per gradient with which ranks agree.
         """
-        if ranks == 1:
+        if ranks == 1 and not self.partial_sizes:
             return 0
         kinds, timeline = (*HELD, ACTIVATIONS), self.profile.timeline
         after = [moment for moment in timeline if moment.phase == OPTIMISER] or timeline[-1:]
         there = max(sum(moment.by_kind[kind] for kind in kinds) for moment in after)
-        small = min(sum(n_bytes for n_bytes in self.gradient_sizes if n_bytes < ALONE), COPIED)
-        agreed = len(self.gradient_sizes) + self.agreed_bytes(ranks)
-        return there + self.profile.left_bytes + small + agreed
+        # partial gradients have buckets of their own, which are freed before those of the others
+        partial, every = (sum(n for n in sizes if n < ALONE) for sizes in (self.partial_sizes, self.gradient_sizes))
+        small = min(partial if ranks == 1 else max(partial, every - partial), COPIED)
+        copies = max(small, len(self.gradient_sizes))
+        return there + self.profile.left_bytes + copies + self.agreed_bytes(ranks)
 
     def agreed_bytes(self, ranks: int) -> int:
         """Return the bytes with which ranks that average gradients agree on cells and statistics."""

@@ -34,6 +34,11 @@ def splits_parameters(rule: Rule) -> bool:
     return getattr(rule.spec, "splits", False)
 
 
+def splits_on_host(rule: Rule) -> bool:
+    """Whether a rule splits parameters that lie in host memory; its spec has that as `on_host`."""
+    return getattr(rule.spec, "on_host", False)
+
+
 def runs_again(rule: Rule) -> bool:
     """Whether the block of a rule runs again in the backward pass; its spec has that as `again`."""
     return getattr(rule.spec, "again", False)

@@ -59,6 +59,8 @@ class Around:
         answers: What values decide in the forward pass (noted_values.py), by number of samples; filled when needed.
         frees_gradients: Whether the run frees the last step's gradients before `training_step`, where nothing reads
             them (last_gradients.py); a plain Trainer does not.
+        partial: Names of parameters of which every rank of a model axis has a part of the gradient: the ranks sum the
+            parts, zeros of those that do not reach the parameter.
     """
 
     prepared: bool = False
@@ -74,6 +76,7 @@ class Around:
     own_parts: Any = None
     answers: dict[int | None, Answers] | None = None
     frees_gradients: bool = False
+    partial: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, trainer: Trainer, *, prepared: bool, datamodule: LightningDataModule | None) -> "Around":
@@ -227,7 +230,7 @@ class _Here(SingleDeviceStrategy):
     def __init__(self, device: torch.device, counter: "_Count", fake: FakeTensorMode | None, around: Around) -> None:
         super().__init__(device=device)
         self._counter, self._fake, self.own_parts = counter, fake, around.own_parts
-        self._frees = around.frees_gradients
+        self._frees, self._partial = around.frees_gradients, around.partial
         self._last_gradients: LastGradients | None = None
 
     @property
@@ -284,7 +287,12 @@ class _Here(SingleDeviceStrategy):
         if self._counter.taker is not None:
             return None
         with replacing(recorder, in_step=False), types_of_the_step(self.precision_plugin):
-            return super().backward(*args, **kwargs)
+            found = super().backward(*args, **kwargs)
+        assert self.lightning_module is not None, "its step runs"
+        for parameter in map(self.lightning_module.get_parameter, self._partial):
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        return found
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Step; only run the closure, which has no backward pass, where notes are taken."""

@@ -43,13 +43,13 @@ from lightning_amp._torch import (
 from lightning_amp.footprint.copies.fake_copy import copy_of
 from lightning_amp.footprint.copies.restore_state import forgetting, restoring_state
 from lightning_amp.footprint.forward_overrides import hooked
-from lightning_amp.footprint.own_checkpoints import CHECKPOINTS, watching_checkpoints
-from lightning_amp.footprint.recompute_state import random_state, same_random, set_random
+from lightning_amp.footprint.run_again.own_checkpoints import CHECKPOINTS, watching_checkpoints
 from lightning_amp.graph.calls import Calls, CannotFollow, FollowedTensor, Recorder, empty_for, follow
 from lightning_amp.graph.guards import OPAQUE, PLAIN, described, first_change, settings_of, signature, state_of
 from lightning_amp.graph.out_of_place import without_writes
 from lightning_amp.graph.rewrites import REWRITES
 from lightning_amp.holding import replacing
+from lightning_amp.random_streams import drawn_between, host_streams, set_host_streams
 
 
 class CannotCapture(Exception):
@@ -192,12 +192,12 @@ def _trace(
     # the forward runs with copies, so that other objects than tensors do not change
     twin, objects = copy_of(block, fake), _copied(values)
     held = {i: described(value, states=True) for i, value in objects.items()}
-    before, drawn, seed = settings_of(twin), random_state(), torch.get_rng_state()
+    before, drawn, seed = settings_of(twin), host_streams(), torch.get_rng_state()
     try:
         graph = make_fx(call, REWRITES, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*tensors)
         if before != (after := settings_of(twin)):
             raise CannotCapture(f"its forward changes the attribute {first_change(before, after)!r}")
-        if not same_random(drawn, random_state()):
+        if drawn_between(drawn, host_streams()):
             raise CannotCapture("its forward draws from Python's or NumPy's random numbers")
         # operators on fake tensors draw nothing, so the state changes only by a seed, which is not an operator
         if not torch.equal(seed, torch.get_rng_state()):
@@ -214,7 +214,7 @@ def _trace(
         if found["unlike"]:
             raise CannotCapture(f"{found['unlike']}, by which no later call can be compared with this one")
     finally:
-        set_random(drawn)
+        set_host_streams(drawn)
         torch.set_rng_state(seed)
     for node in reversed(graph.graph.nodes):
         # unused result of a rewrite that was not applied
@@ -242,7 +242,7 @@ def _runs_again(twin: nn.Module, state: Mapping[str, Tensor], values: Sequence[A
     own = {name: empty[id(tensor)] for name, tensor in state.items()}
     args, kwargs = tree_unflatten([empty.get(id(value), value) for value in values], spec)
     given = [*own.values(), *(empty[id(value)] for value in values if isinstance(value, Tensor))]
-    drawn = random_state()
+    drawn = host_streams()
     try:
         return follow(lambda: functional_call(twin, own, args, kwargs), given, [calls], real=False)[1]
     except CannotFollow as error:
@@ -251,7 +251,7 @@ def _runs_again(twin: nn.Module, state: Mapping[str, Tensor], values: Sequence[A
         first = str(error).strip().partition("\n")[0]
         raise CannotCapture(f"its forward cannot run without computing: {type(error).__name__}: {first}") from error
     finally:
-        set_random(drawn)
+        set_host_streams(drawn)
 
 
 @contextmanager

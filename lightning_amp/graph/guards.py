@@ -27,7 +27,7 @@ from lightning_amp.footprint.chain.block_call import autocast_now
 from lightning_amp.footprint.copies.fake_copy import holds_something
 from lightning_amp.footprint.copies.restore_state import OWNERS, contents
 from lightning_amp.footprint.forward_overrides import overrides_of
-from lightning_amp.footprint.recompute_state import state_of_generator
+from lightning_amp.footprint.run_again.recompute_state import state_of_generator
 from lightning_amp.slots import slots_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)

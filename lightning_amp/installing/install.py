@@ -23,12 +23,15 @@ from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.forward_overrides import Override, Position, add_override, remove_override
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.sharding.splits import DryAxis
 from lightning_amp.techniques.contract.change import Change, check_forwards, check_hooks, check_parameters
 from lightning_amp.techniques.contract.protocol import find_decoders, is_decomposed, named_parts, part
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
 from lightning_amp.techniques.put_methods import put_methods
 from lightning_amp.techniques.table import STRATEGIES, installer_of
 from lightning_amp.techniques.technique import Installer
+
+Mesh = DeviceMesh | DryAxis | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +180,7 @@ BY_STRATEGY = (
 sampler, parameters sharded over the data axis, and steps that replace the module's."""
 
 
-def change_of(module: nn.Module, spec: Any, mesh: DeviceMesh | None, *, strategy: str, fqn: str = "") -> Change:
+def change_of(module: nn.Module, spec: Any, mesh: Mesh, *, strategy: str, fqn: str = "") -> Change:
     """Return one technique's change of one module, after checking general requirements; nothing is installed yet.
 
     Args:
@@ -242,11 +245,10 @@ def install(
     return install_rules(module, rules, mesh)
 
 
-def install_rules(
-    module: nn.Module, rules: Iterable[Rule], mesh: DeviceMesh | None = None, chunks: Any = None
-) -> Installed:
+def install_rules(module: nn.Module, rules: Iterable[Rule], mesh: Mesh = None, chunks: Any = None) -> Installed:
     """Install rules that have techniques, as `install` does; if one raises, the module is unchanged.
 
+    `mesh`: as in `install`, or the model axis of a dry run.
     `chunks`: dictionary that caches plans of chunks, for rules installed in the module later.
     """
     targets = [(rule, fqn) for rule in rules for fqn in matched_names(rule, module)]

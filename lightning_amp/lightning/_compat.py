@@ -6,6 +6,9 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 # seeds the workers of a loader with the rank, which Lightning does before it iterates the loader
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn as add_worker_seeds
 
+# the `device` of LightningModules and metrics, which their `to` sets
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties as update_properties
+
 # moves optimiser state next to the parameters after loading; DDPStrategy.setup does the same
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
@@ -29,7 +32,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_deprecation, rank_ze
 
 __all__ = ["DataConnector", "MultiProcessingLauncher", "ScriptLauncher", "add_worker_seeds", "broadcast_module"]
 __all__ += ["default_pg_timeout", "launch_process_observer", "optimizers_to_device", "rank_zero_info"]
-__all__ += ["rank_zero_deprecation", "rank_zero_only", "rank_zero_warn", "request_dataloader", "trainer_of"]
+__all__ += [
+    "rank_zero_deprecation",
+    "rank_zero_only",
+    "rank_zero_warn",
+    "request_dataloader",
+    "trainer_of",
+    "update_properties",
+]
 
 
 def trainer_of(module: LightningModule | None) -> Trainer | None:

@@ -9,8 +9,7 @@ Every rank differentiates its own copy of the loss. The copies sum to R times th
 differentiated as a linear map, so that the gradients of all ranks sum to R times the gradient. Averaging over the
 ranks, as for data-parallel gradients, gives the exact gradient. Operators need not track which values are replicated.
 
-An axis without a process group belongs to a dry run: results have correct shapes and no values. The same holds for fake
-tensors, on which a block's operators are recorded.
+Without a process group (None), as on fake tensors, it is a dry run: results have correct shapes and no values.
 
 Legend: R ranks of the axis. `rows` is the tensor with the communicated dim first.
 """
@@ -27,6 +26,7 @@ from torch.autograd import Function
 
 from lightning_amp._torch import FakeTensor
 from lightning_amp._torch import functional_collectives as functional
+from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.sharding.owners import OwnerRun, Owners, joined
 from lightning_amp.sharding.splits import MeshAxis, record
 
@@ -99,16 +99,12 @@ def ring(
     record(axis, "ring", sum(tensor.nbytes for tensor in sent))
     found = list[Tensor]()
     for tensor, shape in zip(sent, shapes, strict=True):
-        if axis.group is None:
-            found.append(_arriving(tensor, shape, axis))
-            continue
         given, taken = [0] * axis.size, [0] * axis.size
         given[(axis.rank + step) % axis.size], taken[axis.rank - step] = tensor.numel(), math.prod(shape)
         found.append(start_all_to_all(tensor.view(-1), taken, given, axis.group))
 
     def arrive() -> list[Tensor]:
-        if axis.group is not None:
-            found[:] = [wait_for(t).view(s) for t, s in zip(found, shapes, strict=True)]
+        found[:] = [wait_for(t).view(s) for t, s in zip(found, shapes, strict=True)]
         # kept until here: a tensor must not be freed while it is being sent
         sent.clear()
         return found
@@ -118,6 +114,11 @@ def ring(
 
 def start_all_to_all(sent: Tensor, n_received: list[int], n_sent: list[int], group: Any) -> Tensor:
     """Start an all-to-all of rows, without gradients; do not read the result before `wait_for` has returned."""
+    if group is None:
+        arriving = sent.new_zeros(sum(n_received), *sent.shape[1:])
+        # as long as a collective holds what it sends
+        vars(arriving)["sent"] = sent.contiguous()
+        return arriving
     found = functional.all_to_all_single(sent.contiguous(), n_received, n_sent, group)
     # an AsyncCollectiveTensor waits at its first use, and when autograd inspects it; the raw tensor does not
     return cast(Tensor, getattr(found, "elem", found))
@@ -125,7 +126,9 @@ def start_all_to_all(sent: Tensor, n_received: list[int], n_sent: list[int], gro
 
 def wait_for(under_way: Tensor) -> Tensor:
     """Return the rows after they have arrived."""
-    return cast(Tensor, functional.wait_tensor(under_way))
+    # of a fake tensor the operator returns another one
+    vars(under_way).pop("sent", None)
+    return under_way if isinstance(under_way, FakeTensor) else cast(Tensor, functional.wait_tensor(under_way))
 
 
 @torch.no_grad()
@@ -190,7 +193,7 @@ def start_adding_rows(rows: Tensor, group: Any, out: Tensor | None = None) -> Ca
         group: The process group; None in a dry run.
         out: Output tensor of the sum.
     """
-    by_gloo = rows.device.type == "cpu" if group is None else dist.get_backend(group) == "gloo"
+    by_gloo = not launches_operators(rows) if group is None else dist.get_backend(group) == "gloo"
     # with gloo, rows of all ranks arrive and are summed here; with other backends, the sum arrives
     given, work = [rows.contiguous()], None
     found = torch.empty_like(given[0]) if by_gloo else torch.empty_like(given[0][0]) if out is None else out

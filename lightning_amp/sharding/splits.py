@@ -31,6 +31,33 @@ class MeshAxis:
     sent: "list[Sent] | None" = field(default=None, repr=False)
 
 
+class DryAxis:
+    """The model axis of a mesh as one rank sees it in a dry run, for code that takes a DeviceMesh.
+
+    Args:
+        size, rank: As in MeshAxis.
+    """
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.axis = MeshAxis("model", size, rank)
+
+    def __getitem__(self, name: str) -> "DryAxis":
+        """Return the axis, the only one of its mesh."""
+        assert name == self.axis.name, "a dry run has one axis"
+        return self
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self.axis.size
+
+    def get_local_rank(self) -> int:
+        """Return the rank."""
+        return self.axis.rank
+
+    def get_group(self) -> None:
+        """Return None: there are no other ranks."""
+
+
 AXES_OF_STEP: list[MeshAxis] = []
 """All axes over which tensors of the current or last step may be sharded."""
 _AXES: dict[Any, MeshAxis] = {}
@@ -40,6 +67,8 @@ def axis_of(mesh: Any) -> MeshAxis:
     """Return the axis of a one-dimensional mesh, else raise a ShardError; one object per process group."""
     if isinstance(mesh, MeshAxis):
         return mesh
+    if isinstance(mesh, DryAxis):
+        return mesh.axis
     if mesh.ndim != 1:
         raise ShardError(
             f"a mesh with the axes {mesh.mesh_dim_names!r} was given; give one of them, such as mesh['model']"

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from lightning_amp.costs.device_memory import DeviceMemory
-from lightning_amp.costs.device_rates import Rates, calibrated
+from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.model_shape import WINDOW_PER_STRATUM, DecoderShape, profile_of_module
 from lightning_amp.errors import PlanError
 from lightning_amp.installing.describe_module import describe
@@ -160,6 +160,21 @@ def calibration_report(found: Calibration) -> str:
         *([found.note] if found.note else []),
     ]
     return "\n\n".join(sections)
+
+
+def calibrated(rates: Rates, predicted_seconds: float, measured_seconds: float) -> Rates:
+    """Scale rates so that the prediction for one device equals the measurement.
+
+    One factor scales all rates of the device; links and the device's name do not change. The prediction must use these
+    rates and the measured step, which has no communication.
+    """
+    faster = predicted_seconds / measured_seconds
+    return replace(
+        rates,
+        matmul_flops=rates.matmul_flops * faster,
+        memory_bytes=rates.memory_bytes * faster,
+        overhead_seconds=rates.overhead_seconds / faster,
+    )
 
 
 def _of_context(memory: DeviceMemory) -> str:

@@ -6,6 +6,7 @@ do. On a CPU a copy is one from memory to memory, no memory is pinned, and two c
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ ROUNDS, WARM_UP = 7, 2
 def measure_host_link(place: torch.device, *, size: int | None = None) -> HostLink:
     """Measure the link of a device.
 
-    On a machine with several NUMA nodes the memory is where the process runs: `numactl` chooses the node.
+    On a machine with several NUMA nodes the memory is where the process runs: `numactl` chooses the node. Operators of
+    the host run on as many cores as torch has threads.
 
     Args:
         place: The device.
@@ -37,9 +39,17 @@ def measure_host_link(place: torch.device, *, size: int | None = None) -> HostLi
     pairs = [(pinned[0], sent), (received, pinned[1])]
     out, back = (n / _seconds([pair], place) for pair in pairs)
     both = n / _seconds(pairs, place)
+    memory = [host.view(torch.float32) for host in pageable]
+    worked = min(_timed(partial(memory[0].add_, memory[1]), torch.device("cpu")) for _ in range(WARM_UP + ROUNDS))
     # other work on the machine may disturb copies of one direction alone
     return HostLink(
-        out=out, back=back, both=min(both, out, back), pageable_out=of_pageable[0], pageable_back=of_pageable[1]
+        out=out,
+        back=back,
+        both=min(both, out, back),
+        pageable_out=of_pageable[0],
+        pageable_back=of_pageable[1],
+        # two are read, one is written
+        memory=3 * n / worked,
     )
 
 
@@ -52,6 +62,8 @@ def host_link_report(found: HostLink, before: Rates) -> str:
         ["to the device", _rate(found.back), _rate(found.pageable_back)],
         ["each, both at once", _rate(found.both), ""],
         ["before", _rate(before.host_bandwidth), ""],
+        ["operators of the host", _rate(found.memory), ""],
+        ["before", _rate(before.host_memory), ""],
     ]
     return table(["link to host memory", "pinned", "pageable"], rows)
 

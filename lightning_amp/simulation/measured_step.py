@@ -26,7 +26,7 @@ from lightning_amp.techniques.contract.protocol import DecomposedDecoder, find_d
 from lightning_amp.techniques.data.batch_norm import share_batch_statistics
 from lightning_amp.techniques.data.gradient_sync import GradientSync
 from lightning_amp.techniques.data.row import ShareBatchStatistics
-from lightning_amp.techniques.ranks.shards import AnchorShards, Channels
+from lightning_amp.techniques.ranks.shards import sizes_of_rank
 
 Sizes = tuple[object, ...]
 
@@ -49,13 +49,7 @@ class PlannedRank:
     @property
     def sizes(self) -> Sizes:
         """Sizes that determine the memory of a rank: equal sizes need equal memory."""
-        module = cast(nn.Module, self.module)
-        tensors = (t.shape for t in (*module.parameters(), *module.buffers()))
-        shares = [share for child in module.modules() for share in vars(child).values()]
-        channels = (share.width for share in shares if isinstance(share, Channels))
-        rows = ((len(s.own), s.before, s.after) for s in shares if isinstance(s, AnchorShards))
-        strata = (share for share in shares if isinstance(share, range))
-        return (*tensors, *channels, *rows, *strata)
+        return sizes_of_rank(self.module)
 
     def decoder(self) -> DecomposedDecoder | None:
         """Largest decomposed decoder."""

@@ -59,7 +59,7 @@ STRATEGIES: dict[str, Technique] = {
 PREDICTIONS: dict[str, Prediction] = dict(
     sorted(
         ((name, row.prediction) for name, row in STRATEGIES.items() if row.prediction is not None),
-        key=lambda item: item[1].turn,
+        key=lambda item: item[1].order,
     )
 )
 """Predictions of techniques that apply to the step of any module, in the order in which a draft gets them."""
@@ -188,7 +188,7 @@ def parse_strategies(asked: str | list[str] | tuple[str, ...]) -> tuple[str, ...
             f" are {', '.join(STRATEGIES)}, as a list or separated by commas"
         )
     found = in_order({"S1", *ids})
-    refuse_apart(found)
+    refuse_combinations(found)
     return found
 
 
@@ -197,27 +197,29 @@ def technique_of_steps(strategies: Iterable[str]) -> str:
     return next((name for name in strategies if name in STRATEGIES and STRATEGIES[name].steps), "")
 
 
-def together(name: str) -> tuple[str, ...]:
+def works_with(name: str) -> tuple[str, ...]:
     """Return the strategies that can be combined with `name`, which replaces steps."""
-    return in_order({*STRATEGIES[name].together, *(other for other, row in STRATEGIES.items() if row.in_any_steps)})
+    return in_order(
+        {*STRATEGIES[name].works_with, *(other for other, row in STRATEGIES.items() if row.works_in_any_steps)}
+    )
 
 
-def not_together(name: str, other: str) -> str:
+def why_not_with(name: str, other: str) -> str:
     """Return why `other` cannot be combined with `name`, which replaces steps, and what to do instead."""
-    row, others = STRATEGIES[name], [one for one in together(name) if one != "S1"]
+    row, others = STRATEGIES[name], [one for one in works_with(name) if one != "S1"]
     less = f"with {' and '.join(others)}, and with more ranks of the model axis (model_parallel_size)"
     less = f"a rank holds less {less if others else 'on more ranks'}"
-    return row.apart.get(other, f"it is not supported together with {name}; {{less}}").replace("{less}", less)
+    return row.not_with.get(other, f"it is not supported together with {name}; {{less}}").replace("{less}", less)
 
 
-def refuse_apart(strategies: Iterable[str]) -> None:
+def refuse_combinations(strategies: Iterable[str]) -> None:
     """Raise a PlanError if one of the strategies replaces steps and another cannot be combined with it."""
     chosen = tuple(strategies)
     name = technique_of_steps(chosen)
     for other in chosen if name else ():
-        if other != name and other not in together(name):
+        if other != name and other not in works_with(name):
             raise PlanError(
-                f"{other} and {name} cannot be together: {not_together(name, other)}. Leave one of them out"
+                f"{other} and {name} cannot be together: {why_not_with(name, other)}. Leave one of them out"
             )
 
 

@@ -35,8 +35,8 @@ class Prediction:
         kinds: Kinds of bytes that it makes smaller.
         limit: Why it may not help if these kinds are most of the peak.
         notes: Step -> what users should know of a plan with it.
-        turn: Place in the order in which techniques are added to a draft.
-        fewest: Number of ranks that it needs at least.
+        order: Place in the order in which techniques are added to a draft.
+        needs_ranks: Number of ranks that it needs at least.
         counted: Whether its savings show when the step is counted on one device with its rules installed.
         slow: Whether its search takes seconds, which are saved if a step fits without it.
         last_resort: Whether it is combined with others only if no plan without it fits.
@@ -47,8 +47,8 @@ class Prediction:
     add: Add
     kinds: tuple[str, ...]
     limit: str
-    turn: int
-    fewest: int = 1
+    order: int
+    needs_ranks: int = 1
     counted: bool = True
     slow: bool = False
     last_resort: bool = False
@@ -119,9 +119,9 @@ class Technique:
         steps: Module whose `install(module, spec, mesh)` returns replacements of a LightningModule's steps, by name; ""
             if it replaces none. Gradients of these steps are averaged over the model axis too, unless the units of its
             `split_parameters` reduce them.
-        in_any_steps: Whether it can be combined with all techniques with `steps`, because it does not change steps.
-        together: For a technique with `steps`: other techniques that it can be combined with.
-        apart: For a technique with `steps`: by other technique, why it cannot be combined and what to do instead.
+        works_in_any_steps: Whether it works with all techniques with `steps`, because it does not change steps.
+        works_with: For a technique with `steps`: other techniques that it can be combined with.
+        not_with: For a technique with `steps`: by other technique, why it cannot be combined and what to do instead.
             "{less}" stands for advice on how a rank holds less; techniques not listed have a general reason.
         without_step: For a technique with `steps`: what to do if the first step cannot be counted.
         shape_after: For a registered technique: (shape of the model, ranks of the model axis) -> shape for the memory
@@ -157,9 +157,9 @@ class Technique:
     runs_compiled: bool = False
     registered: bool = False
     steps: str = ""
-    in_any_steps: bool = False
-    together: tuple[str, ...] = ()
-    apart: Mapping[str, str] = field(default_factory=dict)
+    works_in_any_steps: bool = False
+    works_with: tuple[str, ...] = ()
+    not_with: Mapping[str, str] = field(default_factory=dict)
     without_step: str = ""
     shape_after: Callable[[ModelShape, int], ModelShape] | None = None
 

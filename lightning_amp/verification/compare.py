@@ -25,6 +25,7 @@ from lightning_amp._torch import unseen
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.consistency.same_parameters import SHARE_STATISTIC, common_buffers, differing
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.random_streams import drawn_between, random_streams
 from lightning_amp.verification.result import Row, Suspect
 
 
@@ -59,10 +60,10 @@ class Recorder(Callback):
 
         @wraps(step)
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            before = _states()
+            before = random_streams()
             output = step(*args, **kwargs)
-            drawn = [f"training_step, {name}" for name, state in _states().items() if state != before[name]]
-            named = ((n, part) for n, part in pl_module.named_modules() if "training_step, torch.random" in drawn)
+            drawn = [f"training_step, {name}" for name in drawn_between(before, random_streams())]
+            named = ((n, part) for n, part in pl_module.named_modules() if "torch." in str(drawn))
             # dropout layers of torch have their probability in one of these attributes
             chance = ("p", "dropout", "drop_prob")
             drops = [
@@ -107,7 +108,8 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the final state; gathered here, because parameters are still sharded."""
-        state = trainer.strategy.lightning_module_state_dict()
+        shards = trainer.strategy._shards if isinstance(trainer.strategy, AMPStrategy) else Shards()
+        state = shards.saved_state(pl_module.state_dict(), "whole")
         names = {name for name, _ in pl_module.named_parameters(remove_duplicate=False)}
         kept = {name: value.detach().clone() for name, value in state.items() if isinstance(value, Tensor)}
         self.record.parameters = {name: value for name, value in kept.items() if name in names}
@@ -119,15 +121,6 @@ class Recorder(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the module's step."""
         vars(pl_module).pop("training_step", None)
-
-
-def _states() -> dict[str, object]:
-    name, words, *rest = np.random.get_state()
-    return {
-        "torch.random": torch.random.get_rng_state().numpy().tobytes(),
-        "numpy.random": (name, np.asarray(words).tobytes(), *rest),
-        "random": random.getstate(),
-    }
 
 
 Precision = Literal["float32", "float64"]

@@ -13,7 +13,6 @@ from lightning_amp.costs.device_rates import (
     Kind,
     Links,
     Rates,
-    calibrated,
     collective_seconds,
     nearest_rates,
     rates_for,
@@ -23,6 +22,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.mesh_shape import MeshShape
 from lightning_amp.planning.plan.plan import Axes
 from lightning_amp.planning.time.step_seconds import step_seconds
+from lightning_amp.simulation.calibrate import calibrated
 
 
 def predicted(rates: Rates, mesh: MeshShape) -> float:

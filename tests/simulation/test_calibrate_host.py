@@ -27,8 +27,12 @@ def test_each_direction_is_measured_alone_and_both_at_once(monkeypatch: Any) -> 
         return next(times)
 
     monkeypatch.setattr(calibrate_host, "_seconds", seconds)
+    monkeypatch.setattr(calibrate_host, "_timed", lambda work, place: (work(), 0.5)[1])
     found = measure_host_link(CPU, size=100)
-    assert found == HostLink(out=400.0, back=200.0, both=200.0, pageable_out=100.0, pageable_back=50.0)
+    assert replace(found, memory=1.0) == HostLink(
+        out=400.0, back=200.0, both=200.0, pageable_out=100.0, pageable_back=50.0, memory=1.0
+    )
+    assert found.memory == 300 / 0.5
     (out, *_), (back, *_), *_, both = seen
     assert len(both) == 2
     # what leaves is read from one buffer of the device, what comes back is written to another
@@ -41,6 +45,7 @@ def test_the_report_has_all_rates_of_a_gpu_and_says_what_a_cpu_has() -> None:
     assert ["to", "the", "device", "40", "GB/s", "9", "GB/s"] in lines
     assert ["each,", "both", "at", "once", "15", "GB/s"] in lines
     assert ["before", "31.5", "GB/s"] in lines
+    assert ["operators", "of", "the", "host", "11.5", "GB/s"] in lines
     assert host_link_report(LINK, CPU_CORE).startswith("20 GB/s from memory to memory")
 
 
@@ -68,7 +73,7 @@ def test_a_file_of_rates_has_the_link_or_none() -> None:
     rates = replace(DEVICES["A100"], host_link=LINK)
     assert Rates.from_json(rates.to_json()) == rates
     assert rates.host == LINK
-    assert DEVICES["A100"].host == HostLink.alike(31.5e9)
+    assert DEVICES["A100"].host == HostLink.alike(31.5e9, 51.2e9)
     before = json.loads(rates.to_json())
     del before["host_link"]
     assert Rates.from_json(json.dumps(before)) == DEVICES["A100"]

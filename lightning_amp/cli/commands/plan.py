@@ -60,8 +60,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host-memory",
         metavar="SIZE",
-        help="with --config or MODULE:CLASS, and --strategies offload or host_optimizer: most host memory of a rank,"
-        " such as 64GiB (default: any)",
+        help="with --config or MODULE:CLASS: most host memory that a rank takes, such as 64GiB (default: any)",
     )
     parser.add_argument(
         "--largest",

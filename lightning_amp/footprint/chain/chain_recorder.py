@@ -31,9 +31,9 @@ from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.footprint.live_bytes import Read, storages_of, tensors_of
 from lightning_amp.footprint.module_profile import FORWARD, GRADIENTS, PARAMETERS, STATE, Life
 from lightning_amp.footprint.operator_rates import OperatorRates, times_now
-from lightning_amp.footprint.recompute_state import FirstPass, random_state, same_random, unrepeatable
+from lightning_amp.footprint.run_again.recompute_state import FirstPass, unrepeatable
 from lightning_amp.footprint.step_recorder import StepRecorder
-from lightning_amp.random_streams import drawn_from
+from lightning_amp.random_streams import drawn_between, drawn_from, host_streams
 
 VALUES = ("_local_scalar_dense", "is_nonzero")
 """Operators that return a value to Python."""
@@ -181,13 +181,13 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             self._replaced[fqn] = block
             block.forward = partial(self._call, fqn, reason, block, block.forward)
         self.names_of_parameters = all_names(self._module)
-        self._random_state, self._own = random_state(), {*map(id, self._module.parameters())}
+        self._random_state, self._own = host_streams(), {*map(id, self._module.parameters())}
         if self.watches_saved:
             self._saved.__enter__()
 
     def stop(self) -> None:
         """Stop recording."""
-        self.decides |= not same_random(self._random_state, random_state())
+        self.decides |= bool(drawn_between(self._random_state, host_streams()))
         if self.watches_saved:
             self._saved.__exit__()
         for block in self._replaced.values():

@@ -8,9 +8,9 @@ gradients itself.
     norm, clip                            |g|^2 = sum over replicated |g|^2 + sum over ranks of sum over shards |g|^2
 
 So a checkpoint fits any number of ranks. Full tensors are gathered one by one, by one all-gather each, and kept in host
-memory, because the full state may not fit a device. Optimiser state of a sharded checkpoint is read one tensor at a
-time, and only the rank's shard is kept. Without sharded parameters, states are returned unchanged, and there are no
-collectives.
+memory, because the full state may not fit a device; those of a checkpoint on rank 0 only, which writes it. Optimiser
+state of a sharded checkpoint is read one tensor at a time, and only the rank's shard is kept. Without sharded
+parameters, states are returned unchanged, and there are no collectives.
 
 This is exact for optimisers whose update of an element depends only on that element's gradient and state (RMSprop,
 Adam, SGD). `check_optimizers` raises for those of torch that mix elements (`COUPLED`), and tests optimisers of other
@@ -34,7 +34,7 @@ from lightning_amp.errors import DataError, InstallError, PlanError
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.probe_optimizer import mixes, mixes_elements
 from lightning_amp.lightning.checkpoints.read_directory import Stored, fill, replaced
-from lightning_amp.lightning.checkpoints.write_checkpoint import Part
+from lightning_amp.lightning.checkpoints.write_checkpoint import Form, Part, kept
 from lightning_amp.techniques.contract.protocol import Units
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, is_split, local
 from lightning_amp.techniques.ranks import collectives
@@ -106,14 +106,14 @@ class Shards:
                 " on several ranks, put together: use model_parallel_size=1, and no fsdp, for this run"
             )
 
-    def saved_state(self, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
-        """Return the module's state with full tensors, a collective, or with this rank's `Part` of them."""
+    def saved_state(self, state: dict[str, Any], form: Form) -> dict[str, Any]:
+        """Return the module's state in a form; a collective unless that is in parts."""
         # copied, because load_state_dict reads the version metadata that torch keeps in the dict
         saved, found = copy.copy(state), dict[int, Any]()
         for name, one in self._named(state):
             # one tensor for a parameter with several names, as in a plain state
             if id(one) not in found:
-                found[id(one)] = self._saved(one, state[name], in_parts=in_parts)
+                found[id(one)] = self._saved(one, state[name], form)
             saved[name] = found[id(one)]
         return saved
 
@@ -129,8 +129,8 @@ class Shards:
         own.update({name: self._own(one, state[name], name) for name, one in self._named(state)})
         return own
 
-    def saved_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
-        """Return an optimiser's state with full tensors, a collective, or with this rank's `Part` of them.
+    def saved_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any], form: Form) -> dict[str, Any]:
+        """Return an optimiser's state in a form; a collective unless that is in parts.
 
         Raises:
             InstallError: The state of a shard differs from it in shape.
@@ -144,7 +144,7 @@ class Shards:
                     f" {tuple(one.shard.shape)!r}; only an optimizer that keeps elementwise state can train what"
                     f" {one.technique} splits over ranks: use another one, or leave {one.technique} out"
                 )
-            return self._saved(one, value, in_parts=in_parts)
+            return self._saved(one, value, form)
 
         return self._converted(optimizer, state, saved, own=True)
 
@@ -235,7 +235,7 @@ class Shards:
             if any(id(p) in held for group in o.param_groups for p in group["params"])
         ]
         # first, because the conversion needs the shards to know which state is sharded
-        states = [self.saved_optimizer_state(o, o.state_dict(), in_parts=False) for o in optimizers if complete]
+        states = [self.saved_optimizer_state(o, o.state_dict(), "whole") for o in optimizers if complete]
         restore(list(dict.fromkeys(held.values())), complete=complete)
         # full parameters first: torch compares the state with the shapes of the parameters
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -246,16 +246,16 @@ class Shards:
     # --- overridden for parameters of stages ---
 
     def _full(self, gradients: dict[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
-        return self.saved_state(gradients, in_parts=False)
+        return self.saved_state(gradients, "whole")
 
     def _held(self) -> dict[int, Any]:
         """Return the sharded parameters by the id of their shard in the module and in optimisers."""
         return {id(parameter.shard): parameter for parameter in self.sharded}
 
-    def _saved(self, one: Any, value: Tensor, *, in_parts: bool) -> Tensor | Part:
+    def _saved(self, one: Any, value: Tensor, form: Form) -> Tensor | Part:
         # 0-dim parameters are saved as full tensors in a distributed checkpoint too
-        if not in_parts or not one.shape:
-            return cast(Tensor, one.join(value).cpu())
+        if form != "in parts" or not one.shape:
+            return kept(one.join(value), form)
         own = local(value).detach()
         return Part(one.shape, own.dtype, {torch.Size(at): box for at, box in one.parts.boxes(own)})
 

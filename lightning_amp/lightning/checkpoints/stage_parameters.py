@@ -11,7 +11,7 @@ their gradients, added in rank order by one rank and sent back, so that all have
     norm         |g|^2 = sum over parameters |g|^2, each counted by the first rank that has it
 
 Collectives: per step, an all-gather of one byte for every parameter that several ranks have, and two messages for the
-gradient of each; per checkpoint, a broadcast of every parameter, and an all-gather of the optimiser's state.
+gradient of each; per checkpoint, a broadcast of every parameter and of every tensor of the optimiser's state.
 
 Known limits: all ranks have the complete module until the pipeline is installed, and all buffers. If another stage
 reaches a parameter outside the blocks later in the run, the parameter is no longer there, and the step raises an error.
@@ -32,6 +32,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.lightning.checkpoints.probe_optimizer import mixes, mixes_parameters
 from lightning_amp.lightning.checkpoints.read_directory import replaced
 from lightning_amp.lightning.checkpoints.shards import Shards, numbered
+from lightning_amp.lightning.checkpoints.write_checkpoint import Form, kept
 from lightning_amp.techniques.ranks.messages import receive, sendable
 from lightning_amp.techniques.ranks.placeholders import AbsentParameter, absent_parameter
 from lightning_amp.techniques.table import STAGED
@@ -150,7 +151,8 @@ class StageParameters(Shards):
         shared = [held for held in self.held if held.ranks is None or len(held.ranks) > 1]
         if not shared:
             return
-        mine = torch.tensor([held.here and held.whole.grad is not None for held in shared], dtype=torch.uint8)
+        reached_here = [held.here and held.whole.grad is not None for held in shared]
+        mine = torch.tensor(reached_here, dtype=torch.uint8, device=self._mesh.device_type)
         everyones = [torch.empty_like(mine) for _ in range(self._mesh.size())]
         dist.all_gather(everyones, mine)
         # ranks are row-major in (data, model): the ranks of one stage have the same remainder
@@ -211,12 +213,12 @@ class StageParameters(Shards):
         """Restore full parameters, also after an error that all ranks have raised together."""
         super().give_back(optimizers, complete=complete or self.all_ranks_raise)
 
-    def saved_state(self, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
+    def saved_state(self, state: dict[str, Any], form: Form) -> dict[str, Any]:
         """Return the module's state with the tensors of all ranks; a collective."""
-        whole = super().saved_state(state, in_parts=in_parts)
+        whole = super().saved_state(state, form)
         for name, (buffer, rank) in self._buffers().items():
             if name in whole:
-                whole[name] = broadcast(buffer, rank, self._model)
+                whole[name] = kept(broadcast(buffer, rank, self._model), form)
         return whole
 
     def _full(self, gradients: dict[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
@@ -255,25 +257,45 @@ class StageParameters(Shards):
             for name, buffer in part.named_buffers(recurse=False)
         }
 
-    def saved_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
+    def saved_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any], form: Form) -> dict[str, Any]:
         """Return an optimiser's state with the parameters of all ranks; a collective."""
         everyones: list[Any] = [None] * self._model.size()
-        own = replaced(state["state"], lambda _, v: v.detach().cpu() if isinstance(v, Tensor) else v)
-        dist.all_gather_object(everyones, own, group=self._model.get_group())
-        merged = {key: value for key, value in everyones[0].items() if not isinstance(key, int)}
+        # shapes first, then one tensor at a time: no rank has a second copy of all
+        shapes = replaced(state["state"], lambda _, v: v.detach().to("meta") if isinstance(v, Tensor) else v)
+        dist.all_gather_object(everyones, shapes, group=self._model.get_group())
+        owners = {key: 0 for key in everyones[0] if not isinstance(key, int)}
         of_parameter = self._held()
         for parameter, index in numbered(optimizer, state):
             held = of_parameter.get(id(parameter))
             rank = held.ranks[0] if held is not None and held.ranks else 0
             if index in everyones[rank]:
-                merged[index] = everyones[rank][index]
+                owners[index] = rank
+        merged = {
+            key: self._collected(everyones[rank][key], state["state"].get(key), rank, form)
+            for key, rank in owners.items()
+        }
         return {**state, "state": merged}
+
+    def _collected(self, shapes: Any, own: Any, rank: int, form: Form) -> Any:
+        """Return a rank's values, of which others have the shapes, on "meta"; a collective."""
+        here: list[Tensor] = []
+        replaced(own, lambda _, value: here.append(value) if isinstance(value, Tensor) else None)
+        values = iter(here)
+
+        def value_of(_: str, like: Any) -> Any:
+            if not isinstance(like, Tensor):
+                return like
+            value = next(values) if rank == self._rank else torch.empty_like(like, device=self._model.device_type)
+            return kept(broadcast(value, rank, self._model), form)
+
+        return replaced(shapes, value_of)
 
 
 def broadcast(value: Tensor, rank: int, mesh: DeviceMesh) -> Tensor:
     """Broadcast the values of one rank of a mesh axis to host memory; a collective."""
-    value = value.detach().clone(memory_format=torch.contiguous_format)
-    dist.broadcast(value, group=mesh.get_group(), group_src=rank)
+    value = value.detach().to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
+    # as bytes: gloo sends no int16 and no float8
+    dist.broadcast(value.reshape(-1).view(torch.uint8), group=mesh.get_group(), group_src=rank)
     return value.cpu()
 
 

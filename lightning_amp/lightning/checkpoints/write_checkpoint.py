@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, Literal, NoReturn
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -217,8 +217,17 @@ class Part:
         raise DataError(
             f"a hook has put a part of a tensor of shape {tuple(self.shape)!r} into the checkpoint, "
             "outside of 'state_dict' and 'optimizer_states'; no run could use a part: leave it "
-            "out, or set save_distributed_checkpoint=False, with which hooks get whole tensors"
+            "out, or set save_distributed_checkpoint=False, with which hooks of rank 0 get whole tensors"
         )
+
+
+Form = Literal["whole", "not here", "in parts"]
+"""What a rank saves of sharded tensors: full tensors, these on "meta", without values, or its `Part`."""
+
+
+def kept(whole: Tensor, form: Form) -> Tensor:
+    """Return a full tensor in host memory, or on "meta" for a rank that does not write it."""
+    return whole.to("meta" if form == "not here" else "cpu")
 
 
 class _Planner(DefaultSavePlanner):

@@ -97,7 +97,7 @@ def warn_of_differences(
     parts = set(in_place)
     held = {**named, **common_buffers(module)}
     if model_ranks_differ:
-        held, parts = _of_stages(held)
+        held, parts = _of_stages(held, mesh.device_type)
     found = differing(held, mesh, parts)
     if groups is not None:
         # ranks with equal shards differ in "replicate" only, the first axis of the mesh
@@ -128,7 +128,7 @@ def refuse_own_statistics(module: nn.Module, mesh: DeviceMesh, *, model_ranks_di
         return
     held, parts = common_buffers(module), set[int]()
     if model_ranks_differ:
-        held, parts = _of_stages(held)
+        held, parts = _of_stages(held, mesh.device_type)
     if found := differing(held, mesh, parts):
         raise PlanError(
             f"after the first step, {_named(found)}. A rank has changed them from its own samples, as a running"
@@ -157,9 +157,9 @@ def refuse_new_parameters(known: Container[int], module: nn.Module, optimizers: 
     )
 
 
-def _of_stages(held: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], set[int]]:
+def _of_stages(held: Mapping[str, Tensor], device: str) -> tuple[dict[str, Tensor], set[int]]:
     """Return tensors, with zeros where they are on "meta", and the ids of those to compare over the data axis only."""
-    absent = torch.tensor([tensor.is_meta for tensor in held.values()], dtype=torch.uint8)
+    absent = torch.tensor([tensor.is_meta for tensor in held.values()], dtype=torch.uint8, device=device)
     dist.all_reduce(absent, dist.ReduceOp.MAX)
     found = {name: torch.zeros(()) if tensor.is_meta else tensor for name, tensor in held.items()}
     somewhere = zip(found.values(), absent.tolist(), strict=True)
@@ -198,7 +198,7 @@ def differing(held: Mapping[str, Tensor], mesh: DeviceMesh, parts: Set[int] = fr
     if not named:
         return []
     inner, device = mesh.size() // mesh.size(0), mesh.device_type
-    everyones = _gathered(torch.stack([print_of(p) for _, p in named]).to(device), mesh)
+    everyones = _gathered(torch.stack([print_of(p).to(device) for _, p in named]), mesh)
 
     def first_with(i: int, rank: int) -> int:
         """Return the rank to compare with; ranks along the first axis of the row-major mesh have the same remainder."""

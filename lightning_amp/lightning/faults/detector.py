@@ -12,6 +12,9 @@ the process, because a main thread that waits in a collective cannot be interrup
 time is `ASKED_GRACE_S`. A rank that has raised by then has `lost_after` seconds for its callbacks and loggers. Ranks
 that finish report so. Time in which the process itself was paused does not count, because it could not receive.
 
+The process group's store cannot carry this: it does not say that a client has ended, so that a killed rank would be
+silent for `lost_after`; and when rank 0, which serves it, ends, every other client prints a stack of torch's C++ code.
+
 Known limits: a stuck rank is detected only after its first batch has begun; before that, the process group's timeout
 applies. If ranks are on several machines, the detector needs a free port between them, as the process group does.
 """

@@ -17,16 +17,12 @@ Known limits: side effects of an item outside the process, such as moving the po
 more; lists and dictionaries longer than `restore_state.LONG` are not copied; `worker_init_fn` is not called.
 """
 
-import pickle
-import random
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
-import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
@@ -36,7 +32,7 @@ from lightning_amp.footprint.copies.no_side_effects import without_side_effects
 from lightning_amp.footprint.copies.restore_state import copied_state
 from lightning_amp.lightning._compat import request_dataloader
 from lightning_amp.lightning.profiling.read_ahead import first_batch, is_stream, read_ahead
-from lightning_amp.random_streams import isolated_random_streams
+from lightning_amp.random_streams import drawn_between, isolated_random_streams, random_streams
 from lightning_amp.techniques.contract.protocol import find_decoders
 
 UNKNOWN = (
@@ -112,14 +108,8 @@ def forget_loaders(trainer: pl.Trainer) -> None:
 def _loaders(source: Any) -> tuple[object, bool]:
     """Return the hook's loaders, and whether it drew random numbers; random state is restored."""
     with isolated_random_streams():
-        before = _drawn()
-        return request_dataloader(source), _drawn() != before
-
-
-def _drawn() -> tuple[bytes, ...]:
-    # torch's state is not pickled: pickles of equal tensors may differ
-    numbers = pickle.dumps((np.random.get_state(), random.getstate()))
-    return torch.get_rng_state().numpy().tobytes(), numbers
+        before = random_streams()
+        return request_dataloader(source), bool(drawn_between(before, random_streams()))
 
 
 def each(loaders: object) -> list[Any]:

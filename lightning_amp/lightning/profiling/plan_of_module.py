@@ -24,6 +24,7 @@ from lightning_amp.lightning.profiling.module_plan import ModulePlan
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.split_samples import samples_may_be_split, with_split_samples
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
+from lightning_amp.lightning.profiling.step_of_ranks import on_top_of
 from lightning_amp.planning.modules.on_device import Device, made_for, on_device
 from lightning_amp.planning.modules.plan_decoder import plan_decoder, split_by_decoder
 from lightning_amp.planning.modules.plan_module import Counted, base_plan, plan_step
@@ -32,6 +33,7 @@ from lightning_amp.planning.policies.build_rules import with_memory, without_sha
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import shown_if_long
 from lightning_amp.quantities import memory_of_ranks
+from lightning_amp.techniques.host_memory.limit import host_memory_of
 from lightning_amp.techniques.table import STRATEGIES, parse_strategies, requested_specs, technique_of_steps
 
 PLANNING = "planning"
@@ -90,7 +92,9 @@ def plan_of_module(
         return StepOfModule(module, lambda: given, around=limited, batch_size=n, steps=steps)
 
     def look(step: StepOfModule, devices: int = devices) -> ProfiledStep:
-        return step.profiled(rates, requested=requested, shared_statistics=share and devices > 1)
+        return step.profiled(
+            rates, requested=requested, host_memory=host_memory_of(given), shared_statistics=share and devices > 1
+        )
 
     def sizes_at(n: int | None) -> tuple[Profile, ModelShape, list[str]]:
         data, shape, notes = read_shape(
@@ -231,10 +235,15 @@ def _with_decoder(
             model_parallel_size=request["model_parallel_size"],
         )
 
-    on_top_of = partial(
-        step.on_top_of, rates=seen.rates, requested=seen.requested, shared_statistics=share and devices > 1
+    counts = partial(
+        on_top_of,
+        step,
+        rates=seen.rates,
+        requested=seen.requested,
+        host_memory=seen.host_memory,
+        shared_statistics=share and devices > 1,
     )
     made = plan_decoder(
-        make, on_top_of, counted.shape, budget=min(memory, default=None), named=named, budget_named=asked is not None
+        make, counts, counted.shape, budget=min(memory, default=None), named=named, budget_named=asked is not None
     )
     return with_memory(made.plan, memory)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_amp.errors import DataError
 from lightning_amp.lightning._compat import add_worker_seeds, rank_zero_only
-from lightning_amp.random_streams import equal_random_streams, random_streams, set_random_streams
+from lightning_amp.random_streams import drawn_between, random_streams, set_random_streams
 
 WAY_OUT = "give the loader a method amp_example_batch that returns a batch of the same shapes"
 
@@ -169,5 +169,5 @@ class FirstBatch:
 
 def _advance(before: Any, after: Any) -> None:
     """Set the random streams to `after` if nothing has drawn since `before`."""
-    if equal_random_streams(random_streams(), before):
+    if not drawn_between(before, random_streams()):
         set_random_streams(after)

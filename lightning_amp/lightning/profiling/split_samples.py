@@ -22,7 +22,7 @@ from lightning_amp.planning.modules.plan_module import plan_module
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.policies.auto import TIE
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, together
+from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, works_with
 
 SLOW_SECONDS = 0.5
 """Seconds of a step beyond its computation, above which a plan counts as slow."""
@@ -62,7 +62,7 @@ def with_split_samples(
             seen = counted.profiled(rates)
             without = base(name, dry)
             made = [plan_module(without, seen, named=(), count=counted.count)]
-            others = [other for other in together(name) if other in PREDICTIONS]
+            others = [other for other in works_with(name) if other in PREDICTIONS]
             # add further techniques only if fewer do not fit; of equally many, take the fastest plan
             for n in range(1, len(others) + 1):
                 if any(plan.fits for plan in made):

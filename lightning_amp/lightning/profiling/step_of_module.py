@@ -34,11 +34,12 @@ from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.facts_of_step import facts_of_step, refused_techniques
 from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of, own_rows, read_streams_ahead
 from lightning_amp.planning.modules.on_device import CLOSED_FORMS, OF_DECODER
-from lightning_amp.planning.modules.plan_module import Count, counted_rules
+from lightning_amp.planning.modules.plan_module import counted_rules
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.progress import counting
 from lightning_amp.quantities import format_bytes
 from lightning_amp.sharding.own_parts import OwnParts
+from lightning_amp.sharding.splits import DryAxis
 from lightning_amp.techniques.contract.protocol import INSIDE, find_decoders
 from lightning_amp.techniques.data.batch_norm import statistics_bytes
 from lightning_amp.techniques.data.gradient_sync import gradient_sizes
@@ -47,10 +48,10 @@ from lightning_amp.techniques.table import (
     STAGED,
     STRATEGIES,
     conflicts,
-    not_together,
     rules_in_order,
     stage_search,
-    together,
+    why_not_with,
+    works_with,
 )
 from lightning_amp.techniques.technique import function_at, result_or_reason
 
@@ -69,6 +70,7 @@ class StepOfModule:
         trains: Whether this module is trained; a module that is only planned may have no values.
         steps: Steps of a technique that replace the module's while it is counted.
         on_top_of: Rules of its decoder, which every count installs in addition.
+        axis: The model axis over which these split the decoder; None on one device.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class StepOfModule:
         trains: bool = False,
         steps: DrySteps | None = None,
         on_top_of: Sequence[Rule] = (),
+        axis: DryAxis | None = None,
     ) -> None:
         if steps is not None:
             own = OwnParts(size=steps.ranks, axis=lambda: steps.axis)
@@ -89,7 +92,7 @@ class StepOfModule:
         self.decoders = tuple(find_decoders(module))
         around = replace(around, answers=self._answers)
         self.module, self._take_batch, self._around = module, take_batch, around
-        self._trains, self._steps, self._base = trains, steps, tuple(on_top_of)
+        self._trains, self._steps, self._base, self.axis = trains, steps, tuple(on_top_of), axis
         self._batch_size = batch_size
         self._batch: Any = None
         self._profiles: dict[frozenset[tuple[str, str]], ModuleProfile] = {}
@@ -123,12 +126,18 @@ class StepOfModule:
         return cls(module, take, around=around, trains=True, steps=steps)
 
     def profiled(
-        self, rates: Rates, *, requested: Mapping[str, Spec] = NOTHING, shared_statistics: bool = False
+        self,
+        rates: Rates,
+        *,
+        requested: Mapping[str, Spec] = NOTHING,
+        host_memory: int | None = None,
+        shared_statistics: bool = False,
     ) -> ProfiledStep:
         """Read one batch and profile the step without techniques.
 
         Args:
             requested: Specs that the user has requested, by technique.
+            host_memory: Most bytes of host memory that techniques of the policy may take on a rank.
             shared_statistics: Whether ranks share batch statistics.
 
         Raises:
@@ -146,7 +155,7 @@ class StepOfModule:
         row = None if steps is None else STRATEGIES[steps.name]
         # a technique that shards parameters does not average full gradients
         averages = row is None or not row.data_axis
-        looks = {name: STRATEGIES[name].look for name in (STRATEGIES if steps is None else together(steps.name))}
+        looks = {name: STRATEGIES[name].look for name in (STRATEGIES if steps is None else works_with(steps.name))}
         if self.decoders:
             looks = {name: look for name, look in looks.items() if name not in BESIDE_NO_DECODER}
         looked = {name: result_or_reason(function_at(look), self) for name, look in looks.items() if look}
@@ -156,8 +165,10 @@ class StepOfModule:
             chain=step.chain,
             own_checkpoints=step.own_checkpoints,
             rates=rates,
-            gradient_sizes=gradient_sizes(self.module) if averages else (),
+            gradient_sizes=gradient_sizes(self.module.parameters()) if averages else (),
+            partial_sizes=() if self.axis is None else self._partial_sizes(),
             requested=requested,
+            host_memory=host_memory,
             facts=facts_of_step(self.module, step) | {name: one for name, one in looked.items() if name not in failed},
             refused=failed | refused_techniques(self.module, step, values=self._trains) | self._conflicting(),
             notes=tuple(self._notes(step)),
@@ -167,7 +178,7 @@ class StepOfModule:
         if steps is None or row is None:
             shared = statistics_bytes(self.module)
             return replace(found, statistics_bytes=shared, counted=self._counted_with)
-        others = {name: not_together(steps.name, name) for name in PREDICTIONS if name not in together(steps.name)}
+        others = {name: why_not_with(steps.name, name) for name in PREDICTIONS if name not in works_with(steps.name)}
         found = replace(
             found,
             refused={**found.refused, **others},
@@ -175,7 +186,7 @@ class StepOfModule:
             averages=averages,
             notes=(*found.notes, *steps.notes, *steps.sent_notes()),
         )
-        return stage_search().without(found, not_together(steps.name, STAGED))
+        return stage_search().without(found, why_not_with(steps.name, STAGED))
 
     def _conflicting(self) -> dict[str, str]:
         """Techniques that conflict with those of the decoder, with reasons."""
@@ -214,11 +225,15 @@ class StepOfModule:
         with ExitStack() as undo:
             # rules are installed on the module, not on its counted copy, so that later counts reuse chunk plans
             whole = rules_in_order((*self._base, *rules))
-            undo.callback(install_rules(self.module, whole, chunks=self._chunk_plans).undo)
+            installed = install_rules(self.module, whole, self.axis, chunks=self._chunk_plans)
+            undo.callback(installed.undo)
+            partial_ids = set(map(id, installed.partial))
+            named = self.module.named_parameters()
+            around = replace(self._around, partial=tuple(name for name, one in named if id(one) in partial_ids))
             if self._steps is not None:
                 undo.callback(self._steps.put(self.module))
             try:
-                return count(self.module, self._batch, batch_size=size, around=self._around)
+                return count(self.module, self._batch, batch_size=size, around=around)
             except AmpError:
                 raise
             except Exception as error:
@@ -290,37 +305,28 @@ class StepOfModule:
             steps=steps,
         )
 
-    def on_top_of(
-        self,
-        rules: Sequence[Rule],
-        frees_gradients: bool,
-        *,
-        rates: Rates,
-        requested: Mapping[str, Spec],
-        shared_statistics: bool,
-    ) -> tuple[ProfiledStep, Count]:
-        """Return the step with rules of its decoder, as `profiled` does, and what counts it with further rules.
-
-        Args:
-            frees_gradients: Whether the last step's gradients are freed before this step, where a run may.
-
-        Raises:
-            AmpError: As `profiled`.
-        """
+    def with_decoder(self, rules: Sequence[Rule], axis: DryAxis | None) -> "StepOfModule":
+        """Return the same step, of which a batch was taken, with rules of its decoder as one rank of a model axis."""
         assert self._steps is None, "steps that are replaced run no decoder"
-        self.take_once(rates)
-        around = replace(self._around, frees_gradients=frees_gradients and self._around.frees_gradients)
         found = StepOfModule(
             self.module,
             lambda: self._batch,
-            around=around,
+            around=self._around,
             batch_size=self._batch_size,
             trains=self._trains,
             on_top_of=rules,
+            axis=axis,
         )
+        found._batch = self._batch
         # the step of a plan is looked up here
         found._profiles = self._profiles
-        return found.profiled(rates, requested=requested, shared_statistics=shared_statistics), found.count
+        return found
+
+    def _partial_sizes(self) -> tuple[int, ...]:
+        """Return the bytes of every gradient of which a rank of the model axis has a part."""
+        installed = install_rules(self.module, rules_in_order(self._base), self.axis)
+        installed.undo()
+        return gradient_sizes(installed.partial)
 
     def take(self, rates: Rates) -> None:
         """Read one batch, as `profiled` does, before `count` and `step_with`."""
@@ -362,9 +368,8 @@ class StepOfModule:
     def as_planned(self, plan: Plan) -> ModuleProfile | str:
         """Return the step with a plan's rules as it was counted, or why it was not."""
         if self.decoders:
-            # closed forms say how much less a rank of a model axis holds
             own = tuple(rule for rule in plan.rules if rule.strategy != "S1")
-            found = self.profile_with(own) if counted_rules(plan) == own and plan.mesh.model == 1 else None
+            found = self.profile_with(own) if counted_rules(plan) == own else None
             return OF_DECODER if found is None or found.larger_peak_bytes > plan.training_bytes else found
         rules = [rule for rule in plan.rules if rule.strategy in PREDICTIONS]
         uncounted = {rule.strategy: None for rule in rules if not PREDICTIONS[rule.strategy].counted}

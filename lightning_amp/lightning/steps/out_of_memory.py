@@ -154,7 +154,8 @@ def _next(plan: Plan) -> str:
     others = [
         name
         for name in helps
-        if name not in plan.strategies and (name not in PREDICTIONS or PREDICTIONS[name].fewest <= plan.gradient_ranks)
+        if name not in plan.strategies
+        and (name not in PREDICTIONS or PREDICTIONS[name].needs_ranks <= plan.gradient_ranks)
     ]
     if others and set(plan.strategies) <= {"S1"}:
         asked = ",".join([*plan.strategies, others[0]])

@@ -43,7 +43,6 @@ from lightning_amp.lightning.consistency.same_parameters import refuse_new_param
 from lightning_amp.lightning.steps.loss_weight import CellWeight
 from lightning_amp.lightning.steps.mean_over_samples import warn_unless_mean
 from lightning_amp.lightning.steps.uneven_means import MeansOverLabels, warn_of_labels
-from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.contract.sharded_parameter import local
 from lightning_amp.techniques.data.gradient_sync import GradientSync
 
@@ -226,9 +225,7 @@ class TrainingStep:
             refuse_new_parameters(self._known, self._module, self._module.trainer.optimizers)
         self._steps += 1
         if self._last_gradients is None:
-            # techniques that split a decoder are planned in closed form, with the last step's gradients
-            in_closed_form = not self._has_all_labels and find_decoders(self._module)
-            allowed = nothing_reads_them(self._module.trainer) and not in_closed_form
+            allowed = nothing_reads_them(self._module.trainer)
             optimizers = self._module.trainer.optimizers
             self._last_gradients = LastGradients(self._module, optimizers, allowed=allowed)
         if self._steps == 2 and self._refuse is not None:

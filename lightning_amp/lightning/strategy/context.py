@@ -25,6 +25,7 @@ from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfM
 from lightning_amp.lightning.profiling.loaders import CellsOrReason, cells_per_step
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
+from lightning_amp.lightning.profiling.step_of_ranks import on_top_of
 from lightning_amp.lightning.strategy.hardware import allocator_settings, least_budget, measured_speeds, memory_beside
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.refusals import without_stages
@@ -37,6 +38,7 @@ from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.quantities import memory_of_ranks
 from lightning_amp.techniques.contract.protocol import find_decoders
+from lightning_amp.techniques.host_memory.limit import host_memory_of
 from lightning_amp.techniques.rates_of import rates_of
 from lightning_amp.techniques.table import EVALUATED, STRATEGIES, parse_strategies, technique_of_steps
 
@@ -153,7 +155,12 @@ class PlanningContext:
             return None, ""
         try:
             shared = self.strategy.world_size > 1 and self.request.share_batch_statistics
-            found = self.step.profiled(self.rates[0], requested=self.request.specs, shared_statistics=shared)
+            found = self.step.profiled(
+                self.rates[0],
+                requested=self.request.specs,
+                host_memory=host_memory_of(self.request),
+                shared_statistics=shared,
+            )
             return without_stages(found, self.strategy.root_device, self.request, self.trainer), ""
         except PlanError:
             # the step had to run with real values, which needs too much memory
@@ -164,18 +171,20 @@ class PlanningContext:
                 raise error.__cause__ from None
             return None, str(error)
 
-    def on_top_of_decoder(self, rules: tuple[Rule, ...], frees_gradients: bool) -> tuple[ProfiledStep, Count]:
-        """Return the step that is counted with rules of its decoder, and what counts it with further rules.
+    def on_top_of_decoder(self, rules: tuple[Rule, ...], ranks: int) -> tuple[ProfiledStep, Count]:
+        """Return the step with rules of its decoder on a model axis, and what counts it with further rules.
 
         Raises:
             AmpError: The step cannot be counted.
         """
         assert self.step is not None, "a fit has one"
-        return self.step.on_top_of(
+        return on_top_of(
+            self.step,
             rules,
-            frees_gradients,
+            ranks,
             rates=self.rates[0],
             requested=self.request.specs,
+            host_memory=host_memory_of(self.request),
             shared_statistics=self.strategy.world_size > 1 and self.request.share_batch_statistics,
         )
 
@@ -270,9 +279,12 @@ class PlanningContext:
         return fewer
 
     def predicted_step(self, plan: Plan) -> ModuleProfile | None:
-        """Return the profile of a plan's step; None if a technique's bytes come from closed forms, not a count."""
+        """Return the profile of a plan's step; None if a technique's bytes come from closed forms, not a count.
+
+        Over a model axis None too: the count is that of the fullest rank, which may be another one.
+        """
         rules = tuple(rule for rule in plan.rules if rule.strategy != "S1")
-        if self.step is None or counted_rules(plan) != rules:
+        if self.step is None or plan.mesh.model > 1 or counted_rules(plan) != rules:
             return None
         return self.step.profile_with(rules)
 

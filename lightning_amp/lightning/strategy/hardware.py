@@ -7,16 +7,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from statistics import median
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_amp._torch import ALLOCATOR_VARIABLES, set_allocator
 from lightning_amp.costs.device_memory import TENSORS_SHARE, DeviceMemory
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.trace.allocator_settings import AllocatorSettings, rounded
+from lightning_amp.lightning._compat import update_properties
 
 
 def device_budget(device: torch.device, *, node_ranks: int) -> int:
@@ -49,6 +52,22 @@ def measured_memory(device: torch.device) -> DeviceMemory:
     workspaces, (free, total) = take_workspaces(device), torch.cuda.mem_get_info(device)
     taken = int(total - free - torch.cuda.memory_reserved(device))
     return DeviceMemory(total_bytes=int(total), context_bytes=taken, workspaces=workspaces, measured=("context_bytes",))
+
+
+def has_room(device: torch.device, module: nn.Module) -> bool:
+    """Whether the memory of a device that is free holds the parameters of a module on the host."""
+    if device.type != "cuda":
+        return True
+    free, _ = torch.cuda.mem_get_info(device)
+    return sum(parameter.nbytes for parameter in module.parameters() if parameter.device != device) <= free
+
+
+def all_but_parameters_to(device: torch.device, module: nn.Module) -> None:
+    """Move buffers, states of metrics and parameters without dims, which are not sharded, to a device."""
+    kept = {id(parameter) for parameter in module.parameters() if parameter.dim()}
+    whole: Any = module
+    whole._apply(lambda tensor: tensor if id(tensor) in kept else tensor.to(device))
+    update_properties(module, device=device)
 
 
 def allocator_settings() -> AllocatorSettings | str:

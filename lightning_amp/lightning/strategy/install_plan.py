@@ -44,7 +44,14 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, techniques
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.contract.protocol import find_decoders
-from lightning_amp.techniques.table import OF_BLOCKS, STAGED, STRATEGIES, refuse_apart, stage_search, technique_of_steps
+from lightning_amp.techniques.table import (
+    OF_BLOCKS,
+    STAGED,
+    STRATEGIES,
+    refuse_combinations,
+    stage_search,
+    technique_of_steps,
+)
 from lightning_amp.techniques.technique import function_at
 
 
@@ -108,7 +115,7 @@ class InstalledPlan:
 
     def _install_steps(self, name: str, plan: Plan) -> None:
         module = self._trainer.lightning_module
-        refuse_apart(plan.strategies)
+        refuse_combinations(plan.strategies)
         if decoders := list(find_decoders(module)):
             raise PlanError(
                 f"{name} is not supported: {decoders[0]!r} is a decomposed decoder; use 'nodes', which splits"

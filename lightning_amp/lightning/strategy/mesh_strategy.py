@@ -28,7 +28,7 @@ from lightning_amp.footprint.host_state import on_device
 from lightning_amp.lightning._compat import optimizers_to_device, trainer_of
 from lightning_amp.lightning.checkpoints.read_directory import load_either
 from lightning_amp.lightning.checkpoints.shards import Shards
-from lightning_amp.lightning.checkpoints.write_checkpoint import write_directory
+from lightning_amp.lightning.checkpoints.write_checkpoint import Form, write_directory
 from lightning_amp.lightning.consistency.replicas import make_sure_of_same_batch, share_draws, wait_for_all
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
 from lightning_amp.lightning.steps.cells import counted_once, unrounded, with_same_draws
@@ -178,17 +178,24 @@ class MeshStrategy(DDPStrategy):
     def _compare_ranks(self) -> None:
         """Compare the ranks; overridden by strategies that train."""
 
+    @property
+    def _saved_form(self) -> Form:
+        if self.request.save_distributed_checkpoint:
+            return "in parts"
+        return "whole" if self.is_global_zero else "not here"
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state with full parameters; all ranks must call it, and are compared.
 
-        With `save_distributed_checkpoint`, a sharded tensor is this rank's `Part` instead.
+        Only rank 0, which writes, has the values of what is sharded; other ranks have tensors on "meta". With
+        `save_distributed_checkpoint`, every rank has its `Part` instead.
         """
         trainer = trainer_of(self.lightning_module)
         with self._failures.saving():
             failed = trainer is not None and trainer.interrupted
             wait_for_all(rank=self.global_rank, ranks=self.world_size, failed=failed)
             state = super().lightning_module_state_dict()
-            state = self._shards.saved_state(state, in_parts=self.request.save_distributed_checkpoint)
+            state = self._shards.saved_state(state, self._saved_form)
         self._compare_ranks()
         return state
 
@@ -199,9 +206,7 @@ class MeshStrategy(DDPStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimiser's state as for full parameters; a collective if some are sharded."""
-        in_parts = self.request.save_distributed_checkpoint
-        state = super().optimizer_state(optimizer)
-        return self._shards.saved_optimizer_state(optimizer, state, in_parts=in_parts)
+        return self._shards.saved_optimizer_state(optimizer, super().optimizer_state(optimizer), self._saved_form)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimiser states that belong to full parameters."""

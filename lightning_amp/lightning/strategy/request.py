@@ -12,10 +12,13 @@ from lightning_amp.footprint.find_blocks import check_entries
 from lightning_amp.lightning._compat import rank_zero_deprecation
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import is_number, memory_of_ranks
+from lightning_amp.techniques.host_memory.limit import host_memory_of
 from lightning_amp.techniques.option_checks import one_of
 from lightning_amp.techniques.table import STRATEGIES, options_of_techniques, parse_strategies, requested_specs
 from lightning_amp.techniques.tensor3d.row import OVERLAP
 
+OF_POLICY = ("host_memory",)
+"""Options of techniques that bound what policy "auto" may choose, too."""
 NEW_NAMES = {"refuse": "refuse", "train": "warn"}
 """Values of the deprecated option `unfit`, and those of `on_predicted_oom` that replace them."""
 CHOICES: dict[str, tuple[str | bool | None, ...]] = {
@@ -163,9 +166,12 @@ class Request:
             value = getattr(self, name)
             # options from the command line are lists
             given = (tuple(value) if isinstance(value, list) else value) != getattr(Request, name)
-            if given and not {*owners} & {*chosen}:
-                of = owners[0]
-                raise PlanError(f"{name}={value!r} is an option of {of}; add strategies={of!r}, or leave it out")
+            if given and not {*owners} & {*chosen} and not (name in OF_POLICY and self.chooses):
+                raise PlanError(
+                    f"{name}={value!r} is an option of {' and '.join(owners)}; add strategies={owners[0]!r}, or leave"
+                    " it out"
+                )
+        host_memory_of(self)
         for spec in self.specs.values():
             # a given grid decides the size of the model axis
             if getattr(spec, "grid", "") and (ranks := getattr(spec, "model_ranks", None)):

@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_amp.costs.rule import splits_on_host
 from lightning_amp.footprint.find_blocks import named_blocks
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.lightning._compat import broadcast_module, default_pg_timeout, optimizers_to_device, trainer_of
@@ -43,7 +44,7 @@ from lightning_amp.lightning.steps.cells import CellOrder
 from lightning_amp.lightning.steps.out_of_memory import explain
 from lightning_amp.lightning.steps.step_time import time_steps
 from lightning_amp.lightning.steps.training_step import TrainingStep
-from lightning_amp.lightning.strategy.hardware import let_segments_grow
+from lightning_amp.lightning.strategy.hardware import all_but_parameters_to, has_room, let_segments_grow
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
@@ -148,7 +149,7 @@ class AMPStrategy(MeshStrategy):
             fsdp_offload: For `strategies="fsdp"`: whether parameter shards are kept in host memory.
             chunk_queries: For `strategies="S3"`: queries of a chunk of local attention; None for 128, as in the paper.
             chunk_policy: For `strategies="chunk"`: choose regions by time, "auto", or by AutoChunk's cost, "paper".
-            host_memory: For "offload" and "host_optimizer": most host memory of a rank; None: 80 % of what is free.
+            host_memory: Most host memory of a rank; None: 80 % of what is free.
             device_speeds: "measure" assigns stages and strata to ranks by measured speed; None assumes equal speeds.
             tensor_grid: For `strategies="tensor3d"`: ranks (x, y, z); x and y split features, z rows of the batch.
             tensor_overlap: For `strategies="tensor3d"`: collectives that overlap with compute.
@@ -235,7 +236,10 @@ class AMPStrategy(MeshStrategy):
             self._undo.append(partial(without_memory, self.model, self.root_device))
             check_deferred(self.model)
         else:
-            self.model_to_device()
+            # one that does not fit stays on the host until its plan has split it
+            waits = self.world_size == 1 and not has_room(self.root_device, self.model)
+            if not waits:
+                self.model_to_device()
             any_rank = partial(self.reduce_boolean_decision, all=False)
             check_replicas(self.model, rank=self.global_rank, broadcast=self.broadcast, any_rank=any_rank)
             broadcast_module(self.model)
@@ -246,6 +250,10 @@ class AMPStrategy(MeshStrategy):
         if self._deferred:
             check_split(plan, fn)
             without_memory(self.model, self.root_device)
+        elif waits and any(map(splits_on_host, plan.rules)):
+            all_but_parameters_to(self.root_device, self.model)
+        elif waits:
+            self.model_to_device()
         if fn == TrainerFn.FITTING:
             self.model = share_statistics(plan, self.model, mesh, self._layer_sync, self._undo)
         # 1 if gradients are averaged over the model axis too

@@ -146,8 +146,9 @@ def _draft(
 ) -> Draft | str:
     # before any of them is added, which may take a search
     for name in names:
-        if ranks < PREDICTIONS[name].fewest:
-            return f"{name} needs {PREDICTIONS[name].fewest} ranks of the data axis, and there is {ranks}"
+        needed = getattr(seen.requested.get(name), "needs_ranks", PREDICTIONS[name].needs_ranks)
+        if ranks < needed:
+            return f"{name} needs {needed} ranks of the data axis, and there is {ranks}"
         if name in seen.refused:
             return f"{name} is not possible: {seen.refused[name]}"
     made: Draft | str = as_it_is(seen, ranks)
@@ -189,8 +190,11 @@ def advice(
         if _is_needless(seen, (name,), ranks=ranks, budget=budget):
             does_not[name] = NEEDLESS.format(name)
             continue
-        n = max(ranks, technique.fewest)
-        whole, made = as_it_is(seen, n), draft(seen, (name,), ranks=n, budget=None)
+        n, made = ranks, draft(seen, (name,), ranks=ranks, budget=None)
+        if isinstance(made, str) and ranks < technique.needs_ranks:
+            n = technique.needs_ranks
+            made = draft(seen, (name,), ranks=n, budget=None)
+        whole = as_it_is(seen, n)
         made = made.partition(": ")[2] or made if isinstance(made, str) else made
         if n == ranks and (counted := seen.counts.get(frozenset({name}))) is not None and isinstance(made, Draft):
             made = replace(made, peak_bytes=counted)

@@ -21,6 +21,7 @@ from lightning_amp.planning.plan.plan import Axes, Explanation, ModuleDiagnosis,
 from lightning_amp.planning.policies.build_rules import BY_USER
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.data.row import DataParallel
+from lightning_amp.techniques.host_memory.limit import host_bytes_of
 from lightning_amp.techniques.table import PREDICTIONS, in_order, rules_in_order
 from lightning_amp.techniques.technique import UNEXPECTED
 
@@ -186,6 +187,8 @@ def finished(base: Plan, seen: ProfiledStep, compared: Compared, rules: tuple[Ru
         # of a plan that does not fit, also what was left out of the search for a technique that it does not have
         if prediction.notes is not None and (name in best.strategies or not fits):
             notes += map(Explanation, prediction.notes(seen))
+    if host_bytes := host_bytes_of(whole):
+        notes.append(f"each rank takes {format_bytes(host_bytes)} of host memory")
     notes += missing_bytes(seen, best, base.budget_bytes)
     failed = [why for names, why in compared.dropped.items() if len(names) == 1 and UNEXPECTED in why]
     notes += failed if compared.candidates else list(compared.dropped.values())

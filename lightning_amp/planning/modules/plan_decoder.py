@@ -5,26 +5,23 @@
     3. if more than the decoder's techniques is needed, do the same with a leaner plan of the decoder: the faster of
        both is taken, or if neither fits, the one that requires less
 
-Steps are counted on one device. Of techniques that split the decoder over a model axis, the closed forms say how much
-less a rank holds:
-
-    peak = count on one device - (closed form on one device - closed form on these ranks)
-
-This is exact if the axis has one rank, or if the peak of the step is in the decoder.
+Steps are counted as one rank of the model axis, the fullest, with all rules of the decoder.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
+from lightning_amp.costs.device_rates import Links
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError
-from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.candidates import as_it_is
 from lightning_amp.planning.modules.min_memory_plan import LEAST
 from lightning_amp.planning.modules.plan_module import Count, plan_again, plan_module
 from lightning_amp.planning.plan.plan import Axes, Candidate, Plan
+from lightning_amp.planning.time.step_seconds import decoder_seconds
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.table import (
     PREDICTIONS,
@@ -35,13 +32,14 @@ from lightning_amp.techniques.table import (
     rules_in_order,
 )
 
+AT_ONCE = Links(intra_bandwidth=inf, inter_bandwidth=inf, latency=0.0, ranks_per_node=1)
 TRIES = 3
 """Number of leaner plans of the decoder that are counted until one fits."""
 Make = Callable[[int | None], Plan]
 """Maps a budget in bytes to the plan of the decoder alone, by closed forms; no plan fits 1 byte, so it needs least."""
-OnTopOf = Callable[[tuple[Rule, ...], bool], tuple[ProfiledStep, Count]]
-"""(rules of the decoder, whether a run frees the last step's gradients) -> the step that is counted so, and what counts
-it with further rules."""
+OnTopOf = Callable[[tuple[Rule, ...], int], tuple[ProfiledStep, Count]]
+"""(rules of the decoder, ranks of the model axis) -> the step that is counted so, and what counts it with further
+rules."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,9 +107,8 @@ def split_by_decoder(
 def predict_decoder_again(given: Plan, on_top_of: OnTopOf, shape: ModelShape) -> DecoderPlan:
     """Predict a given plan again, whose bytes are those of closed forms, by a count of the step."""
     counted = _Counted.of(given, on_top_of, shape)
-    budget = None if given.budget_bytes is None else given.budget_bytes + counted.less_bytes
-    found = plan_again(replace(given, budget_bytes=budget), counted.seen, count=counted.count)
-    return DecoderPlan(plan=counted.joined(found, given.budget_bytes, extra_seconds=0.0), seen=counted.seen)
+    found = plan_again(given, counted.seen, count=counted.count)
+    return DecoderPlan(plan=counted.joined(found, extra_seconds=0.0), seen=counted.seen)
 
 
 def _leaner(first: "_Counted", make: Make, on_top_of: OnTopOf, shape: ModelShape, budget: int) -> "_Counted | None":
@@ -145,66 +142,71 @@ class _Counted:
     """A plan of the decoder by closed forms, and the step that is counted with its techniques.
 
     Attributes:
-        less_bytes: Bytes that a rank of the model axis holds less than one device, by closed forms.
+        computing: Seconds of the decoder without collectives, by closed forms; None if they are not known.
     """
 
     whole: Plan
     seen: ProfiledStep
     count: Count
-    less_bytes: int
+    computing: float | None
 
     @classmethod
     def of(cls, whole: Plan, on_top_of: OnTopOf, shape: ModelShape) -> "_Counted":
         own = [rule for rule in whole.rules if is_of_decoder(rule) or rule.strategy not in PREDICTIONS]
-        rules = [rule for rule in own if rule.strategy != "S1" and not STRATEGIES[rule.strategy].model_axis]
-        less = 0
-        if whole.mesh.model > 1:
-            local = [name for name in whole.strategies if not STRATEGIES[name].model_axis]
-            less = predict(shape, local).peak_bytes - whole.predicted_peak_bytes
-        # the closed forms, which say what ranks of a model axis hold less, are with these gradients
-        seen, count = on_top_of(tuple(rules), whole.mesh.model == 1)
-        return cls(whole=whole, seen=seen, count=count, less_bytes=less)
+        # a registered technique may send what only ranks that exist answer
+        left = {rule.strategy: None for rule in own if _sends_unknown(rule)}
+        rules = tuple(rule for rule in own if rule.strategy != "S1" and rule.strategy not in left)
+        seen, count = on_top_of(rules, whole.mesh.model)
+        if left:
+            note = f"what {', '.join(left)} saves on ranks of the model axis is not counted"
+            seen = replace(seen, notes=(*seen.notes, note))
+        computing = None
+        if whole.predicted_step_seconds is not None:
+            computing = decoder_seconds(shape, whole.axes, whole.mesh, replace(seen.rates, links=AT_ONCE))
+        return cls(whole=whole, seen=seen, count=count, computing=computing)
 
     @property
     def peak_bytes(self) -> int:
         """Peak of a rank without further techniques."""
-        return as_it_is(self.seen, self.whole.gradient_ranks).peak_bytes - self.less_bytes
+        return as_it_is(self.seen, self.whole.gradient_ranks).peak_bytes
 
     def planned(self, budget: int | None, *, named: tuple[str, ...] | None, budget_named: bool) -> DecoderPlan:
         """Plan the rest of the step as of any module."""
-        base = replace(self.whole, budget_bytes=None if budget is None else budget + self.less_bytes)
+        base = replace(self.whole, budget_bytes=budget)
         found = plan_module(base, self.seen, named=named, budget_named=budget_named, count=self.count)
         plain = as_it_is(self.seen, self.whole.gradient_ranks).seconds
         extra = (found.predicted_step_seconds or plain) - plain
-        return DecoderPlan(plan=self.joined(found, budget, extra_seconds=extra), seen=self.seen)
+        return DecoderPlan(plan=self.joined(found, extra_seconds=extra), seen=self.seen)
 
-    def joined(self, found: Plan, budget: int | None, *, extra_seconds: float) -> Plan:
-        """Return the plan of one device with the bytes of these ranks, and with the decoder's shares."""
-        whole, peak = self.whole, found.predicted_peak_bytes - self.less_bytes
-        beyond = self.peak_bytes - whole.predicted_peak_bytes
-        decoder, rest = whole.predicted_step_seconds, whole.predicted_rest_seconds
-        if rest is None and decoder is not None:
-            rest = max(0.0, as_it_is(self.seen, whole.gradient_ranks).seconds - decoder)
-        # the bytes that a plan lacks are said of one device
-        notes = [note for note in found.notes if not (self.less_bytes and note.startswith(LEAST))]
+    def joined(self, found: Plan, *, extra_seconds: float) -> Plan:
+        """Return the plan of the whole step with the decoder's shares."""
+        whole, beyond = self.whole, self.peak_bytes - self.whole.predicted_peak_bytes
+        rest = whole.predicted_rest_seconds
+        if rest is None and self.computing is not None:
+            rest = max(0.0, as_it_is(self.seen, whole.gradient_ranks).seconds - self.computing)
+        # what a plan lacks is said of ranks of the data axis
+        split = whole.mesh.model > 1
         return replace(
             found,
-            budget_bytes=budget,
+            notes=tuple(note for note in found.notes if not (split and note.startswith(LEAST))),
             predicted_base_bytes=max(0, whole.predicted_base_bytes + beyond),
             predicted_stratum_bytes=whole.predicted_stratum_bytes,
-            predicted_peak_bytes=peak,
-            predicted_step_seconds=decoder,
+            predicted_step_seconds=whole.predicted_step_seconds,
             predicted_rest_seconds=None if rest is None else rest + extra_seconds,
-            candidates=tuple(_candidate(one, found, peak, budget, beyond) for one in whole.candidates),
-            notes=tuple(notes),
+            candidates=tuple(_candidate(one, found, beyond) for one in whole.candidates),
         )
 
 
-def _candidate(one: Candidate, found: Plan, peak: int, budget: int | None, beyond: int) -> Candidate:
+def _sends_unknown(rule: Rule) -> bool:
+    row = STRATEGIES[rule.strategy]
+    return row.registered and row.model_axis
+
+
+def _candidate(one: Candidate, found: Plan, beyond: int) -> Candidate:
     """Return a candidate of the decoder with the bytes of the whole step."""
     if one.verdict == "chosen":
-        return replace(one, strategies=in_order(found.strategies), peak_bytes=peak)
-    one = replace(one, peak_bytes=max(0, one.peak_bytes + beyond))
+        return replace(one, strategies=in_order(found.strategies), peak_bytes=found.predicted_peak_bytes)
+    one, budget = replace(one, peak_bytes=max(0, one.peak_bytes + beyond)), found.budget_bytes
     exceeds = budget is not None and one.peak_bytes > budget
     return replace(one, verdict=f"exceeds {format_bytes(budget or 0)}") if exceeds else one
 

@@ -33,14 +33,7 @@ from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, memory_of_ranks
 from lightning_amp.techniques.stage_search import OPEN, StageOptions
-from lightning_amp.techniques.table import (
-    PREDICTIONS,
-    in_order,
-    is_of_decoder,
-    leaves_decoder_whole,
-    parse_strategies,
-    stage_search,
-)
+from lightning_amp.techniques.table import PREDICTIONS, in_order, is_of_decoder, parse_strategies, stage_search
 
 SLIGHTLY = 1.01
 """A count up to this factor above the predicted peak confirms the prediction."""
@@ -279,11 +272,11 @@ def counted_draft(seen: ProfiledStep, rules: tuple[Rule, ...], *, ranks: int, co
 
 
 def counted_rules(plan: Plan) -> tuple[Rule, ...]:
-    """Return the rules of a plan that a count of its step on one device installs."""
+    """Return the rules of a plan that a count of its step installs."""
     return tuple(
         rule
         for rule in plan.rules
-        if leaves_decoder_whole(rule) or (rule.strategy in PREDICTIONS and PREDICTIONS[rule.strategy].counted)
+        if is_of_decoder(rule) or (rule.strategy in PREDICTIONS and PREDICTIONS[rule.strategy].counted)
     )
 
 

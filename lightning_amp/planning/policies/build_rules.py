@@ -135,6 +135,12 @@ def with_requested(plan: Plan, requested: Mapping[str, Spec], shape: ModelShape,
         if (check := STRATEGIES[strategy].contradictions) is not None:
             for why in check([spec], plan.gradient_ranks):
                 raise PlanError(why)
+        if plan.gradient_ranks < (needed := getattr(spec, "needs_ranks", 1)):
+            raise PlanError(
+                f"{strategy} needs {needed} ranks of the data axis, and there is {plan.gradient_ranks}; use more"
+                " devices, a smaller model_parallel_size, options with which one rank is enough (fsdp_offload=True), or"
+                f" leave {strategy} out"
+            )
 
     def asked(rule: Rule) -> Rule:
         spec = requested.get(rule.strategy)

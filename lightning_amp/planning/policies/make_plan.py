@@ -20,7 +20,7 @@ from lightning_amp.planning.policies.paper import PlanRequest, mapped, model_ran
 from lightning_amp.planning.time.step_seconds import decoder_seconds, on_device, predicted_times
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, format_seconds, memory_of_ranks
-from lightning_amp.techniques.table import STRATEGIES, conflicts, in_order, parse_strategies, technique_of_steps
+from lightning_amp.techniques.table import STRATEGIES, conflicts, in_order, parse_strategies
 
 POLICIES = ("auto", "paper")
 
@@ -247,15 +247,7 @@ def _mesh(chosen: tuple[str, ...], request: PlanRequest) -> MeshShape:
             f" {', '.join(s for s, row in STRATEGIES.items() if row.model_axis)}"
         )
     _check_parts(chosen, request.shape.decoder, model)
-    mesh = MeshShape(data=devices // model, model=model)
-    shared = [s for s in chosen if STRATEGIES[s].data_axis]
-    if shared and mesh.data < 2 and not technique_of_steps(chosen):
-        raise PlanError(
-            f"{', '.join(shared)} requires several ranks on the data axis, over which it splits parameters,"
-            f" found one: devices={devices}, of which the model axis has {model}; use more devices, a"
-            f" smaller model_parallel_size, or leave {', '.join(shared)} out"
-        )
-    return mesh
+    return MeshShape(data=devices // model, model=model)
 
 
 def _one_model_rank(sharding: list[str], request: PlanRequest) -> tuple[str, str]:

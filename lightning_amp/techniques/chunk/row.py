@@ -158,7 +158,7 @@ ROW = Technique(
         add=add,
         kinds=(ACTIVATIONS, TEMPORARIES),
         limit="the peak is outside of the blocks, or what they keep is whole between the chunks",
-        turn=3,
+        order=3,
         slow=True,
         notes=_notes,
     ),

@@ -67,7 +67,7 @@ ROW = Technique(
         add=add,
         kinds=(ACTIVATIONS, TEMPORARIES),
         limit="the peak is outside of what is compiled",
-        turn=8,
+        order=8,
         slow=True,
         quiet=True,
     ),

@@ -48,9 +48,9 @@ REACHED, SPARSE = 1, 2
 """Status of a parameter on a rank; the largest value of all ranks counts."""
 
 
-def gradient_sizes(module: nn.Module) -> tuple[int, ...]:
-    """Bytes of every gradient of a module, without parameters of 0 dimensions."""
-    return tuple(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad and p.dim())
+def gradient_sizes(parameters: Iterable[nn.Parameter]) -> tuple[int, ...]:
+    """Bytes of the gradient of every parameter, without those of 0 dimensions."""
+    return tuple(p.numel() * p.element_size() for p in parameters if p.requires_grad and p.dim())
 
 
 class GradientSync:
@@ -174,8 +174,9 @@ class GradientSync:
                 if len(travelling) == IN_FLIGHT:
                     travelling.popleft()()
                 travelling.append(self._send([self._gradient(i, grads) for i in bucket], ranks, copies))
-            for arrive in travelling:
-                arrive()
+            # the last bucket of one kind is freed before the first of the next
+            while travelling:
+                travelling.popleft()()
         self._reached.clear()
 
     def reduce_rest(self) -> None:

@@ -24,5 +24,5 @@ ROW = Technique(
     title="data parallel",
     shrinks="cells per rank",
     specs=(DataParallel, ShareBatchStatistics, BalanceCells),
-    in_any_steps=True,
+    works_in_any_steps=True,
 )

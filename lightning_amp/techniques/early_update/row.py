@@ -103,7 +103,7 @@ ROW = Technique(
         add=add,
         kinds=(GRADIENTS,),
         limit="activations are most of the peak while gradients are few",
-        turn=7,
+        order=7,
         last_resort=True,
     ),
 )

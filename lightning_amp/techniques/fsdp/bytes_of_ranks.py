@@ -12,7 +12,8 @@ The profile of a step on one device is replayed. Activations and temporaries sta
     after it    its rows of the reduced gradients
 
 With rows in host memory, the device has none of these rows, except those of a unit while it is gathered, and the rows
-of reduced gradients until they are copied to the host.
+of reduced gradients until they are copied to the host. One rank has all rows there; it copies them without a receive
+buffer, one parameter after the other.
 
 When gradients are accumulated over batches, their rows exist throughout, and a unit's rows of this batch are added to
 them as soon as they are reduced.
@@ -89,12 +90,33 @@ def fsdp_peak_bytes(
     Args:
         profile: Profile of a step with the rank's batch, on one device.
         units: All units, the root last; techniques/fsdp/look.py computes them for a module.
-        ranks: Ranks over which parameters are sharded, 2 or more.
+        ranks: Ranks over which parameters are sharded.
         offload: Whether a rank's rows lie in host memory, apart from the device's.
     """
-    assert ranks >= 2, f"parameters are split over 2 ranks or more, got {ranks!r}"
+    return max(fsdp_peaks(profile, units, ranks, offload=offload))
+
+
+def fsdp_peaks(
+    profile: ModuleProfile, units: Sequence[ParameterUnit], ranks: int, *, offload: bool = False
+) -> tuple[int, int]:
+    """Peak bytes in the passes, and in the optimiser's step; the arguments are those of `fsdp_peak_bytes`."""
     walk = _FsdpWalk(profile, units, ranks, offload=offload)
-    return max(*walk.forward(), *walk.backward(), *walk.optimiser(), 0) + profile.left_bytes
+    passes = max((n_bytes for _, n_bytes in walk.passes()), default=0)
+    return passes + profile.left_bytes, max(walk.optimiser(), default=0) + profile.left_bytes
+
+
+def fsdp_differences(
+    profile: ModuleProfile, units: Sequence[ParameterUnit], ranks: int, *, offload: bool = False
+) -> dict[str, int]:
+    """Most bytes that a rank has beyond one device, mostly below 0, while a module runs, by phase and name.
+
+    The arguments are those of `fsdp_peak_bytes`.
+    """
+    found: dict[str, int] = {}
+    for moment, n_bytes in _FsdpWalk(profile, units, ranks, offload=offload).passes():
+        more, where = n_bytes - sum(moment.by_kind.values()), f"{moment.phase} {moment.fqn}".rstrip()
+        found[where] = max(more, found.get(where, more))
+    return found
 
 
 def fsdp_held_bytes(
@@ -105,6 +127,11 @@ def fsdp_held_bytes(
     The arguments are those of `fsdp_peak_bytes`.
     """
     return _FsdpWalk(profile, units, ranks, offload=offload).held()
+
+
+def fsdp_host_bytes(profile: ModuleProfile, units: Sequence[ParameterUnit], ranks: int) -> int:
+    """Bytes of host memory of a rank whose rows lie there; the arguments are those of `fsdp_peak_bytes`."""
+    return _FsdpWalk(profile, units, ranks, offload=False).rows()
 
 
 def fsdp_validation_bytes(
@@ -120,7 +147,8 @@ def fsdp_validation_bytes(
     `validation`: profile of its step on one device; the other arguments are those of `fsdp_peak_bytes`.
     """
     state = _FsdpWalk(profile, units, ranks, offload=offload).state()
-    return max(_FsdpWalk(validation, units, ranks, offload=offload).forward()) + state
+    walk = _FsdpWalk(validation, units, ranks, offload=offload)
+    return max(n_bytes for _, n_bytes in walk.forward()) + state
 
 
 class _FsdpWalk:
@@ -150,33 +178,48 @@ class _FsdpWalk:
         last = self._timeline[-1]
         return self._held(last) + self._share(last, GRADIENTS)
 
+    def rows(self) -> int:
+        """Bytes of a rank's rows of parameters, gradients and optimiser state, in the optimiser's step."""
+        return max(
+            self._rows + self._share(moment, GRADIENTS) + self._share(moment, STATE)
+            for moment in (*self._of(OPTIMISER), self._timeline[-1])
+        )
+
     def state(self) -> int:
         """Bytes of the optimiser's state between steps."""
         return self._held(self._timeline[-1]) - self._rows - self._buffers
 
-    def forward(self) -> Iterator[int]:
+    def passes(self) -> Iterator[tuple[Moment, int]]:
+        """Bytes during both passes."""
+        yield from self.forward()
+        yield from self.backward()
+
+    def forward(self) -> Iterator[tuple[Moment, int]]:
         """Bytes during the forward pass, with the last step's gradients until they are freed."""
-        received, last = 0, ""
-        yield self._buffers + 2 * self._padded[""] + self._on_its_way("")
-        for moment in self._of(FORWARD):
+        # buffers of received parameters, beside the parameters
+        received, last, buffers = 0, "", self._ranks > 1
+        for n, moment in enumerate(self._of(FORWARD)):
+            if n == 0:
+                yield moment, self._buffers + (1 + buffers) * self._padded[""] + self._on_its_way("")
             unit = self._unit_of(moment)
             held = self._held(moment) + self._other(moment) + self._share(moment, GRADIENTS) + self._padded[""]
             if unit and unit != last:
                 # the previous receive buffer is freed once this one is allocated
-                yield held + received + 2 * self._padded[unit] + self._on_its_way(unit)
-                received = self._padded[unit]
-            yield held + received + (self._padded[unit] if unit else 0)
+                yield moment, held + received + (1 + buffers) * self._padded[unit] + self._on_its_way(unit)
+                received = buffers * self._padded[unit]
+            yield moment, held + received + (self._padded[unit] if unit else 0)
             last = unit
 
-    def backward(self) -> Iterator[int]:
+    def backward(self) -> Iterator[tuple[Moment, int]]:
         """Bytes during the backward pass, at the end of which the root's and the first unit's gradients are reduced."""
         pending, done = list(self._order), {"whole": 0, "rows": 0, "sent": 0}
-        unit, at, root, worked = "", 0, 0, set[str]()
+        unit, at, root, worked, moment = "", 0, 0, set[str](), self._timeline[-1]
         for moment in self._of(BACKWARD):
             now = self._unit_of(moment)
             if now and now != unit:
                 if unit in pending:
-                    yield from self._finish(unit, at + self._padded[""] + root + self._ahead(unit), done)
+                    beside = at + self._padded[""] + root + self._ahead(unit)
+                    yield from ((moment, n_bytes) for n_bytes in self._finish(unit, beside, done))
                     pending.remove(unit)
                 unit = now
             at = self._held(moment) + self._other(moment)
@@ -194,12 +237,12 @@ class _FsdpWalk:
             else:
                 root, come = min(max(0, root + come), self._whole[""]), 0
             gathered = self._padded[unit] + self._ahead(unit) if unit in pending else 0
-            yield at + self._padded[""] + root + gathered + come + done["rows"] + done["sent"]
+            yield moment, at + self._padded[""] + root + gathered + come + done["rows"] + done["sent"]
         # the backward pass of the root ends first
         gathered = self._padded[unit] + self._whole[unit] if unit in pending else 0
-        yield from self._finish("", at + gathered, done)
+        yield from ((moment, n_bytes) for n_bytes in self._finish("", at + gathered, done))
         if unit in pending:
-            yield from self._finish(unit, at, done)
+            yield from ((moment, n_bytes) for n_bytes in self._finish(unit, at, done))
 
     def optimiser(self) -> Iterator[int]:
         """Bytes during the optimiser's step on the rows, with temporaries of the size of rows."""
@@ -211,19 +254,25 @@ class _FsdpWalk:
         """Free a unit's parameters and reduce its gradients; `beside` is everything that `done` does not count."""
         sent, beside = self._sent[fqn], beside + done["rows"]
         yield beside + self._whole[fqn] + sent
-        yield beside + 2 * sent + sent // self._ranks
+        yield beside + (1 + (self._ranks > 1)) * sent + sent // self._ranks
         done["whole"] += self._whole[fqn]
         done["rows"] += 0 if self._offload or self._added else sent // self._ranks
         done["sent"] = sent
 
     def _ahead(self, fqn: str) -> int:
-        """Bytes that are prefetched while a unit runs backward: those of the next unit there."""
+        """Bytes that are prefetched while a unit runs backward: those of the next unit there, from other ranks."""
+        if self._ranks == 1:
+            return 0
         place = self._order.index(fqn) if fqn in self._order else 0
         return self._padded[self._order[place - 1]] if place else 0
 
     def _on_its_way(self, fqn: str) -> int:
         """Bytes of a unit's rows on the device while it is gathered, with offload."""
-        return self._padded[fqn] // self._ranks if self._offload else 0
+        if not self._offload:
+            return 0
+        if self._ranks == 1:
+            return max((p.whole_bytes for p in self._units[fqn].parameters), default=0)
+        return self._padded[fqn] // self._ranks
 
     def _of(self, phase: str) -> list[Moment]:
         return [moment for moment in self._timeline if moment.phase == phase]

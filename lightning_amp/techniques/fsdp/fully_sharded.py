@@ -16,7 +16,8 @@ and at the end of both passes, one all-reduce of two integers (ranks/collectives
 In groups of S ranks, such as those of a node (HSDP), R is S: a group has all parameters, and gathers and reduces among
 its ranks, followed by one all-reduce of the rows' gradients between the groups. All ranks of the data axis compare
 their collectives. With `offload` the rows, their gradients and the optimiser's state lie in host memory, and the
-optimiser runs there; the full module is on the device once, before it is sharded.
+optimiser runs there. A module that is on the host comes to the device a unit at a time, to be sharded; another one is
+there once.
 
 `training_step` and similar methods are not `forward`, so they are overridden on the instance; so are methods that
 iterate over all parameters in a step, while those of the root are gathered. `undo` restores the module with full
@@ -37,7 +38,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from lightning_amp.costs.rule import Rule
 from lightning_amp.data.batch import tensors_in
@@ -53,7 +53,7 @@ from lightning_amp.techniques.fsdp._torch import (
     undo_fully_shard,
 )
 from lightning_amp.techniques.fsdp.look import SWAPPED, WRITTEN, chosen_units, refuse
-from lightning_amp.techniques.fsdp.parameters import AddUp, Gather, ReachedParameters, shards_of
+from lightning_amp.techniques.fsdp.parameters import AddUp, Gather, ReachedParameters, shards_of, split_units
 from lightning_amp.techniques.fsdp.row import FullyShard
 from lightning_amp.techniques.put_methods import STEPS, put_methods
 from lightning_amp.techniques.ranks import collectives
@@ -204,11 +204,8 @@ class FullySharded(Units):
 
     def _split(self, units: Sequence[nn.Module], mesh: DeviceMesh, *, offload: bool) -> None:
         """Shard the parameters of units with torch, the root's last; raises an InstallError if torch does."""
-        policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
-        undivided = {parameter for parameter in self._module.parameters() if not parameter.dim()}
         try:
-            for unit in units:
-                fully_shard(unit, mesh=mesh, offload_policy=policy, ignored_params=undivided)
+            split_units(self._module, units, mesh, offload=offload)
             make_root(self._module)
         except Exception as error:
             self._put_back()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from lightning_amp.sharding.collectives import ALL_GATHER, REDUCE_SCATTER, start_adding_rows
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, is_split
@@ -22,6 +23,18 @@ from lightning_amp.techniques.ranks.shards import Runs
 
 Place = tuple[nn.Module, str, nn.Parameter]
 """Module, name in the module, and full parameter."""
+
+
+def split_units(module: nn.Module, units: Iterable[nn.Module], mesh: DeviceMesh, *, offload: bool) -> None:
+    """Shard the parameters of the units of a module with torch, the root's last; full ones stay where they were."""
+    policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
+    undivided = {parameter for parameter in module.parameters() if not parameter.dim()}
+    for unit in units:
+        before = [(parameter, parameter.data) for parameter in unit.parameters() if not is_split(parameter)]
+        fully_shard(unit, mesh=mesh, offload_policy=policy, ignored_params=undivided)
+        # torch has moved full parameters to the device, which may not have room for those of all units
+        for parameter, data in before:
+            parameter.data = data
 
 
 def shards_of(places: Iterable[Place], mesh: DeviceMesh) -> Iterator[ShardedParameter]:

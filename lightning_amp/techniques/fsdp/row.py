@@ -5,7 +5,8 @@ The predicted seconds are those of fsdp's collectives, which replace one all-red
     among S ranks           for every unit two all-gathers of its parameters, one reduce-scatter of their gradients
     between D / S groups    for every unit one all-reduce of a rank's rows of gradients
     rows on the host        copies between host and device: the rows for each gather, and those of gradients back; the
-                            optimiser reads rows, gradients and state in host memory
+                            optimiser reads rows, gradients and state in host memory; also on one rank, which gathers
+                            from its host alone
 
 If the D ranks are on several nodes, groups of a node's ranks gather through the links inside the node, and only 1 / S
 of the gradients passes between nodes; one group of all ranks holds less memory.
@@ -14,22 +15,25 @@ Known limits: transfers do not overlap with computation; the comparison between 
 (ranks/collectives.py) is not counted. Legend: D ranks of the data axis, S of them over which parameters are sharded.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from lightning_amp.costs.device_rates import CPU_CORE, collective_seconds
+from lightning_amp.costs.device_rates import collective_seconds
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
-from lightning_amp.footprint.chain.chain import peak_bytes
-from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE, ModuleProfile
+from lightning_amp.footprint.chain.chain import Chain, peak_bytes
+from lightning_amp.footprint.module_profile import GRADIENTS, OPTIMISER, PARAMETERS, STATE, ModuleProfile
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.fsdp.bytes_of_ranks import (
     ParameterUnit,
+    fsdp_differences,
     fsdp_held_bytes,
-    fsdp_peak_bytes,
+    fsdp_host_bytes,
+    fsdp_peaks,
     fsdp_validation_bytes,
 )
+from lightning_amp.techniques.host_memory.limit import bounded, host_memory_of, no_room
 from lightning_amp.techniques.option_checks import one_of, whole_number
 from lightning_amp.techniques.technique import Prediction, Technique
 
@@ -43,12 +47,26 @@ class FullyShard:
     Attributes:
         offload: Keep a rank's shards in host memory, and run the optimiser there.
         shard_ranks: Consecutive ranks over which they are sharded; each group of this size has all. None for all ranks.
+        host_memory: Most bytes of host memory that a rank's shards take; None for 80 % of what is free.
+        host_bytes: Predicted bytes of host memory of a rank.
     """
 
     splits: ClassVar[bool] = True
 
     offload: bool = False
     shard_ranks: int | None = None
+    host_memory: int | None = None
+    host_bytes: int = 0
+
+    @property
+    def on_host(self) -> bool:
+        """Whether parameters lie in host memory."""
+        return self.offload
+
+    @property
+    def needs_ranks(self) -> int:
+        """Number of ranks that it needs at least: one has all shards, which saves memory on the host only."""
+        return 1 if self.offload else 2
 
 
 MESSAGES = 3
@@ -58,7 +76,7 @@ HANDLING_S = 3.3e-3
 in addition to the computation. FSDP2 applied by hand takes 8 to 14 ms more than DDP for each unit of five of the
 examples, with three messages each, on two ranks of one core (docs/reports/any_module.md)."""
 PASSES = 2
-"""Times that a rank's host core reads rows, gradients and state in an optimiser's step: Adam, measured on one core."""
+"""Times that a rank's host reads rows, gradients and state in an optimiser's step: Adam, measured on one core."""
 
 
 def fsdp_seconds(step: ProfiledStep, units: Sequence[ParameterUnit], spec: FullyShard, ranks: int) -> float:
@@ -78,7 +96,7 @@ def fsdp_seconds(step: ProfiledStep, units: Sequence[ParameterUnit], spec: Fully
         return max(0.0, sent)
     # rows come in both passes, gradients leave
     moved = whole / shard * (2 / step.rates.host.back + 1 / step.rates.host.out)
-    return max(0.0, sent) + moved + PASSES * step.held_bytes / shard / CPU_CORE.memory_bytes
+    return max(0.0, sent) + moved + PASSES * step.held_bytes / shard / step.rates.host.memory
 
 
 NAME = "fsdp"
@@ -91,11 +109,14 @@ def units_in(step: ProfiledStep) -> tuple[ParameterUnit, ...]:
 
 
 def variants(step: ProfiledStep, ranks: int) -> Iterator[ProfiledStep]:
-    """Yield the step with each way to shard over D ranks: as requested; otherwise over all ranks, or within a node."""
+    """Yield the step with each way to shard over D ranks: as requested; otherwise over all ranks, or within a node.
+
+    With one rank of a GPU everything is on the host.
+    """
     if NAME in step.requested:
         yield step
         return
-    yield step.requesting({NAME: FullyShard()})
+    yield step.requesting({NAME: FullyShard(offload=ranks == 1 and step.rates.launches)})
     node = step.rates.links.ranks_per_node
     if 1 < node < ranks and ranks % node == 0:
         yield step.requesting({NAME: FullyShard(shard_ranks=node)})
@@ -112,23 +133,42 @@ def add(step: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     shard = spec.shard_ranks or ranks
     # on a CPU, host memory is the device's memory
     offload = spec.offload and step.rates.launches
-    peak = fsdp_peak_bytes(step.profile, units, shard, offload=offload) + step.agreed_bytes(ranks)
-    saved = draft.peak_bytes - peak
-    why = f"{format_bytes(whole)} of parameters, their gradients and optimiser state are split over {shard} ranks"
+    if spec.offload:
+        spec = bounded(replace(spec, host_bytes=fsdp_host_bytes(step.profile, units, shard)), step)
+        if why := no_room("a rank's share of them", spec.host_bytes, spec, draft.targets):
+            return why
+    peaks = fsdp_peaks(step.profile, units, shard, offload=offload)
+    passes, update = (peak + step.agreed_bytes(ranks) for peak in peaks)
+    chain = _of_rank(step.chain, fsdp_differences(step.profile, units, shard, offload=offload))
+    saved = draft.peak_bytes - max(passes, update)
+    why = f"{format_bytes(whole)} of parameters, their gradients and optimiser state are "
+    why += f"split over {shard} ranks" if shard > 1 else "on the device where they are used"
     why += f", the same in each of {ranks // shard} groups" if shard < ranks else ""
-    why += ", and lie in the host's memory" if offload else ""
+    why += f", and lie in the host's memory, {format_bytes(spec.host_bytes)}" if offload else ""
     rules = [Rule(strategy=NAME, fqn=unit.fqn, spec=spec, why=why) for unit in units]
     # the saving of the technique in total, shown once
     rules[-1] = replace(rules[-1], saves_bytes=max(0, saved))
     return replace(
         draft,
-        peak_bytes=peak,
-        below_one_device_bytes=peak_bytes(step.chain, ()) - peak,
-        floor_bytes=0,
+        peak_bytes=max(passes, update),
+        below_one_device_bytes=peak_bytes(chain, ()) - passes,
+        floor_bytes=update,
+        chain=chain,
         seconds=draft.seconds + fsdp_seconds(step, units, spec, ranks),
         targets=(*draft.targets, *rules),
         held_bytes=fsdp_held_bytes(step.profile, units, shard, offload=offload),
     )
+
+
+def _of_rank(chain: Chain, more: Mapping[str, int]) -> Chain:
+    """Return the blocks of a step with the bytes that a rank has in the passes, which other techniques change.
+
+    The peak of one device is often in the optimiser's step, or where all gradients have come; that of a rank is not.
+    """
+    others = max(more.values(), default=0)
+    passes = (moment for moment in chain.moments if not moment.where.startswith(OPTIMISER))
+    moved = (replace(m, n_bytes=max(0, m.n_bytes + more.get(m.where, others))) for m in passes)
+    return replace(chain, moments=tuple(moved))
 
 
 def validation_bytes(step: ProfiledStep, spec: FullyShard, validation: ModuleProfile, ranks: int) -> int:
@@ -138,12 +178,12 @@ def validation_bytes(step: ProfiledStep, spec: FullyShard, validation: ModulePro
 
 
 def _requested_spec(spec: FullyShard, request: Any) -> tuple[FullyShard, bool]:
-    """Return the spec with `fsdp_ranks` and `fsdp_offload` of a request."""
+    """Return the spec with `fsdp_ranks`, `fsdp_offload` and `host_memory` of a request."""
     ranks = getattr(request, "fsdp_ranks", spec.shard_ranks)
     offload = getattr(request, "fsdp_offload", spec.offload)
     whole_number("fsdp_ranks", ranks, least=2)
     one_of("fsdp_offload", offload, (True, False))
-    return FullyShard(shard_ranks=ranks, offload=offload), True
+    return FullyShard(shard_ranks=ranks, offload=offload, host_memory=host_memory_of(request)), True
 
 
 ON_HOST = (
@@ -170,6 +210,12 @@ def _contradictions(specs: Sequence[FullyShard], ranks: int) -> Iterator[str]:
             )
 
 
+def _remark(spec: FullyShard, launches: bool) -> str:
+    if spec.host_memory is not None and not spec.offload:
+        return "host_memory bounds nothing of fsdp, for without fsdp_offload=True it keeps nothing on the host"
+    return ON_HOST if spec.offload and not launches else ""
+
+
 ROW = Technique(
     title="fully sharded data parallel",
     shrinks="parameters, gradients and optimiser state to those of a rank",
@@ -180,18 +226,18 @@ ROW = Technique(
     " parts",
     read_step="lightning_amp.techniques.fsdp.look:read_step",
     refusal="lightning_amp.techniques.fsdp.look:refusal",
-    option_names=("fsdp_ranks", "fsdp_offload"),
+    option_names=("fsdp_ranks", "fsdp_offload", "host_memory"),
     options=_requested_spec,
     contradictions=_contradictions,
-    remark=lambda spec, launches: ON_HOST if spec.offload and not launches else "",
+    remark=_remark,
     validation=validation_bytes,
     split_parameters="lightning_amp.techniques.fsdp.fully_sharded:split_parameters",
     prediction=Prediction(
         add=add,
         kinds=(PARAMETERS, GRADIENTS, STATE),
         limit="what is gathered together is whole while it works",
-        turn=0,
-        fewest=2,
+        order=0,
+        needs_ranks=2,
         counted=False,
         variants=variants,
     ),

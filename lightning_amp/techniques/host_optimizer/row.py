@@ -4,19 +4,17 @@ The state of the optimizer is in host memory, so that the device has parameters,
 For P bytes of trained parameters and S of state, 2 P leave in a step and P come back; the host reads and writes
 parameters, gradients and state once. On a GPU the three run beside each other, and after the backward pass.
 
-Known limits: the host's memory is taken as that of one core, so that several are faster than predicted; what an update
-allocates on the host for a moment is not in the bytes of the host.
+Known limits: what an update allocates on the host for a moment is not in the bytes of the host.
 """
 
 from dataclasses import dataclass, replace
 from math import ceil
 
-from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
-from lightning_amp.costs.rule import Rule
+from lightning_amp.costs.rule import Rule, splits_parameters
 from lightning_amp.footprint.module_profile import OPTIMISER, STATE, TEMPORARIES, Moment
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.host_memory.limit import with_requested
+from lightning_amp.techniques.host_memory.limit import bounded, host_bytes_of, no_room, with_requested
 from lightning_amp.techniques.technique import Installer, Prediction, Technique
 
 NAME = "host_optimizer"
@@ -64,6 +62,8 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     """Keep the optimizer's state on the host."""
     if draft.ranks > 1:
         return "it runs on one rank; fsdp_offload of fsdp is for several"
+    if any(splits_parameters(rule) for rule in draft.targets):
+        return "fsdp_offload keeps the optimizer's state on the host already"
     requested = seen.requested.get(NAME)
     if requested is None and not seen.rates.launches:
         return ON_CPU
@@ -72,19 +72,14 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     sizes, state = seen.gradient_sizes, seen.profile.timeline[-1].by_kind[STATE]
     if not (sizes and state):
         return "the optimizer keeps no state"
-    spec = requested or HostOptimizer()
+    spec = bounded(requested or HostOptimizer(), seen)
     assert isinstance(spec, HostOptimizer), "rules of host_optimizer have this spec"
     bucket = max(LEAST_BUCKET, min(MOST_BUCKET, int(SHARE * sum(sizes))))
     slot = 2 * max(on_line(bucket), on_line(max(sizes)))
     slots = ON_ITS_WAY if seen.rates.launches else 1
-    host_bytes, limit = state + slots * slot, spec.host_memory
-    others = sum(getattr(rule.spec, "host_bytes", 0) for rule in draft.targets)
-    if limit is not None and others + host_bytes > limit:
-        beside = " and what else waits there" if others else ""
-        return (
-            f"the state{beside} takes {format_bytes(others + host_bytes)} of host memory, and host_memory is"
-            f" {format_bytes(limit)}"
-        )
+    host_bytes, limit, others = state + slots * slot, spec.host_memory, host_bytes_of(draft.targets)
+    if why := no_room("the state", host_bytes, spec, draft.targets):
+        return why
     saved = _saved_bytes(seen, draft, state)
     seconds = _seconds(seen, state, n_buckets=ceil(2 * sum(sizes) / slot))
     total = f", {format_bytes(others + host_bytes)} with what else waits there" if others else ""
@@ -136,7 +131,7 @@ def _seconds(seen: ProfiledStep, state: int, *, n_buckets: int) -> float:
     if not rates.launches:
         # the core that computes reads and writes each copy; the update runs there in any case
         return 2 * 3 * whole / rates.memory_bytes + python
-    update = PASSES * (2 * whole + state) / CPU_CORE.memory_bytes
+    update = PASSES * (2 * whole + state) / rates.host.memory
     return max(whole / rates.host.out + whole / rates.host.back, update + python)
 
 
@@ -152,7 +147,7 @@ ROW = Technique(
         add=add,
         kinds=(STATE,),
         limit="gradients, parameters and what the passes keep stay on the device",
-        turn=6,
+        order=6,
         last_resort=True,
     ),
 )

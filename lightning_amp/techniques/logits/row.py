@@ -57,5 +57,5 @@ ROW = Technique(
     specs=(ChunkLogits,),
     installers={ChunkLogits: Installer("lightning_amp.techniques.logits.install:install")},
     read_step="lightning_amp.techniques.logits.install:read_step",
-    prediction=Prediction(add=add, kinds=(ACTIVATIONS, TEMPORARIES), limit="the peak is elsewhere", turn=1, slow=True),
+    prediction=Prediction(add=add, kinds=(ACTIVATIONS, TEMPORARIES), limit="the peak is elsewhere", order=1, slow=True),
 )

@@ -178,7 +178,7 @@ ROW = Technique(
         add=add,
         kinds=(ACTIVATIONS,),
         limit="tensors that other code holds, or that an operator makes for itself, do not leave",
-        turn=5,
+        order=5,
         slow=True,
     ),
 )

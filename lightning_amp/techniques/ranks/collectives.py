@@ -13,6 +13,8 @@ used in place of the others, it would multiply gradients by the number of ranks.
 `enter` and `leave` begin and end the sharded region; their autograd nodes have the attribute `behind`
 (sharded_region.py).
 
+On a DryAxis nothing is sent, and results have shapes only, to count a step (sharding/splits.py).
+
 A *block* is a tensor [R, ...] whose part r belongs to rank r. All parts have the same size; the caller pads uneven
 shards. Legend: R ranks of the mesh axis.
 Known limit: second derivatives raise an error.
@@ -103,22 +105,27 @@ def gather(mesh: DeviceMesh, part: Tensor) -> Tensor:
 @torch.no_grad()
 def all_reduce(mesh: DeviceMesh, value: Tensor, op: str = "sum") -> Tensor:
     """Reduce over the ranks, without gradients; `op` is "sum" or "max"."""
-    return _wait(functional.all_reduce(value.contiguous(), op, mesh.get_group()))
+    group, value = mesh.get_group(), value.contiguous()
+    return value.clone() if group is None else _wait(functional.all_reduce(value, op, group))
 
 
 @torch.no_grad()
 def all_gather(mesh: DeviceMesh, part: Tensor) -> Tensor:
     """Gather the block [R, ...] of all ranks' parts, without gradients."""
+    group, part = mesh.get_group(), part.contiguous()
+    if group is None:
+        return part.new_zeros(mesh.size(), *part.shape)
     # a new first dim, along which the parts are concatenated
-    return _wait(_ALL_GATHER(part.contiguous()[None], 0, mesh.get_group()))
+    return _wait(_ALL_GATHER(part[None], 0, group))
 
 
 @torch.no_grad()
 def reduce_scatter(mesh: DeviceMesh, block: Tensor) -> Tensor:
     """Sum a block over the ranks, and return this rank's part, without gradients."""
-    if dist.get_backend(mesh.get_group()) == "gloo":
-        return start_adding_rows(block, mesh.get_group())()
-    return _wait(_REDUCE_SCATTER(block.contiguous(), "sum", 0, mesh.get_group()))[0]
+    group = mesh.get_group()
+    if group is None or dist.get_backend(group) == "gloo":
+        return start_adding_rows(block, group)()
+    return _wait(_REDUCE_SCATTER(block.contiguous(), "sum", 0, group))[0]
 
 
 def _wait(value: Tensor) -> Tensor:

@@ -33,11 +33,13 @@ from math import prod
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import has_no_values
 from lightning_amp.errors import InstallError
+from lightning_amp.footprint.copies.known_values import recipe_of
+from lightning_amp.footprint.copies.quick_fakes import in_a_count
 from lightning_amp.shapes import LogWeights, PerAnchor, PerCell
 from lightning_amp.techniques.ranks import collectives
 
@@ -49,7 +51,9 @@ def run_length(n: int, mesh: DeviceMesh) -> int:
 
 def run_of(index: Int[Tensor, " some"]) -> slice | None:
     """Return the slice that selects the same as an index; None if there is none, or if the index has no values."""
-    if has_no_values(index):
+    # a counted step knows the values of buffers
+    known = in_a_count(index) and recipe_of(index) is not None
+    if has_no_values(index) and not known:
         return None
     first = int(index[0]) if len(index) else 0
     run = torch.arange(first, first + len(index), dtype=index.dtype, device=index.device)
@@ -274,3 +278,14 @@ def take_channels(channels: Channels, *values: Float[Tensor, "row dim"]) -> tupl
 def gather_channels(channels: Channels, part: Float[Tensor, "row own_dim"]) -> Float[Tensor, "row dim"]:
     """Gather all channels, for a result that every rank uses differently; backward, one reduce-scatter."""
     return channels.join(collectives.gather(channels.mesh, channels.pad(part)))
+
+
+def sizes_of_rank(module: nn.Module) -> tuple[object, ...]:
+    """Return what determines the memory of a rank with a plan installed: ranks of equal sizes need equal memory."""
+    tensors = (t.shape for t in (*module.parameters(), *module.buffers()))
+    found = [value for child in module.modules() for value in vars(child).values()]
+    channels = (one.width for one in found if isinstance(one, Channels))
+    rows = ((len(one.own), one.before, one.after) for one in found if isinstance(one, AnchorShards))
+    # strata, and numbers of edges
+    counts = (one for one in found if isinstance(one, range | int))
+    return (*tensors, *channels, *rows, *counts)

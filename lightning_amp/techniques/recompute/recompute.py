@@ -28,7 +28,7 @@ from lightning_amp._torch import tree_unflatten
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.footprint.forward_overrides import Position
-from lightning_amp.footprint.recompute_state import FirstPass, Place, digests, same_digests, unrepeatable
+from lightning_amp.footprint.run_again.recompute_state import FirstPass, Place, digests, same_digests, unrepeatable
 from lightning_amp.techniques.checks.decoder import walk_of
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder

@@ -55,7 +55,7 @@ ROW = Technique(
             "lightning_amp.techniques.recompute.recompute:recompute_block", on_blocks=True, last=True
         ),
     },
-    in_any_steps=True,
+    works_in_any_steps=True,
     targets=on_decoder(lambda _: RecomputeStrata()),
     choice=("activations", AGAIN),
     conflicts={
@@ -67,6 +67,6 @@ ROW = Technique(
         add=add,
         kinds=(ACTIVATIONS, TEMPORARIES),
         limit="the blocks keep little except their inputs, or one of them needs as much by itself",
-        turn=2,
+        order=2,
     ),
 )

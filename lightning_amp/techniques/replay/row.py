@@ -97,7 +97,7 @@ ROW = Technique(
         add=add,
         kinds=(ACTIVATIONS, TEMPORARIES),
         limit="one operator needs as much by itself, or the peak is in the optimiser's step",
-        turn=4,
+        order=4,
         slow=True,
     ),
 )

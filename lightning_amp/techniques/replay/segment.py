@@ -16,7 +16,7 @@ from lightning_amp._torch import OpOverload, unseen, version_of
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.noted_values import answers_now, decided_by_values
 from lightning_amp.footprint.live_bytes import COLLECTIVES, has_storage, places_written, tensors_of
-from lightning_amp.footprint.recompute_state import digests, same_digests
+from lightning_amp.footprint.run_again.recompute_state import digests, same_digests
 from lightning_amp.sharding._torch import AUTOGRAD_AND_AUTOCAST, excluded_keys, force_dispatch_keys, included_keys
 from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, ONE_BY_ONE
 

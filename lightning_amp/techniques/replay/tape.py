@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from lightning_amp._torch import TorchDispatchMode, autograd_node, version_of
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage, tensors_of
-from lightning_amp.footprint.recompute_state import digests
+from lightning_amp.footprint.run_again.recompute_state import digests
 from lightning_amp.techniques.replay.choose_cuts import KEPT, ONE_BY_ONE
 from lightning_amp.techniques.replay.segment import (
     CHANGED,

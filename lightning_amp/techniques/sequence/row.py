@@ -81,8 +81,8 @@ ROW = Technique(
     targets=lambda shape: [("", SequenceParallel(dims=""))],
     model_axis=True,
     steps="lightning_amp.techniques.sequence.install",
-    together=("fsdp",),
-    apart={
+    works_with=("fsdp",),
+    not_with={
         "tensor3d": "z of a grid splits samples: leave 'sequence' out, and give strategies='tensor3d' with"
         " sequence_dim, such as {'ids': 1, 'labels': 1}"
     },

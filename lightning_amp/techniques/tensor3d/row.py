@@ -105,7 +105,7 @@ ROW = Technique(
     model_axis=True,
     data_axis=True,
     steps="lightning_amp.techniques.tensor3d.install",
-    apart={
+    not_with={
         "fsdp": "z of a grid shards parameters, gradients and optimiser state; give tensor_grid=(1, 1, z) for it alone",
         "pipeline": "a stage has whole blocks, and every rank of a grid has a part of each block; a larger tensor_grid"
         " makes a rank hold less",

@@ -124,6 +124,12 @@ class Maps(LightningModule):
         self.register_buffer("seen", torch.zeros(2))
         self.double()
         self.losses: list[float] = []
+        self.whole: set[bool] = set()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Note whether this rank has the values of the wide layer, and its averages, as full tensors."""
+        values = checkpoint["optimizer_states"][0]["state"][2]["exp_avg"], checkpoint["state_dict"]["alias.0.weight"]
+        self.whole |= {isinstance(value, Tensor) and not value.is_meta for value in values}
 
     def loss(self, batch: Batch) -> Tensor:
         u = self.dropout(self.encoder(batch["x"].log1p()), batch["draw"])
@@ -202,7 +208,7 @@ def fit(job: Job, rank: int, folder: Path) -> Found:
     trainer = trainer_of(KINDS[job.kind], rank, max_steps=WHOLE * per_step, callbacks=[saver])
     trainer.fit(model, loader_of(KINDS[job.kind], rank), ckpt_path=job.checkpoint(folder))
     values = np.concatenate([value.numpy().ravel() for value in model.state_dict().values()])
-    return {"values": values, "losses": model.losses}
+    return {"values": values, "losses": model.losses, "whole": model.whole}
 
 
 def quietly() -> None:

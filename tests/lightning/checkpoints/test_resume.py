@@ -132,6 +132,12 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(folder: Path, runs: 
 
 
 @pytest.mark.ranks
+def test_only_the_rank_that_writes_keeps_whole_tensors_of_what_is_split(runs: Runs) -> None:
+    assert [found["whole"] for found in runs["2 x 2"]] == [{True}, *[{False}] * 3]
+    assert [found["whole"] for found in runs["ddp"]] == [{True}] * 2
+
+
+@pytest.mark.ranks
 def test_every_rank_writes_its_own_and_what_is_whole_is_written_once(folder: Path, runs: Runs) -> None:
     for kind in ("S2 in shards", "2 x 2 in shards"):
         metadata = FileSystemReader(folder / kind / "3.ckpt").read_metadata()

@@ -53,7 +53,7 @@ def test_a_rank_takes_its_part_of_a_checkpoint_which_stays_as_it_was() -> None:
         assert torch.equal(part, value[:, :4]), "those of rank 0"
         assert part.untyped_storage().nbytes() == part.nbytes, "no view of the whole"
     local: Any = model.state_dict()
-    state = shards.saved_state(local, in_parts=False)
+    state = shards.saved_state(local, "whole")
     assert local["net.0.weight"].shape[1] < FEATURES == state["net.0.weight"].shape[1]
     assert state["net.0.weight"] is state["alias.0.weight"]
     assert state._metadata == local._metadata
@@ -176,7 +176,7 @@ def test_state_may_be_nested_and_a_count_of_one_element_is_of_the_parameter() ->
     one, whole = torch.ones_like(shard), torch.arange(5.0 * FEATURES).view(5, FEATURES)
     optimizer.state[shard] = {"step": torch.ones(1), "m": one, "none": None, "past": [one, 1.0], "of": {0.9: (one,)}}
     shards = Shards(model, sharded)
-    saved = shards.saved_optimizer_state(optimizer, optimizer.state_dict(), in_parts=True)
+    saved = shards.saved_optimizer_state(optimizer, optimizer.state_dict(), "in parts")
     (values,) = saved["state"].values()
     assert isinstance(values["step"], Tensor)
     assert all(isinstance(part, Part) for part in (values["m"], values["past"][0], values["of"][0.9][0]))
@@ -198,7 +198,7 @@ def test_ranks_agree_which_state_of_one_element_is_of_the_elements(rank: int) ->
     for parameter in model.parameters():
         optimizer.state[parameter] = {"m": torch.ones_like(parameter), "scale": torch.ones(1)}
     shards = Shards(model, [one])
-    saved = shards.saved_optimizer_state(optimizer, optimizer.state_dict(), in_parts=True)
+    saved = shards.saved_optimizer_state(optimizer, optimizer.state_dict(), "in parts")
     values = next(v for p, v in zip(model.parameters(), saved["state"].values(), strict=True) if p is one.shard)
     assert (type(values["m"]), type(values["scale"])) == (Part, Tensor)
     values["m"] = torch.arange(3.0)
@@ -227,7 +227,7 @@ def test_optimizers_that_mix_elements_are_refused() -> None:
     model(inputs(FEATURES)).sum().backward()
     optimizer.step()
     with pytest.raises(InstallError, match=r"'Adafactor' keeps 'row_var' of shape \(5, 1\) for a shard"):
-        Shards(model, sharded).saved_optimizer_state(optimizer, optimizer.state_dict(), in_parts=False)
+        Shards(model, sharded).saved_optimizer_state(optimizer, optimizer.state_dict(), "whole")
 
 
 class ByNorm(torch.optim.Optimizer):

@@ -3,8 +3,10 @@ once an epoch, no batch is lost or seen twice, and the run is bit-equal to one w
 """
 
 import copy
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.profiling.read_ahead import read_ahead
+from lightning_amp.random_streams import drawn_between, isolated_random_streams, random_streams
 from tests.lightning.profiling.stream_cases import (
     FEATURES,
     STREAMS,
@@ -32,6 +35,24 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:You requested to overfit",
     "ignore:It is recommended to use `self.log",
 )
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda: None, []),
+        (random.random, ["random"]),
+        (np.random.rand, ["numpy.random"]),
+        (np.random.seed, ["numpy.random"]),
+        (lambda: torch.rand(1), ["torch.random"]),
+    ],
+)
+def test_a_stream_that_has_drawn_is_named(draw: Any, name: list[str]) -> None:
+    with isolated_random_streams():
+        before = random_streams()
+        draw()
+        assert drawn_between(before, random_streams()) == name
+    assert drawn_between(before, random_streams()) == []
 
 
 @pytest.mark.parametrize("name", STREAMS)

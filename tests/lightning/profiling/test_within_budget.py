@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import lightning_amp
 from lightning_amp import ModulePlan
 from lightning_amp.errors import PlanError
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.profiling.loaders import loaders_of
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.modules.plan_decoder import with_rules_beyond
@@ -29,22 +30,32 @@ SMALL = Case(distances=(0, 1))
 """Every fit counts its step four times or more."""
 
 
-class WithTables(Meter):
-    """A meter that sees the tables which attention keeps from step to step: they are made again in its step."""
+class Least(Meter):
+    """The least of all steps but the first: gloo's threads may let go of a tensor late, which can only add. It sees the
+    tables which attention keeps from step to step: they are made again."""
 
-    def on_train_batch_start(self, *args: Any) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.peaks: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         forget_kept()
-        super().on_train_batch_start(*args)
+        self.live, self.at = LiveBytes(), max(1, batch_idx)
+        super().on_train_batch_start(trainer, module, batch, batch_idx)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+        self.peaks += [self.live.peak] * (batch_idx == self.at)
 
 
 def fitted(rank: int = 0, ranks: int = 1, case: Case = SMALL, **options: Any) -> Fitted:
-    """The plan of a run, the bytes of its second step, and the parameters that three steps leave."""
-    module, meter = Run(case), WithTables()
+    """The plan of a run, the least bytes of its later steps, and the parameters that three steps leave."""
+    module, meter = Run(case), Least()
     strategy: Any = AMPStrategy(**options) if options else "auto"
     trainer = trainer_of(strategy, rank=rank, ranks=ranks, max_steps=3, callbacks=[meter])
     trainer.fit(module, cells(case))
     left = {name: p.detach() for name, p in module.named_parameters()}
-    return getattr(strategy, "plan", None), meter.live.peak, left  # type: ignore[return-value]
+    return getattr(strategy, "plan", None), min(meter.peaks), left  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")
@@ -175,14 +186,15 @@ def on_rank(rank: int, ranks: int) -> list[Fitted]:
 def test_ranks_choose_alike(tmp_path: Path) -> None:
     found = run_ranks(on_rank, 2, tmp_path, timeout=200)
     for everything, some, plain in found:
-        assert {*again(everything[0])} == {*ENCODERS}
+        # the others save nothing of the peak of the fullest rank
+        assert {*again(everything[0])} == {ENCODERS[0], ENCODERS[1], ENCODERS[3]}
         assert len(again(some[0])) == 1
         assert (everything[0], some[0]) == (found[0][0][0], found[0][1][0])
-        assert some[1] <= some[0].budget_bytes
-        for plan, measured, left in (everything, some):
-            # closed forms say what the ranks hold less
-            assert plan.predicted_peak_bytes == pytest.approx(measured, rel=0.06)
+        for _, _, left in (everything, some):
             assert differences(left, plain[2]) == []
+    for everyones in zip(*(fits[:2] for fits in found), strict=True):
+        assert max(measured for _, measured, _ in everyones) == everyones[0][0].predicted_peak_bytes
+    assert found[0][1][0].fits
 
 
 def test_a_plan_that_is_made_anew_keeps_the_blocks_outside() -> None:

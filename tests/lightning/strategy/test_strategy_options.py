@@ -58,7 +58,7 @@ from tests.paths import ROOT
         ({"chunk_queries": 0, "strategies": "S3"}, "chunk_queries=0 is not supported; allowed is a whole number, 1"),
         ({"chunk_policy": "paper", "strategies": "S3"}, "chunk_policy='paper' is an option of chunk"),
         ({"chunk_policy": "fast", "strategies": "chunk"}, "chunk_policy='fast' is not supported; allowed are 'auto'"),
-        ({"host_memory": "1GiB", "strategies": "S1"}, "host_memory='1GiB' is an option of offload"),
+        ({"host_memory": "1GiB", "strategies": "S1"}, "host_memory='1GiB' is an option of fsdp and offload and"),
         ({"fsdp_offload": True, "strategies": "S1"}, "fsdp_offload=True is an option of fsdp"),
         ({"device_speeds": [1, 2]}, "device_speeds=[1, 2] is not supported; allowed are None, 'measure'"),
         ({"fsdp_offload": 1, "strategies": "fsdp"}, "fsdp_offload=1 is not supported; allowed are True, False"),

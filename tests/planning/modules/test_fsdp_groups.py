@@ -16,7 +16,7 @@ from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import remarks, with_requested
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit, fsdp_peak_bytes
+from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit, fsdp_host_bytes, fsdp_peak_bytes
 from lightning_amp.techniques.fsdp.row import (
     HANDLING_S,
     MESSAGES,
@@ -41,9 +41,14 @@ def test_a_plan_names_the_units_and_the_root() -> None:
     assert Plan.from_json(made.to_json()) == made
 
 
-def test_one_device_is_refused() -> None:
-    with pytest.raises(PlanError, match="over which it splits parameters, found one: devices=1, of which"):
-        plan(profile_of_module(NET), devices=1, strategies="fsdp", shape=NET)
+def test_one_device_is_refused_but_with_rows_on_the_host() -> None:
+    made = plan(profile_of_module(NET), devices=1, strategies="fsdp", shape=NET)
+    with pytest.raises(PlanError, match="fsdp needs 2 ranks of the data axis, and there is 1; use more devices"):
+        with_requested(made, {"fsdp": FullyShard()}, NET)
+    on_host = with_requested(made, {"fsdp": FullyShard(offload=True)}, NET, launches=True)
+    assert {rule.spec for rule in on_host.rules if rule.strategy == "fsdp"} == {FullyShard(offload=True)}
+    with_bound = FullyShard(host_memory=5)
+    assert any("bounds nothing of fsdp" in note for note in remarks({"fsdp": with_bound}, launches=True))
 
 
 @pytest.mark.parametrize(("beside", "model"), [("", 1), (",S2", 2), (",stream", 1), (",nodes", 2)])
@@ -109,6 +114,13 @@ def test_the_forward_pass_has_three_of_a_unit_and_the_optimiser_rows() -> None:
     assert fsdp_peak_bytes(profile(*forward, *backward), units, 2, offload=True) == sending
     alone = (unit("", 100),)
     assert fsdp_peak_bytes(profile(moment("forward", "", 100, 0, 0, 0, 0)), alone, 2, offload=True) == 250
+    # one rank has no buffers of received parameters, and copies one parameter after the other
+    two = ParameterUnit(fqn="b", parameters=tuple(p for n in (300, 100) for p in unit("b", n).parameters))
+    one = (unit("a", 400), two, unit("", 100))
+    assert fsdp_peak_bytes(profile(*forward), one, 1, offload=True) == 10 + 100 + 2 * 400
+    # a and its gradients, and those that b has sent
+    assert fsdp_peak_bytes(profile(*forward, *backward), one, 1, offload=True) == 10 + 100 + 3 * 400
+    assert fsdp_host_bytes(profile(*forward, optimiser), one, 1) == 3600
 
 
 def test_the_backward_pass_has_what_is_sent_and_what_is_received() -> None:
@@ -215,10 +227,33 @@ def test_a_plan_keeps_its_groups_and_is_predicted_with_them() -> None:
     assert Plan.from_json(before) == plan
 
 
+def test_one_gpu_keeps_on_the_host_what_does_not_fit() -> None:
+    step = heavy()
+    assert ways_to_split(step, 1) == [FullyShard(offload=True)]
+    found = made(step, 1, None)
+    spec = split_of(found)
+    assert (spec.offload, spec.host_memory) == (True, None)
+    # parameters, gradients and optimiser state
+    assert spec.host_bytes == 4 * GIB
+    assert found.peak_bytes < 1.01 * GIB
+    assert "on the device where they are used, and lie in the host's memory, 4.00 GiB" in found.targets[0].why
+    assert made(replace(step, host_memory=4 * GIB), 1, None).targets[0].spec.host_memory == 4 * GIB  # type: ignore[attr-defined]
+    less = draft(replace(step, host_memory=4 * GIB - 1), ("fsdp",), ranks=1, budget=None)
+    assert less == (
+        "fsdp is not possible: a rank's share of them takes 4.00 GiB of host memory, and host_memory is 4.00 GiB"
+    )
+    # a CPU's memory is the host's
+    assert draft(heavy(rates=CPU_CORE), ("fsdp",), ranks=1, budget=None) == (
+        "fsdp needs 2 ranks of the data axis, and there is 1"
+    )
+    both = draft(step, ("fsdp", "host_optimizer"), ranks=1, budget=None)
+    assert both == "host_optimizer is not possible: fsdp_offload keeps the optimizer's state on the host already"
+
+
 def test_rows_in_the_hosts_memory_take_its_link_and_its_processor() -> None:
     asked = FullyShard(offload=True)
     more = seconds_of(heavy(), asked, 4) - seconds_of(heavy(), FullyShard(), 4)
-    assert more == pytest.approx(3 * GIB / 4 / A100.host_bandwidth + PASSES * 4 * GIB / 4 / CPU_CORE.memory_bytes)
+    assert more == pytest.approx(3 * GIB / 4 / A100.host_bandwidth + PASSES * 4 * GIB / 4 / A100.host.memory)
     away, here = made(heavy(asked), 4, None), made(heavy(FullyShard()), 4, None)
     assert away.peak_bytes < here.peak_bytes - 4 * GIB // 4 + GIB // 4
     assert "lie in the host's memory" in away.targets[0].why

@@ -339,7 +339,7 @@ def test_a_given_plan_that_does_not_fit_says_what_it_was_counted_to_need() -> No
 def test_no_technique_for_blocks_makes_less_of_what_averaging_takes() -> None:
     small = ParameterShape(name="bias", shape=(9000,), item_bytes=1)
     step = with_units(seen(profiled(held=8000)), (ParameterUnit(fqn="", parameters=(small,)),))
-    averaged = 8000 + 100 + 9000 + 1 + WEIGHT_BYTES
+    averaged = 8000 + 100 + 9000 + WEIGHT_BYTES
     assert step.peak_bytes(2) == averaged > step.peak_bytes(1) + WEIGHT_BYTES
     peaks = {row.strategies: row.peak_bytes for row in compare(step, ranks=2, budget=None).candidates}
     assert peaks["recompute",] == averaged

@@ -362,8 +362,12 @@ def test_the_policy_takes_it_on_one_gpu_where_nothing_else_fits() -> None:
     module, batch = made(), torch.randint(0, 64, (8,))
     options: Any = {"rates": replace(rates_for("H100"), memory=None)}
     whole = lightning_amp.plan(module, batch, **options).plan.predicted_peak_bytes
+    # where the host has no room for parameters and gradients too, as fsdp would have them
+    named = lightning_amp.plan(module, batch, strategies="host_optimizer", **options).plan
+    room = named.rules[-1].spec.host_bytes
     for share, names in ((0.6, ("host_optimizer",)), (0.45, ("host_optimizer", "early_update"))):
-        plan = lightning_amp.plan(module, batch, device_memory=int(share * whole), **options).plan
+        budget = int(share * whole)
+        plan = lightning_amp.plan(module, batch, device_memory=budget, host_memory=room, **options).plan
         assert set(names) <= set(plan.strategies), plan.strategies
         assert plan.fits
     (spec,) = (rule.spec for rule in plan.rules if rule.strategy == "host_optimizer")

@@ -236,10 +236,11 @@ def test_what_is_not_supported_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(AmpError, match=why):
             fit("refused", AMPStrategy(strategies="offload"), steps=1)
     for value, why in ((True, "host_memory=True is not supported"), ("64", "has no unit"), ("x", "not a memory size")):
-        with pytest.raises(AmpError, match=why):
-            AMPStrategy(strategies="offload", host_memory=value)
-    with pytest.raises(AmpError, match="host_memory='64GiB' is an option of offload"):
-        AMPStrategy(host_memory="64GiB")
+        for names in (None, "offload"):
+            with pytest.raises(AmpError, match=why):
+                AMPStrategy(strategies=names, host_memory=value)
+    with pytest.raises(AmpError, match="host_memory='64GiB' is an option of fsdp and offload and"):
+        AMPStrategy(strategies="recompute", host_memory="64GiB")
 
 
 def test_no_more_waits_on_the_host_than_it_may_hold() -> None:

@@ -403,7 +403,7 @@ def test_a_policy_splits_parameters_too_where_samples_alone_do_not_suffice(tmp_p
 
 
 def test_options_are_checked_before_processes_start() -> None:
-    with pytest.raises(PlanError, match="sequence_dim=.* is an option of sequence; add"):
+    with pytest.raises(PlanError, match="sequence_dim=.* is an option of sequence and tensor3d; add"):
         AMPStrategy(sequence_dim={"x": 1})
     assert Text().losses == []
 

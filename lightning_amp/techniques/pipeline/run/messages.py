@@ -9,7 +9,8 @@ that no gradient reaches must have none, so that its optimiser skips it.
 The random state of torch, NumPy and Python is sent with a micro-batch from stage to stage: random numbers depend on the
 seed only, not on the number of stages or on the order of a rank's passes.
 
-Known limit: separate generators of a module or a data set are not sent.
+Known limits: separate generators of a module or a data set are not sent. NCCL ignores tags, and matches messages by
+their order; that was not tried, and installing a pipeline refuses GPUs.
 """
 
 import hashlib

@@ -42,7 +42,7 @@ from lightning_amp._torch import tree_map
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.data.cut_batch import cut
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.footprint.recompute_state import digests, same_digests
+from lightning_amp.footprint.run_again.recompute_state import digests, same_digests
 from lightning_amp.random_streams import isolated_random_streams
 from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.run.block_walk import StageBlock, spans

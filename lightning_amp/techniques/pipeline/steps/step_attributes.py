@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.restore_state import refill
-from lightning_amp.footprint.recompute_state import DEPTH, OF_EVERY_MODULE, PLAIN, mark_of
+from lightning_amp.footprint.run_again.recompute_state import DEPTH, OF_EVERY_MODULE, PLAIN, mark_of
 
 NOT_THE_USER_S = OF_EVERY_MODULE | frozenset(vars(LightningModule())) | {"log", "all_gather"}
 CONTAINERS = (list, dict, set, deque)

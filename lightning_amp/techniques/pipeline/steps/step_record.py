@@ -23,7 +23,7 @@ from torchmetrics import Metric
 
 from lightning_amp._torch import has_no_values, tree_map
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.footprint.recompute_state import DEPTH, mark_of
+from lightning_amp.footprint.run_again.recompute_state import DEPTH, mark_of
 from lightning_amp.techniques.pipeline.steps.step_attributes import AttributeChange, Attributes, apply
 from lightning_amp.techniques.put_methods import methods_put
 

@@ -44,6 +44,7 @@ from lightning_amp._torch import (
     without_torch_function,
 )
 from lightning_amp.footprint.forward_overrides import hooked, overrides_of
+from lightning_amp.random_streams import drawn_between, host_streams, set_host_streams
 from lightning_amp.slots import held_in_slots
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
@@ -109,7 +110,7 @@ class FirstPass:
         self._objects = {place: value for place, value in objects.items() if not _is_fixed(value)}
         self._marks, self._loggers = self._marks_now()
         self._arguments, self._versions = _versions(self.arguments), self._versions_now()
-        self._random: Any = random_state()
+        self._random: Any = host_streams()
         self._known = changing.get(self._mode)
         self._gradients = self._gradients_now()
         # a tensor that replaces a parameter may be gathered when it is read, so it is not copied
@@ -146,7 +147,7 @@ class FirstPass:
             return f"it changes {_name(min(changed - self._before.keys()))} in place"
         self._changing[self._mode] = changed
         self._before = {place: values for place, values in self._before.items() if place in changed}
-        if same_random(self._random, random_state()):
+        if not drawn_between(self._random, host_streams()):
             # the second pass draws no random numbers either
             self._random = None
         return ""
@@ -192,7 +193,7 @@ class FirstPass:
         """Restore the state from before the first pass; on exit, restore the current state."""
         now = _snapshot(self._modules)
         now += [("", vars(logger), dict(vars(logger))) for logger in self._loggers]
-        random_now = random_state() if self._random else None
+        random_now = host_streams() if self._random else None
         # a buffer with two names stays one tensor
         fresh = {id(self._tensors[place]): values.clone() for place, values in self._before.items()}
         own = {place: fresh[id(self._tensors[place])] for place in self._before}
@@ -201,10 +202,12 @@ class FirstPass:
         for logger in self._loggers:
             vars(logger).update(log=_no_log, log_dict=_no_log)
         try:
-            set_random(self._random)
+            if random_now:
+                set_host_streams(self._random)
             yield
         finally:
-            set_random(random_now)
+            if random_now:
+                set_host_streams(random_now)
             for _, table, values in now:
                 _put(table, values)
 
@@ -354,23 +357,6 @@ def _is_fixed(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(isinstance(part, PLAIN) for part in value)
     return isinstance(value, (*PLAIN, Tensor))
-
-
-def random_state() -> tuple[Any, Any]:
-    """Return the random states of Python and NumPy."""
-    return random.getstate(), np.random.get_state()
-
-
-def same_random(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    """Whether two random states are equal, which means that no numbers were drawn between them."""
-    return one[0] == other[0] and all(map(np.array_equal, one[1], other[1]))
-
-
-def set_random(states: tuple[Any, Any] | None) -> None:
-    """Restore the random states of Python and NumPy; None changes nothing."""
-    if states is not None:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 def _no_log(*_: Any, **__: Any) -> None:
