@@ -1,4 +1,4 @@
-"""The modules of replay's tests, which have no lists of blocks, and an autoencoder of flat sequences of layers."""
+"""The modules of replay's tests, which have no lists of blocks, a flat autoencoder and a transformer."""
 
 from collections.abc import Callable
 
@@ -35,8 +35,43 @@ class VAE(Trained):
         return functional.mse_loss(self.decoder(z), batch) + 0.1 * divergence
 
 
+class Block(nn.Module):
+    """A layer of a transformer, with norms before attention and products."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.first, self.second = heads, nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of rows [b, n, width]."""
+        b, n, width = x.shape
+        q, k, v = self.qkv(self.first(x)).view(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        found = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(found.transpose(1, 2).reshape(b, n, width))
+        return x + self.down(functional.gelu(self.up(self.second(x))))
+
+
+class Transformer(Trained):
+    """12 layers on vectors."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.enter, self.norm, self.leave = nn.Linear(8, width), nn.LayerNorm(width), nn.Linear(width, 8)
+        self.layers = nn.ModuleList(Block(width, 4) for _ in range(12))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        """Of vectors [b, n, 8]: the next of each."""
+        x = self.enter(batch)
+        for layer in self.layers:
+            x = layer(x)
+        return functional.mse_loss(self.leave(self.norm(x))[:, :-1], batch[:, 1:])
+
+
 MODELS: dict[str, tuple[Callable[[], Trained], Callable[[int], Tensor]]] = {
     **models.MODELS,
     "VAE": (VAE, lambda n: torch.randn(8 * n, 1, 64, 64)),
+    "transformer": (Transformer, lambda n: torch.randn(16 * n, 128, 8)),
 }
 """By name: the module, and n batches."""

@@ -1,13 +1,16 @@
 """Choose the segments of a training step that are replayed: the least replay time under a memory bound.
 
-For a segment [p, q) of operators the following is known (`stretches_of` in install.py):
+For a segment [p, q) of operators the following is known (stretches.py):
 
     out     bytes of storages that it makes and that are read after it: held afterwards, for any kind of segment
     saved   bytes of those and of the tensors that autograd saves from it: held afterwards if the segment is kept; if it
             is replayed, only while the backward pass is in it
-    time    time of its operators, if it is replayed
+    time    time of its operators that lead to tensors saved from it, if it is replayed
     at work peak of its operators, and the time of those that lead to each saved tensor: if it is replayed for one
             tensor at a time, or for several that were saved one after the other, up to a window of bytes
+
+The last two exist for several levels: at a level, operators that take many seconds for each byte of their results, such
+as products and convolutions, do not run again. Their results are held.
 
 Every segment must satisfy held + saved (or at work) <= bound, where held is what the segments before it hold. The
 choice is a shortest path over (place, bytes held), found by dynamic programming. Places are positions between operators
@@ -15,12 +18,14 @@ where few bytes are alive; bytes are counted in units of bound / PARTS. The actu
 the step with the chosen segments.
 
 A backward pass inside the step, as in manual optimization, frees the tensors that autograd saved before it. No segment
-crosses it, and afterwards only tensors that are read later are held, for any segments before it.
+crosses it, and afterwards only tensors that are read later are held, for any segments before it. Stretches after it
+with operators of an optimizer are not replayed, and neither are those whose tensors it reads and leaves to others.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -36,6 +41,29 @@ PARTS = 256
 CLOSE = 0.01
 """Precision of the least bound, as a share of all saved bytes."""
 Array = NDArray[Any]
+Way = tuple[int, int]
+"""Kind and level of a segment."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Level:
+    """Bytes and times of replayed segments that keep the results of some operators.
+
+    Attributes:
+        keeps: Places of these operators, sorted.
+        held: [p, q] bytes of their results that are held after the segment, without those in `Stretches.out`.
+        unsaved: [p, q] bytes of these that autograd does not save.
+        seconds: [p, q] time of the operators that lead to saved tensors.
+        at_work: [p, q] bytes while the backward pass is in it, replayed for one tensor at a time.
+        one_by_one_seconds: [p, q] time of all replays in that case.
+    """
+
+    keeps: Array
+    held: Array
+    unsaved: Array
+    seconds: Array
+    at_work: Array
+    one_by_one_seconds: Array
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -45,11 +73,10 @@ class Stretches:
     Attributes:
         places: Places among operators, from 0 to the end.
         out, saved: [p, q] bytes of the segment from places[p] to places[q].
-        seconds: [p, q] time of its operators.
-        at_work: [p, q] bytes while the backward pass is in it, replayed for one tensor at a time.
-        one_by_one_seconds: [p, q] time of all replays in that case.
         saved_each: [p, q] mean bytes of its saved storages.
+        levels: What else is known of replayed segments; the first level keeps no results.
         borders: Indices of places at which a backward pass frees saved tensors.
+        barred: Indices of places; no segment with the operators from one of them to the next place is replayed.
         views: Whether operators that only return views have places.
         why_nothing: Why a replay may have nothing to free.
     """
@@ -57,30 +84,37 @@ class Stretches:
     places: Array
     out: Array
     saved: Array
-    seconds: Array
-    at_work: Array
-    one_by_one_seconds: Array
     saved_each: Array
+    levels: tuple[Level, ...]
     borders: tuple[int, ...] = ()
+    barred: tuple[int, ...] = ()
     views: bool = True
     why_nothing: str = "autograd keeps nothing that a replay would make"
 
-    def of_kind(self, kind: int, window: float = 0) -> tuple[Array, Array, Array]:
-        """Return for segments of a kind, [p, q]: bytes in their backward pass, bytes held afterwards, replay time.
+    def ways(self, kinds: Sequence[int]) -> list[Way]:
+        """Return the kinds of segments with each level; a segment without replay has none."""
+        levels = range(len(self.levels))
+        return [(kind, level) for kind in kinds for level in levels if kind != KEPT or level == 0]
+
+    def of_way(self, way: Way, window: float = 0) -> tuple[Array, Array, Array]:
+        """Return for segments of a kind and level, [p, q]: bytes in their backward pass, bytes held afterwards, time.
 
         `window`: bytes of saved tensors that a replay for one tensor also makes.
         """
+        kind, level = way[0], self.levels[way[1]]
         if kind == KEPT:
-            return self.saved, self.saved, np.zeros_like(self.seconds)
+            return self.saved, self.saved, np.zeros_like(level.seconds)
+        barred = np.searchsorted(self.barred, np.arange(len(self.places)))
         # a segment without operators is not replayed
-        empty = self.seconds == 0
+        never = (level.seconds == 0) | (barred[None, :] > barred[:, None])
+        whole, held = self.saved + level.unsaved, self.out + level.held
         if kind == AT_ONCE:
-            return self.saved, self.out, np.where(empty, np.inf, self.seconds)
-        inside = np.minimum(self.at_work + window, self.saved)
+            return whole, held, np.where(never, np.inf, level.seconds)
+        inside = np.minimum(level.at_work + window, whole)
         # as many replays less as tensors are in the window; the segment runs at least once
         each = np.maximum(self.saved_each, 1)
-        seconds = np.maximum(self.one_by_one_seconds * each / (each + window), self.seconds)
-        return inside, self.out, np.where(empty, np.inf, seconds)
+        seconds = np.maximum(level.one_by_one_seconds * each / (each + window), level.seconds)
+        return inside, held, np.where(never, np.inf, seconds)
 
     @property
     def all_saved(self) -> int:
@@ -96,12 +130,14 @@ class Cuts:
         segments: Their ends and kinds.
         n_bytes: Most bytes of activations that are held at once.
         seconds: Time of all replays.
+        keeps: Places of operators that do not run again.
         window: Bytes of saved tensors that a replay for one tensor also makes.
     """
 
     segments: list[tuple[int, int]]
     n_bytes: int
     seconds: float
+    keeps: tuple[int, ...] = ()
     window: int = 0
 
 
@@ -117,35 +153,39 @@ def fastest(
 
 
 def _fastest(stretches: Stretches, bound: float, kinds: Sequence[int], window: int) -> Cuts | None:
-    k, unit, n = len(stretches.places), max(bound, 1) / PARTS, len(kinds)
+    k, unit, ways = len(stretches.places), max(bound, 1) / PARTS, stretches.ways(kinds)
     # the last column represents impossible states
     time = np.full((k, PARTS + 2), np.inf)
     time[0, 0] = 0
     before = np.zeros((k, PARTS + 1, 3), int)
     held = np.arange(PARTS + 1)
-    # [p, q, kind]
+    # [p, q, way]
     inside, held_on, took = (
-        np.stack(x, -1) for x in zip(*(stretches.of_kind(kind, window) for kind in kinds), strict=True)
+        np.stack(x, -1) for x in zip(*(stretches.of_way(way, window) for way in ways), strict=True)
     )
+    # a way that another equals or beats in all respects is left out
+    needless = ~np.isfinite(took)
+    for i, j in permutations(range(len(ways)), 2):
+        beats = np.logical_and.reduce([x[..., j] <= x[..., i] for x in (inside, held_on, took)])
+        needless[..., i] |= beats & ~needless[..., j]
     # rounded, so that a choice may exceed the bound by a few units, which `fastest` checks
     more = np.rint(held_on / unit).astype(int)
     # the segment itself has to fit in addition to what is held
-    room = (bound - inside) // unit
+    room = np.where(needless, -1, (bound - inside) // unit)
     border = 0
     for q in range(1, k):
-        (starts,) = np.nonzero((room[:q, q] >= 0).any(1))
-        starts = starts[starts >= border]
+        starts, way = np.nonzero(room[border:q, q] >= 0)
+        starts += border
         if not len(starts):
             continue
-        # [p, kind, bytes held at q] -> bytes held at p
-        at = held - more[starts, q, :, None]
-        at = np.where((at >= 0) & (at <= room[starts, q, :, None]), at, PARTS + 1)
-        found = (time[starts[:, None, None], at] + took[starts, q, :, None]).reshape(n * len(starts), -1)
-        # the first minimum, in the order of places and kinds
+        # [p and way, bytes held at q] -> bytes held at p
+        at = held - more[starts, q, way][:, None]
+        at = np.where((at >= 0) & (at <= room[starts, q, way][:, None]), at, PARTS + 1)
+        found = time[starts[:, None], at] + took[starts, q, way][:, None]
+        # the first minimum, in the order of places and ways
         best = found.argmin(0)
         time[q, :-1] = found[best, held]
-        came_from = at.reshape(n * len(starts), -1)[best, held]
-        before[q] = np.stack([starts[best // n], came_from, np.array(kinds)[best % n]], 1)
+        before[q] = np.stack([starts[best], at[best, held], way[best]], 1)
         if q in stretches.borders:
             # all choices hold the same bytes after a border, so only the fastest one is continued
             border, h, read = q, int(np.argmin(time[q, :-1])), int(np.rint(stretches.out[0, q] / unit))
@@ -156,28 +196,37 @@ def _fastest(stretches: Stretches, bound: float, kinds: Sequence[int], window: i
     seconds = float(time[-1, h])
     if not np.isfinite(seconds):
         return None
-    segments, q = list[tuple[int, int]](), k - 1
+    segments, q = list[tuple[int, Way]](), k - 1
     while q:
-        p, h, kind = map(int, before[q, h])
-        segments.append((int(stretches.places[q]), kind))
+        p, h, chosen = map(int, before[q, h])
+        segments.append((q, ways[chosen]))
         q = p
     segments.reverse()
-    while segments and segments[-1][1] == KEPT:
+    while segments and segments[-1][1][0] == KEPT:
         # the rest of the step is kept anyway
         segments.pop()
-    most = _most(stretches, segments, window)
-    return Cuts(segments=segments, n_bytes=most, seconds=seconds, window=window)
+    keeps, first = list[int](), 0
+    for q, (_, level) in segments:
+        among, end = stretches.levels[level].keeps, int(stretches.places[q])
+        keeps += among[np.searchsorted(among, first) : np.searchsorted(among, end)].tolist()
+        first = end
+    return Cuts(
+        segments=[(int(stretches.places[q]), kind) for q, (kind, _) in segments],
+        n_bytes=_most(stretches, segments, window),
+        seconds=seconds,
+        keeps=tuple(keeps),
+        window=window,
+    )
 
 
-def _most(stretches: Stretches, segments: list[tuple[int, int]], window: int = 0) -> int:
-    held, most, p = 0.0, 0.0, 0
-    of = {kind: stretches.of_kind(kind, window) for kind in {KEPT, *(kind for _, kind in segments)}}
-    ends = [(int(np.searchsorted(stretches.places, end)), kind) for end, kind in segments]
+def _most(stretches: Stretches, segments: list[tuple[int, Way]], window: int = 0) -> int:
+    held, most, p, kept = 0.0, 0.0, 0, (KEPT, 0)
+    of = {way: stretches.of_way(way, window) for way in {kept, *(way for _, way in segments)}}
     # after the last segment everything is kept, up to each border and the end
-    kept_from = ends[-1][0] if ends else 0
-    ends += [(q, KEPT) for q in (*stretches.borders, len(stretches.places) - 1) if q > kept_from]
-    for q, kind in ends:
-        inside, held_on, _ = of[kind]
+    kept_from = segments[-1][0] if segments else 0
+    rest = [(q, kept) for q in (*stretches.borders, len(stretches.places) - 1) if q > kept_from]
+    for q, way in segments + rest:
+        inside, held_on, _ = of[way]
         most, held, p = max(most, held + inside[p, q]), held + held_on[p, q], q
         held = stretches.out[0, q] if q in stretches.borders else held
     return int(most)
@@ -224,8 +273,6 @@ class Replays:
         if isinstance(stretches, str):
             return stretches
         if bound is not None and bound > 0:
-            if (cuts := fastest(stretches, bound)) and cuts.segments:
-                return cuts
             # a wider window needs fewer replays, of shorter segments
             some = [fastest(stretches, bound, kinds=KINDS, window=int(share * bound)) for share in WINDOWS]
             if fitting := [cuts for cuts in some if cuts and cuts.segments]:

@@ -26,11 +26,18 @@ class ReplayOperators:
         views: Whether operators that only return views are counted as places. They are not in a step that writes to
             views in place: autograd makes these views again, by other operators on fake tensors than on real ones.
         window: Bytes of tensors saved before it that a replay for one tensor also makes.
+        keeps: Places of operators that do not run again; their results are kept: "12,30".
     """
 
     ends: str
     views: bool = True
     window: int = 0
+    keeps: str = ""
+
+    @property
+    def places_kept(self) -> frozenset[int]:
+        """Places of operators whose results are kept."""
+        return frozenset(int(place) for place in self.keeps.split(",") if place)
 
     @property
     def segments(self) -> list[tuple[int, int]]:
@@ -67,8 +74,11 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     seconds = cuts.seconds + RECORDED * int(stretches.places[-1])
     took = format_seconds(max(seconds, LEAST_SECONDS))
     what = f"{n} stretch{'es' * (n > 1)} of the step run again"
-    why = f"{what}, which keeps {format_bytes(saved)} less and takes {took} more"
-    spec = ReplayOperators(ends=written(cuts.segments), views=stretches.views, window=cuts.window)
+    but = f" but for {len(cuts.keeps)} operators" if cuts.keeps else ""
+    why = f"{what}{but}, which keeps {format_bytes(saved)} less and takes {took} more"
+    spec = ReplayOperators(
+        ends=written(cuts.segments), views=stretches.views, window=cuts.window, keeps=",".join(map(str, cuts.keeps))
+    )
     return replace(
         draft,
         peak_bytes=max(draft.peak_bytes - saved, seen.held_bytes),

@@ -253,6 +253,16 @@ class Segment:
         assert handle.value is not None, "a replay gives a value to every handle"
         return handle.value
 
+    def end(self) -> None:
+        """Forget the operators, and the tensors, that no replay needs."""
+        wanted, needed = {handle.ref.slot for ref in self.handles if (handle := ref()) is not None}, list[Operator]()
+        for operator in reversed(self.operators):
+            if wanted & (operator.makes | operator.writes):
+                wanted |= operator.reads
+                needed.append(operator)
+        # the operators hold the outside tensors that they read
+        self.operators, self.outside = needed[::-1], {}
+
     def keep(self, number: int, alias: Tensor) -> None:
         """Set the values of handles of a storage before an unrecorded write to it."""
         self.slots[number].written = True

@@ -22,7 +22,7 @@ Exactness depends on these rules:
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,6 +62,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             the step is kept.
         views: Whether an operator that only returns views has a place.
         window: Bytes of tensors saved before it that a replay for one tensor also makes.
+        keeps: Places of operators that do not run again; their results count as made outside of the segment.
         compares: Whether replays must equal the saved values; this detects writes that torch does not record, such as
             by a Triton kernel.
     """
@@ -69,10 +70,17 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(
-        self, ends: Sequence[tuple[int, int]], *, views: bool = True, window: int = 0, compares: bool = False
+        self,
+        ends: Sequence[tuple[int, int]],
+        *,
+        views: bool = True,
+        window: int = 0,
+        keeps: Collection[int] = (),
+        compares: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ends, self._views, self._window, self._compares = list(ends), views, window, compares
+        self._keeps = keeps
         self._just_saved: list[tuple[Handle, Tensor]] = []
         self.at = 0
         self._inside = 0
@@ -111,6 +119,11 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         again, settings = kind != KEPT, {"window": self._window, "compares": self._compares}
         self.segment = Segment(self._alive, kind=kind, **settings) if again else None  # type: ignore[arg-type]
 
+    def _end(self) -> None:
+        """Forget what no replay of the segment needs."""
+        if self.segment is not None:
+            self.segment.end()
+
     def _pack(self, x: Tensor) -> Any:
         self._note_versions()
         segment = self.segment
@@ -144,6 +157,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*args)  # type: ignore[no-untyped-call]
         self._note_versions()
         self._digest_saved()
+        self._end()
+        # storages that outlive the step, such as an optimizer's state, would keep their segments
+        self._known.clear()
 
     def _note_versions(self) -> None:
         """Read the versions of tensors that the last operator wrote; autograd increments them after it has returned."""
@@ -168,18 +184,24 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_versions()
         how = how_of(func)
         if how.is_view and not self._views:
-            # described by its geometry
             return func(*args, **kwargs)
         while self._ends and self.at >= self._ends[0][0]:
             self._ends.pop(0)
+            self._end()
             self._begin()
         if self.segment is not None and self.segment.replayed:
             # after a backward pass inside the step
             self._begin()
+        if how.is_view:
+            # described by its geometry, so it need not be replayed
+            found = func(*args, **kwargs)
+            self._next()
+            return found
         written = how.written(args, kwargs)
         segment = self.segment
         tensors = () if segment is None else tensors_of((args, kwargs))
-        whole = how.replayable and all(map(has_storage, tensors))
+        kept = self.at in self._keeps and torch.is_grad_enabled() and not self._inside
+        whole = how.replayable and not kept and all(map(has_storage, tensors))
         for t in written:
             if self._is_own(t) and not (whole and self._ref(t)):
                 # this write cannot be replayed: from here on, the storage counts as made outside
@@ -196,7 +218,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # a result in one of these storages is a view or was written in place
         given, own = {id(t.untyped_storage()) for t in tensors}, set[int]()
 
-        def kept(x: Tensor) -> StorageRef | Outside:
+        def recorded(x: Tensor) -> StorageRef | Outside:
             ref = self._ref(x)
             if ref is None:
                 return self._outside(segment, x, written)
@@ -204,7 +226,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return ref
 
         # before `_before_write`, which copies the tensors recorded here if the operator writes to their storage
-        kept_args, kept_kwargs = mapped(args, kept), mapped(kwargs, kept)
+        own_args, own_kwargs = mapped(args, recorded), mapped(kwargs, recorded)
         self._before_write(written)
         draws = draws_of(func, args, kwargs)
         found = func(*args, **kwargs)
@@ -213,14 +235,13 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for slot, tensor in own_writes:
             segment.slots[slot].written = True
             self._just_written.append((segment.slots[slot], tensor))
-        # a view is described by its geometry, so it need not be replayed
         if new or own_writes:
             segment.operators.append(
                 Operator(
                     func=func,
                     at=self.at,
-                    args=kept_args,
-                    kwargs=kept_kwargs,
+                    args=own_args,
+                    kwargs=own_kwargs,
                     grad=torch.is_grad_enabled(),
                     draws=draws,
                     results=results,

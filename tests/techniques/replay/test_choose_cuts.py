@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from lightning_amp.costs.profiled_step import Draft
-from lightning_amp.techniques.replay.choose_cuts import KEPT, ONE_BY_ONE, Stretches, fastest, least
+from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, KEPT, ONE_BY_ONE, Level, Stretches, fastest, least
 from lightning_amp.techniques.replay.row import add
 
 
@@ -22,10 +22,17 @@ def chain(n: int) -> Stretches:
         places=np.arange(n + 1),
         out=np.where(q > p, made[np.maximum(q - 1, 0)], 0.0),
         saved=saved,
-        seconds=np.where(q > p, took[q] - took[p], 0.0),
-        at_work=saved,
-        one_by_one_seconds=saved,
         saved_each=np.full_like(saved, made.mean()),
+        levels=(
+            Level(
+                keeps=np.array([], int),
+                held=0 * saved,
+                unsaved=0 * saved,
+                seconds=np.where(q > p, took[q] - took[p], 0.0),
+                at_work=saved,
+                one_by_one_seconds=saved,
+            ),
+        ),
     )
 
 
@@ -72,11 +79,45 @@ def test_a_plan_counts_each_stretch_once() -> None:
 
 
 def test_a_wider_window_takes_more_bytes_and_less_time() -> None:
-    stretches = replace(chain(40), at_work=chain(40).saved / 4)
+    stretches = chain(40)
+    level = replace(stretches.levels[0], at_work=stretches.saved / 4)
+    stretches = replace(stretches, levels=(level,))
     whole, seconds = stretches.saved[0, 40], np.inf
     for window in (0, whole / 16, whole / 8):
-        inside, _, took = stretches.of_kind(ONE_BY_ONE, window)
+        inside, _, took = stretches.of_way((ONE_BY_ONE, 0), window)
         assert inside[0, 40] == whole / 4 + window
-        assert stretches.seconds[0, 40] <= took[0, 40] < seconds
+        assert level.seconds[0, 40] <= took[0, 40] < seconds
         seconds = took[0, 40]
-    assert stretches.of_kind(ONE_BY_ONE, whole)[0][0, 40] == whole
+    assert stretches.of_way((ONE_BY_ONE, 0), whole)[0][0, 40] == whole
+
+
+def test_results_that_take_long_are_kept_where_there_is_room() -> None:
+    plain = chain(40)
+    (level,) = plain.levels
+    # a third of the bytes takes nine tenths of the time
+    keeps = replace(level, keeps=np.arange(0, 40, 3), held=plain.saved / 3, seconds=level.seconds / 10)
+    both = replace(plain, levels=(level, keeps))
+    for bound in np.linspace(1.01 * least(plain).n_bytes, plain.all_saved, 20):
+        one, other = fastest(plain, bound), fastest(both, bound)
+        assert one is not None
+        assert other is not None
+        assert other.n_bytes <= bound
+        # but for the parts of a bound in which bytes are counted
+        assert other.seconds <= 1.05 * one.seconds
+        assert set(other.keeps) <= set(range(0, 40, 3))
+        if 0.5 * plain.all_saved < bound < 0.9 * plain.all_saved:
+            assert other.keeps
+            assert other.seconds < 0.5 * one.seconds
+
+
+def test_no_barred_stretch_is_replayed() -> None:
+    parts = replace(chain(40), barred=(5, 25))
+    for kind in (AT_ONCE, ONE_BY_ONE):
+        took = parts.of_way((kind, 0))[2]
+        assert [q for q in range(11, 41) if np.isfinite(took[10, q])] == list(range(11, 26))
+    found = fastest(parts, 0.5 * parts.all_saved)
+    assert found is not None
+    p = 0
+    for q, kind in found.segments:
+        assert kind == KEPT or not (p <= 5 < q or p <= 25 < q)
+        p = q

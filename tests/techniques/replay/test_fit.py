@@ -22,6 +22,7 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.put_methods import method_of
 from lightning_amp.techniques.replay.row import AT_ONCE, KEPT, ONE_BY_ONE, ReplayOperators, written
+from lightning_amp.techniques.replay.segment import Segment
 from lightning_amp.techniques.replay.tape import Tape
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
@@ -55,6 +56,25 @@ def test_a_tight_budget_runs_stretches_again_for_one_tensor_after_the_other() ->
     assert ONE_BY_ONE not in {
         kind for rule in free.rules if rule.strategy == "replay" for _, kind in rule.spec.segments
     }
+
+
+@pytest.mark.long
+def test_convolutions_whose_results_are_kept_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, peak = plain("ResNet")
+    run, again = Segment._run, dict[int, str]()
+    monkeypatch.setattr(
+        Segment, "_run", lambda *given: again.update({given[1].at: given[1].func.__name__}) or run(*given)
+    )
+    after, metered, plan = fit("ResNet", AMPStrategy(device_memory=int(0.65 * peak)), steps=2)
+    (spec,) = (rule.spec for rule in plan.rules)
+    assert metered.live.peak == plan.predicted_peak_bytes <= int(0.65 * peak)
+    assert difference(before, after) == 0.0
+    assert spec.places_kept
+    assert not spec.places_kept & again.keys()
+    ran = list(again.values())
+    assert ran.count("convolution.default") < ran.count("native_batch_norm.default")
+    # as it is written in a plan
+    assert ReplayOperators(ends="12", keeps="3,10").places_kept == {3, 10}
 
 
 @pytest.mark.full
@@ -218,7 +238,9 @@ def test_what_is_not_supported_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
 ALL = 10**9
 
 
-def trained(make: Callable[[], Any], ends: Sequence[tuple[int, int]] | None) -> tuple[list[Any], int]:
+def trained(
+    make: Callable[[], Any], ends: Sequence[tuple[int, int]] | None, keeps: Sequence[int] = ()
+) -> tuple[list[Any], int]:
     """Two steps: losses, gradients, buffers and a random number after them; operators of a step."""
     torch.manual_seed(0)
     step, parameters, *modules = make()
@@ -229,7 +251,7 @@ def trained(make: Callable[[], Any], ends: Sequence[tuple[int, int]] | None) -> 
             loss = step()
         else:
             # as in a fit, of which the first step is compared
-            with Tape(ends, compares=not losses) as tape, tape.hooks():
+            with Tape(ends, keeps=keeps, compares=not losses) as tape, tape.hooks():
                 loss = step()
             n = tape.at
         loss.backward()
@@ -255,6 +277,10 @@ def test_every_step_is_the_same_wherever_segments_end() -> None:
         tries.append(((ALL, ONE_BY_ONE),))
         found = (whole if ends == tries[0] else trained(make, ends)[0] for ends in tries)
         wrong += [f"{name} {ends}" for ends, one in zip(tries, found, strict=True) if not equal(plain, one)]
+        for ends in tries[1:]:
+            # also the results of operators that draw, write or are views
+            keeps = choose.sample(range(n), n // choose.choice((2, 4, 8)))
+            wrong += [f"{name} {ends} {keeps}"] * (not equal(plain, trained(make, ends, keeps)[0]))
     assert not wrong
 
 
@@ -293,6 +319,20 @@ def test_a_replayed_stretch_keeps_nothing_that_it_has_made() -> None:
             held[kind] = live.peak
     # what an operator reads and makes, and its gradient, of a step that saves 25 of the kind
     assert held[ONE_BY_ONE] <= 6 * 512 * 64 * 8 < held[AT_ONCE] / 3
+
+
+def test_what_no_replay_needs_is_freed_at_the_end_of_a_segment() -> None:
+    w = weight(64, 64)
+    # the second product is kept, and read by a sum that leads to no saved tensor
+    with Tape([(7, AT_ONCE)], keeps={4}) as tape, tape.hooks():
+        hidden = rows(512, 64) @ w
+        product = hidden.detach() @ w.detach()
+        memory, total = weakref.ref(product.untyped_storage()), product + 1
+        del product
+        assert memory() is not None
+        loss = (hidden.sin() + total).sum()
+    assert memory() is None
+    loss.backward()
 
 
 def test_a_result_without_a_backward_pass_is_freed() -> None:
