@@ -154,13 +154,7 @@ class PlanningContext:
         if self.step is None or self.step.decoders:
             return None, ""
         try:
-            shared = self.strategy.world_size > 1 and self.request.share_batch_statistics
-            found = self.step.profiled(
-                self.rates[0],
-                requested=self.request.specs,
-                host_memory=host_memory_of(self.request),
-                shared_statistics=shared,
-            )
+            found = self.step.profiled(self.rates[0], **self._requested)
             return without_stages(found, self.strategy.root_device, self.request, self.trainer), ""
         except PlanError:
             # the step had to run with real values, which needs too much memory
@@ -178,15 +172,16 @@ class PlanningContext:
             AmpError: The step cannot be counted.
         """
         assert self.step is not None, "a fit has one"
-        return on_top_of(
-            self.step,
-            rules,
-            ranks,
-            rates=self.rates[0],
-            requested=self.request.specs,
-            host_memory=host_memory_of(self.request),
-            shared_statistics=self.strategy.world_size > 1 and self.request.share_batch_statistics,
-        )
+        return on_top_of(self.step, rules, ranks, rates=self.rates[0], **self._requested)
+
+    @property
+    def _requested(self) -> dict[str, Any]:
+        """What a profiled step has of the request."""
+        return {
+            "requested": self.request.specs,
+            "host_memory": host_memory_of(self.request),
+            "shared_statistics": self.strategy.world_size > 1 and self.request.share_batch_statistics,
+        }
 
     def keep_profiled(self, seen: ProfiledStep | None) -> None:
         """Keep the step that a plan of a module with a decoder was made for as the profiled one."""

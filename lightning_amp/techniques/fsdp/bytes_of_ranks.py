@@ -31,6 +31,7 @@ Legend: R ranks over which parameters are sharded; a unit is gathered together: 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from lightning_amp.footprint.module_profile import (
     ACTIVATIONS,
@@ -93,30 +94,35 @@ def fsdp_peak_bytes(
         ranks: Ranks over which parameters are sharded.
         offload: Whether a rank's rows lie in host memory, apart from the device's.
     """
-    return max(fsdp_peaks(profile, units, ranks, offload=offload))
+    found = fsdp_bytes(profile, units, ranks, offload=offload)
+    return max(found.passes, found.update)
 
 
-def fsdp_peaks(
-    profile: ModuleProfile, units: Sequence[ParameterUnit], ranks: int, *, offload: bool = False
-) -> tuple[int, int]:
-    """Peak bytes in the passes, and in the optimiser's step; the arguments are those of `fsdp_peak_bytes`."""
-    walk = _FsdpWalk(profile, units, ranks, offload=offload)
-    passes = max((n_bytes for _, n_bytes in walk.passes()), default=0)
-    return passes + profile.left_bytes, max(walk.optimiser(), default=0) + profile.left_bytes
+class RankBytes(NamedTuple):
+    """Bytes of a rank's device in a training step.
 
-
-def fsdp_differences(
-    profile: ModuleProfile, units: Sequence[ParameterUnit], ranks: int, *, offload: bool = False
-) -> dict[str, int]:
-    """Most bytes that a rank has beyond one device, mostly below 0, while a module runs, by phase and name.
-
-    The arguments are those of `fsdp_peak_bytes`.
+    Attributes:
+        passes, update: Peak in the passes, and in the optimiser's step.
+        beyond: Most bytes that it has beyond one device, mostly below 0, while a module runs, by phase and name.
     """
-    found: dict[str, int] = {}
-    for moment, n_bytes in _FsdpWalk(profile, units, ranks, offload=offload).passes():
+
+    passes: int
+    update: int
+    beyond: dict[str, int]
+
+
+def fsdp_bytes(
+    profile: ModuleProfile, units: Sequence[ParameterUnit], ranks: int, *, offload: bool = False
+) -> RankBytes:
+    """Predict the bytes of a rank; the arguments are those of `fsdp_peak_bytes`."""
+    walk = _FsdpWalk(profile, units, ranks, offload=offload)
+    peak, beyond = 0, dict[str, int]()
+    for moment, n_bytes in walk.passes():
+        peak = max(peak, n_bytes)
         more, where = n_bytes - sum(moment.by_kind.values()), f"{moment.phase} {moment.fqn}".rstrip()
-        found[where] = max(more, found.get(where, more))
-    return found
+        beyond[where] = max(more, beyond.get(where, more))
+    update = max(walk.optimiser(), default=0)
+    return RankBytes(peak + profile.left_bytes, update + profile.left_bytes, beyond)
 
 
 def fsdp_held_bytes(

@@ -27,10 +27,9 @@ from lightning_amp.footprint.module_profile import GRADIENTS, OPTIMISER, PARAMET
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.fsdp.bytes_of_ranks import (
     ParameterUnit,
-    fsdp_differences,
+    fsdp_bytes,
     fsdp_held_bytes,
     fsdp_host_bytes,
-    fsdp_peaks,
     fsdp_validation_bytes,
 )
 from lightning_amp.techniques.host_memory.limit import bounded, host_memory_of, no_room
@@ -47,7 +46,7 @@ class FullyShard:
     Attributes:
         offload: Keep a rank's shards in host memory, and run the optimiser there.
         shard_ranks: Consecutive ranks over which they are sharded; each group of this size has all. None for all ranks.
-        host_memory: Most bytes of host memory that a rank's shards take; None for 80 % of what is free.
+        host_memory: Most bytes of host memory that a rank's shards take; None for no bound.
         host_bytes: Predicted bytes of host memory of a rank.
     """
 
@@ -137,9 +136,9 @@ def add(step: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
         spec = bounded(replace(spec, host_bytes=fsdp_host_bytes(step.profile, units, shard)), step)
         if why := no_room("a rank's share of them", spec.host_bytes, spec, draft.targets):
             return why
-    peaks = fsdp_peaks(step.profile, units, shard, offload=offload)
-    passes, update = (peak + step.agreed_bytes(ranks) for peak in peaks)
-    chain = _of_rank(step.chain, fsdp_differences(step.profile, units, shard, offload=offload))
+    found = fsdp_bytes(step.profile, units, shard, offload=offload)
+    passes, update = (peak + step.agreed_bytes(ranks) for peak in (found.passes, found.update))
+    chain = _of_rank(step.chain, found.beyond)
     saved = draft.peak_bytes - max(passes, update)
     why = f"{format_bytes(whole)} of parameters, their gradients and optimiser state are "
     why += f"split over {shard} ranks" if shard > 1 else "on the device where they are used"
