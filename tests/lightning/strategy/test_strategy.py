@@ -150,7 +150,7 @@ def refused(rank: int, strategy: AMPStrategy, module: LightningModule) -> tuple[
     return "", ""
 
 
-def cannot_plan(facts: Any, strategies: Any, model_ranks: Any) -> Plan:
+def cannot_plan(facts: Any, given: Any) -> Any:
     assert facts.strategy.global_rank == 0, "only rank 0 plans"
     raise PlanError("no plan for you")
 
