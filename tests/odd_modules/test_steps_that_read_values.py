@@ -141,9 +141,10 @@ class Packed(Net):
     def __init__(self) -> None:
         super().__init__()
         self.gru, self.blocks = nn.GRU(N, N, batch_first=True), nn.ModuleList(Block() for _ in range(3))
+        self.given = nn.Linear(N, N)
 
     def loss(self, batch: Tensor) -> Tensor:
-        x, lengths = batch.unflatten(0, (-1, 6)), (batch[::6, 0] > 0).long() * 2 + 3
+        x, lengths = self.given(batch).unflatten(0, (-1, 6)), (batch[::6, 0] > 0).long() * 2 + 3
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         return super().loss(nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0], batch_first=True)[0].flatten(0, 1))
 

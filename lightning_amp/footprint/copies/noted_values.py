@@ -37,7 +37,7 @@ from lightning_amp._torch import (
     recurrent_functions,
     tree_map,
 )
-from lightning_amp.footprint.copies.padded_rows import pad_rows
+from lightning_amp.footprint.copies.padded_rows import pack_rows, pad_rows
 from lightning_amp.footprint.live_bytes import tensors_of, tensors_written
 from lightning_amp.holding import replacing
 
@@ -284,7 +284,7 @@ class Answers:
         try:
             with (
                 replacing(FakeTensor, tolist=answering("tolist"), numpy=answering("numpy")),
-                replacing(recurrent_functions, _pad_packed_sequence=pad_rows),
+                replacing(recurrent_functions, _pad_packed_sequence=pad_rows, _pack_padded_sequence=pack_rows),
                 replacing(CheckpointFrame, __init__=framed),
                 replacing(CheckpointFunction, forward=staticmethod(forwarded)),
             ):
