@@ -261,8 +261,11 @@ def tensors_of(values: Any, found: list[Tensor] | None = None) -> list[Tensor]:
             tensors_of(value, found)
     elif isinstance(values, (list, tuple)):
         for value in values:
-            # numbers and None are most of the arguments, and need no call
-            if type(value) not in _NO_TENSORS:
+            # tensors, numbers and None are most of the arguments, and need no call
+            kind = type(value)
+            if kind in PLAIN:
+                found.append(value)
+            elif kind not in _NO_TENSORS:
                 tensors_of(value, found)
     return found
 

@@ -149,6 +149,11 @@ class ReadsAfterUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage._cdata: key for p, key in named if p.layout is torch.strided for _, storage in storages_of([p])
         }
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, as LiveBytes does."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, after a look at what it reads."""
         one = self._pass

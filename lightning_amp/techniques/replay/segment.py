@@ -280,7 +280,7 @@ class Segment:
         left = [handle for ref in self.handles if (handle := ref()) is not None and handle.value is None]
         made = {slot, *self._before(slot, {handle.ref.slot for handle in left})}
         handles = left if self.kind == AT_ONCE else [handle for handle in left if handle.ref.slot in made]
-        values: dict[tuple[int, torch.dtype], Tensor] = {}
+        values, views = dict[tuple[int, torch.dtype], Tensor](), Views()
         keep = {handle.ref.slot for handle in handles}
         needed = self._needed(keep, values)
         # a replay holds no more than the forward pass: storages are freed after the last operator that reads them
@@ -292,12 +292,16 @@ class Segment:
         # recorded below autograd and autocast, and replayed there: autocast would cast arguments a second time
         with torch.no_grad(), force_dispatch_keys(included_keys(), excluded_keys() | AUTOGRAD_AND_AUTOCAST):
             for i, operator in enumerate(needed):
-                self._run(operator, values)
+                # below autograd, so that no graph is made
+                torch.set_grad_enabled(operator.grad)
+                self._run(operator, values, views)
                 for slot in ends.get(i, ()):
+                    views.pop(slot, None)
                     for dtype in self.slots[slot].dtypes:
                         values.pop((slot, dtype), None)
+            torch.set_grad_enabled(False)
             for handle in handles:
-                handle.value = _tensor(handle.ref, values)
+                handle.value = _tensor(handle.ref, values, views)
                 if handle.digest is not None and not same_digests(handle.digest, digests(handle.value)):
                     raise ModelError(UNSEEN)
         self.replayed = True
@@ -347,7 +351,7 @@ class Segment:
                 if one is not None and not one.copied and is_plain(one.tensor):
                     yield one.tensor
 
-    def _run(self, operator: Operator, values: dict[tuple[int, torch.dtype], Tensor]) -> None:
+    def _run(self, operator: Operator, values: dict[tuple[int, torch.dtype], Tensor], views: "Views") -> None:
         def tensor(one: StorageRef | Outside) -> Tensor:
             if type(one) is Outside:
                 read = None if one.copied or one.source is None else one.source()
@@ -356,7 +360,7 @@ class Segment:
                     raise ModelError(CHANGED)
                 # copied, because the operator may write to it, and the next replay needs the old value
                 return copied(one.tensor) if one.copied and self.kind == ONE_BY_ONE else one.tensor
-            return _tensor(cast(StorageRef, one), values)
+            return _tensor(cast(StorageRef, one), values, views)
 
         args, kwargs = mapped(operator.args, tensor), mapped(operator.kwargs, tensor)
         # generators are set to the recorded state for the operator, and restored afterwards
@@ -364,9 +368,7 @@ class Segment:
         for generator, state in operator.draws:
             generator.set_state(state)
         try:
-            # below autograd, so that no graph is made
-            with torch.set_grad_enabled(operator.grad):
-                found = operator.func(*args, **kwargs)
+            found = operator.func(*args, **kwargs)
         finally:
             for (generator, _), state in zip(operator.draws, now, strict=True):
                 generator.set_state(state)
@@ -380,12 +382,19 @@ class Segment:
                 values.setdefault((slot, result.dtype), result)
 
 
-def _tensor(ref: StorageRef, values: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
+Views = dict[int, dict[Geometry, Tensor]]
+"""Views that a replay has made of each storage: operators read one again and again."""
+
+
+def _tensor(ref: StorageRef, values: dict[tuple[int, torch.dtype], Tensor], views: Views) -> Tensor:
     dtype, shape, strides, offset = ref.geometry
     base = values[ref.slot, dtype]
     if tuple(base.shape) == shape and base.stride() == strides and base.storage_offset() == offset:
         return base
-    return base.as_strided(shape, strides, offset)
+    known = views.setdefault(ref.slot, {})
+    if (found := known.get(ref.geometry)) is None:
+        found = known[ref.geometry] = base.as_strided(shape, strides, offset)
+    return found
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
