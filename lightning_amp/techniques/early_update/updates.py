@@ -158,7 +158,7 @@ class ReadsAfterUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator, after a look at what it reads."""
         one = self._pass
         if one.updated and not (one.updating or one.problem):
-            for _, storage in storages_of(tensors_of((args, kwargs))):
+            for _, storage in storages_of(tensors_of((*args, *kwargs.values()) if kwargs else args)):
                 key = self._of_storage.get(storage._cdata)
                 if key in one.updated:
                     one.problem = (
