@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import OpOverload, unseen, version_of
+from lightning_amp._torch import OpOverload, version_of
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.noted_values import answers_now, decided_by_values
 from lightning_amp.footprint.live_bytes import COLLECTIVES, has_storage, places_written, tensors_of
@@ -209,14 +209,6 @@ class Kept:
     tensor: Tensor
     version: int
 
-    @classmethod
-    def of(cls, x: Tensor) -> "Kept":
-        """Keep a tensor without its node: if that saves its own result, neither would ever be freed without a backward
-        pass through it."""
-        # not an operator of the step
-        with unseen():
-            return cls(x if x.grad_fn is None else x.detach(), version_of(x))
-
 
 class Segment:
     """Recorded operators of a stretch of the step.
@@ -280,7 +272,7 @@ class Segment:
         left = [handle for ref in self.handles if (handle := ref()) is not None and handle.value is None]
         made = {slot, *self._before(slot, {handle.ref.slot for handle in left})}
         handles = left if self.kind == AT_ONCE else [handle for handle in left if handle.ref.slot in made]
-        values, views = dict[tuple[int, torch.dtype], Tensor](), Views()
+        values: dict[tuple[int, torch.dtype], Tensor] = {}
         keep = {handle.ref.slot for handle in handles}
         needed = self._needed(keep, values)
         # a replay holds no more than the forward pass: storages are freed after the last operator that reads them
@@ -294,14 +286,13 @@ class Segment:
             for i, operator in enumerate(needed):
                 # below autograd, so that no graph is made
                 torch.set_grad_enabled(operator.grad)
-                self._run(operator, values, views)
+                self._run(operator, values)
                 for slot in ends.get(i, ()):
-                    views.pop(slot, None)
                     for dtype in self.slots[slot].dtypes:
                         values.pop((slot, dtype), None)
             torch.set_grad_enabled(False)
             for handle in handles:
-                handle.value = _tensor(handle.ref, values, views)
+                handle.value = _tensor(handle.ref, values)
                 if handle.digest is not None and not same_digests(handle.digest, digests(handle.value)):
                     raise ModelError(UNSEEN)
         self.replayed = True
@@ -351,7 +342,7 @@ class Segment:
                 if one is not None and not one.copied and is_plain(one.tensor):
                     yield one.tensor
 
-    def _run(self, operator: Operator, values: dict[tuple[int, torch.dtype], Tensor], views: "Views") -> None:
+    def _run(self, operator: Operator, values: dict[tuple[int, torch.dtype], Tensor]) -> None:
         def tensor(one: StorageRef | Outside) -> Tensor:
             if type(one) is Outside:
                 read = None if one.copied or one.source is None else one.source()
@@ -360,7 +351,7 @@ class Segment:
                     raise ModelError(CHANGED)
                 # copied, because the operator may write to it, and the next replay needs the old value
                 return copied(one.tensor) if one.copied and self.kind == ONE_BY_ONE else one.tensor
-            return _tensor(cast(StorageRef, one), values, views)
+            return _tensor(cast(StorageRef, one), values)
 
         args, kwargs = mapped(operator.args, tensor), mapped(operator.kwargs, tensor)
         # generators are set to the recorded state for the operator, and restored afterwards
@@ -382,19 +373,12 @@ class Segment:
                 values.setdefault((slot, result.dtype), result)
 
 
-Views = dict[int, dict[Geometry, Tensor]]
-"""Views that a replay has made of each storage: operators read one again and again."""
-
-
-def _tensor(ref: StorageRef, values: dict[tuple[int, torch.dtype], Tensor], views: Views) -> Tensor:
+def _tensor(ref: StorageRef, values: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
     dtype, shape, strides, offset = ref.geometry
     base = values[ref.slot, dtype]
     if tuple(base.shape) == shape and base.stride() == strides and base.storage_offset() == offset:
         return base
-    known = views.setdefault(ref.slot, {})
-    if (found := known.get(ref.geometry)) is None:
-        found = known[ref.geometry] = base.as_strided(shape, strides, offset)
-    return found
+    return base.as_strided(shape, strides, offset)
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
