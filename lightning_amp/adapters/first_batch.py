@@ -232,9 +232,11 @@ class FirstBatch:
         call = self.module.training, subset is None
         # derivatives take most of the time, and matter only if gradients are enabled
         directed = torch.is_grad_enabled()
+        if not self.cells or has_no_values(inputs[0]):
+            # a step that is counted has no values to compare
+            return
         # a comparison with derivatives includes one without
-        # a step that is counted has no values to compare
-        if has_no_values(inputs[0]) or not self.cells or (*call, True) in self._calls or (*call, directed) in self._calls:
+        if (*call, True) in self._calls or (*call, directed) in self._calls:
             return
         cells, rows = min(self.cells, len(inputs[0])), len(inputs[1])
         where = f"on the first batch of {cells!r} cells and {rows!r} rows of v"

@@ -198,13 +198,14 @@ class LazyLogProb(Tensor):
         return result
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
         # only where torch leaves out `__torch_function__`
         raise InstallError(
             f"{func} is not supported on log_prob(x), which a decoder under a plan computes when it is summed; call its"
-            " .mean() or .sum() outside of torch.func, or train with strategies='S1', which runs the decoder's own forward"
+            " .mean() or .sum() outside of torch.func, or train with strategies='S1', which runs the decoder's own"
+            " forward"
         )
 
 
