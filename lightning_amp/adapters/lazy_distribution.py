@@ -19,7 +19,7 @@ one rank of a model group requests waits for the others. A plan's prediction doe
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -211,8 +211,7 @@ class LazyLogProb(Tensor):
 
 def _waiting(total: OnRequest, each: OnRequest, shape: Sequence[int], like: Tensor) -> LazyLogProb:
     # no memory: `as_subclass` of a fake tensor, which a counted step has, is an error
-    make = cast(Any, Tensor)._make_wrapper_subclass
-    made: LazyLogProb = make(LazyLogProb, shape, dtype=like.dtype, device=like.device)
+    made = Tensor._make_wrapper_subclass(LazyLogProb, torch.Size(shape), dtype=like.dtype, device=like.device)
     made.total, made.each = total, each
     return made
 

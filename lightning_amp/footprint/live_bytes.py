@@ -36,7 +36,7 @@ COLLECTIVES = ("c10d", "_c10d_functional")
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 Read = Sequence[tuple[Tensor, torch.UntypedStorage]]
 # of a fake tensor, torch computes the layout in Python
-_layout_of = torch._C.TensorBase.layout.__get__  # type: ignore[attr-defined]
+_layout_of = cast(Any, Tensor.layout).__get__
 _DEVICE_OF = torch.ops.prim.device.default
 """`tensor.device` of a fake tensor, which is dispatched although it computes nothing."""
 
