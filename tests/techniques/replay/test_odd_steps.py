@@ -136,9 +136,12 @@ def test_a_replay_for_one_tensor_also_makes_those_before_it_in_its_window(monkey
 def test_a_write_to_memory_whose_earlier_owner_had_views_is_none_to_a_view() -> None:
     look = Look(OperatorRates.of(CPU_CORE))
     with look, look.hooks():
-        for _ in range(50):
-            torch.ones(4).view(2, 2)
-            torch.empty(4).fill_(1.0)
+        several = [torch.ones(4) for _ in range(100)]
+        for one in several:
+            one.view(2, 2)
+        del several, one
+        # at the same addresses
+        several = [torch.empty(4).fill_(1.0) for _ in range(100)]
     assert not look.writes_to_views
     with look:
         torch.ones(4).view(2, 2).fill_(0.0)
