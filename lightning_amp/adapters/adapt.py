@@ -187,7 +187,7 @@ class _DecoderForward(StandIn):
         names = (*INPUTS, "subset") if isinstance(decoder, MultiResDecoder) else INPUTS
         named = _by_name(given, named, names)
         u, v, b, l = (named[name] for name in INPUTS)  # noqa: E741
-        self.rows.seen = len(v)
+        self.rows.seen = len(v) if isinstance(v, Tensor) and v.dim() == 2 else None
         subset = named.get("subset")
         if isinstance(decoder, MultiResDecoder) and subset is not None:
             decoder, options = decoder.among(subset), {"subset": subset}
