@@ -137,11 +137,11 @@ def test_a_write_to_memory_whose_earlier_owner_had_views_is_none_to_a_view() -> 
     look = Look(OperatorRates.of(CPU_CORE))
     with look, look.hooks():
         several = [torch.ones(4) for _ in range(100)]
-        for one in several:
-            one.view(2, 2)
-        del several, one
+        for i in range(100):
+            several[i].view(2, 2)
+        several.clear()
         # at the same addresses
-        several = [torch.empty(4).fill_(1.0) for _ in range(100)]
+        several += [torch.empty(4).fill_(1.0) for _ in range(100)]
     assert not look.writes_to_views
     with look:
         torch.ones(4).view(2, 2).fill_(0.0)
