@@ -5,17 +5,19 @@
 For each module: the peak of a plain step, that of `replay` without a budget, with budgets of shares of the plain peak,
 and with the fewest bytes that it reaches under any budget, each predicted by the plan, measured by the meter in the
 second step of a real fit, with processor seconds of a step by those of a plain one; three steps in float64 are
-compared with plain ones. About four minutes.
+compared with plain ones. First, how long it takes to record an operator. About four minutes.
 """
 
 import argparse
 import time
 import warnings
+from contextlib import ExitStack
 from statistics import median
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from torch import nn
 from torch.utils.data import DataLoader
 
 from benchmarks.replay.models import MODELS
@@ -23,6 +25,8 @@ from benchmarks.training.whole_step import QUIET
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import AmpError
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.replay.choose_cuts import AT_ONCE
+from lightning_amp.techniques.replay.tape import Tape
 from tests.any_module import Meter
 from tests.techniques.replay.models import Trained, difference
 
@@ -73,6 +77,24 @@ def fit(name: str, strategy: Any, *, steps: int, double: bool = False, **options
     return module, meter, getattr(trainer.strategy, "plan", None)
 
 
+def recording() -> tuple[int, float]:
+    """Return the operators of a step of small tensors, and the least processor seconds to record one of them."""
+    layers = (nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(12))
+    module, batch = nn.Sequential(*layers), torch.randn(2, 8, 16, requires_grad=True)
+
+    def seconds(tape: Tape | None) -> float:
+        begun = time.process_time()
+        with ExitStack() as stack:
+            for one in () if tape is None else (tape, tape.hooks()):
+                stack.enter_context(one)
+            module(batch).sum()
+        return time.process_time() - begun
+
+    tapes = [Tape([(2**62, AT_ONCE)]) for _ in range(30)]
+    recorded, plain = min(map(seconds, tapes)), min(seconds(None) for _ in tapes)
+    return tapes[0].at, (recorded - plain) / tapes[0].at
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -81,6 +103,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    operators, each = recording()
+    print(f"recording takes {1e6 * each:.0f} us an operator (the least of 30 steps of {operators} operators)\n")
     print("| module | budget | plain | predicted | measured | share | time | difference |")
     print("|---|---|---|---|---|---|---|---|")
     for name in asked.only:

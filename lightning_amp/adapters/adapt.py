@@ -4,8 +4,9 @@ Parameters, names, children and state_dict do not change: `forward` is set on th
 `forward` of each decoder that no rule of the plan has changed; its results are then bitwise the same as before. If a
 decoder changes later (another parameter object, child, setting, buffer or hook), calling it raises an error.
 
-The number of rows of v is not available before the first call. `tell_rows` reports a number that differs from the
-number of anchors of the features. Additional rows of v cost memory and time in every key.
+The number of rows of v is not available before the first call, which is that of a counted step, or of the first step.
+A number that differs from the number of anchors of the features is used from then on: additional rows of v cost memory
+and time in every key.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_amp._torch import has_no_values
 from lightning_amp.adapters.detect_form import adapted
 from lightning_amp.adapters.first_batch import FirstBatch, Snapshot
 from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder, NotDetected
@@ -54,6 +56,16 @@ class Adapted:
         for fqn, (module, forward) in self._forwards.items():
             cast(Any, module).forward = forward
             self.decoders[fqn] = module
+
+    def rows(self) -> list[int | None]:
+        """Return the rows of v in the last call of each decoder or a copy of it; None before one."""
+        return [forward.rows.seen for _, forward in self._forwards.values()]
+
+    def use_rows(self, rows: list[int | None]) -> list[str]:
+        """Use these numbers of rows of v, in the order of `rows`; return a note on each that is another."""
+        pairs = zip(self._forwards.values(), rows, strict=True)
+        found = [forward.use_rows(n) for (_, forward), n in pairs if n is not None]
+        return [note for note in found if note]
 
     def tell_rows(self, tell: Callable[[str], None]) -> None:
         """Check the number of rows of v in each decoder's first call; if it differs, use it from then on and report it.
@@ -124,22 +136,27 @@ def adapt(module: nn.Module, *, needed: bool = True) -> Adapted:
 
 
 def _watch(module: nn.Module, forward: "_DecoderForward", tell: Callable[[str], None]) -> RemovableHandle:
-    decoder = forward.decoder
-
     def look(called: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         # a copy of the module has the hook too
         if called is not module:
             return
         handle.remove()
         v = named.get("v", given[1] if len(given) > 1 else None)
-        if isinstance(v, Tensor) and v.dim() == 2 and len(v) != decoder.n_anchors:
-            # set before the forward pass, so that keys have a row for every row of v
-            known, decoder.n_anchors = decoder.n_anchors, len(v)
-            forward.first_batch.plain.n_anchors = len(v)
-            tell(f"in its first step v has {len(v)!r} rows, where the decoder's features have {known!r} anchors")
+        # set before the forward pass, so that keys have a row for every row of v
+        if isinstance(v, Tensor) and v.dim() == 2 and (note := forward.use_rows(len(v))):
+            tell(note)
 
     handle = module.register_forward_pre_hook(look, with_kwargs=True)
     return handle
+
+
+class _Rows:
+    """Rows of v in the last call of a decoder; copies of the decoder share it."""
+
+    seen: int | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Rows":
+        return self
 
 
 class _DecoderForward(StandIn):
@@ -152,6 +169,16 @@ class _DecoderForward(StandIn):
         self.module = module
         self.snapshot = Snapshot(module)
         self.first_batch = FirstBatch(module, decoder)
+        self.rows = _Rows()
+
+    def use_rows(self, rows: int) -> str:
+        """Expect so many rows of v from now on; return a note if it were others, else ""."""
+        decoder = self.decoder
+        if not decoder.reads_all_rows or rows == decoder.n_anchors:
+            return ""
+        known, decoder.n_anchors = decoder.n_anchors, rows
+        self.first_batch.plain.n_anchors = rows
+        return f"in its first step v has {rows!r} rows, where the decoder's features have {known!r} anchors"
 
     def __call__(self, *given: Any, **named: Any) -> LazyDistribution:
         """Return the distribution of the cells' counts, computed on request; takes u, v, b and l."""
@@ -160,6 +187,7 @@ class _DecoderForward(StandIn):
         names = (*INPUTS, "subset") if isinstance(decoder, MultiResDecoder) else INPUTS
         named = _by_name(given, named, names)
         u, v, b, l = (named[name] for name in INPUTS)  # noqa: E741
+        self.rows.seen = len(v) if isinstance(v, Tensor) and v.dim() == 2 else None
         subset = named.get("subset")
         if isinstance(decoder, MultiResDecoder) and subset is not None:
             decoder, options = decoder.among(subset), {"subset": subset}
@@ -174,7 +202,8 @@ class _DecoderForward(StandIn):
             found = f"{b.dtype} of the shape {tuple(b.shape)!r}" if isinstance(b, Tensor) else repr(b)
             raise ModelError(f"a decoder of HiGLUE's shape was called with b={found}; {allowed}")
         # negative rows count from the end, as in the original `forward`
-        if b.device.type == "cpu" and b.numel() and not -n_rows <= int(b.min()) <= int(b.max()) < n_rows:
+        known = b.device.type == "cpu" and b.numel() and not has_no_values(b)
+        if known and not -n_rows <= int(b.min()) <= int(b.max()) < n_rows:
             raise ModelError(
                 f"a decoder of HiGLUE's shape was called with b from {int(b.min())!r} to {int(b.max())!r}; {allowed}"
             )

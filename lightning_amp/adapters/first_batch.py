@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from lightning_amp._torch import version_of
+from lightning_amp._torch import has_no_values, version_of
 from lightning_amp.adapters.forms.adapted_decoder import LISTS, AdaptedDecoder, AdaptedStratum
 from lightning_amp.adapters.forms.multires import MultiResDecoder
 from lightning_amp.data.sparse_counts import SparseCounts
@@ -232,8 +232,11 @@ class FirstBatch:
         call = self.module.training, subset is None
         # derivatives take most of the time, and matter only if gradients are enabled
         directed = torch.is_grad_enabled()
+        if not self.cells or has_no_values(inputs[0]):
+            # a step that is counted has no values to compare
+            return
         # a comparison with derivatives includes one without
-        if not self.cells or (*call, True) in self._calls or (*call, directed) in self._calls:
+        if (*call, True) in self._calls or (*call, directed) in self._calls:
             return
         cells, rows = min(self.cells, len(inputs[0])), len(inputs[1])
         where = f"on the first batch of {cells!r} cells and {rows!r} rows of v"

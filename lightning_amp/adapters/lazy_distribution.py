@@ -13,14 +13,13 @@ and at the sum; an input that was changed in place or frozen since the call rais
 
 Known limits: autocast is applied as at the sum, not as at the call. If ranks share the strata, a full result that only
 one rank of a model group requests waits for the others. A plan's prediction does not count full results. Transforms of
-`torch.func` get NaN. An in-place change of a slice does not reach the sum; one through `tensor.data` is not detected.
+`torch.func` raise. An in-place change of a slice does not reach the sum; one through `tensor.data` is not detected.
 """
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -185,7 +184,7 @@ class LazyLogProb(Tensor):
             if not isinstance(value, cls):
                 return value
             found = value.each(f"log_prob(x), of which {name!r} was taken,")
-            # a write to it would be lost: the caller holds the expanded NaN, not this tensor
+            # a write to it would be lost: the caller does not hold this tensor
             computed.append((found, version_of(found)))
             return found
 
@@ -198,11 +197,21 @@ class LazyLogProb(Tensor):
             )
         return result
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        # only where torch leaves out `__torch_function__`
+        raise InstallError(
+            f"{func} is not supported on log_prob(x), which a decoder under a plan computes when it is summed; call its"
+            " .mean() or .sum() outside of torch.func, or train with strategies='S1', which runs the decoder's own"
+            " forward"
+        )
+
 
 def _waiting(total: OnRequest, each: OnRequest, shape: Sequence[int], like: Tensor) -> LazyLogProb:
-    nothing = torch.full((), math.nan, dtype=like.dtype, device=like.device)
-    # one expanded NaN: it takes no memory, and cannot be mistaken for a result
-    made = nothing.expand(*shape).as_subclass(LazyLogProb)
+    # no memory: `as_subclass` of a fake tensor, which a counted step has, is an error
+    made = Tensor._make_wrapper_subclass(LazyLogProb, torch.Size(shape), dtype=like.dtype, device=like.device)
     made.total, made.each = total, each
     return made
 

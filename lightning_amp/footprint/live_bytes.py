@@ -35,6 +35,8 @@ COLLECTIVES = ("c10d", "_c10d_functional")
 """Namespaces of operators that communicate."""
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 Read = Sequence[tuple[Tensor, torch.UntypedStorage]]
+# of a fake tensor, torch computes the layout in Python
+_layout_of = cast(Any, Tensor.layout).__get__
 _DEVICE_OF = torch.ops.prim.device.default
 """`tensor.device` of a fake tensor, which is dispatched although it computes nothing."""
 
@@ -147,7 +149,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 # torch calls only the innermost mode for a wrapper
                 mode._finds_shapes = finds_shapes
             return NotImplemented
-        read = list(storages_of(tensors_of((args, kwargs))))
+        read = list(storages_of(tensors_of((*args, *kwargs.values()) if kwargs else args)))
         self.begins(func, args, read)
         result = func(*args, **kwargs)
         if func in _RESIZED and isinstance(result, FakeTensor) and result.device.type == "cpu":
@@ -261,15 +263,18 @@ def tensors_of(values: Any, found: list[Tensor] | None = None) -> list[Tensor]:
             tensors_of(value, found)
     elif isinstance(values, (list, tuple)):
         for value in values:
-            # numbers and None are most of the arguments, and need no call
-            if type(value) not in _NO_TENSORS:
+            # tensors, numbers and None are most of the arguments, and need no call
+            kind = type(value)
+            if kind in PLAIN:
+                found.append(value)
+            elif kind not in _NO_TENSORS:
                 tensors_of(value, found)
     return found
 
 
 def has_storage(tensor: Tensor) -> bool:
     """Whether a tensor has its own storage: it is neither a wrapper subclass nor sparse."""
-    return type(tensor) in PLAIN and tensor.layout is torch.strided
+    return type(tensor) in PLAIN and _layout_of(tensor) is torch.strided
 
 
 def storages_of(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, torch.UntypedStorage]]:

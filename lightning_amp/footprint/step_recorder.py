@@ -10,7 +10,6 @@ submodule that called it.
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -294,7 +293,8 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
             self._owners.append((fqn, order))
 
     def _born(self, key: int, n_bytes: int, tensor: Tensor | None) -> None:
-        life = replace(self._now, n_bytes=n_bytes)
+        now = self._now
+        life = Life(now.name, now.fqn, now.kind, now.shape, now.dtype, n_bytes, now.birth, now.order)
         if tensor is None:
             life.name = life.name if life.shape else "resize_"
         else:

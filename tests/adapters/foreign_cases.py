@@ -30,6 +30,30 @@ PLANS = (
 Found = dict[str, Any]
 
 
+class Plain(Foreign):
+    """One optimizer, and no step that reads a value: it is counted under every plan."""
+
+    def __init__(self, copy: Copy) -> None:
+        super().__init__(copy)
+        del self.critic
+        self.automatic_optimization = True
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:  # type: ignore[override]
+        u = self.encoder(batch["x"].log1p())
+        return -self.decoder(u, self.anchors, batch["b"], batch["l"]).log_prob(batch["x"]).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+COUNTED: dict[str, dict[str, Any]] = {
+    "S2": {"strategies": ["S1", "S2"], "model_parallel_size": 2},
+    "S5": {"strategies": ["S1", "S3", "S4", "S5"], "model_parallel_size": 2},
+    "a budget": {"device_memory": "200MiB"},
+}
+"""Requests of `counted`."""
+
+
 def possible(strategies: str, *, attention: bool, binarize: bool) -> str:
     """Those of them that a decoder can have; "" where the placement is not among these."""
     if not attention and "nodes" in strategies:
@@ -128,6 +152,18 @@ def in_full(ranks: int) -> dict[str, Any]:
                 module.decoder(given[0], more, given[2], given[3]).log_prob(x).sum()
             except ModelError as error:
                 found["anchors"] = str(error)
+    return found
+
+
+def counted(rank: int, ranks: int, copy: Copy) -> dict[str, tuple[float, bool]]:
+    """How far each fit is from one device, and whether its step was counted."""
+    whole = Plain(copy)
+    fit(whole, batches(copy), "auto", precision="64-true")
+    found = {}
+    for name, request in COUNTED.items():
+        module, strategy = Plain(copy), AMPStrategy(**request)
+        fit(module, batches(copy), strategy, rank=rank, ranks=ranks, precision="64-true")
+        found[name] = differences(values(module), values(whole)), strategy.plan.diagnosis is not None
     return found
 
 

@@ -9,6 +9,7 @@ HiGLUE's index of anchors leaves entries of -1 with more than 10 strata, so that
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.decoders.stratum import ZINB
 from lightning_amp.techniques.contract.protocol import find_decoders
 from tests.adapters import foreign_cases
-from tests.adapters.foreign_cases import everything, example, fit, trained
+from tests.adapters.foreign_cases import COUNTED, Plain, counted, everything, example, fit, trained
 from tests.adapters.higlue_shaped import Copy, Foreign, cells
 from tests.each import FEW
 from tests.lightning.strategy.strategy_cases import trainer_of
@@ -103,6 +104,13 @@ def test_every_plan_on_two_ranks_trains_as_one_device(on_two_ranks: Any, few: bo
     for found in (rank["plans"] for rank in on_two_ranks):
         assert len(found) == (7 if few else 19)
         assert {key: far for key, far in found.items() if not far <= RTOL} == {}
+
+
+@pytest.mark.ranks
+def test_two_ranks_count_the_step_and_train_as_one_device(tmp_path: Path) -> None:
+    for found in run_ranks(counted, 2, tmp_path, COPIES["chained"]):
+        assert list(found) == list(COUNTED)
+        assert all(far <= RTOL and known for far, known in found.values()), found
 
 
 class Told(Foreign):
@@ -245,23 +253,6 @@ def test_a_library_of_another_shape_is_refused() -> None:
 LARGE = Copy(anchors=400, more_rows=800, strata=12, dim=32, window=40, experiments=1)
 
 
-class Steps(Foreign):
-    """A v that is three times as long as its features say, and little else, in single precision."""
-
-    def __init__(self) -> None:
-        super().__init__(LARGE)
-        del self.critic
-        self.automatic_optimization = True
-        self.float()
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:  # type: ignore[override]
-        u = self.encoder(batch["x"].log1p())
-        return -self.decoder(u, self.anchors, batch["b"], batch["l"]).log_prob(batch["x"]).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
-
 def peaks(module: Any, strategy: AMPStrategy) -> tuple[int, int]:
     """Predicted and measured bytes of the second step."""
     counts = cells(LARGE, 24)
@@ -281,7 +272,8 @@ def test_the_prediction_is_for_the_rows_that_v_has(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     strategy = AMPStrategy(strategies=strategies)
-    predicted, measured = peaks(Steps(), strategy)
+    # v is three times as long as the features say
+    predicted, measured = peaks(Plain(LARGE).float(), strategy)
     assert strategy.plan is not None
     assert predicted == strategy.plan.predicted_peak_bytes
     assert any("v has 1200 rows, where the decoder's features have 400 anchors" in n for n in strategy.plan.notes)

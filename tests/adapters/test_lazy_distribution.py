@@ -305,3 +305,11 @@ def test_rows_that_the_tables_do_not_have_are_refused() -> None:
         for wrong in (b + rows, b - 2 * rows, b.double(), b[:-1], b > 0, None):
             with pytest.raises(ModelError, match="called with b.*allowed is the row of the tables for every"):
                 module.decoder(u, v, wrong, l)
+
+
+def test_what_goes_around_its_functions_is_refused() -> None:
+    module, given, x = example(BASE)
+    adapt(module)
+    log_prob = module.decoder(*given).log_prob(x)
+    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(InstallError, match="computes when it is summed"):
+        torch.add(log_prob, 1)

@@ -95,8 +95,10 @@ def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
     """
     if func._opname.startswith("_to_sparse"):
         raise DataDependent("a sparse tensor is made of a dense one")
-    given = (*args, *kwargs.values())
-    known = all(recipe_of(tensor) is not None for tensor in tensors_of(given))
+    given = tensors_of((*args, *kwargs.values()))
+    known = all(recipe_of(tensor) is not None for tensor in given)
+    if not (known or places_written(func)):
+        return
     known = known and func not in _EMPTY and torch.Tag.nondeterministic_seeded not in func.tags
     for tensor in tensors_written(func, args, kwargs):
         # a recipe describes a write to the first argument only; values of other written memory become unknown
@@ -111,7 +113,7 @@ def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
     if known and not places_written(func) and type(result) is FakeTensor:
         memory = result.untyped_storage()
         # a view shares its storage and recipe, so only new memory gets one
-        if all(tensor.untyped_storage()._cdata != memory._cdata for tensor in tensors_of(given)):
+        if all(tensor.untyped_storage()._cdata != memory._cdata for tensor in given):
             memory.recipe = Recipe(  # type: ignore[attr-defined]
                 func=func, args=tree_map(_seen, args), kwargs=tree_map(_seen, kwargs), like=_view(result)
             )

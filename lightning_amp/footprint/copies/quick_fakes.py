@@ -9,6 +9,7 @@ all others.
 """
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,8 @@ IN_MEMORY_FORMAT = {
 }
 """Operators whose CPU kernels write their first result contiguously or channels last, with the index of the argument
 that decides; torch's rules for fake tensors keep other strides, such as those of a transposed argument."""
+_SPECIAL = {IS_ALL_TRUE, torch.ops.aten.bincount.default, GROUPED_MM, CTC_LOSS, RNN_ON_CPU}
+"""Operators whose results differ here from those of torch's rules."""
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 """Tags of operators whose result depends on values, or that change the layout of an argument."""
 
@@ -59,6 +62,30 @@ class _Made(NamedTuple):
     device: torch.device
     view_of: int | None = None
     n_bytes: int = 0
+
+
+class _Of(NamedTuple):
+    """Properties of an operator.
+
+    Attributes:
+        looked_up: Whether its results may be cached.
+        by_offset: Whether an argument is an offset; all other results are at the argument's offset, or in new memory.
+        plain: Whether its results may be cached, and none of the special cases of `dispatch` applies to it.
+    """
+
+    looked_up: bool
+    by_offset: bool
+    plain: bool
+
+
+@cache
+def _of(func: Any) -> _Of:
+    aten = getattr(func, "namespace", "") == "aten"
+    looked_up = aten and _OF_VALUES.isdisjoint(func.tags) and func not in FakeTensorMode.lift_fns
+    arguments = getattr(func, "_schema", None)
+    by_offset = arguments is not None and any(one.name == "storage_offset" for one in arguments.arguments)
+    special = func in _SPECIAL or func in BACKWARD_SELECTS or func in BACKWARD_SELECTS.values()
+    return _Of(looked_up, by_offset, looked_up and not special)
 
 
 _Found = int | _Made | list[_Made] | tuple[_Made, ...] | str | None
@@ -93,8 +120,6 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         super().__init__(allow_non_fake_inputs=True)
         self.valid, self.reads = valid, BatchReads()
         self.cache: dict[Any, Any] = {}
-        self._looked_up: dict[Any, bool] = {}
-        self._by_offset: dict[Any, bool] = {}
         self._alike: dict[torch.device, dict[str, Any]] = {}
         if len(_known) > MOST:
             _known.clear()
@@ -113,11 +138,16 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not self.valid:
             return self._dispatch(func, types, args, kwargs)
+        if _of(func).plain:
+            # most operators: no value decides what they return
+            result = self._quickly(func, types, args, kwargs)
+            note(func, args, kwargs, result)
+            return result
         if func in BACKWARD_SELECTS and (answers := answers_now()) is not None:
             answers.remember(func, args)
         if decided_by_values(func, args) and (noted := self._noted(func, types, args)) is not MISSING:
             return noted
-        if not self._may_look_up(func) and torch.Tag.data_dependent_output in getattr(func, "tags", ()):
+        if not _of(func).looked_up and torch.Tag.data_dependent_output in getattr(func, "tags", ()):
             read = read_of(func, args, kwargs)
             value = None if read is None else number_of(read)
             if read is not None and value is not None:
@@ -183,11 +213,13 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             made: Any = super().dispatch(func, types, args, kwargs)
             like, left = torch.ops.aten.new_empty.default, [_left_by_rnn(args)]
             return *made[:3], super().dispatch(like, types, (args[0], left), {"dtype": torch.uint8})
+        return self._quickly(func, types, args, kwargs)
+
+    def _quickly(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         # the default dtype is that of a quotient of integers, and of tensors that are created without a dtype
         key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-        if not self._may_look_up(func) or not self._describe(
-            (*args, *kwargs, *kwargs.values()), key, offsets=self._by_offset[func]
-        ):
+        of = _of(func)
+        if not of.looked_up or not self._describe((*args, *kwargs, *kwargs.values()), key, offsets=of.by_offset):
             return self._computed(func, types, args, kwargs)
         known: Any
         try:
@@ -220,20 +252,6 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         like = torch.ops.aten.empty_like.default
         made = super().dispatch(like, types, (first,), {"memory_format": layout})
         return (made, *others) if isinstance(result, tuple) else made
-
-    def _may_look_up(self, func: Any) -> bool:
-        if func not in self._looked_up:
-            self._looked_up[func] = (
-                getattr(func, "namespace", "") == "aten"
-                and _OF_VALUES.isdisjoint(func.tags)
-                and func not in self.lift_fns
-            )
-            # the results of all other operators are at the argument's offset, or in new memory
-            arguments = getattr(func, "_schema", None)
-            self._by_offset[func] = arguments is not None and any(
-                argument.name == "storage_offset" for argument in arguments.arguments
-            )
-        return self._looked_up[func]
 
     def _describe(self, values: Iterable[Any], key: list[Any], *, offsets: bool) -> bool:
         """Add everything that a result may depend on to a key; return False if it depends on more than layouts."""

@@ -288,6 +288,11 @@ class PlanningContext:
         vars(fewer)["memory"] = tuple(max(1, n - n_bytes) for n in self.memory)
         return fewer
 
+    def read_again(self) -> None:
+        """Read the module's shape and step again for the next plan, for it has changed."""
+        for name in ("read", "profiled"):
+            vars(self).pop(name, None)
+
     def predicted_step(self, plan: Plan) -> ModuleProfile | None:
         """Return the profile of a plan's step; None if a technique's bytes come from closed forms, not a count.
 

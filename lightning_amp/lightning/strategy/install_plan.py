@@ -81,7 +81,12 @@ class InstalledPlan:
         self._folder = str(trainer.log_dir or "") if trainer.loggers else ""
         self._facts = PlanningContext(self._strategy, trainer, trained=self._trained)
         plan = resolve_plan(self._facts, notes=self._foreign.notes)
-        plan = replace(plan, notes=(*plan.notes, *self._foreign.compare(plan)))
+        # of rank 0, which alone has counted a step
+        rows = self._foreign.rows()
+        if notes := self._foreign.use_rows(self._strategy.broadcast(rows) if rows else rows):
+            self._facts.read_again()
+            plan = resolve_plan(self._facts, notes=self._foreign.notes)
+        plan = replace(plan, notes=(*plan.notes, *notes, *self._foreign.compare(plan)))
         self._keep(plan)
         if not self._request.rescue:
             self._facts.forget_step()

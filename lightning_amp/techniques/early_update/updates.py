@@ -149,11 +149,16 @@ class ReadsAfterUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage._cdata: key for p, key in named if p.layout is torch.strided for _, storage in storages_of([p])
         }
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, as LiveBytes does."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, after a look at what it reads."""
         one = self._pass
         if one.updated and not (one.updating or one.problem):
-            for _, storage in storages_of(tensors_of((args, kwargs))):
+            for _, storage in storages_of(tensors_of((*args, *kwargs.values()) if kwargs else args)):
                 key = self._of_storage.get(storage._cdata)
                 if key in one.updated:
                     one.problem = (

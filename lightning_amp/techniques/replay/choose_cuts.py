@@ -145,21 +145,19 @@ def fastest(
     stretches: Stretches, bound: float, *, kinds: Sequence[int] = (KEPT, AT_ONCE), window: int = 0
 ) -> Cuts | None:
     """Return the segments with the least time whose activations fit a bound; None if none fit."""
-    aim = bound
+    aim, known = bound, _ways(stretches, kinds, window)
     # bytes held are rounded, so a choice may exceed the bound slightly: then the aim is lowered
-    while (found := _fastest(stretches, aim, kinds, window)) is not None and found.n_bytes > bound:
+    while (found := _fastest(stretches, aim, known, window)) is not None and found.n_bytes > bound:
         aim -= max(found.n_bytes - bound, aim / PARTS)
     return found
 
 
-def _fastest(stretches: Stretches, bound: float, kinds: Sequence[int], window: int) -> Cuts | None:
-    k, unit, ways = len(stretches.places), max(bound, 1) / PARTS, stretches.ways(kinds)
-    # the last column represents impossible states
-    time = np.full((k, PARTS + 2), np.inf)
-    time[0, 0] = 0
-    before = np.zeros((k, PARTS + 1, 3), int)
-    held = np.arange(PARTS + 1)
-    # [p, q, way]
+Ways = tuple[list[Way], Array, Array, Array, Array]
+"""Kinds and levels; of each segment [p, q, way] what `of_way` returns, and whether another way is as good."""
+
+
+def _ways(stretches: Stretches, kinds: Sequence[int], window: int) -> Ways:
+    ways = stretches.ways(kinds)
     inside, held_on, took = (
         np.stack(x, -1) for x in zip(*(stretches.of_way(way, window) for way in ways), strict=True)
     )
@@ -168,6 +166,17 @@ def _fastest(stretches: Stretches, bound: float, kinds: Sequence[int], window: i
     for i, j in permutations(range(len(ways)), 2):
         beats = np.logical_and.reduce([x[..., j] <= x[..., i] for x in (inside, held_on, took)])
         needless[..., i] |= beats & ~needless[..., j]
+    return ways, inside, held_on, took, needless
+
+
+def _fastest(stretches: Stretches, bound: float, known: Ways, window: int) -> Cuts | None:
+    k, unit = len(stretches.places), max(bound, 1) / PARTS
+    ways, inside, held_on, took, needless = known
+    # the last column represents impossible states
+    time = np.full((k, PARTS + 2), np.inf)
+    time[0, 0] = 0
+    before = np.zeros((k, PARTS + 1, 3), int)
+    held = np.arange(PARTS + 1)
     # rounded, so that a choice may exceed the bound by a few units, which `fastest` checks
     more = np.rint(held_on / unit).astype(int)
     # the segment itself has to fit in addition to what is held
@@ -178,14 +187,16 @@ def _fastest(stretches: Stretches, bound: float, kinds: Sequence[int], window: i
         starts += border
         if not len(starts):
             continue
-        # [p and way, bytes held at q] -> bytes held at p
-        at = held - more[starts, q, way][:, None]
-        at = np.where((at >= 0) & (at <= room[starts, q, way][:, None]), at, PARTS + 1)
-        found = time[starts[:, None], at] + took[starts, q, way][:, None]
+        # [bytes held at q, p and way] -> bytes held at p; the last axis, which `argmin` reads, is contiguous
+        at = held[:, None] - more[starts, q, way]
+        at[(at < 0) | (at > room[starts, q, way])] = PARTS + 1
+        at += starts * (PARTS + 2)
+        found = time.take(at)
+        found += took[starts, q, way]
         # the first minimum, in the order of places and ways
-        best = found.argmin(0)
-        time[q, :-1] = found[best, held]
-        before[q] = np.stack([starts[best], at[best, held], way[best]], 1)
+        best = found.argmin(1)
+        time[q, :-1] = found[held, best]
+        before[q] = np.stack([starts[best], at[held, best] - starts[best] * (PARTS + 2), way[best]], 1)
         if q in stretches.borders:
             # all choices hold the same bytes after a border, so only the fastest one is continued
             border, h, read = q, int(np.argmin(time[q, :-1])), int(np.rint(stretches.out[0, q] / unit))

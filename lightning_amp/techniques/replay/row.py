@@ -9,7 +9,7 @@ from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, KEPT, ONE_BY_ONE, Replays
 from lightning_amp.techniques.technique import Installer, Prediction, Technique
 
-RECORDED = 3e-5
+RECORDED = 3.5e-5
 """Seconds to record an operator, on one core of a server CPU."""
 
 MARKS = {KEPT: "-", AT_ONCE: "", ONE_BY_ONE: "+"}

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import OpOverload, unseen, version_of
+from lightning_amp._torch import OpOverload, version_of
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.noted_values import answers_now, decided_by_values
 from lightning_amp.footprint.live_bytes import COLLECTIVES, has_storage, places_written, tensors_of
@@ -209,14 +209,6 @@ class Kept:
     tensor: Tensor
     version: int
 
-    @classmethod
-    def of(cls, x: Tensor) -> "Kept":
-        """Keep a tensor without its node: if that saves its own result, neither would ever be freed without a backward
-        pass through it."""
-        # not an operator of the step
-        with unseen():
-            return cls(x if x.grad_fn is None else x.detach(), version_of(x))
-
 
 class Segment:
     """Recorded operators of a stretch of the step.
@@ -292,10 +284,13 @@ class Segment:
         # recorded below autograd and autocast, and replayed there: autocast would cast arguments a second time
         with torch.no_grad(), force_dispatch_keys(included_keys(), excluded_keys() | AUTOGRAD_AND_AUTOCAST):
             for i, operator in enumerate(needed):
+                # below autograd, so that no graph is made
+                torch.set_grad_enabled(operator.grad)
                 self._run(operator, values)
                 for slot in ends.get(i, ()):
                     for dtype in self.slots[slot].dtypes:
                         values.pop((slot, dtype), None)
+            torch.set_grad_enabled(False)
             for handle in handles:
                 handle.value = _tensor(handle.ref, values)
                 if handle.digest is not None and not same_digests(handle.digest, digests(handle.value)):
@@ -364,9 +359,7 @@ class Segment:
         for generator, state in operator.draws:
             generator.set_state(state)
         try:
-            # below autograd, so that no graph is made
-            with torch.set_grad_enabled(operator.grad):
-                found = operator.func(*args, **kwargs)
+            found = operator.func(*args, **kwargs)
         finally:
             for (generator, _), state in zip(operator.draws, now, strict=True):
                 generator.set_state(state)

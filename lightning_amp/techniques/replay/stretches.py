@@ -6,6 +6,7 @@ The tape shows when each storage is made, when it is last read, and whether auto
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,8 @@ class Look(Tape):  # type: ignore[no-untyped-call]
 
     def __init__(self, rates: OperatorRates, *, views: bool = True) -> None:
         super().__init__([(2**62, True)], views=views)
-        self.views, self.writes_to_views, self._viewed = views, False, set[int]()
+        self.views, self.writes_to_views = views, False
+        self._viewed = dict[int, weakref.ref[torch.UntypedStorage]]()
         self.seconds: list[float] = []
         self.first_saved: dict[int, int] = {}
         self.saved: dict[int, int] = {}
@@ -58,7 +60,7 @@ class Look(Tape):  # type: ignore[no-untyped-call]
             self.first_saved.setdefault(ref.slot, self.at)
         elif not has_storage(x):
             self.wrappers.add(type(x).__name__)
-        return Kept.of(x)
+        return self._kept(x)
 
     def _unpack(self, kept: Handle | Kept) -> Tensor:
         """Record the tensors that a backward pass inside the step reads."""
@@ -69,6 +71,8 @@ class Look(Tape):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run and record an operator, with its predicted time."""
         before = self.at
+        if self._packing:
+            return func(*args, **(kwargs or {}))
         if autograd_node() is None:
             self._note_views(func, args, kwargs or {})
         found = super().__torch_dispatch__(func, types, args, kwargs)
@@ -91,10 +95,16 @@ class Look(Tape):  # type: ignore[no-untyped-call]
     def _note_views(self, func: Any, args: Any, kwargs: Any) -> None:
         how = how_of(func)
         if how.is_view:
-            self._viewed |= {id(storage) for _, storage in storages_of(tensors_of((args, kwargs)))}
+            for _, storage in storages_of(tensors_of((args, kwargs))):
+                # another storage may get the address of one that is freed
+                key = id(storage)
+                self._viewed[key] = weakref.ref(storage, partial(self._forget_view, key))
         elif torch.is_grad_enabled() and how.writes != ():
             written = storages_of(how.written(args, kwargs))
             self.writes_to_views |= any(id(storage) in self._viewed for _, storage in written)
+
+    def _forget_view(self, key: int, _: object) -> None:
+        self._viewed.pop(key, None)
 
     @property
     def why_nothing(self) -> str:

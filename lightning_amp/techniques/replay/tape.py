@@ -83,7 +83,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._keeps = keeps
         self._just_saved: list[tuple[Handle, Tensor]] = []
         self.at = 0
-        self._inside = 0
+        self._inside, self._packing = 0, False
         self._known: dict[int, tuple[Segment, int]] = {}
         self._alive: dict[int, list[weakref.ref[Outside]]] = {}
         self._just_written: list[tuple[Slot, Tensor]] = []
@@ -132,12 +132,21 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # recomputing the statistics of a norm would require the complete norm
         small = segment is not None and ref is not None and segment.slots[ref.slot].small
         if segment is None or ref is None or (small and segment.kind == ONE_BY_ONE):
-            return Kept.of(x)
+            return self._kept(x)
         handle = Handle(segment, ref, version_of(x))
         segment.handles.append(weakref.ref(handle))
         if self._compares:
             self._just_saved.append((handle, x))
         return handle
+
+    def _kept(self, x: Tensor) -> Kept:
+        """Keep a tensor without its node: if that saves its own result, neither would ever be freed without a backward
+        pass through it."""
+        self._packing = True
+        try:
+            return Kept(x if x.grad_fn is None else x.detach(), version_of(x))
+        finally:
+            self._packing = False
 
     def _unpack(self, kept: Handle | Kept) -> Tensor:
         if isinstance(kept, Handle):
@@ -179,7 +188,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator of the forward pass, and record it."""
         kwargs = kwargs or {}
-        if autograd_node() is not None or func is torch.ops.prim.device.default:
+        # `_kept` detaches tensors, which is no operator of the step
+        if self._packing or autograd_node() is not None or func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
         self._note_versions()
         how = how_of(func)

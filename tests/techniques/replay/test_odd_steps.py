@@ -10,10 +10,13 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from lightning_amp import AMPStrategy
+from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.errors import PlanError
+from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.techniques.replay.choose_cuts import ONE_BY_ONE
 from lightning_amp.techniques.replay.install import recorded
 from lightning_amp.techniques.replay.segment import Segment
+from lightning_amp.techniques.replay.stretches import Look
 from lightning_amp.techniques.replay.tape import Tape
 from tests.optimised import Optimised
 from tests.techniques.replay.models import MODELS, Trained, difference, fit
@@ -128,3 +131,18 @@ def test_a_replay_for_one_tensor_also_makes_those_before_it_in_its_window(monkey
         assert all(map(torch.equal, gradients[0], gradients[-1]))
     plain, alone, some, many = times
     assert (plain, alone > 3 * some, some > 2 * many) == (0, True, True)
+
+
+def test_a_write_to_memory_whose_earlier_owner_had_views_is_none_to_a_view() -> None:
+    look = Look(OperatorRates.of(CPU_CORE))
+    with look, look.hooks():
+        several = [torch.ones(4) for _ in range(100)]
+        for i in range(100):
+            several[i].view(2, 2)
+        several.clear()
+        # at the same addresses
+        several += [torch.empty(4).fill_(1.0) for _ in range(100)]
+    assert not look.writes_to_views
+    with look:
+        torch.ones(4).view(2, 2).fill_(0.0)
+    assert look.writes_to_views
