@@ -1,6 +1,6 @@
 """Build the simulated module and batch on fake tensors of the right sizes.
 
-All tensors are on the meta device, except the anchors of the strata's features: S4 tests whether they are consecutive,
+All tensors are on the meta device, except sparse counts, and the anchors of the strata's features: S4 tests whether they are consecutive,
 because consecutive keys need no copy. A profile has only their number F_k: they are assumed to be consecutive if F_k >=
 N - k, as on one chromosome, and otherwise spread over all anchors.
 """
@@ -19,8 +19,10 @@ from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.models.decoders.stratified import KeyKind, StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import Variant
 from lightning_amp.models.glue import GLUE
+from lightning_amp.data.loading.datamodule import is_sparse
+from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.models.inputs import HIC, GraphInputs, ModalityInputs, ModelInputs, StrataInputs
-from lightning_amp.profiling.profile import Profile
+from lightning_amp.profiling.profile import ModalityProfile, Profile
 
 LEARNING_RATE = 2e-3
 
@@ -96,10 +98,13 @@ def reference_subject(profile: Profile, *, batch_size: int, latent_dim: int, win
             draw, index = (torch.empty(batch_size, dtype=torch.int64) for _ in range(2))
             batch[m.name] = _cells(batch_size, m.features) | {"draw": draw, "index": index}
     module.to("meta")
+    for m in profile.modalities:
+        if m.name == HIC and is_sparse(m.features, share_of(m)):
+            batch[HIC]["x"] = _sparse(m, batch_size)
+    # a number that the model reads
+    module.seed = torch.zeros_like(module.seed, device="cpu")
     if inputs.strata is not None:
         _give_nodes(module.decoders[HIC], inputs.strata.nodes)
-    # there is no Trainer
-    module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign, assignment]
     return Subject(module=module, batch=batch)
 
 
@@ -107,8 +112,22 @@ def _key(attention: bool, full: bool) -> KeyKind:
     return "full_attention" if full else "attention" if attention else "convolution"
 
 
-def _cells(n: int, n_features: int) -> dict[str, Tensor]:
+def _cells(n: int, n_features: int) -> dict[str, Any]:
     return {"x": torch.empty(n, n_features), "library": torch.empty(n, 1), "batch": torch.empty(n, dtype=torch.int64)}
+
+
+def share_of(modality: ModalityProfile) -> float:
+    """Return the share of the counts that are not zero, 1 for a dense matrix."""
+    return 1.0 if modality.zeros is None else 1.0 - modality.zeros
+
+
+def _sparse(modality: ModalityProfile, n: int) -> SparseCounts:
+    """Return sparse counts, on the CPU, with as many entries as cells have on average, spread evenly."""
+    size = n * modality.features
+    entries = round(share_of(modality) * size)
+    column, row = np.divmod(np.arange(entries) * size // max(entries, 1), n)
+    found = [torch.from_numpy(part) for part in (row, column, np.ones(entries, dtype=np.float32))]
+    return SparseCounts(found[0], found[1], found[2], (n, modality.features), host=(row, column))
 
 
 def _nodes(n_anchors: int, features: tuple[int, ...], distances: tuple[int, ...]) -> list[NDArray[np.int64]]:

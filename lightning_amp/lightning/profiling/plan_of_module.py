@@ -14,6 +14,7 @@ from lightning_amp.adapters.adapt import adapt
 from lightning_amp.costs.device_rates import Rates, budget_on
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.profiled_step import ProfiledStep
+from lightning_amp.costs.rule import Spec
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.find_blocks import named_blocks
 from lightning_amp.footprint.inner_run import Around
@@ -23,13 +24,14 @@ from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.profiling.module_plan import ModulePlan
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.split_samples import samples_may_be_split, with_split_samples
-from lightning_amp.lightning.profiling.step_of_module import StepOfModule
+from lightning_amp.lightning.profiling.step_of_module import NOTHING, StepOfModule
 from lightning_amp.lightning.profiling.step_of_ranks import on_top_of
 from lightning_amp.planning.modules.on_device import Device, made_for, on_device
 from lightning_amp.planning.modules.plan_decoder import plan_decoder, split_by_decoder
 from lightning_amp.planning.modules.plan_module import Counted, base_plan, plan_step
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.policies.build_rules import with_memory, without_shared_statistics
+from lightning_amp.planning.policies.build_rules import with_memory, with_requested, without_shared_statistics
+from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import shown_if_long
 from lightning_amp.quantities import memory_of_ranks
@@ -50,12 +52,14 @@ def plan_of_module(
     request: Mapping[str, Any],
     options: Mapping[str, Any],
     batch_size: int | None = None,
+    of_data: Profile | None = None,
 ) -> ModulePlan:
     """Plan the step of a module.
 
     Args:
         request: `devices`, `device_memory`, `policy`, `strategies` and `model_parallel_size`, as for `plan_step`.
         options: Options of AMPStrategy for its techniques; None means not given.
+        of_data: Profile of the data that the module was made for; by default it is read.
 
     Raises:
         AmpError: The step cannot be counted, or the request cannot be planned.
@@ -104,6 +108,7 @@ def plan_of_module(
             batch_size=n or 1,
             queries=options.get("chunk_queries"),
             rates=rates,
+            profile=of_data,
         )
         return data, replace(shape, profiled=not shape.decoder), notes
 
@@ -158,16 +163,17 @@ def plan_of_module(
         given = request | {"devices": n, "device_memory": alike}
         if shape.decoder:
             # the step is counted with the decoder's techniques, whatever the number of devices
-            made = _with_decoder(Counted(seen=seen, shape=shape), data, step, given, share=share)
+            made = plan_with_decoder(step, shape, data, given, **asked_of(seen), share=share)
             return replace(made, notes=(*made.notes, *notes, *on_decoders)), step
         counted = Counted(seen=seen if n == devices else look(step, n), shape=shape)
-        made = with_spec(plan_step(counted, **given, micro_batches=micro_batches, count=step.count), steps, "")
+        made = with_spec(plan_step(counted, **given, data=data, micro_batches=micro_batches, count=step.count), steps, "")
         if not free or not samples_may_be_split(made, counted.seen):
             return made, step
 
         def base(name: str, dry: DrySteps) -> Plan:
             alone = base_plan(
                 counted,
+                data=data,
                 devices=n,
                 budget=made.budget_bytes,
                 policy="auto",
@@ -195,9 +201,9 @@ def plan_of_module(
 
     def planned_at(n: int | None, other: Any = None) -> Plan:
         with counting():
-            of_data, sizes, _ = sizes_at(n)
+            read, sizes, _ = sizes_at(n)
             given = request | {"device_memory": list(memory_on(devices)) or None}
-            return _with_decoder(Counted(seen=seen, shape=sizes), of_data, step_at(n, other), given, share=share)
+            return plan_with_decoder(step_at(n, other), sizes, read, given, **asked_of(seen), share=share)
 
     return ModulePlan(
         plan=replace(made, notes=(*made.notes, *budget_notes)),
@@ -215,35 +221,52 @@ def plan_of_module(
     )
 
 
-def _with_decoder(
-    counted: Counted, data: Profile, step: StepOfModule, request: Mapping[str, Any], *, share: bool
+def asked_of(seen: ProfiledStep) -> dict[str, Any]:
+    """Return what `plan_with_decoder` has of a profiled step."""
+    return {"rates": seen.rates, "requested": seen.requested, "host_memory": seen.host_memory}
+
+
+def plan_with_decoder(
+    step: StepOfModule,
+    shape: ModelShape,
+    data: Profile,
+    request: Mapping[str, Any],
+    *,
+    rates: Rates,
+    requested: Mapping[str, Spec] = NOTHING,
+    host_memory: int | None = None,
+    share: bool = True,
 ) -> Plan:
-    """Plan a module with a decoder, as a fit does; `share`: whether ranks of a data axis share batch statistics."""
-    seen, devices, asked = counted.seen, request["devices"], request["device_memory"]
+    """Plan a module with a decoder, as a fit does.
+
+    Args:
+        request: As in `plan_of_module`, with the memory of tensors.
+        share: Whether ranks of a data axis share batch statistics.
+    """
+    devices, asked = request["devices"], request["device_memory"]
     memory = () if asked is None else memory_of_ranks(asked, devices)
     ids = None if request["strategies"] is None else parse_strategies(request["strategies"])
     strategies, named = split_by_decoder(ids, policy=request["policy"])
 
     def make(budget: int | None) -> Plan:
-        return base_plan(
-            counted,
-            data=data,
-            devices=devices,
-            budget=budget,
-            policy=request["policy"],
-            strategies=strategies,
-            model_parallel_size=request["model_parallel_size"],
+        made = make_plan(
+            data,
+            **{**request, "device_memory": budget, "strategies": strategies},
+            batch_size=shape.batch_size,
+            shape=shape,
+            rates=rates,
         )
+        return with_requested(made, requested, shape, launches=rates.launches)
 
     counts = partial(
         on_top_of,
         step,
-        rates=seen.rates,
-        requested=seen.requested,
-        host_memory=seen.host_memory,
+        rates=rates,
+        requested=requested,
+        host_memory=host_memory,
         shared_statistics=share and devices > 1,
     )
     made = plan_decoder(
-        make, counts, counted.shape, budget=min(memory, default=None), named=named, budget_named=asked is not None
+        make, counts, shape, budget=min(memory, default=None), named=named, budget_named=asked is not None
     )
     return with_memory(made.plan, memory)

@@ -327,6 +327,7 @@ def plan_step(
     policy: str = "auto",
     strategies: str | Sequence[str] | None = None,
     model_parallel_size: int | str = "auto",
+    data: Profile | None = None,
     micro_batches: int | None = None,
     count: Count | None = None,
 ) -> Plan:
@@ -334,6 +335,7 @@ def plan_step(
 
     Args:
         counted: The profiled step and the structure of the module.
+        data: Profile of its data; None if it has no data directory.
         devices, device_memory, policy, strategies, model_parallel_size: As in `lightning_amp.plan`.
         micro_batches: Number of micro-batches of a pipeline; None leaves it open.
         count: Counts the step again with rules installed.
@@ -352,6 +354,7 @@ def plan_step(
     memory = () if device_memory is None else memory_of_ranks(device_memory, devices)
     base = base_plan(
         counted,
+        data=data,
         devices=devices,
         budget=min(memory, default=None),
         policy=policy,
