@@ -1,6 +1,6 @@
 """Build the simulated module and batch on fake tensors of the right sizes.
 
-All tensors are on the meta device, except sparse counts, and the anchors of the strata's features: S4 tests whether they are consecutive,
+All tensors are on the meta device, except the anchors of the strata's features: S4 tests whether they are consecutive,
 because consecutive keys need no copy. A profile has only their number F_k: they are assumed to be consecutive if F_k >=
 N - k, as on one chromosome, and otherwise spread over all anchors.
 """
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_amp.costs.model_shape import DecoderShape
+from lightning_amp.data.loading.datamodule import is_sparse
+from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.models.decoders.stratified import KeyKind, StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import Variant
 from lightning_amp.models.glue import GLUE
-from lightning_amp.data.loading.datamodule import is_sparse
-from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.models.inputs import HIC, GraphInputs, ModalityInputs, ModelInputs, StrataInputs
 from lightning_amp.profiling.profile import ModalityProfile, Profile
 
@@ -86,8 +86,13 @@ def decoder_subject(shape: DecoderShape, *, batch_size: int) -> Subject:
     return Subject(module=module, batch=batch)
 
 
-def reference_subject(profile: Profile, *, batch_size: int, latent_dim: int, window: int | None) -> Subject:
-    """Return the reference model for some data, and a batch of `batch_size` cells per rank and modality."""
+def reference_subject(
+    profile: Profile, *, batch_size: int, latent_dim: int, window: int | None, device: str = "meta"
+) -> Subject:
+    """Return the reference model for some data, and a batch of `batch_size` cells per rank and modality.
+
+    `device` is that of sparse counts: a counted step reads where they are.
+    """
     inputs = _inputs(profile)
     parts = [m.decomposition for m in profile.modalities if m.decomposition is not None]
     key = _key(any(one.attention for one in parts), any(one.full for one in parts))
@@ -100,7 +105,7 @@ def reference_subject(profile: Profile, *, batch_size: int, latent_dim: int, win
     module.to("meta")
     for m in profile.modalities:
         if m.name == HIC and is_sparse(m.features, share_of(m)):
-            batch[HIC]["x"] = _sparse(m, batch_size)
+            batch[HIC]["x"] = _sparse(m, batch_size, device)
     # a number that the model reads
     module.seed = torch.zeros_like(module.seed, device="cpu")
     if inputs.strata is not None:
@@ -121,12 +126,12 @@ def share_of(modality: ModalityProfile) -> float:
     return 1.0 if modality.zeros is None else 1.0 - modality.zeros
 
 
-def _sparse(modality: ModalityProfile, n: int) -> SparseCounts:
-    """Return sparse counts, on the CPU, with as many entries as cells have on average, spread evenly."""
+def _sparse(modality: ModalityProfile, n: int, device: str) -> SparseCounts:
+    """Return sparse counts with as many entries as cells have on average, spread evenly."""
     size = n * modality.features
     entries = round(share_of(modality) * size)
     column, row = np.divmod(np.arange(entries) * size // max(entries, 1), n)
-    found = [torch.from_numpy(part) for part in (row, column, np.ones(entries, dtype=np.float32))]
+    found = [torch.from_numpy(part).to(device) for part in (row, column, np.ones(entries, dtype=np.float32))]
     return SparseCounts(found[0], found[1], found[2], (n, modality.features), host=(row, column))
 
 

@@ -22,6 +22,9 @@ from lightning_amp.quantities import memory_of_ranks
 from lightning_amp.simulation.models_without_values import reference_subject, share_of
 from lightning_amp.techniques.hic.scores import nonzero_counts
 
+ANY = {"devices": 1, "device_memory": None, "policy": "auto", "strategies": None, "model_parallel_size": "auto"}
+"""A request that leaves all to the policy."""
+
 
 @shown_if_long(PLANNING)
 def plan_of_data(
@@ -47,7 +50,7 @@ def plan_of_data(
         PlanError: Sizes that no model can have, or the request cannot be planned.
     """
     check_sizes(profile, latent_dim=latent_dim, window=window)
-    subject = reference_subject(profile, batch_size=batch_size, latent_dim=latent_dim, window=window)
+    subject = reference_subject(profile, batch_size=batch_size, latent_dim=latent_dim, window=window, device="cpu")
     module, batch, asked, devices = subject.module, subject.batch, request["device_memory"], request["devices"]
     hic = profile.modality(HIC)
     if hic is None:

@@ -166,7 +166,9 @@ def plan_of_module(
             made = plan_with_decoder(step, shape, data, given, **asked_of(seen), share=share)
             return replace(made, notes=(*made.notes, *notes, *on_decoders)), step
         counted = Counted(seen=seen if n == devices else look(step, n), shape=shape)
-        made = with_spec(plan_step(counted, **given, data=data, micro_batches=micro_batches, count=step.count), steps, "")
+        made = with_spec(
+            plan_step(counted, **given, data=data, micro_batches=micro_batches, count=step.count), steps, ""
+        )
         if not free or not samples_may_be_split(made, counted.seen):
             return made, step
 
