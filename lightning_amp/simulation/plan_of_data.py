@@ -1,6 +1,6 @@
 """Plan a data directory: as a fit of the reference model on it, by a count of a step without values."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -73,10 +73,13 @@ def plan_of_data(
 
     with settings_of(rates.device_type), replacing(nonzero_counts.ASSUMED, share=share_of(hic), in_counts=True):
         plan = made_for(made)
-    assumed = []
-    if isinstance(batch[HIC]["x"], SparseCounts) or "sparse" in plan.strategies:
-        found = Explanation(
-            f"{100 * share_of(hic):.1f} % of the contacts of a batch are assumed to be not zero, as in the whole file"
-        )
-        assumed.append(found)
+    assumed = list(map(Explanation, _assumed(plan, share_of(hic), sparse=isinstance(batch[HIC]["x"], SparseCounts))))
     return replace(plan, notes=(*plan.notes, *notes, *assumed, *budget_notes))
+
+
+def _assumed(plan: Plan, share: float, *, sparse: bool) -> Iterator[str]:
+    """Yield what the count assumes of the data, of which a profile has only sizes."""
+    if sparse or "sparse" in plan.strategies:
+        yield f"counted with {100 * share:.1f} % of the contacts of a batch not zero, as in the whole file"
+    if "nodes" in plan.strategies:
+        yield "counted as if every edge of the graph joined neighbours: other edges bring a rank more rows of others"

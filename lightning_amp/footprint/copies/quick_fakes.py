@@ -48,7 +48,9 @@ IN_MEMORY_FORMAT = {
 """Operators whose CPU kernels write their first result contiguously or channels last, with the index of the argument
 that decides; torch's rules for fake tensors keep other strides, such as those of a transposed argument."""
 _aten = torch.ops.aten
-PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default}
+PLAIN = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.softplus, _aten.softplus_backward, _aten.complex}
+"""Products of matrices, and element-wise operators that torch does not tag as such."""
+VIEWS = {_aten.slice.Tensor, _aten.as_strided.default, _aten.view.default, _aten.select.int, _aten.expand.default}
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 """Tags of operators whose result depends on values, or that change the layout of an argument."""
 
@@ -65,7 +67,7 @@ class _Made(NamedTuple):
 
 
 _Found = int | _Made | list[_Made] | tuple[_Made, ...] | str | None
-"""Index of the argument that is the result, how to make one or several results, NOTHING, or None: not cached."""
+"""Index or name of the argument that is the result, how to make results, NOTHING, or None: not cached."""
 NOTHING = "nothing"
 _known: dict[Any, _Found] = {}
 """Cache of all modes, by operator and arguments: planning counts a step several times."""
@@ -212,6 +214,8 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             return self._make(known, args)
         if known is NOTHING:
             return None
+        if isinstance(known, str):
+            return kwargs[known]
         if isinstance(known, list | tuple):
             return type(known)([self._make(made, args) for made in known])
         return self._computed(func, types, args, kwargs) if known is None else args[known]
@@ -280,23 +284,35 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Return how to make the results of an operator by its rule for meta tensors, or None.
 
         torch runs the same rule, and takes five times as long for what it asks before. It asks nothing that matters of
-        an element-wise operator or a product of matrices on tensors of one device.
+        element-wise operators, products of matrices and views, on tensors of one device.
         """
-        if kwargs or not (func in PRODUCTS or torch.Tag.pointwise in func.tags) or func in special_fakes:
+        given = [*args, *kwargs.values()]
+        tensors = [value for value in given if isinstance(value, Tensor)]
+        plain = torch.Tag.pointwise in func.tags or func.overloadpacket in PLAIN
+        # torch's own rules for views are about sizes that are not known
+        if not (func in VIEWS or (plain and func not in special_fakes)) or not tensors or len(kwargs) > 1:
             return None
-        tensors = [value for value in args if isinstance(value, Tensor)]
-        device = tensors[0].fake_device if tensors else None  # type: ignore[attr-defined]
+        device, shapes = tensors[0].fake_device, [tensor.shape for tensor in tensors]  # type: ignore[attr-defined]
         # a tensor without dims may be on another device, and counts as a number in the result's dtype
-        if device is None or any(tensor.fake_device != device or not tensor.dim() for tensor in tensors):  # type: ignore[attr-defined]
+        if any(tensor.fake_device != device or not tensor.dim() for tensor in tensors):  # type: ignore[attr-defined]
+            return None
+        if kwargs and not (func._schema.is_mutable and isinstance(given[-1], Tensor)):
             return None
         with as_meta(self):
-            result = func(*args)
-        if result is args[0]:
-            return 0
+            result = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            # an argument that was resized is not cached
+            kept = shapes == [tensor.shape for tensor in tensors]
+            return (
+                (0 if result is args[0] else next(iter(kwargs), None))
+                if kept and any(result is value for value in given)
+                else None
+            )
         parts = result if isinstance(result, tuple) else (result,)
-        if func._schema.is_mutable or not all(type(part) is Tensor and part.is_meta for part in parts):
-            return None
         made = tuple(_Made(tuple(part.shape), part.stride(), part.dtype, device) for part in parts)
+        if func in VIEWS:
+            offset = (result.storage_offset() - args[0].storage_offset()) * result.itemsize
+            return made[0]._replace(view_of=0, n_bytes=offset)
         return made if isinstance(result, tuple) else made[0]
 
     def _found(self, result: Any, args: Any, kwargs: Any) -> _Found:
