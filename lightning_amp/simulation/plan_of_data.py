@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
+
+from lightning.pytorch import LightningModule
 
 from lightning_amp.costs.device_rates import Rates, budget_on
 from lightning_amp.costs.model_shape import check_sizes
@@ -51,7 +53,8 @@ def plan_of_data(
     """
     check_sizes(profile, latent_dim=latent_dim, window=window)
     subject = reference_subject(profile, batch_size=batch_size, latent_dim=latent_dim, window=window, device="cpu")
-    module, batch, asked, devices = subject.module, subject.batch, request["device_memory"], request["devices"]
+    module, batch = cast(LightningModule, subject.module), subject.batch
+    asked, devices = request["device_memory"], request["devices"]
     hic = profile.modality(HIC)
     if hic is None:
         rates = rates.on_nodes_of(node_devices)

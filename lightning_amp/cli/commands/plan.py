@@ -106,11 +106,13 @@ def _run(arguments: argparse.Namespace) -> int:
     check_request(**request)
     asked, rates = decoder_asked(arguments), rates_asked(arguments)
     if asked is None:
-        from lightning_amp.public import plan as plan_data
+        profile, of_model = read(arguments), {"latent_dim": latent_dim(arguments), "window": arguments.window}
+        # imported late: torch takes seconds to import
+        from lightning_amp.simulation.plan_of_data import plan_of_data
 
-        profile = read(arguments)
-        asked_of_model = {"latent_dim": latent_dim(arguments), "window": arguments.window}
-        made, of_data = plan_data(profile, **request, **asked_of_model, rates=rates), f"{profile_report(profile)}\n\n"
+        cells = request.pop("batch_size")
+        made = plan_of_data(profile, request, batch_size=cells, **of_model, rates=rates)
+        of_data = f"{profile_report(profile)}\n\n"
     else:
         device = Device.of(rates.memory, request["device_memory"], request["devices"])
         request, notes = with_memory_of_device(request, rates)
