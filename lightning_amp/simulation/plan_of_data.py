@@ -38,6 +38,7 @@ def plan_of_data(
     window: int | None,
     rates: Rates,
     node_devices: int | None = None,
+    beyond: bool = True,
 ) -> Plan:
     """Plan the reference model for some data.
 
@@ -47,6 +48,7 @@ def plan_of_data(
         latent_dim, window: Options of the reference model.
         rates: Rates of one device.
         node_devices: Devices of one node; None means that all are on one.
+        beyond: Whether the policy may choose techniques beyond the decoder's.
 
     Raises:
         PlanError: Sizes that no model can have, or the request cannot be planned.
@@ -71,7 +73,7 @@ def plan_of_data(
     def made(less: int) -> Plan:
         fewer = [max(1, budget - less) for budget in budgets]
         named = {"device_memory": fewer[0] if len(fewer) == 1 else fewer or None, "node_devices": node_devices}
-        plan = plan_with_decoder(step, shape, data, {**request, **named}, rates=rates)
+        plan = plan_with_decoder(step, shape, data, {**request, **named}, rates=rates, beyond=beyond)
         return on_device(plan, device, step.as_planned(plan))
 
     with settings_of(rates.device_type), replacing(nonzero_counts.ASSUMED, share=share_of(hic), in_counts=True):

@@ -193,7 +193,10 @@ def request_reference(
     rates: Rates = CPU_CORE,
     **request: Any,
 ) -> tuple[Callable[[], Subject], Plan]:
-    """Return a function that builds the reference model for some data, and its plan; see `plan_of_data`."""
+    """Return a function that builds the reference model for some data, and its plan; see `plan_of_data`.
+
+    A policy chooses techniques of the decoder alone, which a simulation counts.
+    """
     of_model: dict[str, Any] = {"latent_dim": LATENT_DIM if latent_dim is None else latent_dim, "window": window}
-    made = plan_of_data(profile, ANY | request, batch_size=batch_size, **of_model, rates=rates)
+    made = plan_of_data(profile, ANY | request, batch_size=batch_size, **of_model, rates=rates, beyond=False)
     return partial(reference_subject, profile, batch_size=batch_size, **of_model), made

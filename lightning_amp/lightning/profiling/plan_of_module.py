@@ -238,17 +238,20 @@ def plan_with_decoder(
     requested: Mapping[str, Spec] = NOTHING,
     host_memory: int | None = None,
     share: bool = True,
+    beyond: bool = True,
 ) -> Plan:
     """Plan a module with a decoder, as a fit does.
 
     Args:
         request: As in `plan_of_module`, with the memory of tensors.
         share: Whether ranks of a data axis share batch statistics.
+        beyond: Whether the policy may choose techniques beyond the decoder's.
     """
     devices, asked = request["devices"], request["device_memory"]
     memory = () if asked is None else memory_of_ranks(asked, devices)
     ids = None if request["strategies"] is None else parse_strategies(request["strategies"])
     strategies, named = split_by_decoder(ids, policy=request["policy"])
+    named = named if beyond or named is not None else ()
 
     def make(budget: int | None) -> Plan:
         made = make_plan(
