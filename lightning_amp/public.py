@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from lightning_amp.costs.device_rates import CPU_CORE, Rates, products_under, rates_for
-from lightning_amp.costs.model_shape import LATENT_DIM
+from lightning_amp.costs.model_shape import LATENT_DIM, profile_of_module
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.planning.modules.plan_module import Counted, plan_step
+from lightning_amp.planning.modules.plan_module import Counted
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import check_request
 
@@ -19,6 +19,8 @@ from lightning_amp.planning.reports import module_report, plan_report  # noqa: F
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import Attention
 from lightning_amp.profiling.read_profile import profile as profile_data
+from lightning_amp.quantities import memory_of_ranks
+from lightning_amp.techniques.table import parse_strategies
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -130,6 +132,7 @@ def plan(
     batch_size: int | None = None,
     model_parallel_size: int | str = "auto",
     rates: Rates | str | None = None,
+    node_devices: int | None = None,
     precision: str | int | None = None,
     blocks: Sequence[type | str] | None = None,
     host_memory: str | int | None = None,
@@ -173,8 +176,8 @@ def plan(
         latent_dim, window: For a directory: options of the reference model; None means the default.
         rates: For a directory or a module: rates of one device, to predict times, or the name of a device, such as
             "A100" or "A100-80GB"; None means one CPU core.
-        node_devices: For a directory: devices of one node; the model axis stays inside a node unless
-            `model_parallel_size` is larger. None means that all devices are on one node.
+        node_devices: For a directory or a module and a batch: devices of one node; the model axis stays inside a node
+            unless `model_parallel_size` is larger. None means that all devices are on one node.
         precision: For a module: precision of the Trainer, such as "bf16-mixed"; None means "32-true". Operators are
             cast as by autocast of the device that runs the planner: on a CPU a copy of the logits is kept, on a GPU
             not.
@@ -214,20 +217,14 @@ def plan(
 
         return plan_of_data(
             what,
-            request,
+            request | {"node_devices": node_devices},
             batch_size=batch_size,
             latent_dim=LATENT_DIM if latent_dim is None else latent_dim,
             window=window,
             rates=reached,
-            node_devices=node_devices,
         )
     if batch is not None:
-        _refuse(
-            "a module and a batch, whose structure is the module's",
-            latent_dim=latent_dim,
-            window=window,
-            node_devices=node_devices,
-        )
+        _refuse("a module and a batch, whose structure is the module's", latent_dim=latent_dim, window=window)
         what = _of_compiled(what)
         from lightning_amp.data.batch import batch_of_shapes
         from lightning_amp.footprint.inner_run import UNDER_AMP
@@ -238,7 +235,7 @@ def plan(
             batch_of_shapes(batch) if isinstance(batch, str) else batch,
             around=UNDER_AMP if precision is None else replace(UNDER_AMP, precision=str(precision)),
             rates=reached,
-            request=request,
+            request=request | {"node_devices": node_devices},
             options=of_module,
             batch_size=batch_size,
         )
@@ -257,8 +254,34 @@ def plan(
         node_devices=node_devices,
         precision=precision,
     )
-    made = plan_step(counted, **request)
+    made = _of_count(counted, **request)
     return replace(made, notes=(*made.notes, NOT_LOOKED_FOR))
+
+
+def _of_count(
+    counted: Counted, *, devices: int, device_memory: Any, policy: str, strategies: Any, model_parallel_size: int | str
+) -> Plan:
+    """Plan a step by its profile alone."""
+    from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, make_step_plan
+
+    if decoder := counted.shape.decoder:
+        raise PlanError(
+            f"cannot plan this module by its profile alone: {decoder.fqn!r} is a decoder of strata, with whose"
+            " techniques the step is counted; give both: lightning_amp.plan(module, batch)"
+        )
+    given = PlanInputs(
+        data=profile_of_module(counted.shape),
+        shape=counted.shape,
+        rates=counted.seen.rates,
+        devices=devices,
+        node_devices=None,
+        memory=() if device_memory is None else memory_of_ranks(device_memory, devices),
+        memory_named=device_memory is not None,
+        policy=policy,
+        strategies=None if strategies is None else parse_strategies(strategies),
+        model_parallel_size=model_parallel_size,
+    )
+    return make_step_plan(given, None, counted.seen).plan
 
 
 def _of_compiled(what: Any) -> Any:

@@ -25,7 +25,7 @@ from lightning_amp.progress import track
 from lightning_amp.simulation.measured_step import MeasuredStep, PlannedRank, RankResult, Sizes
 from lightning_amp.simulation.models_without_values import Subject, decoder_subject, reference_subject
 from lightning_amp.simulation.parse_shape import ShapeRequest
-from lightning_amp.simulation.plan_of_data import ANY, plan_of_data
+from lightning_amp.simulation.plan_of_data import plan_of_data
 from lightning_amp.techniques.hic.attention import rotary
 
 SCHEMA = 1
@@ -198,5 +198,5 @@ def request_reference(
     A policy chooses techniques of the decoder alone, which a simulation counts.
     """
     of_model: dict[str, Any] = {"latent_dim": LATENT_DIM if latent_dim is None else latent_dim, "window": window}
-    made = plan_of_data(profile, ANY | request, batch_size=batch_size, **of_model, rates=rates, beyond=False)
+    made = plan_of_data(profile, request, batch_size=batch_size, **of_model, rates=rates, beyond_decoder=False)
     return partial(reference_subject, profile, batch_size=batch_size, **of_model), made

@@ -1,10 +1,10 @@
 """Plan any module from one batch, without a run: for `lightning_amp.plan` and for `lightning-amp plan --config`."""
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import psutil
@@ -14,24 +14,19 @@ from lightning_amp.adapters.adapt import adapt
 from lightning_amp.costs.device_rates import Rates, budget_on
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.profiled_step import ProfiledStep
-from lightning_amp.costs.rule import Spec
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.find_blocks import named_blocks
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import PARAMETERS
 from lightning_amp.footprint.target_device import settings_of
-from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
+from lightning_amp.lightning.profiling.dry_steps import DrySteps
+from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, PlannedStep, make_step_plan
 from lightning_amp.lightning.profiling.module_plan import ModulePlan
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
-from lightning_amp.lightning.profiling.split_samples import samples_may_be_split, with_split_samples
-from lightning_amp.lightning.profiling.step_of_module import NOTHING, StepOfModule
-from lightning_amp.lightning.profiling.step_of_ranks import on_top_of
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.modules.on_device import Device, made_for, on_device
-from lightning_amp.planning.modules.plan_decoder import plan_decoder, split_by_decoder
-from lightning_amp.planning.modules.plan_module import Counted, base_plan, plan_step
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.policies.build_rules import with_memory, with_requested, without_shared_statistics
-from lightning_amp.planning.policies.make_plan import plan as make_plan
+from lightning_amp.planning.policies.build_rules import without_shared_statistics
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import shown_if_long
 from lightning_amp.quantities import memory_of_ranks
@@ -52,14 +47,13 @@ def plan_of_module(
     request: Mapping[str, Any],
     options: Mapping[str, Any],
     batch_size: int | None = None,
-    of_data: Profile | None = None,
 ) -> ModulePlan:
     """Plan the step of a module.
 
     Args:
-        request: `devices`, `device_memory`, `policy`, `strategies` and `model_parallel_size`, as for `plan_step`.
+        request: `devices`, `node_devices`, `device_memory`, `policy`, `strategies` and `model_parallel_size`, as for
+            `lightning_amp.plan`.
         options: Options of AMPStrategy for its techniques; None means not given.
-        of_data: Profile of the data that the module was made for; by default it is read.
 
     Raises:
         AmpError: The step cannot be counted, or the request cannot be planned.
@@ -69,10 +63,10 @@ def plan_of_module(
             f"cannot plan a {type(module).__name__!r} and a batch; give a LightningModule with a batch, or"
             " what lightning_amp.profile returns without one"
         )
-    request = dict(request)
-    strategies = request["strategies"]
-    changes_decoders = strategies is None or any(STRATEGIES[name].choice for name in parse_strategies(strategies))
-    size, asked, devices = (request[name] for name in ("model_parallel_size", "device_memory", "devices"))
+    strategies, asked, devices = (request[name] for name in ("strategies", "device_memory", "devices"))
+    ids, size = parse_strategies(strategies or "S1"), request["model_parallel_size"]
+    rates, node_devices = rates.on_nodes_of(request.get("node_devices")), request.get("node_devices")
+    changes_decoders = strategies is None or any(STRATEGIES[name].choice for name in ids)
 
     def memory_on(n: int) -> tuple[int, ...]:
         """Return the bytes of tensors on each of `n` devices; none if they are not known."""
@@ -82,10 +76,10 @@ def plan_of_module(
     memory, budget_notes = memory_on(devices), budget_on(rates, asked, devices)[1]
     given = argparse.Namespace(**{name: value for name, value in options.items() if value is not None})
     given.model_parallel_size = size
-    ids, budget = parse_strategies(request["strategies"] or "S1"), min(memory, default=None)
+    budget = min(memory, default=None)
     steps = DrySteps.asked(ids, given, devices if size == "auto" else size, run_ranks=devices, budget=budget)
     # a configuration may have options of strategies that are not requested
-    requested = requested_specs(ids if request["strategies"] else (), given)
+    requested = requested_specs(ids if strategies else (), given)
     share = options.get("share_batch_statistics") is not False
 
     def step_at(n: int | None, other: Any = None) -> StepOfModule:
@@ -108,7 +102,6 @@ def plan_of_module(
             batch_size=n or 1,
             queries=options.get("chunk_queries"),
             rates=rates,
-            profile=of_data,
         )
         return data, replace(shape, profiled=not shape.decoder), notes
 
@@ -143,50 +136,47 @@ def plan_of_module(
         )
     if steps is not None and STRATEGIES[steps.name].data_axis:
         # the number of ranks of its grid, which may have been chosen
-        request["model_parallel_size"] = steps.ranks
-    free = request["strategies"] is None and request["policy"] == "auto" and size == "auto"
+        size = steps.ranks
 
-    def made_on(n: int) -> tuple[Plan, StepOfModule]:
-        device, budgets, found = Device.of(rates.memory, asked, n), memory_on(n), list[StepOfModule]()
+    def inputs(
+        n: int, budgets: Sequence[int], sizes: tuple[Profile, ModelShape, list[str]] = (data, shape, notes)
+    ) -> PlanInputs:
+        return PlanInputs(
+            data=sizes[0],
+            shape=sizes[1],
+            rates=rates,
+            devices=n,
+            node_devices=node_devices,
+            memory=tuple(budgets),
+            memory_named=asked is not None,
+            policy=request["policy"],
+            strategies=None if strategies is None else ids,
+            model_parallel_size=size,
+            micro_batches=options.get("micro_batches"),
+            requested=requested,
+            host_memory=host_memory_of(given),
+            shared_statistics=share and n > 1,
+            steps=steps,
+            notes=tuple(sizes[2]),
+        )
+
+    def made_on(n: int) -> PlannedStep:
+        device, budgets, found = Device.of(rates.memory, asked, n), memory_on(n), list[PlannedStep]()
 
         def made(less: int) -> Plan:
-            plan, planned_step = made_within(n, [max(1, budget - less) for budget in budgets])
-            found.append(planned_step)
-            return on_device(plan, device, planned_step.as_planned(plan))
+            own = None if shape.decoder else seen if n == devices else look(step, n)
+            planned = make_step_plan(inputs(n, [max(1, budget - less) for budget in budgets]), step, own)
+            found.append(planned)
+            assert planned.step is not None, "it is counted"
+            return on_device(planned.plan, device, planned.step.as_planned(planned.plan))
 
         with counting():
-            return made_for(made), found[-1]
+            plan = made_for(made)
+        return replace(found[-1], plan=replace(plan, notes=(*plan.notes, *on_decoders)))
 
-    def made_within(n: int, budgets: list[int]) -> tuple[Plan, StepOfModule]:
-        micro_batches = options.get("micro_batches")
-        alike = None if not budgets else budgets[0] if len(budgets) == 1 else budgets
-        given = request | {"devices": n, "device_memory": alike}
-        if shape.decoder:
-            # the step is counted with the decoder's techniques, whatever the number of devices
-            made = plan_with_decoder(step, shape, data, given, **asked_of(seen), share=share)
-            return replace(made, notes=(*made.notes, *notes, *on_decoders)), step
-        counted = Counted(seen=seen if n == devices else look(step, n), shape=shape)
-        made = with_spec(
-            plan_step(counted, **given, data=data, micro_batches=micro_batches, count=step.count), steps, ""
-        )
-        if not free or not samples_may_be_split(made, counted.seen):
-            return made, step
-
-        def base(name: str, dry: DrySteps) -> Plan:
-            alone = base_plan(
-                counted,
-                data=data,
-                devices=n,
-                budget=made.budget_bytes,
-                policy="auto",
-                strategies=["S1", name],
-                model_parallel_size=dry.ranks,
-            )
-            return with_spec(alone, dry, "")
-
-        return with_split_samples(made, step, base=base, node_ranks=n, rates=rates)
-
-    made, counted_step = made_on(devices)
+    planned = made_on(devices)
+    made, counted_step = planned.plan, planned.step
+    assert counted_step is not None, "it is counted"
     if not share:
         made = without_shared_statistics(made)
 
@@ -203,9 +193,7 @@ def plan_of_module(
 
     def planned_at(n: int | None, other: Any = None) -> Plan:
         with counting():
-            read, sizes, _ = sizes_at(n)
-            given = request | {"device_memory": list(memory_on(devices)) or None}
-            return plan_with_decoder(step_at(n, other), sizes, read, given, **asked_of(seen), share=share)
+            return make_step_plan(inputs(devices, memory, sizes_at(n)), step_at(n, other), None).plan
 
     return ModulePlan(
         plan=replace(made, notes=(*made.notes, *budget_notes)),
@@ -215,63 +203,9 @@ def plan_of_module(
         batch=batch,
         at=at,
         counting=counting,
-        named=request["strategies"] is not None,
+        named=strategies is not None,
         split=technique_of_steps(made.strategies),
-        on_devices=lambda n: made_on(n)[0],
+        on_devices=lambda n: made_on(n).plan,
         planned_at=planned_at if shape.decoder else None,
         unlike=len(memory) > 1,
     )
-
-
-def asked_of(seen: ProfiledStep) -> dict[str, Any]:
-    """Return what `plan_with_decoder` has of a profiled step."""
-    return {"rates": seen.rates, "requested": seen.requested, "host_memory": seen.host_memory}
-
-
-def plan_with_decoder(
-    step: StepOfModule,
-    shape: ModelShape,
-    data: Profile,
-    request: Mapping[str, Any],
-    *,
-    rates: Rates,
-    requested: Mapping[str, Spec] = NOTHING,
-    host_memory: int | None = None,
-    share: bool = True,
-    beyond: bool = True,
-) -> Plan:
-    """Plan a module with a decoder, as a fit does.
-
-    Args:
-        request: As in `plan_of_module`, with the memory of tensors.
-        share: Whether ranks of a data axis share batch statistics.
-        beyond: Whether the policy may choose techniques beyond the decoder's.
-    """
-    devices, asked = request["devices"], request["device_memory"]
-    memory = () if asked is None else memory_of_ranks(asked, devices)
-    ids = None if request["strategies"] is None else parse_strategies(request["strategies"])
-    strategies, named = split_by_decoder(ids, policy=request["policy"])
-    named = named if beyond or named is not None else ()
-
-    def make(budget: int | None) -> Plan:
-        made = make_plan(
-            data,
-            **{**request, "device_memory": budget, "strategies": strategies},
-            batch_size=shape.batch_size,
-            shape=shape,
-            rates=rates,
-        )
-        return with_requested(made, requested, shape, launches=rates.launches)
-
-    counts = partial(
-        on_top_of,
-        step,
-        rates=rates,
-        requested=requested,
-        host_memory=host_memory,
-        shared_statistics=share and devices > 1,
-    )
-    made = plan_decoder(
-        make, counts, shape, budget=min(memory, default=None), named=named, budget_named=asked is not None
-    )
-    return with_memory(made.plan, memory)
