@@ -65,4 +65,10 @@ def test_a_directory_has_the_plan_of_its_fit(data_dir: Path, tmp_path: Path, ran
     for found in run_ranks(of_fits, ranks, tmp_path, data_dir, requests, timeout=400):
         for request, one in zip(requests, found, strict=True):
             plan = offline(data_dir, devices=ranks, **request)
-            assert facts(plan) == pytest.approx(one, rel=1e-3 if "nodes" in plan.strategies else 0), request
+            planned = facts(plan)
+            if "nodes" in plan.strategies:
+                # which rows a rank receives depends on the edges of the graph, which a profile only counts
+                for name in ("peak", "base"):
+                    assert planned[name] == pytest.approx(one[name], rel=1e-3)
+                    planned[name] = one[name]
+            assert planned == one, request

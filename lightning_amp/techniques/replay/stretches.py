@@ -41,7 +41,9 @@ class Look(Tape):  # type: ignore[no-untyped-call]
 
     def __init__(self, rates: OperatorRates, *, views: bool = True) -> None:
         super().__init__([(2**62, True)], views=views)
-        self.views, self.writes_to_views, self._viewed = views, False, set[int]()
+        self.views, self.writes_to_views = views, False
+        # an id may be that of a later storage
+        self._viewed = weakref.WeakValueDictionary[int, Any]()
         self.seconds: list[float] = []
         self.first_saved: dict[int, int] = {}
         self.saved: dict[int, int] = {}
@@ -91,7 +93,7 @@ class Look(Tape):  # type: ignore[no-untyped-call]
     def _note_views(self, func: Any, args: Any, kwargs: Any) -> None:
         how = how_of(func)
         if how.is_view:
-            self._viewed |= {id(storage) for _, storage in storages_of(tensors_of((args, kwargs)))}
+            self._viewed.update({id(storage): storage for _, storage in storages_of(tensors_of((args, kwargs)))})
         elif torch.is_grad_enabled() and how.writes != ():
             written = storages_of(how.written(args, kwargs))
             self.writes_to_views |= any(id(storage) in self._viewed for _, storage in written)
