@@ -298,8 +298,12 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             return None
         if kwargs and not (func._schema.is_mutable and isinstance(given[-1], Tensor)):
             return None
-        with as_meta(self):
-            result = func(*args, **kwargs)
+        try:
+            with as_meta(self):
+                result = func(*args, **kwargs)
+        except NotImplementedError:
+            # torch takes the operator apart
+            return None
         if func._schema.is_mutable:
             # an argument that was resized is not cached
             kept = shapes == [tensor.shape for tensor in tensors]
