@@ -7,6 +7,7 @@ N - k, as on one chromosome, and otherwise spread over all anchors.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_amp.costs.model_shape import DecoderShape
+from lightning_amp.data.files.pairs import is_paired
 from lightning_amp.data.loading.datamodule import is_sparse
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.models.decoders.stratified import KeyKind, StratifiedDecoder
@@ -159,7 +161,9 @@ def _inputs(profile: Profile) -> ModelInputs:
         if parts is not None:
             nodes = _nodes(parts.anchors, parts.features, parts.distances)
             strata = StrataInputs(n_anchors=parts.anchors, nodes=nodes, distances=list(parts.distances))
-    return ModelInputs(modalities=modalities, strata=strata, graph=_graph(profile, modalities))
+    files = {m.name: Path(profile.data_dir) / m.file for m in profile.modalities}
+    paired = all(file.is_file() for file in files.values()) and is_paired(files)
+    return ModelInputs(modalities=modalities, strata=strata, graph=_graph(profile, modalities), paired=paired)
 
 
 def _graph(profile: Profile, modalities: dict[str, ModalityInputs]) -> GraphInputs:
