@@ -2,7 +2,7 @@
 
 Importing this package registers the strategies "amp", "amp_spawn", "amp_fork" and "amp_notebook" with Lightning.
 The order of the two imports does not matter. Every public name is loaded on first use, so that the command line can
-profile and plan without loading torch.
+profile without loading torch.
 """
 
 from importlib import import_module

@@ -41,6 +41,9 @@ from torch._ops import OpOverload as OpOverload
 # the memory format of a tensor's strides: that in which many kernels write their results
 from torch._prims_common import suggest_memory_format as suggest_memory_format
 
+# operators whose results on fake tensors are not those on meta tensors
+from torch._subclasses.fake_impls import op_implementations_dict as special_fakes
+
 # the error of an operator on fake tensors that returns a number of a tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutput
 
@@ -116,6 +119,7 @@ __all__ = [
     "as_meta",
     "autograd_order",
     "default_store",
+    "special_fakes",
 ]
 __all__ += ["add_each", "copy_each", "flatten_each", "negate_each", "scale_each", "times_each", "unflatten_like"]
 __all__ += [

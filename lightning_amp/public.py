@@ -5,15 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from lightning_amp.costs.device_rates import CPU_CORE, Rates, budget_on, products_under, rates_for
-from lightning_amp.costs.model_shape import ModelShape, profile_of_module
+from lightning_amp.costs.device_rates import CPU_CORE, Rates, products_under, rates_for
+from lightning_amp.costs.model_shape import LATENT_DIM, profile_of_module
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.planning.modules.on_device import OF_DECODER, Device, on_device
 from lightning_amp.planning.modules.plan_module import Counted
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.policies.make_plan import plan as plan_data
+from lightning_amp.planning.policies.make_plan import check_request
 
 # registers how profiles and plans are printed
 from lightning_amp.planning.reports import module_report, plan_report  # noqa: F401
@@ -114,7 +113,8 @@ def plan(
     strategies: str | list[str] | tuple[str, ...] | None = "auto",
     batch_size: int | None = None,
     model_parallel_size: int | str = "auto",
-    shape: ModelShape | None = None,
+    latent_dim: int | None = None,
+    window: int | None = None,
     rates: Rates | str | None = None,
     node_devices: int | None = None,
 ) -> Plan: ...
@@ -149,7 +149,8 @@ def plan(
     strategies: str | list[str] | tuple[str, ...] | None = "auto",
     batch_size: int | None = None,
     model_parallel_size: int | str = "auto",
-    shape: ModelShape | None = None,
+    latent_dim: int | None = None,
+    window: int | None = None,
     rates: Rates | str | None = None,
     node_devices: int | None = None,
     precision: str | int | None = None,
@@ -172,7 +173,7 @@ def plan(
         batch_size: For a directory: cells per rank and modality, by default 64. For a module with a batch: plan for
             this batch length. Not for a module's profile, which has a batch length already.
         model_parallel_size: Ranks of the model axis, or "auto".
-        shape: For a directory: the model; None means the reference model with its default sizes.
+        latent_dim, window: For a directory: options of the reference model; None means the default.
         rates: For a directory or a module: rates of one device, to predict times, or the name of a device, such as
             "A100" or "A100-80GB"; None means one CPU core.
         node_devices: For a directory or a module and a batch: devices of one node; the model axis stays inside a node
@@ -210,18 +211,20 @@ def plan(
             raise PlanError(f"{name}={value!r} requires a module and a batch; leave it out")
     if isinstance(what, Profile):
         _refuse("a directory's profile, whose plan is one of float32", batch=batch, precision=precision)
-        if batch_size is None:
-            batch_size = 64 if shape is None else shape.batch_size
-        if shape is not None and batch_size != shape.batch_size:
-            raise PlanError(
-                f"batch_size={batch_size!r} was given with a shape of {shape.batch_size!r} cells; leave batch_size out"
-            )
-        request["device_memory"], notes = budget_on(reached, device_memory, devices)
-        made = plan_data(what, **request, batch_size=batch_size, shape=shape, rates=reached, node_devices=node_devices)
-        made = on_device(made, Device.of(reached.memory, device_memory, devices), OF_DECODER)
-        return replace(made, notes=(*made.notes, *notes))
+        batch_size = 64 if batch_size is None else batch_size
+        check_request(**request, batch_size=batch_size)
+        from lightning_amp.simulation.plan_of_data import plan_of_data
+
+        return plan_of_data(
+            what,
+            request | {"node_devices": node_devices},
+            batch_size=batch_size,
+            latent_dim=LATENT_DIM if latent_dim is None else latent_dim,
+            window=window,
+            rates=reached,
+        )
     if batch is not None:
-        _refuse("a module and a batch, whose structure is the module's", shape=shape)
+        _refuse("a module and a batch, whose structure is the module's", latent_dim=latent_dim, window=window)
         what = _of_compiled(what)
         from lightning_amp.data.batch import batch_of_shapes
         from lightning_amp.footprint.inner_run import UNDER_AMP
@@ -245,7 +248,8 @@ def plan(
     _refuse(
         "the profile of a module's step, which has what it was counted with",
         batch_size=batch_size,
-        shape=shape,
+        latent_dim=latent_dim,
+        window=window,
         rates=rates,
         node_devices=node_devices,
         precision=precision,

@@ -175,17 +175,8 @@ def reference_shape(
     Raises:
         PlanError: Sizes that no model can have.
     """
+    check_sizes(profile, latent_dim=latent_dim, window=window)
     decomposed = [(m, m.decomposition) for m in profile.modalities if m.decomposition is not None]
-    local = any(parts.attention and not parts.full for _, parts in decomposed)
-    if window is not None and any(parts.full for _, parts in decomposed):
-        raise PlanError(f"window={window!r} is not supported: full attention has no window; leave it out")
-    if not 1 <= latent_dim <= LARGEST or (local and latent_dim % 2):
-        even = ", even for local attention" if local else ""
-        raise PlanError(
-            f"latent_dim={latent_dim!r} is not supported; allowed is a whole number from 1 to {LARGEST:,}{even}"
-        )
-    if window is not None and not 1 <= window <= LARGEST:
-        raise PlanError(f"window={window!r} is not supported; allowed is a whole number of bins from 1 to {LARGEST:,}")
     network, decoder, wide, vertices, graph = NetworkShape(), NO_DECODER, tuple[str, ...](), None, profile.graph
     if decomposed:
         modality, parts = decomposed[0]
@@ -218,6 +209,21 @@ def reference_shape(
         batch_norms=True,
     )
     return outside_strata(shape, network, profile, latent_dim=latent_dim)
+
+
+def check_sizes(profile: Profile, *, latent_dim: int, window: int | None) -> None:
+    """Raise a PlanError for options of the reference model that no model of these data can have."""
+    decomposed = [m.decomposition for m in profile.modalities if m.decomposition is not None]
+    local = any(parts.attention and not parts.full for parts in decomposed)
+    if window is not None and any(parts.full for parts in decomposed):
+        raise PlanError(f"window={window!r} is not supported: full attention has no window; leave it out")
+    if not 1 <= latent_dim <= LARGEST or (local and latent_dim % 2):
+        even = ", even for local attention" if local else ""
+        raise PlanError(
+            f"latent_dim={latent_dim!r} is not supported; allowed is a whole number from 1 to {LARGEST:,}{even}"
+        )
+    if window is not None and not 1 <= window <= LARGEST:
+        raise PlanError(f"window={window!r} is not supported; allowed is a whole number of bins from 1 to {LARGEST:,}")
 
 
 def outside_strata(shape: ModelShape, network: NetworkShape, profile: Profile, *, latent_dim: int) -> ModelShape:

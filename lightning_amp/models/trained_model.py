@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_amp.data.batch import CellBatch, datamodule_of
 from lightning_amp.data.files.directory import written_aside
-from lightning_amp.data.loading.datamodule import FEW_ENTRIES, MANY_FEATURES, SingleCellDataModule
+from lightning_amp.data.loading.datamodule import SingleCellDataModule, is_sparse
 from lightning_amp.data.loading.dataset import CellTable
 from lightning_amp.errors import ModelError
 from lightning_amp.models.draw_losses import draw_losses
@@ -252,7 +252,7 @@ class TrainedModel(pl.LightningModule):
 
     def batches_of(self, table: CellTable, rows: NDArray[np.int64] | None = None) -> Iterator[CellBatch]:
         """Yield some or all cells of a table in order, on the model's device, with the model in eval mode."""
-        few = table.n_features > MANY_FEATURES and table.share <= FEW_ENTRIES
+        few = is_sparse(table.n_features, table.share)
         sparse, training = table.modality == HIC and few, [part for part in self.modules() if part.training]
         self.eval()
         try:

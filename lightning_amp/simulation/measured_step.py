@@ -37,6 +37,8 @@ class PlannedRank:
     def __init__(self, subject: Subject, plan: Plan, mesh: DeviceMesh) -> None:
         self.module = cast(Any, subject.module)
         self.batch = subject.batch
+        # there is no Trainer
+        self.module.log = self.module.log_dict = lambda *args, **kwargs: None
         installed = install(subject.module, plan, mesh)
         if any(isinstance(rule.spec, ShareBatchStatistics) for rule in plan.rules):
             share_batch_statistics(subject.module, mesh["data"])

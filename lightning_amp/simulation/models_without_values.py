@@ -7,6 +7,7 @@ N - k, as on one chromosome, and otherwise spread over all anchors.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -16,11 +17,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_amp.costs.model_shape import DecoderShape
+from lightning_amp.data.files.pairs import is_paired
+from lightning_amp.data.loading.datamodule import is_sparse
+from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.models.decoders.stratified import KeyKind, StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import Variant
 from lightning_amp.models.glue import GLUE
 from lightning_amp.models.inputs import HIC, GraphInputs, ModalityInputs, ModelInputs, StrataInputs
-from lightning_amp.profiling.profile import Profile
+from lightning_amp.profiling.profile import ModalityProfile, Profile
 
 LEARNING_RATE = 2e-3
 
@@ -84,8 +88,13 @@ def decoder_subject(shape: DecoderShape, *, batch_size: int) -> Subject:
     return Subject(module=module, batch=batch)
 
 
-def reference_subject(profile: Profile, *, batch_size: int, latent_dim: int, window: int | None) -> Subject:
-    """Return the reference model for some data, and a batch of `batch_size` cells per rank and modality."""
+def reference_subject(
+    profile: Profile, *, batch_size: int, latent_dim: int, window: int | None, device: str = "meta"
+) -> Subject:
+    """Return the reference model for some data, and a batch of `batch_size` cells per rank and modality.
+
+    `device` is that of sparse counts: a counted step reads where they are.
+    """
     inputs = _inputs(profile)
     parts = [m.decomposition for m in profile.modalities if m.decomposition is not None]
     key = _key(any(one.attention for one in parts), any(one.full for one in parts))
@@ -96,10 +105,13 @@ def reference_subject(profile: Profile, *, batch_size: int, latent_dim: int, win
             draw, index = (torch.empty(batch_size, dtype=torch.int64) for _ in range(2))
             batch[m.name] = _cells(batch_size, m.features) | {"draw": draw, "index": index}
     module.to("meta")
+    for m in profile.modalities:
+        if m.name == HIC and is_sparse(m.features, share_of(m)):
+            batch[HIC]["x"] = _sparse(m, batch_size, device)
+    # a number that the model reads
+    module.seed = torch.zeros_like(module.seed, device="cpu")
     if inputs.strata is not None:
         _give_nodes(module.decoders[HIC], inputs.strata.nodes)
-    # there is no Trainer
-    module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign, assignment]
     return Subject(module=module, batch=batch)
 
 
@@ -107,8 +119,22 @@ def _key(attention: bool, full: bool) -> KeyKind:
     return "full_attention" if full else "attention" if attention else "convolution"
 
 
-def _cells(n: int, n_features: int) -> dict[str, Tensor]:
+def _cells(n: int, n_features: int) -> dict[str, Any]:
     return {"x": torch.empty(n, n_features), "library": torch.empty(n, 1), "batch": torch.empty(n, dtype=torch.int64)}
+
+
+def share_of(modality: ModalityProfile) -> float:
+    """Return the share of the counts that are not zero, 1 for a dense matrix."""
+    return 1.0 if modality.zeros is None else 1.0 - modality.zeros
+
+
+def _sparse(modality: ModalityProfile, n: int, device: str) -> SparseCounts:
+    """Return sparse counts with as many entries as cells have on average, spread evenly."""
+    size = n * modality.features
+    entries = round(share_of(modality) * size)
+    column, row = np.divmod(np.arange(entries) * size // max(entries, 1), n)
+    found = [torch.from_numpy(part).to(device) for part in (row, column, np.ones(entries, dtype=np.float32))]
+    return SparseCounts(found[0], found[1], found[2], (n, modality.features), host=(row, column))
 
 
 def _nodes(n_anchors: int, features: tuple[int, ...], distances: tuple[int, ...]) -> list[NDArray[np.int64]]:
@@ -135,7 +161,9 @@ def _inputs(profile: Profile) -> ModelInputs:
         if parts is not None:
             nodes = _nodes(parts.anchors, parts.features, parts.distances)
             strata = StrataInputs(n_anchors=parts.anchors, nodes=nodes, distances=list(parts.distances))
-    return ModelInputs(modalities=modalities, strata=strata, graph=_graph(profile, modalities))
+    files = {m.name: Path(profile.data_dir) / m.file for m in profile.modalities}
+    paired = all(file.is_file() for file in files.values()) and is_paired(files)
+    return ModelInputs(modalities=modalities, strata=strata, graph=_graph(profile, modalities), paired=paired)
 
 
 def _graph(profile: Profile, modalities: dict[str, ModalityInputs]) -> GraphInputs:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_amp._torch import FakeStore
-from lightning_amp.costs.model_shape import LATENT_DIM, profile_of_module, reference_shape
+from lightning_amp.costs.device_rates import CPU_CORE, Rates
+from lightning_amp.costs.model_shape import LATENT_DIM, profile_of_module
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.target_device import settings_of
@@ -24,6 +25,7 @@ from lightning_amp.progress import track
 from lightning_amp.simulation.measured_step import MeasuredStep, PlannedRank, RankResult, Sizes
 from lightning_amp.simulation.models_without_values import Subject, decoder_subject, reference_subject
 from lightning_amp.simulation.parse_shape import ShapeRequest
+from lightning_amp.simulation.plan_of_data import plan_of_data
 from lightning_amp.techniques.hic.attention import rotary
 
 SCHEMA = 1
@@ -183,10 +185,18 @@ def request_decoder(asked: ShapeRequest, *, batch_size: int, **request: Any) -> 
 
 
 def request_reference(
-    profile: Profile, *, batch_size: int, latent_dim: int | None, window: int | None, **request: Any
+    profile: Profile,
+    *,
+    batch_size: int,
+    latent_dim: int | None,
+    window: int | None,
+    rates: Rates = CPU_CORE,
+    **request: Any,
 ) -> tuple[Callable[[], Subject], Plan]:
-    """Return a function that builds the reference model for some data, and its plan; see `make_plan.plan`."""
-    dim = LATENT_DIM if latent_dim is None else latent_dim
-    shape = reference_shape(profile, batch_size=batch_size, latent_dim=dim, window=window)
-    made = make_plan(profile, batch_size=batch_size, shape=shape, **request)
-    return partial(reference_subject, profile, batch_size=batch_size, latent_dim=dim, window=window), made
+    """Return a function that builds the reference model for some data, and its plan; see `plan_of_data`.
+
+    A policy chooses techniques of the decoder alone, which a simulation counts.
+    """
+    of_model: dict[str, Any] = {"latent_dim": LATENT_DIM if latent_dim is None else latent_dim, "window": window}
+    made = plan_of_data(profile, request, batch_size=batch_size, **of_model, rates=rates, beyond_decoder=False)
+    return partial(reference_subject, profile, batch_size=batch_size, **of_model), made

@@ -44,7 +44,7 @@ def test_profile_and_plan_print_tables_and_json(data_dir, capsys) -> None:
     assert [made[name] for name in ("would_help", "largest_batch", "fewest_devices")] == [None] * 3
     assert main(["plan", str(data_dir), "--keys", "full_attention"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "full attention, of an anchor to all 30 (as given)" in text
+    assert "full attention, of an anchor to all 30 (declared by FullAttention)" in text
     assert main(["plan", str(data_dir), "--policy", "paper", "--keys", "convolution", "--window", "10"]) == 0
     text = capsys.readouterr().out
     assert "single-device execution" in text

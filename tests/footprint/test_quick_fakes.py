@@ -43,6 +43,31 @@ def test_products_of_groups_have_the_layout_of_the_kernels(columns: int) -> None
     assert found[0] == found[1]
 
 
+def plain_operators(x: Tensor, y: Tensor, n: Tensor) -> list[Tensor]:
+    """Results of [4, 6], [6, 4] and integers [4, 6]: element-wise, of products and of views, in place and given."""
+    out, wide = torch.empty_like(x), x.expand(3, 4, 6)
+    made = [x * y.T, x + 1, n / 2, n * x, x > n, torch.where(x > 0, x, y.T), wide.exp(), x.T.sigmoid(), x @ y]
+    made += [F.softplus(x), x[1:, 2:] * 2, torch.complex(x, y.T), torch.addmm(x[:, :4], x, y), torch.bmm(wide, wide.mT)]
+    made += [torch.mul(x, y.T, out=out), x[1:][1:, 3], x[2:].as_strided((2,), (3,)), x.as_strided((2, 2), (1, 5), 7)]
+    made += [x.clone().mul_(y.T), torch.mm(x, y, out=x.new_empty(4, 4)), x.view(2, 12)[1], F.logsigmoid(x[:, ::2])]
+    # memory that grows
+    return [*made, torch.neg(x, out=x.new_empty(0))]
+
+
+def test_results_by_an_operators_own_rule_are_those_of_the_kernels() -> None:
+    given = torch.randn(4, 6), torch.randn(6, 4), torch.ones(4, 6, dtype=torch.int64)
+
+    def layouts(values: list[Tensor]) -> list[Any]:
+        return [(v.shape, v.stride(), v.dtype, v.storage_offset(), v.untyped_storage().nbytes()) for v in values]
+
+    with torch.no_grad():
+        real = layouts(plain_operators(*given))
+    # the second mode finds what the first one has kept
+    for _ in range(2):
+        with quick_fakes.QuickFakes(valid=True) as fake, torch.no_grad():
+            assert layouts(plain_operators(*map(fake.from_tensor, given))) == real
+
+
 class Speech(Optimised, by=torch.optim.SGD, lr=0.1):
     """Letters of sounds; a path goes through the padded targets."""
 

@@ -82,9 +82,9 @@ def test_a_plan_for_a_device_by_name_is_compared_with_its_memory(tmp_path: Path,
     assert found.on_device is not None
     assert found.on_device.budget_bytes == GIB
     assert found.budget_bytes == int(TENSORS_SHARE * (GIB - CONTEXT_BYTES - sum(WORKSPACES)))
-    # closed forms have no order of allocations
-    assert found.on_device.estimated.startswith("the bytes of a decoder come from closed forms")
-    assert found.on_device.reserved_bytes == int(found.predicted_peak_bytes / TENSORS_SHARE) + 1 + sum(WORKSPACES)
+    # the counted step is replayed
+    assert found.on_device.estimated == ""
+    assert found.on_device.reserved_bytes > found.predicted_peak_bytes
     assert planned("--device", "cpu").budget_bytes is None
     # a decoder that no H100 holds
     words = ["plan", "--shape", "anchors=113505,dim=4096,strata=32,batch=64", "--strategies", "S1", "--device", "H100"]

@@ -95,12 +95,13 @@ def test_the_command_needs_no_torch(data_dir) -> None:
     # anndata 0.11 imports torch wherever it is installed, so that the test hides it
     code = (
         "import sys; sys.modules['torch'] = None; from lightning_amp.cli.main import main;"
-        f"words = ['plan', {str(data_dir)!r}, '--devices', '2', '--policy', 'paper', '--format', 'json'];"
+        f"assert main(['profile', {str(data_dir)!r}]) == 0;"
+        "words = ['plan', '--shape', 'anchors=60,dim=8,strata=2', '--devices', '2', '--policy', 'paper'];"
         "sys.exit(main(words))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["strategies"] == ["S1"]
+    assert "\nPlan (policy paper): S1 data parallel" in done.stdout
 
 
 def test_modalities_that_are_not_known_are_named_and_not_read(data_dir, tmp_path) -> None:

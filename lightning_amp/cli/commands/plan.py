@@ -1,6 +1,6 @@
 """`lightning-amp plan`: print a plan, or with `--recommend-devices` the number of devices that pays.
 
-For a data directory or `--shape`, neither imports torch.
+For `--shape`, neither imports torch.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from lightning_amp.costs.model_shape import profile_of_module, reference_shape, shape_of_decoder
+    from lightning_amp.costs.model_shape import profile_of_module, shape_of_decoder
     from lightning_amp.planning.modules.on_device import OF_DECODER, Device, on_device
     from lightning_amp.planning.policies.make_plan import check_request, plan
     from lightning_amp.planning.reports.plan_report import plan_as_json, plan_report, profile_report
@@ -105,20 +105,21 @@ def _run(arguments: argparse.Namespace) -> int:
     request = request_of(arguments)
     check_request(**request)
     asked, rates = decoder_asked(arguments), rates_asked(arguments)
-    device = Device.of(rates.memory, request["device_memory"], request["devices"])
-    request, notes = with_memory_of_device(request, rates)
-    if asked:
+    if asked is None:
+        profile, of_model = read(arguments), {"latent_dim": latent_dim(arguments), "window": arguments.window}
+        # imported late: torch takes seconds to import
+        from lightning_amp.simulation.plan_of_data import plan_of_data
+
+        cells = request.pop("batch_size")
+        made = plan_of_data(profile, request, batch_size=cells, **of_model, rates=rates)
+        of_data = f"{profile_report(profile)}\n\n"
+    else:
+        device = Device.of(rates.memory, request["device_memory"], request["devices"])
+        request, notes = with_memory_of_device(request, rates)
         request["batch_size"] = asked.batch_size or request["batch_size"]
         shape = shape_of_decoder(asked.decoder, batch_size=request["batch_size"])
-        profile, of_data = profile_of_module(shape), ""
-    else:
-        profile = read(arguments)
-        shape = reference_shape(
-            profile, batch_size=request["batch_size"], latent_dim=latent_dim(arguments), window=arguments.window
-        )
-        of_data = f"{profile_report(profile)}\n\n"
-    made = on_device(plan(profile, **request, shape=shape, rates=rates), device, OF_DECODER)
-    made = replace(made, notes=(*made.notes, *notes))
+        made = on_device(plan(profile_of_module(shape), **request, shape=shape, rates=rates), device, OF_DECODER)
+        made, of_data = replace(made, notes=(*made.notes, *notes)), ""
     print(plan_as_json(made, {}) if arguments.format == "json" else f"{of_data}{plan_report(made)}")
     return NOTHING_FITS if made.fits is False else 0
 

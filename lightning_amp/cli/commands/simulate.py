@@ -59,8 +59,6 @@ def _run(arguments: argparse.Namespace) -> None:
     request = request_of(arguments)
     check_request(**request)
     asked, rates = decoder_asked(arguments), rates_asked(arguments)
-    device = Device.of(rates.memory, request["device_memory"], request["devices"])
-    request, _ = with_memory_of_device(request, rates)
     if arguments.plot is not None:
         check_target("--plot", arguments.plot, "memory.png", overwrite=True)
     source = asked or read(arguments)
@@ -73,8 +71,10 @@ def _run(arguments: argparse.Namespace) -> None:
         of_model = {"latent_dim": arguments.latent_dim, "window": arguments.window}
         make, plan = request_reference(source, **of_model, **request, rates=rates)
     else:
+        device = Device.of(rates.memory, request["device_memory"], request["devices"])
+        request, _ = with_memory_of_device(request, rates)
         make, plan = request_decoder(source, **request, rates=rates)
-    plan = on_device(plan, device, OF_DECODER)
+        plan = on_device(plan, device, OF_DECODER)
     simulation = simulate_plan(make, plan, device_type=rates.device_type)
     if arguments.plot is not None:
         with written_aside(Path(arguments.plot)) as aside:

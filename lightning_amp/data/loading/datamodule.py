@@ -30,6 +30,11 @@ FEW_ENTRIES = 0.1
 and less time; at twice this share they take as much of both (64 and 256 cells of 172,800 features, one CPU core)."""
 
 
+def is_sparse(n_features: int, share: float) -> bool:
+    """Whether `sparse="auto"` is sparse for this many features, with a share of nonzero counts."""
+    return n_features > MANY_FEATURES and share <= FEW_ENTRIES
+
+
 class SingleCellDataModule(pl.LightningDataModule):
     """Loads the cells of a data directory, all modalities together, on any number of ranks.
 
@@ -341,7 +346,7 @@ class SingleCellDataModule(pl.LightningDataModule):
             # other models need a dense x, and so do own columns: their share differs between ranks, and they become a
             # part of a sharded tensor
             takes = getattr(model, "takes_sparse_counts", False) is True and table.columns is None
-            sparse = takes and table.n_features > MANY_FEATURES and table.share <= FEW_ENTRIES
+            sparse = takes and is_sparse(table.n_features, table.share)
         return MultiModalDataset(self.tables, sparse=[HIC] if table is not None and sparse else [])
 
     def _sampler(self, cells: CellRowsOf | None, *, cycle: bool, shuffle: bool) -> StepSampler:

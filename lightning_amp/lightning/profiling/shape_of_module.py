@@ -22,7 +22,14 @@ RMSPROP_SLOTS = 1
 
 
 def read_shape(
-    module: nn.Module, data: object, *, data_dir: str | Path | None, batch_size: int, queries: int | None, rates: Rates
+    module: nn.Module,
+    data: object,
+    *,
+    data_dir: str | Path | None,
+    batch_size: int,
+    queries: int | None,
+    rates: Rates,
+    profile: Profile | None = None,
 ) -> tuple[Profile, ModelShape, list[str]]:
     """Return the profile of the data, the shape of the module, and notes on what a prediction from it leaves out.
 
@@ -32,15 +39,17 @@ def read_shape(
         batch_size: Cells per rank and modality.
         queries: Requested queries of a chunk of attention.
         rates: Rates of the device.
+        profile: Profile of the data directory, if it has been read; `data` and `data_dir` are then not read.
     """
     data = data if isinstance(data, SingleCellDataModule) else None
     if data_dir is None and data is not None:
         data_dir = data.data_dir
     shape = _shape(module, batch_size=batch_size, queries=queries)
     notes = unpredicted(module, shape)
-    if data_dir is None:
+    if data_dir is None and profile is None:
         return model_shape.profile_of_module(shape), on_device(shape, rates), notes
-    profile = read_profile(data_dir, setting=getattr(data, "setting", None))
+    if profile is None:
+        profile = read_profile(data_dir, setting=getattr(data, "setting", None))  # type: ignore[arg-type]
     # only loaded modalities count, and they are decomposed only if the module has a decomposed decoder
     loaded, modalities = getattr(data, "modalities", None), []
     used = [m for m in profile.modalities if loaded is None or m.name in loaded]

@@ -8,6 +8,7 @@
 Steps are counted as one rank of the model axis, the fullest, with all rules of the decoder.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -172,8 +173,10 @@ class _Counted:
 
     def planned(self, budget: int | None, *, named: tuple[str, ...] | None, budget_named: bool) -> DecoderPlan:
         """Plan the rest of the step as of any module."""
-        base = replace(self.whole, budget_bytes=budget)
+        # without a budget any step fits, and no technique is searched for that saves memory
+        base = replace(self.whole, budget_bytes=sys.maxsize if budget is None else budget)
         found = plan_module(base, self.seen, named=named, budget_named=budget_named, count=self.count)
+        found = replace(found, budget_bytes=budget)
         plain = as_it_is(self.seen, self.whole.gradient_ranks).seconds
         extra = (found.predicted_step_seconds or plain) - plain
         return DecoderPlan(plan=self.joined(found, extra_seconds=extra), seen=self.seen)

@@ -50,7 +50,7 @@ class Axes:
         return axes if axes.placement not in ("strata", "nodes") else replace(axes, features="all")
 
 
-NEEDLESS = "{} was not looked for, which takes seconds: the step fits as it is"
+NEEDLESS = "{} was not looked for, which takes seconds: no budget asks for less memory"
 """Reason in `does_not_help` of a technique that was not searched and may help."""
 
 

@@ -6,7 +6,6 @@ The tape shows when each storage is made, when it is last read, and whether auto
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,8 @@ class Look(Tape):  # type: ignore[no-untyped-call]
     def __init__(self, rates: OperatorRates, *, views: bool = True) -> None:
         super().__init__([(2**62, True)], views=views)
         self.views, self.writes_to_views = views, False
-        self._viewed = dict[int, weakref.ref[torch.UntypedStorage]]()
+        # an id may be that of a later storage
+        self._viewed = weakref.WeakValueDictionary[int, Any]()
         self.seconds: list[float] = []
         self.first_saved: dict[int, int] = {}
         self.saved: dict[int, int] = {}
@@ -95,16 +95,10 @@ class Look(Tape):  # type: ignore[no-untyped-call]
     def _note_views(self, func: Any, args: Any, kwargs: Any) -> None:
         how = how_of(func)
         if how.is_view:
-            for _, storage in storages_of(tensors_of((args, kwargs))):
-                # another storage may get the address of one that is freed
-                key = id(storage)
-                self._viewed[key] = weakref.ref(storage, partial(self._forget_view, key))
+            self._viewed.update({id(storage): storage for _, storage in storages_of(tensors_of((args, kwargs)))})
         elif torch.is_grad_enabled() and how.writes != ():
             written = storages_of(how.written(args, kwargs))
             self.writes_to_views |= any(id(storage) in self._viewed for _, storage in written)
-
-    def _forget_view(self, key: int, _: object) -> None:
-        self._viewed.pop(key, None)
 
     @property
     def why_nothing(self) -> str:

@@ -243,7 +243,7 @@ def test_stages_are_not_looked_for_where_the_step_fits() -> None:
     found = plan_module(base(10_000, devices=2), with_stages(whole, passes=passes))
     assert not any("pipeline" in row.strategies for row in found.candidates)
     assert found.diagnosis.does_not_help["pipeline"].startswith("pipeline was not looked for")
-    assert "pipeline not tried takes seconds: the step fits" in " ".join(advice_table(found.diagnosis).split())
+    assert "pipeline not tried takes seconds: no budget asks" in " ".join(advice_table(found.diagnosis).split())
     narrow = replace(whole.rates, links=replace(whole.rates.links, intra_bandwidth=1.0))
     narrow_links = plan_module(base(10_000, devices=2), replace(whole, rates=narrow))
     compared = [row.strategies for row in narrow_links.candidates]

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -86,7 +87,8 @@ def _remember(x: Tensor, counts: SparseCounts) -> tuple["weakref.ref[Tensor]", i
     return _KNOWN[key]
 
 
-ASSUMED_SHARE = 0.05
+ASSUMED = SimpleNamespace(share=0.05, in_counts=False)
+"""Share of entries of dense counts without values, and whether a counted step assumes it too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,8 +123,9 @@ class Entries:
 def entries(x: Num[Tensor, "cell feature"] | SparseCounts, runs: Sequence[slice], *, dtype: torch.dtype) -> Entries:
     """Return the entries of a matrix by runs of columns, which cover all columns in order."""
     numbers = x if isinstance(x, Tensor) else x.value
-    if has_no_values(numbers) and not in_a_count(numbers):
-        n = math.ceil(ASSUMED_SHARE * x.numel()) if numbers is x else len(numbers)
+    unknown = numbers is x and has_no_values(x) and ASSUMED.in_counts
+    if has_no_values(numbers) and (not in_a_count(numbers) or (unknown and launches_operators(numbers))):
+        n = math.ceil(ASSUMED.share * x.numel()) if numbers is x else len(numbers)
         # the assumed number of entries, spread evenly over the columns
         row, column = numbers.new_empty((2, n), dtype=torch.int64)
         ends = [n * run.stop // max(x.shape[1], 1) for run in runs]
@@ -141,7 +144,11 @@ def entries(x: Num[Tensor, "cell feature"] | SparseCounts, runs: Sequence[slice]
     counts = known_entries(x)
     if counts is not None:
         return entries(counts, runs, dtype=dtype)
-    found = [x[:, run].nonzero(as_tuple=True) for run in runs]
+    if unknown:
+        sizes = [math.ceil(ASSUMED.share * x[:, run].numel()) for run in runs]
+        found = [x.new_empty((n, 2), dtype=torch.int64).unbind(1) for n in sizes]
+    else:
+        found = [x[:, run].nonzero(as_tuple=True) for run in runs]
     ends = list(accumulate(len(row) for row, _ in found))
     row = torch.cat([row for row, _ in found])
     column = torch.cat([column + run.start for (_, column), run in zip(found, runs, strict=True)])

@@ -1,0 +1,100 @@
+"""Plan a data directory: as a fit of the reference model on it, by a count of a step without values."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from lightning.pytorch import LightningModule
+
+from lightning_amp.costs.device_rates import Rates, budget_on
+from lightning_amp.costs.model_shape import check_sizes
+from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.footprint.inner_run import UNDER_AMP
+from lightning_amp.footprint.target_device import settings_of
+from lightning_amp.holding import replacing
+from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, make_step_plan
+from lightning_amp.lightning.profiling.plan_of_module import PLANNING
+from lightning_amp.lightning.profiling.shape_of_module import read_shape
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
+from lightning_amp.models.inputs import HIC
+from lightning_amp.planning.modules.on_device import Device, made_for, on_device
+from lightning_amp.planning.plan.plan import Explanation, Plan
+from lightning_amp.profiling.profile import Profile
+from lightning_amp.progress import shown_if_long
+from lightning_amp.quantities import memory_of_ranks
+from lightning_amp.simulation.models_without_values import reference_subject, share_of
+from lightning_amp.techniques.hic.scores import nonzero_counts
+from lightning_amp.techniques.table import parse_strategies
+
+
+@shown_if_long(PLANNING)
+def plan_of_data(
+    profile: Profile,
+    request: Mapping[str, Any],
+    *,
+    batch_size: int,
+    latent_dim: int,
+    window: int | None,
+    rates: Rates,
+    beyond_decoder: bool = True,
+) -> Plan:
+    """Plan the reference model for some data.
+
+    Args:
+        request: `devices`, `node_devices`, `device_memory`, `policy`, `strategies` and `model_parallel_size`, as for
+            `lightning_amp.plan`; those that are left out are left to the policy.
+        batch_size: Cells per rank and modality.
+        latent_dim, window: Options of the reference model.
+        rates: Rates of one device.
+        beyond_decoder: Whether the policy may choose techniques beyond those of the decoder.
+
+    Raises:
+        PlanError: Sizes that no model can have, or the request cannot be planned.
+    """
+    check_sizes(profile, latent_dim=latent_dim, window=window)
+    subject = reference_subject(profile, batch_size=batch_size, latent_dim=latent_dim, window=window, device="cpu")
+    module, batch = cast(LightningModule, subject.module), subject.batch
+    asked, devices, strategies = request.get("device_memory"), request.get("devices", 1), request.get("strategies")
+    node_devices = request.get("node_devices")
+    rates = rates.on_nodes_of(node_devices)
+    device, (memory, budget_notes) = Device.of(rates.memory, asked, devices), budget_on(rates, asked, devices)
+    data, shape, notes = read_shape(
+        module, None, data_dir=None, batch_size=batch_size, queries=None, rates=rates, profile=profile
+    )
+    step, hic = StepOfModule(module, lambda: batch, around=UNDER_AMP), profile.modality(HIC)
+    given = PlanInputs(
+        data=data,
+        shape=replace(shape, profiled=hic is None),
+        rates=rates,
+        devices=devices,
+        node_devices=node_devices,
+        memory=() if memory is None else memory_of_ranks(memory, devices),
+        memory_named=asked is not None,
+        policy=request.get("policy", "auto"),
+        strategies=None if strategies is None else parse_strategies(strategies),
+        model_parallel_size=request.get("model_parallel_size", "auto"),
+        shared_statistics=devices > 1,
+        beyond_decoder=beyond_decoder,
+        notes=tuple(notes),
+    )
+
+    def made(less: int) -> Plan:
+        fewer = replace(given, memory=tuple(max(1, n - less) for n in given.memory))
+        planned = make_step_plan(fewer, step, seen)
+        return on_device(planned.plan, device, (planned.step or step).as_planned(planned.plan))
+
+    share = 1.0 if hic is None else share_of(hic)
+    with settings_of(rates.device_type), replacing(nonzero_counts.ASSUMED, share=share, in_counts=True):
+        seen = None if hic is not None else step.profiled(rates, shared_statistics=devices > 1)
+        plan = made_for(made)
+    sparse = "sparse" in plan.strategies or (hic is not None and isinstance(batch[HIC]["x"], SparseCounts))
+    assumed = map(Explanation, _assumed(plan, share, sparse=sparse))
+    return replace(plan, notes=(*plan.notes, *assumed, *budget_notes))
+
+
+def _assumed(plan: Plan, share: float, *, sparse: bool) -> Iterator[str]:
+    """Yield what the count assumes of the data, of which a profile has only sizes."""
+    if sparse:
+        yield f"counted with {100 * share:.1f} % of the contacts of a batch not zero, as in the whole file"
+    if "nodes" in plan.strategies:
+        yield "counted as if every edge of the graph joined neighbours: other edges bring a rank more rows of others"

@@ -1,0 +1,75 @@
+"""Claim: the plan of a data directory is the plan of a fit of the reference model on it, to the byte."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_amp
+from lightning_amp import GLUE, AMPStrategy, SingleCellDataModule
+from lightning_amp.data.prepare.synthetic import synthesize
+from lightning_amp.errors import AmpError
+from lightning_amp.planning.plan.plan import Plan
+from tests.lightning.strategy.strategy_cases import trainer_of
+from tests.ranks import run_ranks
+
+CELLS = 4
+SIZES: dict[str, Any] = {"latent_dim": 8, "window": 8}
+MEMORY = None, "4.1MiB", "3.9MiB"
+"""All that there is; less than a step without techniques takes; less than any."""
+
+
+def facts(plan: Plan) -> dict[str, Any]:
+    return {
+        "rules": [(rule.fqn, rule.spec) for rule in plan.rules],
+        "mesh": plan.mesh,
+        "peak": plan.training_bytes,
+        "base": plan.predicted_base_bytes,
+        "seconds": plan.predicted_step_seconds,
+        "signals": plan.signals,
+    }
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("data") / "data"
+    synthesize(out, cells=24, bins=30, strata=3, genes=20, seed=1)
+    return out
+
+
+def offline(data_dir: Path, **request: Any) -> Plan:
+    found: Plan = lightning_amp.plan(lightning_amp.profile(data_dir), batch_size=CELLS, **SIZES, **request)
+    return found
+
+
+def of_fits(rank: int, ranks: int, data_dir: Path, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for request in requests:
+        strategy = AMPStrategy(**request, on_predicted_oom="warn")
+        trainer = trainer_of(strategy, rank=rank, ranks=ranks, max_steps=1, limit_val_batches=0)
+        data = SingleCellDataModule(data_dir, batch_size=CELLS)
+        try:
+            trainer.fit(GLUE(**SIZES), data)
+        except AmpError:
+            assert strategy.plan is not None
+        assert strategy.plan is not None
+        found.append(facts(strategy.plan))
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
+def test_a_directory_has_the_plan_of_its_fit(data_dir: Path, tmp_path: Path, ranks: int) -> None:
+    requests: list[dict[str, Any]] = [{"device_memory": memory} for memory in (MEMORY if ranks > 1 else MEMORY[:2])]
+    requests += [{"strategies": "S1,S2,S4"}, {"policy": "paper"}] if ranks > 1 else [{"strategies": "S4,sparse"}]
+    for found in run_ranks(of_fits, ranks, tmp_path, data_dir, requests, timeout=400):
+        for request, one in zip(requests, found, strict=True):
+            plan = offline(data_dir, devices=ranks, **request)
+            planned = facts(plan)
+            if "nodes" in plan.strategies:
+                # which rows a rank receives depends on the edges of the graph, which a profile only counts
+                for name in ("peak", "base"):
+                    assert planned[name] == pytest.approx(one[name], rel=1e-3)
+                    planned[name] = one[name]
+            assert planned == one, request
