@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -317,8 +317,8 @@ def modes_on(modes: Sequence[Any]) -> Iterator[None]:
             _pop_mode()
 
 
-def compile_settings(*, graphs: int) -> AbstractContextManager[Any]:
-    """Return a context with settings of torch.compile: one graph serves parameters and buffers of any size.
+def compile_settings(*, graphs: int, any_sizes: bool = True) -> AbstractContextManager[Any]:
+    """Return a context with settings of torch.compile: one graph serves parameters and buffers of `any_sizes`.
 
     More than `graphs` graphs of a function raise an error; by default torch would continue without compiling it.
     """
@@ -326,13 +326,18 @@ def compile_settings(*, graphs: int) -> AbstractContextManager[Any]:
     from torch._dynamo import config
 
     found: AbstractContextManager[Any] = config.patch(
-        force_parameter_static_shapes=False,
-        force_nn_module_property_static_shapes=False,
+        force_parameter_static_shapes=not any_sizes,
+        force_nn_module_property_static_shapes=not any_sizes,
         recompile_limit=graphs,
         accumulated_recompile_limit=max(graphs, config.accumulated_recompile_limit),
         fail_on_recompile_limit_hit=True,
     )
     return found
+
+
+def outside_function_modes() -> AbstractContextManager[Any]:
+    """Return a context without torch function modes, which torch.compile would trace."""
+    return without_torch_function() if torch._C._len_torch_function_stack() else nullcontext()
 
 
 def values_are_checked() -> bool:

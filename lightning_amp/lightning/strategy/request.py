@@ -31,6 +31,7 @@ CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "check_finite": (True, False),
     "rescue": (True, False),
     "device_speeds": (None, "measure"),
+    "compile": ("auto", True, False),
     "verbose": (True, False),
 }
 
@@ -75,6 +76,7 @@ class Request:
     tensor_grid: tuple[int, int, int] | None = None
     tensor_overlap: Sequence[str] = tuple(OVERLAP.split(","))
     tensor_cache: str | int = "0B"
+    compile: Literal["auto"] | bool = False
     verbose: bool = False
 
     def __post_init__(self) -> None:
@@ -185,6 +187,11 @@ class Request:
         if beside:
             raise PlanError(
                 f"plan={self.plan!r} cannot be used with {beside!r}, which a plan decides; leave one of the two out"
+            )
+        if self.compile is not False:
+            raise PlanError(
+                f"plan={self.plan!r} and compile={self.compile!r} cannot be used together; a plan names the blocks that"
+                " it compiles. Leave one of the two out"
             )
         if not isinstance(self.plan, str | Path | Plan):
             raise PlanError(

@@ -114,6 +114,7 @@ class AMPStrategy(MeshStrategy):
         tensor_grid: tuple[int, int, int] | None = None,
         tensor_overlap: Sequence[str] = ("all_reduce", "reduce_scatter", "all_gather"),
         tensor_cache: str | int = "0B",
+        compile: Literal["auto"] | bool = False,
         verbose: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -156,6 +157,7 @@ class AMPStrategy(MeshStrategy):
             tensor_cache: For `strategies="tensor3d"`: bytes of gathered parameters that are kept for the backward pass.
             sequence_dim: For `strategies="sequence"`, or "tensor3d" if z splits samples: the dims that are split.
             sequence_sizes, sequence_grid: For "sequence": "even", "causal" or shard sizes; ranks of two dims, as "2x2".
+            compile: Whether blocks run through torch.compile; "auto": if a GPU waits for launches and the run is long.
             verbose: Show the complete report of the plan instead of its summary of five lines.
 
         Raises:

@@ -27,7 +27,7 @@ from lightning_amp.footprint.forward_overrides import Position, overrides_of
 from lightning_amp.shapes import Scalar
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder
-from lightning_amp.techniques.hic.rows import CompileStrata
+from lightning_amp.techniques.compile.row import CompileStrata
 from lightning_amp.techniques.hic.strata.stream import StreamedStrata
 
 MODES = ("default", "reduce-overhead")
