@@ -317,8 +317,8 @@ def modes_on(modes: Sequence[Any]) -> Iterator[None]:
             _pop_mode()
 
 
-def compile_settings(*, graphs: int, any_sizes: bool = True) -> AbstractContextManager[Any]:
-    """Return a context with settings of torch.compile: one graph serves parameters and buffers of `any_sizes`.
+def compile_settings(*, graphs: int) -> AbstractContextManager[Any]:
+    """Return a context with settings of torch.compile: one graph serves parameters and buffers of any size.
 
     More than `graphs` graphs of a function raise an error; by default torch would continue without compiling it.
     """
@@ -326,8 +326,8 @@ def compile_settings(*, graphs: int, any_sizes: bool = True) -> AbstractContextM
     from torch._dynamo import config
 
     found: AbstractContextManager[Any] = config.patch(
-        force_parameter_static_shapes=not any_sizes,
-        force_nn_module_property_static_shapes=not any_sizes,
+        force_parameter_static_shapes=False,
+        force_nn_module_property_static_shapes=False,
         recompile_limit=graphs,
         accumulated_recompile_limit=max(graphs, config.accumulated_recompile_limit),
         fail_on_recompile_limit_hit=True,

@@ -104,7 +104,7 @@ def with_compiled(plan: Plan, facts: PlanningContext) -> Plan:
         return plan
     seen, launches = facts.profiled[0], facts.rates[0].launches
     chain = seen.chain if seen is not None and launches else None
-    rules, note = blocks_to_compile(module, asked, plan.strategies, chain=chain, steps=facts.steps_of_run)
+    rules, note = blocks_to_compile(module, asked, plan.rules, chain=chain, steps=facts.steps_of_run)
     names = in_order({*plan.strategies, *(rule.strategy for rule in rules)})
     notes = (*plan.notes, *[note] * bool(note))
     return replace(plan, strategies=names, rules=rules_in_order((*plan.rules, *rules)), notes=notes)

@@ -1,30 +1,33 @@
 """Run a block's forward through torch.compile (regional compilation).
 
-Blocks whose class has the same forward share its graphs: parameters are inputs of a graph, and Dynamo's guards tell
-blocks of another structure apart. Exact up to the rounding of sums, which TorchInductor orders differently. Random
-numbers are eager's (`fallback_random`), drawn in the same order, so that dropout and random states do not change.
+Blocks of one class whose parameters have the same shapes share graphs, of which parameters are inputs. Others of the
+class have their own, so that Dynamo does not take sizes that differ between blocks for dynamic ones. Exact up to the
+rounding of sums, which TorchInductor orders differently. Random numbers are eager's (`fallback_random`), drawn in the
+same order, so that dropout and random states do not change.
 
 What lies around the forward stays outside of the graph: hooks of the block (fsdp), a second forward pass (recompute),
 torch function modes (logits). A block is a single graph: a graph break, code that cannot be compiled, and more graphs
-than `GRAPHS` are errors. On fake tensors nothing is compiled.
+than torch's limit are errors. On fake tensors nothing is compiled.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
+from types import FunctionType
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from lightning_amp._torch import compile_settings, has_no_values, is_compiled, outside_function_modes
+from lightning_amp._torch import has_no_values, is_compiled, outside_function_modes
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.forward_overrides import overrides_of
 from lightning_amp.techniques.compile.row import CompileBlock
 from lightning_amp.techniques.contract.change import Change
 
-GRAPHS = 64
-"""Most graphs of one class: blocks of other sizes, with and without gradients. torch's own limit is 8."""
+Sizes = tuple[tuple[int, ...], ...]
+_NUMBERS = count()
 
 
 def compile_block(module: nn.Module, spec: CompileBlock, mesh: object) -> Change:
@@ -38,7 +41,8 @@ def compile_block(module: nn.Module, spec: CompileBlock, mesh: object) -> Change
             f"compile does not support {type(module).__name__!r}, in which {within[0] or 'the block itself'!r} is"
             " compiled already; compile one of the two"
         )
-    return Change({}, forwards={"": CompiledForward()})
+    sizes = tuple(tuple(tensor.shape) for tensor in (*module.parameters(), *module.buffers()))
+    return Change({}, forwards={"": CompiledForward(sizes)})
 
 
 @dataclass
@@ -46,10 +50,12 @@ class CompiledForward:
     """Override that runs the class's forward compiled; made by `compile_block`.
 
     Attributes:
+        sizes: Shapes of its parameters and buffers.
         fqn: Name of the block, for messages.
         checked: Whether no module in the block is computed by another technique.
     """
 
+    sizes: Sizes
     fqn: str = ""
     checked: bool = False
 
@@ -69,9 +75,9 @@ class CompiledForward:
         # not earlier: shared batch statistics are installed last
         if not self.checked:
             self._refuse_techniques_within(module)
-        with outside_function_modes(), compile_settings(graphs=GRAPHS, any_sizes=False):
+        with outside_function_modes():
             try:
-                return _compiled(forward)(module, *args, **kwargs)
+                return _compiled(forward, self.sizes)(module, *args, **kwargs)
             except torch._dynamo.exc.TorchDynamoException as error:
                 first = str(error).strip().partition("\n")[0]
                 raise InstallError(
@@ -93,7 +99,12 @@ class CompiledForward:
         return f"{self.fqn or 'a block'} ({type(module).__name__})"
 
 
-# by the function of a class, so that blocks of one class share its graphs
 @cache
-def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(forward: Callable[..., Any], sizes: Sizes) -> Callable[..., Any]:
+    if isinstance(forward, FunctionType):
+        # Dynamo keeps graphs, and the sizes that it has seen, by a code object and its name
+        code = forward.__code__.replace(co_name=f"{forward.__name__}_{next(_NUMBERS)}")
+        own = FunctionType(code, forward.__globals__, code.co_name, forward.__defaults__, forward.__closure__)
+        own.__kwdefaults__ = forward.__kwdefaults__
+        forward = own
     return cast(Any, torch.compile(forward, fullgraph=True, options={"fallback_random": True}))  # type: ignore[no-any-return]

@@ -1,11 +1,11 @@
 """Decide which blocks of a module `AMPStrategy(compile=)` compiles, and whether compilation pays."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from torch import nn
 
-from lightning_amp._torch import is_compiled
+from lightning_amp._torch import AnyBatchNorm, is_compiled
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.chain import Chain
@@ -13,6 +13,7 @@ from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.quantities import format_seconds
 from lightning_amp.techniques.compile.row import CompileBlock
 from lightning_amp.techniques.contract.protocol import find_decoders
+from lightning_amp.techniques.data.row import ShareBatchStatistics
 
 NAME = "compile"
 TOGETHER = ("S1", "recompute", "fsdp", "logits", "early_update", "host_optimizer")
@@ -40,21 +41,21 @@ def compilable(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def blocks_to_compile(
-    module: nn.Module, asked: Literal["auto"] | bool, strategies: Collection[str], *, chain: Chain | None, steps: float
+    module: nn.Module, asked: Literal["auto"] | bool, planned: Sequence[Rule], *, chain: Chain | None, steps: float
 ) -> tuple[tuple[Rule, ...], str]:
     """Return the rules for the blocks to compile, and one sentence why these, or why none.
 
     Args:
         asked: The option: all blocks, or, with "auto", only if launches bind and compilation pays in this run.
-        strategies: The other techniques of the plan.
+        planned: The rules of the plan.
         chain: The step on the rates of a GPU; None on a CPU, or if it was not counted.
         steps: Training steps of the run.
 
     Raises:
         PlanError: `asked` is True, and nothing can be compiled.
     """
-    why = _why_not(module, strategies)
-    blocks = {} if why else compilable(module)
+    blocks = compilable(module)
+    why = _why_not(module, blocks, planned)
     if not (why or blocks):
         why = "the module has no blocks with submodules outside of what its user has compiled; blocks= names them"
     if why and asked is True:
@@ -69,12 +70,16 @@ def blocks_to_compile(
     return rules, f"compiles {len(blocks)} blocks ({reason}); {EAGER_BYTES}"
 
 
-def _why_not(module: nn.Module, strategies: Iterable[str]) -> str:
-    others = [name for name in strategies if name not in TOGETHER]
+def _why_not(module: nn.Module, blocks: Mapping[str, nn.Module], planned: Sequence[Rule]) -> str:
+    others = {rule.strategy: rule for rule in planned if rule.strategy not in TOGETHER}
+    shares = any(isinstance(rule.spec, ShareBatchStatistics) for rule in planned)
+    norms = [name for name, block in blocks.items() if any(isinstance(m, AnyBatchNorm) for m in block.modules())]
     if decoders := list(find_decoders(module)):
         return f"{decoders[0]!r} is a decoder of strata, which strategies='...,compile' compiles"
     if others:
         return f"it was not tried together with {', '.join(others)}, which the plan has; leave one of them out"
+    if shares and norms:
+        return f"ranks share the batch statistics of {norms[0]!r}; share_batch_statistics=False gives each rank its own"
     return ""
 
 
