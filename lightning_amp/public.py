@@ -114,6 +114,7 @@ def plan(
     model_parallel_size: int | str = "auto",
     shape: ModelShape | None = None,
     rates: Rates | str | None = None,
+    device_speeds: Sequence[float] | None = None,
     node_devices: int | None = None,
 ) -> Plan: ...
 
@@ -130,6 +131,7 @@ def plan(
     batch_size: int | None = None,
     model_parallel_size: int | str = "auto",
     rates: Rates | str | None = None,
+    device_speeds: Sequence[float] | None = None,
     precision: str | int | None = None,
     blocks: Sequence[type | str] | None = None,
     host_memory: str | int | None = None,
@@ -148,6 +150,7 @@ def plan(
     model_parallel_size: int | str = "auto",
     shape: ModelShape | None = None,
     rates: Rates | str | None = None,
+    device_speeds: Sequence[float] | None = None,
     node_devices: int | None = None,
     precision: str | int | None = None,
     blocks: Sequence[type | str] | None = None,
@@ -172,6 +175,8 @@ def plan(
         shape: For a directory: the model; None means the reference model with its default sizes.
         rates: For a directory or a module: rates of one device, to predict times, or the name of a device, such as
             "A100" or "A100-80GB"; None means one CPU core.
+        device_speeds: Speed of every device in any unit, such as (1, 1, 0.5), by which they get stages and strata, as in
+            a fit with `AMPStrategy(device_speeds=...)`; None means equal speeds.
         node_devices: For a directory: devices of one node; the model axis stays inside a node unless
             `model_parallel_size` is larger. None means that all devices are on one node.
         precision: For a module: precision of the Trainer, such as "bf16-mixed"; None means "32-true". Operators are
@@ -200,6 +205,7 @@ def plan(
         "policy": policy,
         "strategies": strategies,
         "model_parallel_size": model_parallel_size,
+        "device_speeds": device_speeds,
     }
     of_module = {"blocks": blocks, "host_memory": host_memory}
     for name, value in of_module.items():

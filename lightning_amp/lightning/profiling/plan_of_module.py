@@ -54,7 +54,8 @@ def plan_of_module(
     """Plan the step of a module.
 
     Args:
-        request: `devices`, `device_memory`, `policy`, `strategies` and `model_parallel_size`, as for `plan_step`.
+        request: `devices`, `device_memory`, `policy`, `strategies`, `model_parallel_size` and `device_speeds`, as for
+            `plan_step`.
         options: Options of AMPStrategy for its techniques; None means not given.
 
     Raises:
@@ -211,7 +212,7 @@ def plan_of_module(
         split=technique_of_steps(made.strategies),
         on_devices=lambda n: made_on(n)[0],
         planned_at=planned_at if shape.decoder else None,
-        unlike=len(memory) > 1,
+        unlike=len(memory) > 1 or request.get("device_speeds") is not None,
     )
 
 
@@ -233,6 +234,7 @@ def _with_decoder(
             policy=request["policy"],
             strategies=strategies,
             model_parallel_size=request["model_parallel_size"],
+            device_speeds=request.get("device_speeds"),
         )
 
     counts = partial(

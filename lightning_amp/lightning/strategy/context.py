@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.costs import model_shape
 from lightning_amp.costs.device_rates import Rates
+from lightning_amp.costs.ordered_runs import speeds_of_ranks
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.data.batch import datamodule_of
@@ -257,9 +258,10 @@ class PlanningContext:
     @cached_property
     def speeds(self) -> tuple[float, ...]:
         """Speeds of all ranks relative to the fastest; empty if they count as equal. The first access is collective."""
-        if self.request.device_speeds is None:
+        asked, ranks = self.request.device_speeds, self.strategy.world_size
+        if asked is None:
             return ()
-        return measured_speeds(self.strategy.root_device, self.strategy.world_size)
+        return measured_speeds(self.strategy.root_device, ranks) if asked == "measure" else speeds_of_ranks(asked, ranks)
 
     def within(self, n_bytes: int) -> "PlanningContext":
         """Return a copy with a budget of `n_bytes` for tensors."""

@@ -107,7 +107,7 @@ class AMPStrategy(MeshStrategy):
         chunk_queries: int | None = None,
         chunk_policy: Literal["auto", "paper"] = "auto",
         host_memory: str | int | None = None,
-        device_speeds: Literal["measure"] | None = None,
+        device_speeds: Literal["measure"] | Sequence[float] | None = None,
         sequence_dim: Mapping[str, int | Sequence[int]] | str = "auto",
         sequence_sizes: str | Sequence[int] = "even",
         sequence_grid: str = "",
@@ -151,7 +151,7 @@ class AMPStrategy(MeshStrategy):
             chunk_queries: For `strategies="S3"`: queries of a chunk of local attention; None for 128, as in the paper.
             chunk_policy: For `strategies="chunk"`: choose regions by time, "auto", or by AutoChunk's cost, "paper".
             host_memory: Most host memory of a rank; None: 80 % of what is free, of fsdp_offload any.
-            device_speeds: "measure" assigns stages and strata to ranks by measured speed; None assumes equal speeds.
+            device_speeds: Speeds of all ranks, by which they get stages and strata; "measure"; or None, equal speeds.
             tensor_grid: For `strategies="tensor3d"`: ranks (x, y, z); x and y split features, z rows of the batch.
             tensor_overlap: For `strategies="tensor3d"`: collectives that overlap with compute.
             tensor_cache: For `strategies="tensor3d"`: bytes of gathered parameters that are kept for the backward pass.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_amp.costs.model_shape import ModelShape, profile_of_module
+from lightning_amp.costs.ordered_runs import speeds_of_ranks
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, PlanError
@@ -302,6 +303,7 @@ def base_plan(
     policy: str,
     strategies: list[str] | None,
     model_parallel_size: int | str,
+    device_speeds: str | Sequence[float] | None = None,
 ) -> Plan:
     """Return the plan without techniques that require a profile, for `plan_module`; arguments as in `plan_step`."""
     seen, shape = counted.seen, counted.shape
@@ -315,6 +317,7 @@ def base_plan(
         model_parallel_size=model_parallel_size,
         shape=shape,
         rates=seen.rates,
+        device_speeds=device_speeds,
     )
     return with_requested(made, seen.requested, shape, launches=seen.rates.launches)
 
@@ -328,13 +331,14 @@ def plan_step(
     strategies: str | Sequence[str] | None = None,
     model_parallel_size: int | str = "auto",
     micro_batches: int | None = None,
+    device_speeds: str | Sequence[float] | None = None,
     count: Count | None = None,
 ) -> Plan:
     """Plan a module whose step was profiled.
 
     Args:
         counted: The profiled step and the structure of the module.
-        devices, device_memory, policy, strategies, model_parallel_size: As in `lightning_amp.plan`.
+        devices, device_memory, policy, strategies, model_parallel_size, device_speeds: As in `lightning_amp.plan`.
         micro_batches: Number of micro-batches of a pipeline; None leaves it open.
         count: Counts the step again with rules installed.
 
@@ -350,6 +354,7 @@ def plan_step(
     of_policy, named = split_by_planner(strategies, policy=policy)
     size, stages = model_axis_size(model_parallel_size, of_policy, seen, policy=policy)
     memory = () if device_memory is None else memory_of_ranks(device_memory, devices)
+    speeds = () if device_speeds is None else speeds_of_ranks(device_speeds, devices)
     base = base_plan(
         counted,
         devices=devices,
@@ -357,6 +362,7 @@ def plan_step(
         policy=policy,
         strategies=of_policy,
         model_parallel_size=size,
+        device_speeds=device_speeds,
     )
     made = plan_module(
         base,
@@ -364,6 +370,6 @@ def plan_step(
         named=named,
         budget_named=device_memory is not None,
         count=count,
-        options=replace(stages, micro_batches=micro_batches, memory=memory),
+        options=replace(stages, micro_batches=micro_batches, speeds=speeds, memory=memory),
     )
     return with_memory(made, memory)
