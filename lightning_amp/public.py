@@ -175,8 +175,8 @@ def plan(
         shape: For a directory: the model; None means the reference model with its default sizes.
         rates: For a directory or a module: rates of one device, to predict times, or the name of a device, such as
             "A100" or "A100-80GB"; None means one CPU core.
-        device_speeds: Speed of every device in any unit, such as (1, 1, 0.5), by which they get stages and strata, as in
-            a fit with `AMPStrategy(device_speeds=...)`; None means equal speeds.
+        device_speeds: Speed of every device in any unit, such as (1, 1, 0.5), by which they get stages and strata as
+            in a fit with `AMPStrategy(device_speeds=...)`; None means equal speeds.
         node_devices: For a directory: devices of one node; the model axis stays inside a node unless
             `model_parallel_size` is larger. None means that all devices are on one node.
         precision: For a module: precision of the Trainer, such as "bf16-mixed"; None means "32-true". Operators are

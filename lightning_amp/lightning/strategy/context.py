@@ -261,7 +261,9 @@ class PlanningContext:
         asked, ranks = self.request.device_speeds, self.strategy.world_size
         if asked is None:
             return ()
-        return measured_speeds(self.strategy.root_device, ranks) if asked == "measure" else speeds_of_ranks(asked, ranks)
+        return (
+            measured_speeds(self.strategy.root_device, ranks) if asked == "measure" else speeds_of_ranks(asked, ranks)
+        )
 
     def within(self, n_bytes: int) -> "PlanningContext":
         """Return a copy with a budget of `n_bytes` for tensors."""

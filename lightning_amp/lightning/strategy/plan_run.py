@@ -25,7 +25,8 @@ from lightning_amp.planning.policies import build_rules
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.time.step_seconds import predicted_times
 from lightning_amp.progress import shown_if_long
-from lightning_amp.techniques.compile.choose import blocks_to_compile
+from lightning_amp.techniques.compile.choose import UNKNOWN_BYTES, blocks_to_compile
+from lightning_amp.techniques.compile.row import CompileBlock
 from lightning_amp.techniques.table import (
     EVALUATED,
     PREDICTIONS,
@@ -64,7 +65,7 @@ def resolve_plan(
         if asked is None or strategies is not None:
             made = _plan_of_decoder if facts.read[1].decoder else _plan_of_module
             return with_compiled(made_for(lambda less: made_with(made, less)), facts)
-        return compared(predict_anew(asked, facts), facts)
+        return with_compiled(compared(predict_anew(asked, facts), facts), facts)
 
     def made_with(made: Callable[..., Plan], less: int) -> Plan:
         fewer = facts.less(less)
@@ -100,11 +101,14 @@ def resolve_plan(
 def with_compiled(plan: Plan, facts: PlanningContext) -> Plan:
     """Return the plan with the blocks that `compile=` asks for."""
     asked, module = facts.request.compile, facts.trainer.lightning_module
+    budgeted = facts.request.device_memory is not None
+    if budgeted and any(isinstance(rule.spec, CompileBlock) for rule in plan.rules):
+        raise PlanError(f"the given plan compiles blocks, which is not supported: {UNKNOWN_BYTES}")
     if asked is False or (asked == "auto" and not facts.request.chooses):
         return plan
     seen, launches = facts.profiled[0], facts.rates[0].launches
     chain = seen.chain if seen is not None and launches else None
-    rules, note = blocks_to_compile(module, asked, plan.rules, chain=chain, steps=facts.steps_of_run)
+    rules, note = blocks_to_compile(module, asked, plan.rules, budgeted=budgeted, chain=chain, steps=facts.steps_of_run)
     names = in_order({*plan.strategies, *(rule.strategy for rule in rules)})
     notes = (*plan.notes, *[note] * bool(note))
     return replace(plan, strategies=names, rules=rules_in_order((*plan.rules, *rules)), notes=notes)

@@ -26,6 +26,10 @@ COMPILE_SECONDS = 30.0
 PASSES = 3
 """Time of both passes of a block, in forward passes."""
 EAGER_BYTES = "bytes are those of the eager step: torch's compiler decides what compiled blocks keep"
+UNKNOWN_BYTES = (
+    "device_memory is given, and what compiled blocks keep is not predicted: in most models less than eagerly, in a"
+    " ResNet 7 % more. Leave device_memory out, or compile modules yourself with strategies='compiled_budget'"
+)
 
 
 def compilable(module: nn.Module) -> dict[str, nn.Module]:
@@ -41,13 +45,20 @@ def compilable(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def blocks_to_compile(
-    module: nn.Module, asked: Literal["auto"] | bool, planned: Sequence[Rule], *, chain: Chain | None, steps: float
+    module: nn.Module,
+    asked: Literal["auto"] | bool,
+    planned: Sequence[Rule],
+    *,
+    budgeted: bool,
+    chain: Chain | None,
+    steps: float,
 ) -> tuple[tuple[Rule, ...], str]:
     """Return the rules for the blocks to compile, and one sentence why these, or why none.
 
     Args:
         asked: The option: all blocks, or, with "auto", only if launches bind and compilation pays in this run.
         planned: The rules of the plan.
+        budgeted: Whether the user has named a budget.
         chain: The step on the rates of a GPU; None on a CPU, or if it was not counted.
         steps: Training steps of the run.
 
@@ -55,7 +66,7 @@ def blocks_to_compile(
         PlanError: `asked` is True, and nothing can be compiled.
     """
     blocks = compilable(module)
-    why = _why_not(module, blocks, planned)
+    why = UNKNOWN_BYTES if budgeted else _why_not(module, blocks, planned)
     if not (why or blocks):
         why = "the module has no blocks with submodules outside of what its user has compiled; blocks= names them"
     if why and asked is True:

@@ -78,7 +78,10 @@ def test_a_slow_or_small_device_has_fewer_blocks(tmp_path: Path) -> None:
         assert found["speeds"] == every[0]["speeds"]
         assert found["speeds"][0] < 0.5
         assert found["speeds"][1] == 1.0
-        for name, said in (("slow", "speeds of the ranks, by that of the fastest"), ("small", "memory of the devices by rank: ")):
+        for name, said in (
+            ("slow", "speeds of the ranks, by that of the fastest"),
+            ("small", "memory of the devices by rank: "),
+        ):
             plan = found[name]["plan"]
             assert plan.stages[0].end < found["alike"]["plan"].stages[0].end, name
             assert any(note.startswith(said) for note in plan.notes), plan.notes
@@ -111,7 +114,9 @@ def test_speeds_that_are_given_plan_offline_as_in_a_fit(tmp_path: Path) -> None:
         assert (plan.rules, plan.stages) == (found.rules, found.stages)
     assert plan.stages[0].end < offline(None).stages[0].end
     assert "speeds of the ranks, by that of the fastest: 0.30, 1.00" in plan.notes
-    with pytest.raises(PlanError, match=r"device_speeds=\[1\] has 1 speeds, and there are 2 devices; give one for each"):
+    with pytest.raises(
+        PlanError, match=r"device_speeds=\[1\] has 1 speeds, and there are 2 devices; give one for each"
+    ):
         offline([1])
 
 

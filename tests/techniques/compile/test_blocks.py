@@ -67,7 +67,10 @@ def rows(n: int = 6) -> Tensor:
 def two_steps(*rules: Rule, compiles: bool) -> list[Tensor]:
     """Losses, gradients, parameters and random state of two steps in float64."""
     module = Net().double()
-    install_rules(module, [*rules, *(blocks_to_compile(module, True, (), chain=None, steps=1)[0] if compiles else ())])
+    install_rules(
+        module,
+        [*rules, *(blocks_to_compile(module, True, (), budgeted=False, chain=None, steps=1)[0] if compiles else ())],
+    )
     optimizer, losses = module.configure_optimizers(), []
     torch.manual_seed(2)
     for _ in range(2):
@@ -122,14 +125,14 @@ def test_beside_recompute_and_logits(without_kernels: None) -> None:
 
 def test_a_graph_break_is_named(without_kernels: None) -> None:
     module = Net(Block(), Prints())
-    install_rules(module, blocks_to_compile(module, True, (), chain=None, steps=1)[0])
+    install_rules(module, blocks_to_compile(module, True, (), budgeted=False, chain=None, steps=1)[0])
     with pytest.raises(InstallError, match=r"net\.1 \(Prints\) does not compile to one graph: .*graph_break"):
         module.training_step(rows(), 0)
 
 
 def test_another_technique_in_a_block_is_named(without_kernels: None) -> None:
     module = Net()
-    install_rules(module, blocks_to_compile(module, True, (), chain=None, steps=1)[0])
+    install_rules(module, blocks_to_compile(module, True, (), budgeted=False, chain=None, steps=1)[0])
     block = module.net[0]
     assert isinstance(block, Block)
     add_override("net.0.norm", block.norm, Override("other", lambda run, m, x: run(m, x), Position.STATISTICS))
@@ -139,7 +142,7 @@ def test_another_technique_in_a_block_is_named(without_kernels: None) -> None:
 
 def test_what_the_user_compiled_stays() -> None:
     module = Net(torch.compile(Block()), Block())
-    rules, note = blocks_to_compile(module, True, (), chain=None, steps=1)
+    rules, note = blocks_to_compile(module, True, (), budgeted=False, chain=None, steps=1)
     assert [rule.fqn for rule in rules] == ["net.1"]
     assert note.startswith("compiles 1 blocks (requested by the user); bytes are those of the eager step")
 
@@ -154,10 +157,15 @@ def test_what_the_user_compiled_stays() -> None:
 )
 def test_what_cannot_be_compiled_is_refused(blocks: list[nn.Module], planned: tuple[Rule, ...], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        blocks_to_compile(Net(*blocks), True, planned, chain=None, steps=1)
-    rules, note = blocks_to_compile(Net(*blocks), "auto", planned, chain=Chain(blocks=()), steps=1)
+        blocks_to_compile(Net(*blocks), True, planned, budgeted=False, chain=None, steps=1)
+    rules, note = blocks_to_compile(Net(*blocks), "auto", planned, budgeted=False, chain=Chain(blocks=()), steps=1)
     assert not rules
     assert message in note
+
+
+def test_a_named_budget_is_refused() -> None:
+    with pytest.raises(PlanError, match="compile=True is not supported: device_memory is given, and what compiled"):
+        blocks_to_compile(Net(), True, (), budgeted=True, chain=None, steps=1)
 
 
 def chain(work: float) -> Chain:
@@ -171,7 +179,12 @@ def chain(work: float) -> Chain:
     [
         # half of the launches are left, 6 ms a step are saved
         (chain(0.002), 10_000, True, "10,000 steps save about 60.0 s, and compilation takes about 30.0 s"),
-        (chain(0.002), 1_000, False, "compile='auto' compiles nothing: launches take 12.0 ms of a step, .* save about 6.00 s"),
+        (
+            chain(0.002),
+            1_000,
+            False,
+            "compile='auto' compiles nothing: launches take 12.0 ms of a step, .* save about 6.00 s",
+        ),
         (chain(0.02), 10_000, False, "launches take 12.0 ms of a step, and arithmetic and bytes 20.0 ms"),
         (None, 10_000, False, "^$"),
     ],
@@ -179,7 +192,7 @@ def chain(work: float) -> Chain:
 def test_auto_compiles_where_launches_bind_and_the_run_is_long(
     seen: Chain | None, steps: float, compiled: bool, said: str
 ) -> None:
-    rules, note = blocks_to_compile(Net(), "auto", (), chain=seen, steps=steps)
+    rules, note = blocks_to_compile(Net(), "auto", (), budgeted=False, chain=seen, steps=steps)
     assert bool(rules) == compiled
     assert re.search(said, note), note
 
@@ -194,3 +207,5 @@ def test_a_fit_compiles_and_auto_does_not_on_a_cpu(without_kernels: None) -> Non
     assert compiled["plan"].predicted_peak_bytes == plain["plan"].predicted_peak_bytes
     assert torch.equal(compiled["random"][0], plain["random"][0])
     torch.testing.assert_close(compiled["parameters"], plain["parameters"])
+    with pytest.raises(PlanError, match="the given plan compiles blocks, which is not supported: device_memory is"):
+        fitted(Net(), loader, AMPStrategy(plan=compiled["plan"], device_memory="1GiB"), max_steps=1)
