@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from lightning_amp.costs.device_rates import CPU_CORE, Rates, budget_on, products_under, rates_for
-from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.costs.model_shape import ModelShape, profile_of_module
+from lightning_amp.costs.ordered_runs import speeds_of_ranks
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.planning.modules.on_device import OF_DECODER, Device, on_device
-from lightning_amp.planning.modules.plan_module import Counted, plan_step
+from lightning_amp.planning.modules.plan_module import Counted
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as plan_data
 
@@ -20,6 +21,8 @@ from lightning_amp.planning.reports import module_report, plan_report  # noqa: F
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import Attention
 from lightning_amp.profiling.read_profile import profile as profile_data
+from lightning_amp.quantities import memory_of_ranks
+from lightning_amp.techniques.table import parse_strategies
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -132,6 +135,7 @@ def plan(
     model_parallel_size: int | str = "auto",
     rates: Rates | str | None = None,
     device_speeds: Sequence[float] | None = None,
+    node_devices: int | None = None,
     precision: str | int | None = None,
     blocks: Sequence[type | str] | None = None,
     host_memory: str | int | None = None,
@@ -177,8 +181,8 @@ def plan(
             "A100" or "A100-80GB"; None means one CPU core.
         device_speeds: Speed of every device in any unit, such as (1, 1, 0.5), by which they get stages and strata as
             in a fit with `AMPStrategy(device_speeds=...)`; None means equal speeds.
-        node_devices: For a directory: devices of one node; the model axis stays inside a node unless
-            `model_parallel_size` is larger. None means that all devices are on one node.
+        node_devices: For a directory or a module and a batch: devices of one node; the model axis stays inside a node
+            unless `model_parallel_size` is larger. None means that all devices are on one node.
         precision: For a module: precision of the Trainer, such as "bf16-mixed"; None means "32-true". Operators are
             cast as by autocast of the device that runs the planner: on a CPU a copy of the logits is kept, on a GPU
             not.
@@ -224,7 +228,7 @@ def plan(
         made = on_device(made, Device.of(reached.memory, device_memory, devices), OF_DECODER)
         return replace(made, notes=(*made.notes, *notes))
     if batch is not None:
-        _refuse("a module and a batch, whose structure is the module's", shape=shape, node_devices=node_devices)
+        _refuse("a module and a batch, whose structure is the module's", shape=shape)
         what = _of_compiled(what)
         from lightning_amp.data.batch import batch_of_shapes
         from lightning_amp.footprint.inner_run import UNDER_AMP
@@ -235,7 +239,7 @@ def plan(
             batch_of_shapes(batch) if isinstance(batch, str) else batch,
             around=UNDER_AMP if precision is None else replace(UNDER_AMP, precision=str(precision)),
             rates=reached,
-            request=request,
+            request=request | {"node_devices": node_devices},
             options=of_module,
             batch_size=batch_size,
         )
@@ -253,8 +257,42 @@ def plan(
         node_devices=node_devices,
         precision=precision,
     )
-    made = plan_step(counted, **request)
+    made = _of_count(counted, **request)
     return replace(made, notes=(*made.notes, NOT_LOOKED_FOR))
+
+
+def _of_count(
+    counted: Counted,
+    *,
+    devices: int,
+    device_memory: Any,
+    policy: str,
+    strategies: Any,
+    model_parallel_size: int | str,
+    device_speeds: Any,
+) -> Plan:
+    """Plan a step by its profile alone."""
+    from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, make_step_plan
+
+    if decoder := counted.shape.decoder:
+        raise PlanError(
+            f"cannot plan this module by its profile alone: {decoder.fqn!r} is a decoder of strata, with whose"
+            " techniques the step is counted; give both: lightning_amp.plan(module, batch)"
+        )
+    given = PlanInputs(
+        data=profile_of_module(counted.shape),
+        shape=counted.shape,
+        rates=counted.seen.rates,
+        devices=devices,
+        node_devices=None,
+        memory=() if device_memory is None else memory_of_ranks(device_memory, devices),
+        memory_named=device_memory is not None,
+        policy=policy,
+        strategies=None if strategies is None else parse_strategies(strategies),
+        model_parallel_size=model_parallel_size,
+        speeds=speeds_of_ranks(device_speeds, devices),
+    )
+    return make_step_plan(given, None, counted.seen).plan
 
 
 def _of_compiled(what: Any) -> Any:

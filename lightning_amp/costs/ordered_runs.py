@@ -243,7 +243,7 @@ def deal(
 
 
 def speeds_of_ranks(device_speeds: Any, ranks: int | None = None) -> tuple[float, ...]:
-    """Return the speed of every rank relative to the fastest; empty if all are equal.
+    """Return the speed of every rank relative to the fastest; empty if all are equal, as for None.
 
     Args:
         device_speeds: Numbers above 0, one per rank, in any unit, as a list or as "1,1,0.5".
@@ -252,6 +252,8 @@ def speeds_of_ranks(device_speeds: Any, ranks: int | None = None) -> tuple[float
     Raises:
         PlanError: Not such numbers, or of another number of ranks.
     """
+    if device_speeds is None:
+        return ()
     listed = device_speeds.split(",") if isinstance(device_speeds, str) else device_speeds
     try:
         found = [float(speed) for speed in listed]

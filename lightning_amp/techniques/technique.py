@@ -42,6 +42,7 @@ class Prediction:
         last_resort: Whether it is combined with others only if no plan without it fits.
         quiet: Whether a diagnosis leaves it out of steps that refuse it: those of modules that it is not made for.
         variants: Step and ranks -> the step with each way to apply the technique; the fastest that fits is taken.
+        last_variants: The same, of ways that are compared only if nothing else fits the budget.
     """
 
     add: Add
@@ -54,6 +55,7 @@ class Prediction:
     last_resort: bool = False
     quiet: bool = False
     variants: Callable[[ProfiledStep, int], Iterator[ProfiledStep]] | None = None
+    last_variants: Callable[[ProfiledStep, int], Iterator[ProfiledStep]] | None = None
     notes: Callable[[ProfiledStep], Iterator[str]] | None = None
 
 

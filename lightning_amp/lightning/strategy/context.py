@@ -3,7 +3,7 @@
 import copy
 import fnmatch
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from math import inf
@@ -17,7 +17,6 @@ from lightning_amp.costs import model_shape
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.ordered_runs import speeds_of_ranks
 from lightning_amp.costs.profiled_step import ProfiledStep
-from lightning_amp.costs.rule import Rule
 from lightning_amp.data.batch import datamodule_of
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.errors import AmpError, PlanError, ShardError
@@ -25,16 +24,16 @@ from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.profiling.loaders import CellsOrReason, cells_per_step, steps_of_run
+from lightning_amp.lightning.profiling.make_step_plan import PlanInputs
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
-from lightning_amp.lightning.profiling.step_of_ranks import on_top_of
 from lightning_amp.lightning.strategy.hardware import allocator_settings, least_budget, measured_speeds, memory_beside
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.refusals import without_stages
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.models.glue import GLUE
 from lightning_amp.planning.modules.on_device import OF_DECODER, Device
-from lightning_amp.planning.modules.plan_module import Count, counted_rules
+from lightning_amp.planning.modules.plan_module import counted_rules
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile as read_profile
@@ -170,15 +169,6 @@ class PlanningContext:
                 raise error.__cause__ from None
             return None, str(error)
 
-    def on_top_of_decoder(self, rules: tuple[Rule, ...], ranks: int) -> tuple[ProfiledStep, Count]:
-        """Return the step with rules of its decoder on a model axis, and what counts it with further rules.
-
-        Raises:
-            AmpError: The step cannot be counted.
-        """
-        assert self.step is not None, "a fit has one"
-        return on_top_of(self.step, rules, ranks, rates=self.rates[0], **self._requested)
-
     @property
     def _requested(self) -> dict[str, Any]:
         """What a profiled step has of the request."""
@@ -187,6 +177,31 @@ class PlanningContext:
             "host_memory": host_memory_of(self.request),
             "shared_statistics": self.strategy.world_size > 1 and self.request.share_batch_statistics,
         }
+
+    def inputs(self, strategies: Sequence[str] | None = None, model_ranks: int | None = None) -> PlanInputs:
+        """Return what decides the plan, with these strategies and ranks of the model axis instead of the requested."""
+        request, (data, shape, notes), (rates, note) = self.request, self.read, self.rates
+        asked = request.strategies if strategies is None else strategies
+        names = None if asked is None else parse_strategies(asked if isinstance(asked, str) else list(asked))
+        # after a fit whose policy chose a grid, an evaluation has full parameters and no grid
+        grid = None if names is None else self.grid_ranks
+        return PlanInputs(
+            data=data,
+            shape=shape,
+            rates=rates,
+            devices=self.strategy.world_size,
+            node_devices=self.strategy.num_processes,
+            memory=self.memory,
+            memory_named=request.device_memory is not None,
+            policy=request.policy,
+            strategies=names,
+            model_parallel_size=(grid or request.model_parallel_size) if model_ranks is None else model_ranks,
+            micro_batches=request.micro_batches,
+            speeds=self.speeds,
+            steps=self.steps,
+            notes=(*note, *notes),
+            **self._requested,
+        )
 
     def keep_profiled(self, seen: ProfiledStep | None) -> None:
         """Keep the step that a plan of a module with a decoder was made for as the profiled one."""
@@ -259,8 +274,6 @@ class PlanningContext:
     def speeds(self) -> tuple[float, ...]:
         """Speeds of all ranks relative to the fastest; empty if they count as equal. The first access is collective."""
         asked, ranks = self.request.device_speeds, self.strategy.world_size
-        if asked is None:
-            return ()
         return (
             measured_speeds(self.strategy.root_device, ranks) if asked == "measure" else speeds_of_ranks(asked, ranks)
         )
@@ -292,10 +305,10 @@ class PlanningContext:
             return None
         return self.step.profile_with(rules)
 
-    def as_planned(self, plan: Plan) -> ModuleProfile | str:
-        """Return the step with a plan's rules as it was counted, or why it was not."""
-        if self.step is not None and plan.diagnosis is not None:
-            return self.step.as_planned(plan)
+    def as_planned(self, plan: Plan, step: StepOfModule | None) -> ModuleProfile | str:
+        """Return the step with which a plan was made with its rules, as it was counted, or why it was not."""
+        if step is not None and plan.diagnosis is not None:
+            return step.as_planned(plan)
         return self.not_profiled or (f"the bytes of {plan.evaluates} are estimated" if plan.evaluates else OF_DECODER)
 
     def forget_step(self) -> None:

@@ -6,36 +6,24 @@ from functools import partial
 
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.lightning.consistency.replicas import decide_on_one_rank
-from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
-from lightning_amp.lightning.profiling.split_samples import (
-    samples_may_be_split,
-    with_split_evaluation,
-    with_split_samples,
-)
+from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, PlannedStep, base_plan, make_step_plan
+from lightning_amp.lightning.profiling.split_samples import with_split_evaluation
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.largest_rank import for_largest_rank
 from lightning_amp.lightning.strategy.validation_of_fit import with_validation
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.on_device import made_for, on_device
-from lightning_amp.planning.modules.plan_decoder import plan_decoder, predict_decoder_again, split_by_decoder
-from lightning_amp.planning.modules.plan_module import model_axis_size, plan_again, plan_module, split_by_planner
+from lightning_amp.planning.modules.plan_decoder import predict_decoder_again, split_by_decoder
+from lightning_amp.planning.modules.plan_module import plan_again, split_by_planner
 from lightning_amp.planning.plan.plan import Axes, Plan
 from lightning_amp.planning.policies import build_rules
-from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.time.step_seconds import predicted_times
 from lightning_amp.progress import shown_if_long
 from lightning_amp.techniques.compile.choose import UNKNOWN_BYTES, blocks_to_compile
 from lightning_amp.techniques.compile.row import CompileBlock
-from lightning_amp.techniques.table import (
-    EVALUATED,
-    PREDICTIONS,
-    STRATEGIES,
-    in_order,
-    is_of_decoder,
-    parse_strategies,
-    rules_in_order,
-)
+from lightning_amp.techniques.table import EVALUATED, PREDICTIONS, STRATEGIES, in_order, is_of_decoder, rules_in_order
 
 
 def resolve_plan(
@@ -65,18 +53,19 @@ def resolve_plan(
         if asked is None or strategies is not None:
             made = _plan_of_decoder if facts.read[1].decoder else _plan_of_module
             return with_compiled(made_for(lambda less: made_with(made, less)), facts)
-        return with_compiled(compared(predict_anew(asked, facts), facts), facts)
+        return with_compiled(compared(predict_anew(asked, facts), facts, facts.step), facts)
 
-    def made_with(made: Callable[..., Plan], less: int) -> Plan:
+    def made_with(made: Callable[[PlanningContext, PlanInputs], PlannedStep], less: int) -> Plan:
         fewer = facts.less(less)
-        found = compared(made(fewer, strategies, model_ranks), fewer)
-        if less and facts.counts_decoder:
-            facts.keep_profiled(fewer.profiled[0])
-        return found
+        found = made(fewer, fewer.inputs(strategies, model_ranks))
+        if facts.counts_decoder:
+            fewer.keep_profiled(found.seen)
+            facts.keep_profiled(found.seen)
+        return compared(found.plan, fewer, found.step)
 
-    def compared(found: Plan, facts: PlanningContext) -> Plan:
+    def compared(found: Plan, facts: PlanningContext, step: StepOfModule | None) -> Plan:
         found = with_validation(build_rules.with_memory(found, facts.memory), facts)
-        return on_device(found, facts.device, facts.as_planned(found))
+        return on_device(found, facts.device, facts.as_planned(found, step))
 
     try:
         plan = decide_on_one_rank(decide, rank=strategy.global_rank, broadcast=strategy.broadcast)
@@ -114,54 +103,31 @@ def with_compiled(plan: Plan, facts: PlanningContext) -> Plan:
     return replace(plan, strategies=names, rules=rules_in_order((*plan.rules, *rules)), notes=notes)
 
 
-def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, model_ranks: int | None) -> Plan:
-    request, seen = facts.request, facts.profiled[0]
-    asked, named = split_by_planner(request.strategies if strategies is None else strategies, policy=request.policy)
+def _plan_of_module(facts: PlanningContext, given: PlanInputs) -> PlannedStep:
+    seen = facts.profiled[0]
+    if seen is not None:
+        assert facts.step is not None, "it has been seen"
+        return make_step_plan(given, facts.step, seen)
+    asked, named = split_by_planner(given.strategies, policy=given.policy)
     if asked is not None:
         asked += _without_profile(named or (), facts)
-    size, stages = model_axis_size(request.model_parallel_size, asked, seen, policy=request.policy)
-    # after a fit whose policy chose a grid, an evaluation has full parameters and no grid
-    grid = facts.grid_ranks if asked is not None else None
-    size = grid or size if model_ranks is None else model_ranks
-    free = request.chooses and strategies is None and request.model_parallel_size == "auto"
-    if seen is None and facts.evaluation is not None:
-        return _of_evaluation(facts, facts.evaluation, asked, size, named, free=free)
-    base = _without_step(facts, asked, size, steps=facts.steps)
-    if seen is None:
-        return replace(_evaluated(base, facts, named), uncounted=facts.not_profiled)
-    assert facts.step is not None, "it has been seen"
-    found = plan_module(
-        base,
-        seen,
-        named=named,
-        budget_named=request.device_memory is not None,
-        count=facts.step.count,
-        options=replace(stages, micro_batches=request.micro_batches, speeds=facts.speeds, memory=facts.memory),
-    )
-    if not free or not samples_may_be_split(found, seen):
-        return found
-    return with_split_samples(
-        found,
-        facts.step,
-        base=lambda name, dry: _without_step(facts, ["S1", name], dry.ranks, steps=dry),
-        node_ranks=facts.strategy.num_processes,
-        rates=facts.rates[0],
-    )[0]
+    if facts.evaluation is not None:
+        return PlannedStep(plan=_of_evaluation(facts, given, facts.evaluation, asked, named))
+    made = _evaluated(_without_step(facts, given, asked), facts, named)
+    return PlannedStep(plan=replace(made, uncounted=facts.not_profiled))
 
 
 def _of_evaluation(
     facts: PlanningContext,
+    given: PlanInputs,
     evaluation: EvaluationOfModule,
     asked: Sequence[str] | None,
-    size: int | str,
     named: Sequence[str] | None,
-    *,
-    free: bool,
 ) -> Plan:
     """Plan a run that does not train: by the requested technique with its own steps, or in chunks or split samples."""
     steps, (rates, notes) = facts.steps, facts.rates
+    made = partial(_without_step, facts, given, asked)
     if steps is not None and steps.name in (asked or ()) and not STRATEGIES[steps.name].data_axis:
-        made = partial(_without_step, facts, asked, size, steps=steps)
         try:
             return evaluation.split(steps, made, rates, notes)
         except AmpError as error:
@@ -169,70 +135,35 @@ def _of_evaluation(
                 raise
             uncounted = made()
             return replace(uncounted, notes=(*uncounted.notes, f"the peak is not known: {error}"))
-    whole = _evaluated(_without_step(facts, asked, size, steps=steps), facts, named)
+    whole = _evaluated(made(), facts, named)
+    free = facts.request.chooses and given.strategies is None and given.model_parallel_size == "auto"
     if not free or not whole.evaluates or (whole.fits and EVALUATED not in whole.strategies):
         return whole
     return with_split_evaluation(
         whole,
         evaluation,
-        base=lambda name, dry: _without_step(facts, ["S1", name], dry.ranks, steps=dry),
+        base=lambda name, dry: base_plan(given, ["S1", name], dry.ranks, steps=dry, uncounted=facts.profiled[1]),
         node_ranks=facts.strategy.num_processes,
         rates=rates,
         notes=notes,
     )
 
 
-def _plan_of_decoder(facts: PlanningContext, strategies: Sequence[str] | None, model_ranks: int | None) -> Plan:
-    request, asked = facts.request, strategies
-    if asked is None and request.strategies is not None:
-        asked = parse_strategies(request.strategies)
-    asked, named = split_by_decoder(asked, policy=request.policy)
-    if asked is not None and not facts.counts_decoder:
+def _plan_of_decoder(facts: PlanningContext, given: PlanInputs) -> PlannedStep:
+    if facts.counts_decoder:
+        assert facts.step is not None, "it is counted"
+        found = make_step_plan(given, facts.step, None)
+        notes = facts.notes_on_closed_forms if found.seen is None else []
+        return replace(found, plan=replace(found.plan, notes=(*found.plan.notes, *notes)))
+    asked, named = split_by_decoder(given.strategies, policy=given.policy)
+    if asked is not None:
         asked += _without_profile(named or (), facts)
-    size = facts.grid_ranks or request.model_parallel_size if model_ranks is None else model_ranks
-    make = partial(_without_step, facts, asked, size, steps=facts.steps)
-    if not facts.counts_decoder:
-        return _evaluated(make(), facts, named or None)
-    found = plan_decoder(
-        lambda budget: make(budget=budget),
-        facts.on_top_of_decoder,
-        facts.read[1],
-        budget=facts.budget,
-        named=named,
-        budget_named=request.device_memory is not None,
-    )
-    facts.keep_profiled(found.seen)
-    notes = facts.notes_on_closed_forms if found.seen is None else []
-    return replace(found.plan, notes=(*found.plan.notes, *notes))
+    return PlannedStep(plan=_evaluated(_without_step(facts, given, asked), facts, named or None))
 
 
-def _without_step(
-    facts: PlanningContext,
-    asked: Sequence[str] | None,
-    size: int | str,
-    *,
-    steps: DrySteps | None,
-    budget: int | None = None,
-) -> Plan:
-    """Make the plan that needs no count of a step, with these strategies and `size` ranks of the model axis."""
-    request, strategy = facts.request, facts.strategy
-    (profile, shape, notes), (rates, note) = facts.read, facts.rates
-    made = make_plan(
-        profile,
-        devices=strategy.world_size,
-        device_memory=facts.budget if budget is None else budget,
-        policy=request.policy,
-        strategies=None if asked is None else list(asked),
-        batch_size=shape.batch_size,
-        model_parallel_size=size,
-        shape=shape,
-        rates=rates,
-        node_devices=strategy.num_processes,
-    )
-    made = build_rules.with_requested(made, request.specs, shape, launches=rates.launches)
-    made = with_spec(made, steps, facts.profiled[1])
-    made = build_rules.with_speeds(made, shape, facts.speeds)
-    return replace(made, notes=(*made.notes, *note, *notes))
+def _without_step(facts: PlanningContext, given: PlanInputs, asked: Sequence[str] | None) -> Plan:
+    """Make the plan that needs no count of a step, with these strategies."""
+    return base_plan(given, asked, given.model_parallel_size, steps=facts.steps, uncounted=facts.profiled[1])
 
 
 def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
@@ -311,9 +242,9 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
 def _decoder_again(plan: Plan, facts: PlanningContext) -> Plan:
     """Count the step of a given plan of a module with a decoder; outside a fit the closed forms' bytes stay."""
     why = "the step is counted in a fit, before its first plan"
-    if facts.counts_decoder:
+    if facts.counts_decoder and facts.step is not None:
         try:
-            found = predict_decoder_again(plan, facts.on_top_of_decoder, facts.read[1])
+            found = predict_decoder_again(plan, facts.inputs().on_top_of(facts.step), facts.read[1])
         except AmpError as error:
             why = str(error)
         else:

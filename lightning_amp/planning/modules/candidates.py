@@ -82,10 +82,14 @@ def compare(
         options: Options of a pipeline.
     """
     found, dropped, known = list[Draft](), dict(refused), Known()
+
+    def fits() -> bool:
+        return any(budget is None or one.peak_bytes <= budget for one in found)
+
     for names in sorted(sets_of_techniques(), key=_is_last_resort):
         if any(set(names) >= set(one) for one in refused) or _is_needless(seen, names, ranks=ranks, budget=budget):
             continue
-        if _is_last_resort(names) and any(budget is None or one.peak_bytes <= budget for one in found):
+        if _is_last_resort(names) and fits():
             continue
         made = draft(seen, names, ranks=ranks, budget=budget, known=known)
         if isinstance(made, str):
@@ -98,6 +102,15 @@ def compare(
             dropped[STAGED,] = f"{STAGED} is not possible: {made}"
         else:
             found.append(made)
+    if not fits():
+        made_last = (
+            draft(seen, names, ranks=ranks, budget=budget, known=known, last=True)
+            for names in sets_of_techniques()
+            if any(PREDICTIONS[name].last_variants for name in names)
+            and not any(set(names) >= set(one) for one in refused)
+        )
+        leaner = {one.strategies: one for one in made_last if isinstance(one, Draft)}
+        found = [*(one for one in found if one.strategies not in leaner), *leaner.values()]
     best = _chosen(found, budget)
     rows = sorted(found, key=lambda one: (one is not best, budget is not None and one.peak_bytes > budget, *merit(one)))
     return Compared(
@@ -112,7 +125,13 @@ Known = dict[tuple[Any, ...], Draft | str]
 
 
 def draft(
-    seen: ProfiledStep, names: Sequence[str], *, ranks: int, budget: int | None, known: Known | None = None
+    seen: ProfiledStep,
+    names: Sequence[str],
+    *,
+    ranks: int,
+    budget: int | None,
+    known: Known | None = None,
+    last: bool = False,
 ) -> Draft | str:
     """Draft the plan with these techniques, or return why one of them cannot be added.
 
@@ -121,6 +140,7 @@ def draft(
 
     Args:
         known: Drafts of the same step and ranks, which are not made again.
+        last: Whether to take the variants that are compared last.
     """
     found = seen.beyond.get(frozenset(names), ())
     if budget is not None and found:
@@ -128,11 +148,14 @@ def draft(
         budget = 0 if len(found) >= TRIES - 1 else max(0, budget - sum(found))
     ways = [seen]
     for name in names:
-        if variants := PREDICTIONS[name].variants:
+        row = PREDICTIONS[name]
+        if variants := (row.last_variants if last else None) or row.variants:
             ways = [one for way in ways for one in variants(way, ranks)]
+    if not ways:
+        return f"{' and '.join(names)} have no further way"
     # each variant is drafted with all techniques: the cheapest variant alone may leave too little room for the others
     known = Known() if known is None else known
-    made = [_draft(way, k, tuple(names), ranks=ranks, budget=budget, known=known) for k, way in enumerate(ways)]
+    made = [_draft(way, (last, k), tuple(names), ranks=ranks, budget=budget, known=known) for k, way in enumerate(ways)]
     drafts = [one for one in made if isinstance(one, Draft)]
     if not drafts:
         return made[0]
@@ -142,7 +165,13 @@ def draft(
 
 
 def _draft(
-    seen: ProfiledStep, variant: int, names: tuple[str, ...], *, ranks: int, budget: int | None, known: Known
+    seen: ProfiledStep,
+    variant: tuple[bool, int],
+    names: tuple[str, ...],
+    *,
+    ranks: int,
+    budget: int | None,
+    known: Known,
 ) -> Draft | str:
     # before any of them is added, which may take a search
     for name in names:

@@ -9,8 +9,7 @@ excess added to the prediction for these techniques.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_amp.costs.model_shape import ModelShape, profile_of_module
-from lightning_amp.costs.ordered_runs import speeds_of_ranks
+from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, PlanError
@@ -28,11 +27,8 @@ from lightning_amp.planning.modules.finish_plan import (
 from lightning_amp.planning.modules.min_memory_plan import leanest_counted
 from lightning_amp.planning.modules.plan_stages import predicted_again, stages_requested, with_stages
 from lightning_amp.planning.plan.plan import Candidate, Plan
-from lightning_amp.planning.policies.build_rules import with_memory, with_requested
 from lightning_amp.planning.policies.make_plan import check_divides
-from lightning_amp.planning.policies.make_plan import plan as make_plan
-from lightning_amp.profiling.profile import Profile
-from lightning_amp.quantities import format_bytes, memory_of_ranks
+from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.stage_search import OPEN, StageOptions
 from lightning_amp.techniques.table import PREDICTIONS, in_order, is_of_decoder, parse_strategies, stage_search
 
@@ -292,84 +288,3 @@ class Counted:
 
     seen: ProfiledStep
     shape: ModelShape
-
-
-def base_plan(
-    counted: Counted,
-    *,
-    data: Profile | None = None,
-    devices: int,
-    budget: int | None,
-    policy: str,
-    strategies: list[str] | None,
-    model_parallel_size: int | str,
-    device_speeds: str | Sequence[float] | None = None,
-) -> Plan:
-    """Return the plan without techniques that require a profile, for `plan_module`; arguments as in `plan_step`."""
-    seen, shape = counted.seen, counted.shape
-    made = make_plan(
-        profile_of_module(shape) if data is None else data,
-        devices=devices,
-        device_memory=budget,
-        policy=policy,
-        strategies=strategies,
-        batch_size=shape.batch_size,
-        model_parallel_size=model_parallel_size,
-        shape=shape,
-        rates=seen.rates,
-        device_speeds=device_speeds,
-    )
-    return with_requested(made, seen.requested, shape, launches=seen.rates.launches)
-
-
-def plan_step(
-    counted: Counted,
-    *,
-    devices: int = 1,
-    device_memory: str | int | Sequence[str | int] | None = None,
-    policy: str = "auto",
-    strategies: str | Sequence[str] | None = None,
-    model_parallel_size: int | str = "auto",
-    micro_batches: int | None = None,
-    device_speeds: str | Sequence[float] | None = None,
-    count: Count | None = None,
-) -> Plan:
-    """Plan a module whose step was profiled.
-
-    Args:
-        counted: The profiled step and the structure of the module.
-        devices, device_memory, policy, strategies, model_parallel_size, device_speeds: As in `lightning_amp.plan`.
-        micro_batches: Number of micro-batches of a pipeline; None leaves it open.
-        count: Counts the step again with rules installed.
-
-    Raises:
-        PlanError: An argument is not allowed, or a requested technique is not possible.
-    """
-    seen, shape = counted.seen, counted.shape
-    if shape.decoder:
-        raise PlanError(
-            f"cannot plan this module by its profile alone: {shape.decoder.fqn!r} is a decoder of strata, with whose"
-            " techniques the step is counted; give both: lightning_amp.plan(module, batch)"
-        )
-    of_policy, named = split_by_planner(strategies, policy=policy)
-    size, stages = model_axis_size(model_parallel_size, of_policy, seen, policy=policy)
-    memory = () if device_memory is None else memory_of_ranks(device_memory, devices)
-    speeds = () if device_speeds is None else speeds_of_ranks(device_speeds, devices)
-    base = base_plan(
-        counted,
-        devices=devices,
-        budget=min(memory, default=None),
-        policy=policy,
-        strategies=of_policy,
-        model_parallel_size=size,
-        device_speeds=device_speeds,
-    )
-    made = plan_module(
-        base,
-        seen,
-        named=named,
-        budget_named=device_memory is not None,
-        count=count,
-        options=replace(stages, micro_batches=micro_batches, speeds=speeds, memory=memory),
-    )
-    return with_memory(made, memory)

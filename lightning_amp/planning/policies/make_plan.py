@@ -114,8 +114,7 @@ def plan(
             notes = notes + _of_paper(compared[0], request)
         request = replace(request, model_parallel_size=compared[0].model)
     made = _carried_out(request, chosen, profile, asked=asked, compared=compared, notes=notes)
-    speeds = () if device_speeds is None else speeds_of_ranks(device_speeds, devices)
-    return with_memory(with_speeds(made, request.shape, speeds), memory)
+    return with_memory(with_speeds(made, request.shape, speeds_of_ranks(device_speeds, devices)), memory)
 
 
 def check_request(

@@ -121,6 +121,12 @@ def variants(step: ProfiledStep, ranks: int) -> Iterator[ProfiledStep]:
         yield step.requesting({NAME: FullyShard(shard_ranks=node)})
 
 
+def last_variants(step: ProfiledStep, ranks: int) -> Iterator[ProfiledStep]:
+    """Yield the step with the shards of several GPUs on the host, where the user has not requested another way."""
+    if NAME not in step.requested and ranks > 1 and step.rates.launches:
+        yield step.requesting({NAME: FullyShard(offload=True)})
+
+
 def add(step: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     """Add fsdp to a draft: each rank has shards of parameters, gradients and optimiser state, and gathers by block."""
     units = units_in(step)
@@ -239,5 +245,6 @@ ROW = Technique(
         needs_ranks=2,
         counted=False,
         variants=variants,
+        last_variants=last_variants,
     ),
 )

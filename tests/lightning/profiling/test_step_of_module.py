@@ -321,8 +321,8 @@ def test_what_cannot_be_planned_or_answered_is_refused(whole: Any) -> None:
             question()
     with pytest.raises(ModelError, match="cannot plan a 'Linear' and a batch; give a LightningModule"):
         lightning_amp.plan(nn.Linear(2, 2), SHAPE)  # type: ignore[call-overload]
-    with pytest.raises(PlanError, match="node_devices was given with a module and a batch"):
-        lightning_amp.plan(Deep(), SHAPE, node_devices=2)  # type: ignore[call-overload]
+    with pytest.raises(PlanError, match="node_devices was given with the profile of a module's step"):
+        lightning_amp.plan(lightning_amp.profile(Deep(), SHAPE), node_devices=2)
     with pytest.raises(ModelError, match=r"makes layers in .* call them before: module.configure_model\(\)"):
         lightning_amp.plan(Late(), SHAPE)
     made = Late()

@@ -17,7 +17,6 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.strategy import plan_run as planner
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.data.batch_norm import is_shared
 from tests.lightning.strategy.strategy_cases import (
     AGAINST_DDP,
@@ -150,7 +149,7 @@ def refused(rank: int, strategy: AMPStrategy, module: LightningModule) -> tuple[
     return "", ""
 
 
-def cannot_plan(facts: Any, strategies: Any, model_ranks: Any) -> Plan:
+def cannot_plan(facts: Any, given: Any) -> Any:
     assert facts.strategy.global_rank == 0, "only rank 0 plans"
     raise PlanError("no plan for you")
 

@@ -90,7 +90,7 @@ def test_it_trains_as_without_and_goes_on_from_either_file(tmp_path: Path) -> No
         assert all(torch.equal(found[name], value) for name, value in whole.items()), (strategy, path)
 
 
-def test_the_policy_keeps_on_the_host_what_one_gpu_has_no_room_for() -> None:
+def test_the_policy_keeps_on_the_host_what_gpus_have_no_room_for() -> None:
     def made(**bounds: Any) -> Any:
         return lightning_amp.plan(Wide(), torch.zeros(4, 512), rates="H100", **bounds).plan
 
@@ -117,6 +117,13 @@ def test_the_policy_keeps_on_the_host_what_one_gpu_has_no_room_for() -> None:
     assert f"each rank takes {format_bytes(found.rules[-1].spec.host_bytes)} of host memory" in found.notes
     # the host has no room either
     assert made(device_memory="2300MiB", host_memory="4GiB").fits is False
+    # half of it fits on neither of two, where all that fits is faster on the device
+    assert not made(device_memory="6GiB", devices=2).rules[-1].spec.offload
+    shared = made(device_memory="2300MiB", devices=2)
+    assert (shared.fits, shared.strategies) == (True, ("S1", "fsdp")), shared
+    assert shared.rules[-1].spec.offload
+    assert 2 * shared.rules[-1].spec.host_bytes == found.rules[-1].spec.host_bytes
+    assert made(device_memory="2300MiB", devices=2, host_memory="2GiB").fits is False
     with pytest.raises(PlanError, match="host_memory='4GiB' requires a module and a batch"):
         lightning_amp.plan(lightning_amp.profile(Module(), torch.zeros(4, WIDTH)), host_memory="4GiB")
 

@@ -1,0 +1,180 @@
+"""Make the plan of a module's training step: the one function for a fit and for a plan without a run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+
+from lightning_amp.costs.device_rates import Rates
+from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.costs.profiled_step import ProfiledStep
+from lightning_amp.costs.rule import Spec
+from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
+from lightning_amp.lightning.profiling.split_samples import samples_may_be_split, with_split_samples
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
+from lightning_amp.lightning.profiling.step_of_ranks import on_top_of
+from lightning_amp.planning.modules.plan_decoder import OnTopOf, plan_decoder, split_by_decoder
+from lightning_amp.planning.modules.plan_module import model_axis_size, plan_module, split_by_planner
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.policies.build_rules import with_memory, with_requested, with_speeds
+from lightning_amp.planning.policies.make_plan import plan as make_plan
+from lightning_amp.profiling.profile import Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInputs:
+    """Everything that decides the plan of a step.
+
+    Attributes:
+        data: Profile of the data.
+        shape: Structure and sizes of the module, with the batch length.
+        rates: Rates of one device, and its links.
+        devices: Ranks on all nodes together.
+        node_devices: Ranks of one node; None means that all are on one.
+        memory: Bytes of tensors on each device, one number if all have the same; empty if they are not known.
+        memory_named: Whether the user set them; if not, requested techniques are applied as much as possible.
+        policy: "auto" or "paper".
+        strategies: Ids of the requested techniques; None leaves them to the policy.
+        model_parallel_size: Ranks of the model axis, those of a requested grid; or "auto".
+        micro_batches: Number of micro-batches of a pipeline; None leaves it open.
+        requested: Requested specs, by technique.
+        speeds: Speeds of the ranks relative to the fastest; empty if they are equal.
+        host_memory: Most bytes of host memory that the policy may take on a rank; None means any.
+        shared_statistics: Whether ranks share batch statistics.
+        steps: Requested technique that replaces the module's steps.
+        notes: What the predictions leave out.
+    """
+
+    data: Profile
+    shape: ModelShape
+    rates: Rates
+    devices: int
+    node_devices: int | None
+    memory: tuple[int, ...]
+    memory_named: bool
+    policy: str = "auto"
+    strategies: Sequence[str] | None = None
+    model_parallel_size: int | str = "auto"
+    micro_batches: int | None = None
+    requested: Mapping[str, Spec] = field(default_factory=dict)
+    speeds: tuple[float, ...] = ()
+    host_memory: int | None = None
+    shared_statistics: bool = False
+    steps: DrySteps | None = None
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def budget(self) -> int | None:
+        """Bytes of the smallest device; None if they are not known."""
+        return min(self.memory, default=None)
+
+    def on_top_of(self, step: StepOfModule) -> OnTopOf:
+        """Return the function that counts the step with rules of its decoder."""
+        return partial(
+            on_top_of,
+            step,
+            rates=self.rates,
+            requested=self.requested,
+            host_memory=self.host_memory,
+            shared_statistics=self.shared_statistics,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """A plan.
+
+    Attributes:
+        step: The step with which it was counted.
+        seen: That step's profile; None if it could not be counted.
+    """
+
+    plan: Plan
+    step: StepOfModule | None = None
+    seen: ProfiledStep | None = None
+
+
+def make_step_plan(given: PlanInputs, step: StepOfModule | None, seen: ProfiledStep | None) -> PlannedStep:
+    """Plan a step: the techniques of a decoder or a data-parallel plan, and then those of any module.
+
+    Args:
+        step: Counts the step again with the techniques of a plan; None keeps the predictions.
+        seen: The profiled step; None for a module with a decoder, whose step is counted with its techniques.
+
+    Raises:
+        AmpError: A requested technique is not possible, or the step cannot be counted, which it requires.
+    """
+    if given.shape.decoder:
+        assert step is not None, "it is counted with the decoder's techniques"
+        return _of_decoder(given, step)
+    assert seen is not None, "the step of a module without a decoder is profiled first"
+    asked, named = split_by_planner(given.strategies, policy=given.policy)
+    size, stages = model_axis_size(given.model_parallel_size, asked, seen, policy=given.policy)
+    found = plan_module(
+        base_plan(given, asked, size, steps=given.steps),
+        seen,
+        named=named,
+        budget_named=given.memory_named,
+        count=None if step is None else step.count,
+        options=replace(stages, micro_batches=given.micro_batches, speeds=given.speeds, memory=given.memory),
+    )
+    free = given.strategies is None and given.policy == "auto" and given.model_parallel_size == "auto"
+    if free and step is not None and samples_may_be_split(found, seen):
+        found, step = with_split_samples(
+            found,
+            step,
+            base=lambda name, dry: base_plan(given, ["S1", name], dry.ranks, steps=dry),
+            node_ranks=given.node_devices or given.devices,
+            rates=given.rates,
+        )
+    return PlannedStep(plan=with_memory(found, given.memory), step=step, seen=seen)
+
+
+def base_plan(
+    given: PlanInputs,
+    strategies: Sequence[str] | None,
+    size: int | str,
+    *,
+    steps: DrySteps | None = None,
+    budget: int | None = None,
+    uncounted: str = "",
+) -> Plan:
+    """Make the plan that needs no count of a step.
+
+    Args:
+        strategies: Techniques that need none; None leaves them to the policy.
+        size: Ranks of the model axis.
+        steps: A technique that replaces the module's steps.
+        budget: Bytes of a device instead of those of `given`.
+        uncounted: Why no step could be counted to complete the spec of `steps`.
+
+    Raises:
+        PlanError: The request cannot be planned.
+    """
+    made = make_plan(
+        given.data,
+        devices=given.devices,
+        device_memory=given.budget if budget is None else budget,
+        policy=given.policy,
+        strategies=None if strategies is None else list(strategies),
+        batch_size=given.shape.batch_size,
+        model_parallel_size=size,
+        shape=given.shape,
+        rates=given.rates,
+        node_devices=given.node_devices,
+    )
+    made = with_requested(made, given.requested, given.shape, launches=given.rates.launches)
+    made = with_speeds(with_spec(made, steps, uncounted), given.shape, given.speeds)
+    return replace(made, notes=(*made.notes, *given.notes))
+
+
+def _of_decoder(given: PlanInputs, step: StepOfModule) -> PlannedStep:
+    asked, named = split_by_decoder(given.strategies, policy=given.policy)
+    found = plan_decoder(
+        lambda budget: base_plan(given, asked, given.model_parallel_size, steps=given.steps, budget=budget),
+        given.on_top_of(step),
+        given.shape,
+        budget=given.budget,
+        named=named,
+        budget_named=given.memory_named,
+    )
+    return PlannedStep(plan=with_memory(found.plan, given.memory), step=step, seen=found.seen)
