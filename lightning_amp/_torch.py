@@ -335,6 +335,13 @@ def compile_settings(*, graphs: int) -> AbstractContextManager[Any]:
     return found
 
 
+def compiler_errors() -> type[Exception]:
+    """Return the class of the errors of Dynamo and of the backends that it calls."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
 def outside_function_modes() -> AbstractContextManager[Any]:
     """Return a context without torch function modes, which torch.compile would trace."""
     return without_torch_function() if torch._C._len_torch_function_stack() else nullcontext()

@@ -90,7 +90,7 @@ def resolve_plan(
 def with_compiled(plan: Plan, facts: PlanningContext) -> Plan:
     """Return the plan with the blocks that `compile=` asks for."""
     asked, module = facts.request.compile, facts.trainer.lightning_module
-    budgeted = facts.request.device_memory is not None
+    budgeted = facts.strategy.request.device_memory is not None
     if budgeted and any(isinstance(rule.spec, CompileBlock) for rule in plan.rules):
         raise PlanError(f"the given plan compiles blocks, which is not supported: {UNKNOWN_BYTES}")
     if asked is False or (asked == "auto" and not facts.request.chooses):

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from lightning_amp._torch import has_no_values, is_compiled, outside_function_modes
+from lightning_amp._torch import compiler_errors, has_no_values, is_compiled, outside_function_modes
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.forward_overrides import overrides_of
 from lightning_amp.techniques.compile.row import CompileBlock
@@ -78,7 +78,7 @@ class CompiledForward:
         with outside_function_modes():
             try:
                 return _compiled(forward, self.sizes)(module, *args, **kwargs)
-            except torch._dynamo.exc.TorchDynamoException as error:
+            except compiler_errors() as error:
                 first = str(error).strip().partition("\n")[0]
                 raise InstallError(
                     f"{self._name(module)} does not compile to one graph: {first}; name blocks without it by blocks=,"

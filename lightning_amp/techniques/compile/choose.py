@@ -14,10 +14,9 @@ from lightning_amp.quantities import format_seconds
 from lightning_amp.techniques.compile.row import CompileBlock
 from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.data.row import ShareBatchStatistics
+from lightning_amp.techniques.table import STRATEGIES
 
 NAME = "compile"
-TOGETHER = ("S1", "recompute", "fsdp", "logits", "early_update", "host_optimizer")
-"""Techniques whose code lies around a block's forward, or outside of blocks."""
 LEFT = 0.25
 """Launches of a compiled block, as a share of the eager one's. Of a stratum 33 of 215 kernels were left (docs/reports/
 gpu.md); blocks of products have more."""
@@ -82,7 +81,7 @@ def blocks_to_compile(
 
 
 def _why_not(module: nn.Module, blocks: Mapping[str, nn.Module], planned: Sequence[Rule]) -> str:
-    others = {rule.strategy: rule for rule in planned if rule.strategy not in TOGETHER}
+    others = sorted({rule.strategy for rule in planned if not STRATEGIES[rule.strategy].beside_compiled})
     shares = any(isinstance(rule.spec, ShareBatchStatistics) for rule in planned)
     norms = [name for name, block in blocks.items() if any(isinstance(m, AnyBatchNorm) for m in block.modules())]
     if decoders := list(find_decoders(module)):
