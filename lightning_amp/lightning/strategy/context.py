@@ -95,7 +95,7 @@ class PlanningContext:
         matters = request.device_memory is not None or strategy.root_device.type == "cuda"
         validates = fits and matters and (self.counts_decoder or not has_decoder)
         self.validation = EvaluationOfModule.of_fit(trainer) if validates else None
-        self.steps_of_run = steps_of_run(trainer) if request.compile == "auto" else inf
+        self.steps_of_run = steps_of_run(trainer) if fits and request.compile == "auto" else inf
         """Training steps, at most."""
 
     def _dry_steps(self, trained: Plan | None) -> DrySteps | None:

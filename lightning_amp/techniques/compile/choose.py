@@ -27,7 +27,7 @@ PASSES = 3
 EAGER_BYTES = "bytes are those of the eager step: torch's compiler decides what compiled blocks keep"
 UNKNOWN_BYTES = (
     "device_memory is given, and what compiled blocks keep is not predicted: in most models less than eagerly, in a"
-    " ResNet 7 % more. Leave device_memory out, or compile modules yourself with strategies='compiled_budget'"
+    " ResNet 7 % more. Leave device_memory out, or compile modules yourself, whose graphs can be counted"
 )
 
 
@@ -77,7 +77,7 @@ def blocks_to_compile(
         if not reason:
             return (), why and f"compile='auto' compiles nothing: {why}"
     rules = tuple(Rule(fqn=name, spec=CompileBlock(), strategy=NAME, why=reason) for name in blocks)
-    return rules, f"compiles {len(blocks)} blocks ({reason}); {EAGER_BYTES}"
+    return rules, f"compiles {len(blocks)} block{'s' * (len(blocks) > 1)} ({reason}); {EAGER_BYTES}"
 
 
 def _why_not(module: nn.Module, blocks: Mapping[str, nn.Module], planned: Sequence[Rule]) -> str:

@@ -144,7 +144,7 @@ def test_what_the_user_compiled_stays() -> None:
     module = Net(torch.compile(Block()), Block())
     rules, note = blocks_to_compile(module, True, (), budgeted=False, chain=None, steps=1)
     assert [rule.fqn for rule in rules] == ["net.1"]
-    assert note.startswith("compiles 1 blocks (requested by the user); bytes are those of the eager step")
+    assert note.startswith("compiles 1 block (requested by the user); bytes are those of the eager step")
 
 
 @pytest.mark.parametrize(
