@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-import torch
 from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
@@ -53,7 +52,7 @@ def optimizers_of_device() -> Iterator[None]:
     if not counts_for_accelerator():
         yield
         return
-    kinds = [torch.Tensor, torch.nn.Parameter, FakeTensor]
+    kinds = [*vars(torch_optimizer)["_foreach_supported_types"], FakeTensor]
     own = {"_foreach_supported_types": kinds, "_get_foreach_kernels_supported_devices": lambda: ["cpu"]}
     with replacing(torch_optimizer, **own):
         yield
