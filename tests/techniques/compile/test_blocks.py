@@ -185,7 +185,7 @@ def chain(work: float) -> Chain:
             False,
             "compile='auto' compiles nothing: launches take 12.0 ms of a step, .* save about 6.00 s",
         ),
-        (chain(0.02), 10_000, False, "launches take 12.0 ms of a step, and arithmetic and bytes 20.0 ms"),
+        (chain(0.02), 10_000, False, "launches take 12.0 ms of a step, and arithmetic and bytes 20.0 ms$"),
         (None, 10_000, False, "^$"),
     ],
 )
