@@ -32,6 +32,10 @@ class DoesNotFitError(PlanError):
     status = 3
 
 
+class NoRoomToCountError(PlanError):
+    """A step that needs values exceeds the memory in which it may be counted, so that its peak is not known."""
+
+
 class InstallError(AmpError):
     """A plan does not fit the module it is installed on; the module is unchanged."""
 

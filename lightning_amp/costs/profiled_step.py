@@ -79,6 +79,7 @@ class ProfiledStep:
         beyond: Sets of techniques -> bytes by which counts with them installed exceeded the prediction.
         counts: Sets of techniques -> least peak of a step that was counted with them.
         least: Plan with the least counted peak; None if steps were not counted to find it.
+        no_room: Sets of techniques with which the step had no room to be counted.
         statistics_bytes: Bytes that batch norms allocate in addition if several ranks share statistics.
         notes: Notes on the count, one sentence each.
         sent_seconds: Time of a technique's collectives, without those that average gradients.
@@ -100,6 +101,7 @@ class ProfiledStep:
     beyond: Mapping[frozenset[str], tuple[int, ...]] = field(default_factory=dict)
     counts: Mapping[frozenset[str], int] = field(default_factory=dict)
     least: "Draft | None" = None
+    no_room: frozenset[tuple[str, ...]] = frozenset()
     statistics_bytes: int = 0
     notes: tuple[str, ...] = ()
     sent_seconds: float = 0.0

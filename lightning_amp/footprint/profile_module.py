@@ -22,7 +22,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_amp._torch import has_no_values
 from lightning_amp.data.batch import tensors_in
-from lightning_amp.errors import ModelError, PlanError
+from lightning_amp.errors import ModelError, NoRoomToCountError
 from lightning_amp.footprint.bounded_step import StepOverBudget, of_transform, users_line, why_values
 from lightning_amp.footprint.copies.fake_copy import (
     copy_of,
@@ -133,7 +133,7 @@ def counted_step(
 
     Raises:
         ModelError: As in `profile_module`.
-        PlanError: The step needs values, and exceeds `around.limit_bytes`.
+        NoRoomToCountError: The step needs values, and exceeds `around.limit_bytes`.
     """
     if not isinstance(module, LightningModule):
         raise ModelError(
@@ -189,7 +189,7 @@ class _Count:
             found.measured = REAL
             return found, reason
         if isinstance(failed, StepOverBudget):
-            raise PlanError(
+            raise NoRoomToCountError(
                 f"the step of {self._name!r} cannot be counted without values: {reason}. It was run with values on"
                 " a copy of the module, and the memory it may take has no room for it together with the"
                 f" module itself: {failed}. To let the count take more, and still plan the training within that memory,"

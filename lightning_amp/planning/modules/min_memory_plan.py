@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
-from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.errors import AmpError, NoRoomToCountError, PlanError
 from lightning_amp.planning.modules.candidates import Known, as_it_is, draft, merit, on_ranks, sets_of_techniques
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import format_bytes
@@ -25,6 +25,10 @@ OWN_CHECKPOINTS = (
     " and chunk may take less"
 )
 """Said of a step that a user's code has made lean already."""
+NO_ROOM = (
+    ", of the plans that were counted: with {} the step, which needs values, has no room to be counted in this budget;"
+    " AMPStrategy(on_predicted_oom='warn') counts it"
+)
 MOST_COUNTS = 6
 """Most plans that are counted to find the one that requires the least memory."""
 MOST_RANKS = 1024
@@ -46,6 +50,9 @@ def missing(seen: ProfiledStep, best: Draft, *, budget: int) -> str:
     said = f"{LEAST}{spelled(least)} on {on_ranks(ranks)}"
     fixed = seen.chain.all_fixed
     said += f" ({fixed})" if fixed else ""
+    if seen.no_room:
+        sets = " and with ".join("+".join(names) for names in sorted(seen.no_room))
+        said += NO_ROOM.format(sets)
     said += OWN_CHECKPOINTS if seen.own_checkpoints else ""
     more = fewest_ranks(seen, budget, above=ranks)
     if more is None and seen.counted is None:
@@ -124,6 +131,9 @@ def leanest_counted(
             left -= 1
             try:
                 peak = count(one)
+            except NoRoomToCountError:
+                seen = replace(seen, no_room=seen.no_room | {one.strategies})
+                continue
             except AmpError:
                 continue
         excess[names] = max(peak - one.peak_bytes, excess.get(names, 0))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
-from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.errors import AmpError, NoRoomToCountError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.planning.modules.candidates import TRIES, Compared, as_it_is, compare, draft
 from lightning_amp.planning.modules.finish_plan import (
@@ -134,6 +134,8 @@ def plan_module(
                 raise
             # bytes of the other techniques were added without a count, so they cannot be the cause
             counted = tuple(name for name in best.strategies if PREDICTIONS[name].counted)
+            if isinstance(error, NoRoomToCountError):
+                seen = replace(seen, no_room=seen.no_room | {counted})
             refused[counted] = _why(error)
             seen = _without_refused(seen, counted, refused[counted], ranks=best.ranks, count=count)
             continue

@@ -13,7 +13,7 @@ from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.costs.model_shape import ModelShape, profile_of_module
 from lightning_amp.costs.profiled_step import WEIGHT_BYTES, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
-from lightning_amp.errors import InstallError, ModelError, PlanError
+from lightning_amp.errors import InstallError, ModelError, NoRoomToCountError, PlanError
 from lightning_amp.footprint.chain.chain import RECOMPUTED, BlockCost, Chain, ChainMoment
 from lightning_amp.footprint.module_profile import KINDS, PARTS, ModuleBytes, ModuleProfile, TensorBytes
 from lightning_amp.footprint.module_profile import Moment as Stretch
@@ -241,6 +241,15 @@ def test_a_module_that_refuses_a_technique_is_planned_without() -> None:
     assert "recompute" not in "".join(advice_on_memory(found, torch.device("cpu")))
     with pytest.raises(InstallError, match="other code"):
         plan_module(base(3300), seen(), named=("recompute",), count=count)
+
+
+def test_the_least_leaves_out_what_had_no_room_to_be_counted() -> None:
+    def count(rules: Any) -> ModuleProfile:
+        raise NoRoomToCountError("it was run with values")
+
+    found = plan_module(base(3300), seen(), count=count)
+    (said,) = (note for note in found.notes if note.startswith("the step requires at least"))
+    assert "of the plans that were counted: with recompute the step, which needs values, has no room" in said
 
 
 def test_refusals_are_no_tries(monkeypatch: pytest.MonkeyPatch) -> None:
