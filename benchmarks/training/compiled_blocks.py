@@ -33,7 +33,9 @@ def subject(case: Case, dtype: torch.dtype, *, compiles: bool) -> tuple[Any, Any
     torch.manual_seed(0)
     module, batch = made(case, dtype)
     module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters())  # type: ignore[method-assign]
-    rules = blocks_to_compile(module, True, (), budgeted=False, chain=None, steps=1.0)[0] if compiles else ()
+    rules = (
+        blocks_to_compile(module, True, (), shared=False, budgeted=False, chain=None, steps=1.0)[0] if compiles else ()
+    )
     install_rules(module, rules)
     return module, batch, len(rules)
 

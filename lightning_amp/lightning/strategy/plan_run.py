@@ -23,6 +23,7 @@ from lightning_amp.planning.time.step_seconds import predicted_times
 from lightning_amp.progress import shown_if_long
 from lightning_amp.techniques.compile.choose import UNKNOWN_BYTES, blocks_to_compile
 from lightning_amp.techniques.compile.row import CompileBlock
+from lightning_amp.techniques.data.row import ShareBatchStatistics
 from lightning_amp.techniques.table import EVALUATED, PREDICTIONS, STRATEGIES, in_order, is_of_decoder, rules_in_order
 
 
@@ -97,7 +98,15 @@ def with_compiled(plan: Plan, facts: PlanningContext) -> Plan:
         return plan
     seen, launches = facts.profiled[0], facts.rates[0].launches
     chain = seen.chain if seen is not None and launches else None
-    rules, note = blocks_to_compile(module, asked, plan.rules, budgeted=budgeted, chain=chain, steps=facts.steps_of_run)
+    rules, note = blocks_to_compile(
+        module,
+        asked,
+        [name for name in plan.strategies if not STRATEGIES[name].beside_compiled],
+        shared=any(isinstance(rule.spec, ShareBatchStatistics) for rule in plan.rules),
+        budgeted=budgeted,
+        chain=chain,
+        steps=facts.steps_of_run,
+    )
     names = in_order({*plan.strategies, *(rule.strategy for rule in rules)})
     notes = (*plan.notes, *[note] * bool(note))
     return replace(plan, strategies=names, rules=rules_in_order((*plan.rules, *rules)), notes=notes)

@@ -6,8 +6,7 @@ have full parameters too.
 Known limits: those of steps/training_step.py. Buffers that a module changes in training, other than shared batch
 statistics, differ between ranks until the next validation, which takes those of rank 0. `self.all_gather` gathers from
 all ranks, so the values of a model group occur once per rank. Under S2, fsdp and pipeline, `module.state_dict()` and
-norms computed by hand cover only the rank's shards; `gradient_norm` covers all. Differences between ranks are reported
-as a warning.
+norms computed by hand cover only the rank's shards; `gradient_norm` covers all. Ranks that differ are reported.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -132,9 +131,8 @@ class AMPStrategy(MeshStrategy):
                 patterns of names; None takes the children of lists and sequences.
             device_memory: Budget per device, as bytes or "24GiB", or a list of them; None uses the device's memory. On
                 a GPU it is what the process takes, with CUDA's context and fragments, on a CPU that of tensors.
-            on_predicted_oom: "refuse" a plan that is predicted to run out of memory, or "warn" and train; None refuses
-                if `device_memory` is given.
-            unfit: Deprecated name of `on_predicted_oom`; "train" is "warn".
+            on_predicted_oom, unfit: "refuse" a plan that is predicted to run out of memory, or "warn" and train; None
+                refuses if `device_memory` is given. `unfit` is the deprecated name, and its "train" is "warn".
             rates: File written by `lightning-amp calibrate`, to predict times; None uses those of the device type.
             rescue: Whether a batch that runs out of memory runs again with a leaner plan, up to three times in a fit.
             model_parallel_size: Ranks of the model axis.

@@ -1,6 +1,6 @@
 """Decide which blocks of a module `AMPStrategy(compile=)` compiles, and whether compilation pays."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from torch import nn
@@ -13,8 +13,6 @@ from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.quantities import format_seconds
 from lightning_amp.techniques.compile.row import CompileBlock
 from lightning_amp.techniques.contract.protocol import find_decoders
-from lightning_amp.techniques.data.row import ShareBatchStatistics
-from lightning_amp.techniques.table import STRATEGIES
 
 NAME = "compile"
 LEFT = 0.25
@@ -46,8 +44,9 @@ def compilable(module: nn.Module) -> dict[str, nn.Module]:
 def blocks_to_compile(
     module: nn.Module,
     asked: Literal["auto"] | bool,
-    planned: Sequence[Rule],
+    others: Collection[str],
     *,
+    shared: bool,
     budgeted: bool,
     chain: Chain | None,
     steps: float,
@@ -56,7 +55,8 @@ def blocks_to_compile(
 
     Args:
         asked: The option: all blocks, or, with "auto", only if launches bind and compilation pays in this run.
-        planned: The rules of the plan.
+        others: Techniques of the plan that compiled blocks do not support.
+        shared: Whether ranks share batch statistics.
         budgeted: Whether the user has named a budget.
         chain: The step on the rates of a GPU; None on a CPU, or if it was not counted.
         steps: Training steps of the run.
@@ -65,7 +65,7 @@ def blocks_to_compile(
         PlanError: `asked` is True, and nothing can be compiled.
     """
     blocks = compilable(module)
-    why = UNKNOWN_BYTES if budgeted else _why_not(module, blocks, planned)
+    why = UNKNOWN_BYTES if budgeted else _why_not(module, blocks, others, shared=shared)
     if not (why or blocks):
         why = "the module has no blocks with submodules outside of what its user has compiled; blocks= names them"
     if why and asked is True:
@@ -80,15 +80,13 @@ def blocks_to_compile(
     return rules, f"compiles {len(blocks)} block{'s' * (len(blocks) > 1)} ({reason}); {EAGER_BYTES}"
 
 
-def _why_not(module: nn.Module, blocks: Mapping[str, nn.Module], planned: Sequence[Rule]) -> str:
-    others = sorted({rule.strategy for rule in planned if not STRATEGIES[rule.strategy].beside_compiled})
-    shares = any(isinstance(rule.spec, ShareBatchStatistics) for rule in planned)
+def _why_not(module: nn.Module, blocks: Mapping[str, nn.Module], others: Collection[str], *, shared: bool) -> str:
     norms = [name for name, block in blocks.items() if any(isinstance(m, AnyBatchNorm) for m in block.modules())]
     if decoders := list(find_decoders(module)):
         return f"{decoders[0]!r} is a decoder of strata, which strategies='...,compile' compiles"
     if others:
         return f"it was not tried together with {', '.join(others)}, which the plan has; leave one of them out"
-    if shares and norms:
+    if shared and norms:
         return f"ranks share the batch statistics of {norms[0]!r}; share_batch_statistics=False gives each rank its own"
     return ""
 

@@ -18,7 +18,6 @@ from lightning_amp.installing.install import install_rules
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.techniques.compile import blocks as technique
 from lightning_amp.techniques.compile.choose import blocks_to_compile
-from lightning_amp.techniques.data.row import ShareBatchStatistics
 from lightning_amp.techniques.logits.row import RULE as LOGITS
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from tests.lightning.strategy.strategy_cases import fitted
@@ -29,7 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 RECOMPUTE = Rule(strategy="recompute", fqn="net.*", spec=RecomputeBlock(), why="tested")
-SHARED = Rule(strategy="S1", fqn="*", spec=ShareBatchStatistics(), why="tested")
 
 
 class Block(nn.Module):
@@ -69,7 +67,14 @@ def two_steps(*rules: Rule, compiles: bool) -> list[Tensor]:
     module = Net().double()
     install_rules(
         module,
-        [*rules, *(blocks_to_compile(module, True, (), budgeted=False, chain=None, steps=1)[0] if compiles else ())],
+        [
+            *rules,
+            *(
+                blocks_to_compile(module, True, (), shared=False, budgeted=False, chain=None, steps=1)[0]
+                if compiles
+                else ()
+            ),
+        ],
     )
     optimizer, losses = module.configure_optimizers(), []
     torch.manual_seed(2)
@@ -125,14 +130,14 @@ def test_beside_recompute_and_logits(without_kernels: None) -> None:
 
 def test_a_graph_break_is_named(without_kernels: None) -> None:
     module = Net(Block(), Prints())
-    install_rules(module, blocks_to_compile(module, True, (), budgeted=False, chain=None, steps=1)[0])
+    install_rules(module, blocks_to_compile(module, True, (), shared=False, budgeted=False, chain=None, steps=1)[0])
     with pytest.raises(InstallError, match=r"net\.1 \(Prints\) does not compile to one graph: .*graph_break"):
         module.training_step(rows(), 0)
 
 
 def test_another_technique_in_a_block_is_named(without_kernels: None) -> None:
     module = Net()
-    install_rules(module, blocks_to_compile(module, True, (), budgeted=False, chain=None, steps=1)[0])
+    install_rules(module, blocks_to_compile(module, True, (), shared=False, budgeted=False, chain=None, steps=1)[0])
     block = module.net[0]
     assert isinstance(block, Block)
     add_override("net.0.norm", block.norm, Override("other", lambda run, m, x: run(m, x), Position.STATISTICS))
@@ -142,30 +147,32 @@ def test_another_technique_in_a_block_is_named(without_kernels: None) -> None:
 
 def test_what_the_user_compiled_stays() -> None:
     module = Net(torch.compile(Block()), Block())
-    rules, note = blocks_to_compile(module, True, (), budgeted=False, chain=None, steps=1)
+    rules, note = blocks_to_compile(module, True, (), shared=False, budgeted=False, chain=None, steps=1)
     assert [rule.fqn for rule in rules] == ["net.1"]
     assert note.startswith("compiles 1 block (requested by the user); bytes are those of the eager step")
 
 
 @pytest.mark.parametrize(
-    ("blocks", "planned", "message"),
+    ("blocks", "others", "message"),
     [
         ([nn.Linear(8, 8)], (), "the module has no blocks with submodules"),
-        ([Block()], (Rule(strategy="offload", fqn="", spec=RecomputeBlock(), why=""),), "together with offload"),
-        ([Block(nn.BatchNorm1d)], (SHARED,), "ranks share the batch statistics of 'net.0'"),
+        ([Block()], ("offload",), "together with offload"),
+        ([Block(nn.BatchNorm1d)], (), "ranks share the batch statistics of 'net.0'"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused(blocks: list[nn.Module], planned: tuple[Rule, ...], message: str) -> None:
+def test_what_cannot_be_compiled_is_refused(blocks: list[nn.Module], others: tuple[str, ...], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        blocks_to_compile(Net(*blocks), True, planned, budgeted=False, chain=None, steps=1)
-    rules, note = blocks_to_compile(Net(*blocks), "auto", planned, budgeted=False, chain=Chain(blocks=()), steps=1)
+        blocks_to_compile(Net(*blocks), True, others, shared=True, budgeted=False, chain=None, steps=1)
+    rules, note = blocks_to_compile(
+        Net(*blocks), "auto", others, shared=True, budgeted=False, chain=Chain(blocks=()), steps=1
+    )
     assert not rules
     assert message in note
 
 
 def test_a_named_budget_is_refused() -> None:
     with pytest.raises(PlanError, match="compile=True is not supported: device_memory is given, and what compiled"):
-        blocks_to_compile(Net(), True, (), budgeted=True, chain=None, steps=1)
+        blocks_to_compile(Net(), True, (), shared=False, budgeted=True, chain=None, steps=1)
 
 
 def chain(work: float) -> Chain:
@@ -192,7 +199,7 @@ def chain(work: float) -> Chain:
 def test_auto_compiles_where_launches_bind_and_the_run_is_long(
     seen: Chain | None, steps: float, compiled: bool, said: str
 ) -> None:
-    rules, note = blocks_to_compile(Net(), "auto", (), budgeted=False, chain=seen, steps=steps)
+    rules, note = blocks_to_compile(Net(), "auto", (), shared=False, budgeted=False, chain=seen, steps=steps)
     assert bool(rules) == compiled
     assert re.search(said, note), note
 
