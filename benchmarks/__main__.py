@@ -34,6 +34,7 @@ QUICK = {
     "gpu": ["--tiny", "--device", "cpu", "--only", "exactness", "--out", "{folder}"],
     "kernels.compiled": ["--rounds", "1"],
     "kernels.kernel_count": ["--cells", "8", "--anchors", "600", "--window", "160"],
+    "kernels.measured_steps": [],
     "memory.of_a_step": ["--out", "{folder}/memory.png"],
     "memory.per_stratum": ["--out", "{folder}"],
     "offload": ["--only", "points"],
@@ -46,6 +47,7 @@ QUICK = {
     "tensor3d.exactness": ["--ranks", "2", "--only", "GPT"],
     "tensor3d.paper": ["--only", "Table I, parameters"],
     "tensor3d.peers": ["odd"],
+    "training.compiled_blocks": ["--only", "torch: nn.TransformerEncoder"],
     "training.loading": ["--gigabytes", "0.05"],
 }
 """Arguments of a short run, of commands that have no flag --quick; those without arguments are short. {folder} is a

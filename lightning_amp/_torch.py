@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -337,6 +337,18 @@ def compile_settings(*, graphs: int) -> AbstractContextManager[Any]:
         fail_on_recompile_limit_hit=True,
     )
     return found
+
+
+def compiler_errors() -> type[Exception]:
+    """Return the class of the errors of Dynamo and of the backends that it calls."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
+def outside_function_modes() -> AbstractContextManager[Any]:
+    """Return a context without torch function modes, which torch.compile would trace."""
+    return without_torch_function() if torch._C._len_torch_function_stack() else nullcontext()
 
 
 def values_are_checked() -> bool:

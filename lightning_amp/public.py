@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from lightning_amp.costs.device_rates import CPU_CORE, Rates, products_under, rates_for
 from lightning_amp.costs.model_shape import LATENT_DIM, profile_of_module
+from lightning_amp.costs.ordered_runs import speeds_of_ranks
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
@@ -116,6 +117,7 @@ def plan(
     latent_dim: int | None = None,
     window: int | None = None,
     rates: Rates | str | None = None,
+    device_speeds: Sequence[float] | None = None,
     node_devices: int | None = None,
 ) -> Plan: ...
 
@@ -132,6 +134,7 @@ def plan(
     batch_size: int | None = None,
     model_parallel_size: int | str = "auto",
     rates: Rates | str | None = None,
+    device_speeds: Sequence[float] | None = None,
     node_devices: int | None = None,
     precision: str | int | None = None,
     blocks: Sequence[type | str] | None = None,
@@ -152,6 +155,7 @@ def plan(
     latent_dim: int | None = None,
     window: int | None = None,
     rates: Rates | str | None = None,
+    device_speeds: Sequence[float] | None = None,
     node_devices: int | None = None,
     precision: str | int | None = None,
     blocks: Sequence[type | str] | None = None,
@@ -176,6 +180,8 @@ def plan(
         latent_dim, window: For a directory: options of the reference model; None means the default.
         rates: For a directory or a module: rates of one device, to predict times, or the name of a device, such as
             "A100" or "A100-80GB"; None means one CPU core.
+        device_speeds: Speed of every device in any unit, such as (1, 1, 0.5), by which they get stages and strata as
+            in a fit with `AMPStrategy(device_speeds=...)`; None means equal speeds.
         node_devices: For a directory or a module and a batch: devices of one node; the model axis stays inside a node
             unless `model_parallel_size` is larger. None means that all devices are on one node.
         precision: For a module: precision of the Trainer, such as "bf16-mixed"; None means "32-true". Operators are
@@ -217,7 +223,7 @@ def plan(
 
         return plan_of_data(
             what,
-            request | {"node_devices": node_devices},
+            request | {"node_devices": node_devices, "device_speeds": device_speeds},
             batch_size=batch_size,
             latent_dim=LATENT_DIM if latent_dim is None else latent_dim,
             window=window,
@@ -235,7 +241,7 @@ def plan(
             batch_of_shapes(batch) if isinstance(batch, str) else batch,
             around=UNDER_AMP if precision is None else replace(UNDER_AMP, precision=str(precision)),
             rates=reached,
-            request=request | {"node_devices": node_devices},
+            request=request | {"node_devices": node_devices, "device_speeds": device_speeds},
             options=of_module,
             batch_size=batch_size,
         )
@@ -254,12 +260,19 @@ def plan(
         node_devices=node_devices,
         precision=precision,
     )
-    made = _of_count(counted, **request)
+    made = _of_count(counted, **request, device_speeds=device_speeds)
     return replace(made, notes=(*made.notes, NOT_LOOKED_FOR))
 
 
 def _of_count(
-    counted: Counted, *, devices: int, device_memory: Any, policy: str, strategies: Any, model_parallel_size: int | str
+    counted: Counted,
+    *,
+    devices: int,
+    device_memory: Any,
+    policy: str,
+    strategies: Any,
+    model_parallel_size: int | str,
+    device_speeds: Any,
 ) -> Plan:
     """Plan a step by its profile alone."""
     from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, make_step_plan
@@ -280,6 +293,7 @@ def _of_count(
         policy=policy,
         strategies=None if strategies is None else parse_strategies(strategies),
         model_parallel_size=model_parallel_size,
+        speeds=speeds_of_ranks(device_speeds, devices),
     )
     return make_step_plan(given, None, counted.seen).plan
 

@@ -12,6 +12,8 @@ model is compiled once: about a minute with TorchInductor on a CPU.
 import argparse
 import gc
 import time
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -47,13 +49,16 @@ def rule(share: float) -> Rule:
     return Rule(strategy="compiled_budget", fqn="", spec=CompiledBudget(share=share), why="measured")
 
 
-def measured(case: Case, backend: str, share: float) -> int:
-    """Most bytes of the process's tensors in the second step, in the order of Lightning's loop."""
+def measured(make: Callable[[], tuple[Any, Any]]) -> int:
+    """Most bytes of the process's tensors in the second step, in the order of Lightning's loop.
+
+    Args:
+        make: Makes the module, as it trains, and its batch.
+    """
     torch.compiler.reset()
     gc.collect()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        module, batch = compiled(case, backend, torch.float32)
-        install_rules(module, [rule(share)])
+        module, batch = make()
         optimizer = module.configure_optimizers()
         for k in range(2):
             if k:
@@ -71,6 +76,13 @@ def measured(case: Case, backend: str, share: float) -> int:
         now += n_bytes
         peak = max(peak, now) if at >= start else peak
     return peak
+
+
+def budgeted(case: Case, backend: str, share: float) -> tuple[Any, Any]:
+    """The compiled module with a budget, and its batch."""
+    module, batch = compiled(case, backend, torch.float32)
+    install_rules(module, [rule(share)])
+    return module, batch
 
 
 def gradients(case: Case, backend: str, share: float) -> list[torch.Tensor]:
@@ -99,7 +111,7 @@ def rows(name: str, backend: str, shares: list[float]) -> None:
             print(f"| {name} | {share:g} | {profile.reason} |", flush=True)
             return
         del module
-        found = measured(case, backend, share)
+        found = measured(partial(budgeted, case, backend, share))
         pairs = zip(gradients(case, backend, share), plain, strict=True)
         most = max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs)
         ratio = profile.peak_bytes / found

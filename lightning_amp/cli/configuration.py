@@ -114,6 +114,9 @@ def _plan_of_step(
     if host is not None:
         options["host_memory"] = _checked("host_memory", host, request["strategies"])
     del request["batch_size"]
+    speeds = getattr(arguments, "device_speeds", None) or options.get("device_speeds")
+    # what a fit would measure is not known here
+    request["device_speeds"] = None if speeds == "measure" else speeds
     rates = rates_asked(requested, around.precision)
     made = plan_of_module(
         module, batch, around=around, rates=rates, request=request, options=options, batch_size=arguments.batch_size

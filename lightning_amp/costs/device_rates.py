@@ -10,9 +10,12 @@ Between nodes there is one adapter per device, of 200 Gb/s (GeForce and A100) or
 torch, so its rates are those of one (AMD's data sheet, halved): products on matrix cores, and one Infinity Fabric link
 to each neighbour; links and the four 200 Gb/s adapters of eight devices are those of a node of Frontier (OLCF's user
 guide). The sheets do not give the rates of attention (by products or in fused kernels), the overhead of an operator or
-the latency of a message; these are round estimates. "cpu" is fitted to the measured steps of
-tests/project/time_grid.jsonl, one thread of a server: 140 GFLOP/s in float32 products, 11.5 GB/s through operators, 8
-microseconds per operator including Python; a gloo message between two processes takes 0.3 ms, at 1 GB/s.
+the latency of a message; the first and the last are round estimates. An operator takes 15 microseconds beside what it
+computes, with Python, autograd and the launch: of decoders on an H100 (docs/reports/gpu.md) steps that wait for the
+processor take so long, and predicted steps are off by a factor of 1.12 in the mean (of 1.5 at 5 microseconds). "cpu" is
+fitted to the measured steps of tests/project/time_grid.jsonl, one thread of a server: 140 GFLOP/s in float32 products,
+11.5 GB/s through operators, 8 microseconds per operator including Python; a gloo message between two processes takes
+0.3 ms, at 1 GB/s.
 
 No device reaches its data sheet, but a plan needs only order and ratios; `calibrate` fits the rates to one measured
 step, and `to_json` saves them. A device that is not in the table gets the rates of the one with the nearest memory
@@ -348,7 +351,7 @@ def _gpu(
         matmul_flops=teraflops * 1e12,
         memory_bytes=memory * 1e9,
         attention_share=0.7,
-        overhead_seconds=5e-6,
+        overhead_seconds=15e-6,
         links=links,
         device=f"{'a' if name[0] in 'BG' else 'an'} {name}",
         launches=True,

@@ -32,7 +32,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from math import lcm
+from math import inf, lcm
+from typing import Any
+
+from lightning_amp.errors import PlanError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,6 +240,35 @@ def deal(
     # takes longer than the slowest run, so this is still an optimum
     apart = list(accumulate(ends, lambda before, end: max(before + 1, end), initial=0))[1:]
     return tuple(min(end, strata - (ranks - 1 - r)) for r, end in enumerate(apart))
+
+
+def speeds_of_ranks(device_speeds: Any, ranks: int | None = None) -> tuple[float, ...]:
+    """Return the speed of every rank relative to the fastest; empty if all are equal, as for None.
+
+    Args:
+        device_speeds: Numbers above 0, one per rank, in any unit, as a list or as "1,1,0.5".
+        ranks: Number of ranks; None skips the check of the list's length.
+
+    Raises:
+        PlanError: Not such numbers, or of another number of ranks.
+    """
+    if device_speeds is None:
+        return ()
+    listed = device_speeds.split(",") if isinstance(device_speeds, str) else device_speeds
+    try:
+        found = [float(speed) for speed in listed]
+    except (TypeError, ValueError):
+        found = []
+    if not found or not all(0 < speed < inf for speed in found):
+        raise PlanError(
+            f"device_speeds={device_speeds!r} is not supported; allowed are numbers above 0, one per rank, such as"
+            " [1, 1, 0.5]"
+        )
+    if ranks is not None and len(found) != ranks:
+        raise PlanError(
+            f"device_speeds={device_speeds!r} has {len(found)} speeds, and there are {ranks} devices; give one for each"
+        )
+    return tuple(speed / max(found) for speed in found) if len({*found}) > 1 else ()
 
 
 def speeds_of_model(speeds: tuple[float, ...], model: int) -> tuple[float, ...]:

@@ -39,7 +39,7 @@ from lightning_amp.footprint.copies.take_notes import copy_with_values, notes_of
 from lightning_amp.footprint.inner_run import BY_ITSELF, Around, run_two_steps
 from lightning_amp.footprint.module_profile import REAL, Life, ModuleProfile, summarize
 from lightning_amp.footprint.step_recorder import StepRecorder
-from lightning_amp.footprint.target_device import counts_for_accelerator
+from lightning_amp.footprint.target_device import counts_for_accelerator, optimizers_of_device
 from lightning_amp.footprint.trace.step_trace import Place, StepTrace
 
 R = TypeVar("R", bound=StepRecorder)
@@ -221,7 +221,7 @@ class _Count:
     def _two_steps(self, fake: QuickFakes | None, answers: Answers | None) -> Any:
         module, around = self._module, self._around
         given = resized(self._batch, self._size) if fake is None else fake_batch(self._batch, fake, self._size)
-        with without_side_effects(module, around.datamodule):
+        with without_side_effects(module, around.datamodule), optimizers_of_device():
             twin = copy_of(module, fake)
             around = replace(around, datamodule=copy_of_data(around.datamodule, module, twin, fake))
             return run_two_steps(twin, given, fake, self._makers[0], around, answers=answers)

@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
 
-from lightning_amp.holding import holding
+from lightning_amp._torch import FakeTensor
+from lightning_amp.holding import holding, replacing
 
 _DEVICE_TYPE: ContextVar[str | None] = ContextVar("device type whose settings are taken", default=None)
 
@@ -38,4 +40,19 @@ def counts_for_accelerator() -> bool:
 def settings_of(device_type: str) -> Iterator[None]:
     """Use the settings of another device type, such as "cuda", in this thread while the context is entered."""
     with holding(_DEVICE_TYPE, device_type):
+        yield
+
+
+@contextmanager
+def optimizers_of_device() -> Iterator[None]:
+    """Let torch's optimizers take the form on the host's tensors that is their default on the device of `settings_of`.
+
+    On an accelerator that is one operator for many tensors (foreach), whose temporaries are as large as all parameters.
+    """
+    if not counts_for_accelerator():
+        yield
+        return
+    kinds = [*vars(torch_optimizer)["_foreach_supported_types"], FakeTensor]
+    own = {"_foreach_supported_types": kinds, "_get_foreach_kernels_supported_devices": lambda: ["cpu"]}
+    with replacing(torch_optimizer, **own):
         yield

@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_amp.costs.device_rates import Rates, budget_on
 from lightning_amp.costs.model_shape import check_sizes
+from lightning_amp.costs.ordered_runs import speeds_of_ranks
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.footprint.inner_run import UNDER_AMP
 from lightning_amp.footprint.target_device import settings_of
@@ -41,8 +42,8 @@ def plan_of_data(
     """Plan the reference model for some data.
 
     Args:
-        request: `devices`, `node_devices`, `device_memory`, `policy`, `strategies` and `model_parallel_size`, as for
-            `lightning_amp.plan`; those that are left out are left to the policy.
+        request: `devices`, `node_devices`, `device_memory`, `device_speeds`, `policy`, `strategies` and
+            `model_parallel_size`, as for `lightning_amp.plan`; those that are left out are left to the policy.
         batch_size: Cells per rank and modality.
         latent_dim, window: Options of the reference model.
         rates: Rates of one device.
@@ -73,6 +74,7 @@ def plan_of_data(
         policy=request.get("policy", "auto"),
         strategies=None if strategies is None else parse_strategies(strategies),
         model_parallel_size=request.get("model_parallel_size", "auto"),
+        speeds=speeds_of_ranks(request.get("device_speeds"), devices),
         shared_statistics=devices > 1,
         beyond_decoder=beyond_decoder,
         notes=tuple(notes),

@@ -14,11 +14,12 @@ from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import PlanError
 from lightning_amp.techniques.chunk.row import ROW as CHUNK
+from lightning_amp.techniques.compile.row import ROW as COMPILE
 from lightning_amp.techniques.compiled_budget.row import ROW as COMPILED_BUDGET
 from lightning_amp.techniques.data.row import ROW as S1
 from lightning_amp.techniques.early_update.row import ROW as EARLY_UPDATE
 from lightning_amp.techniques.fsdp.row import ROW as FSDP
-from lightning_amp.techniques.hic.rows import COMPILE, FUSED, NODES, S2, S3, S4, S5, SDPA, SPARSE, STRATA, STREAM
+from lightning_amp.techniques.hic.rows import FUSED, NODES, S2, S3, S4, S5, SDPA, SPARSE, STRATA, STREAM
 from lightning_amp.techniques.host_optimizer.row import ROW as HOST_OPTIMIZER
 from lightning_amp.techniques.logits.row import ROW as LOGITS
 from lightning_amp.techniques.offload.row import ROW as OFFLOAD

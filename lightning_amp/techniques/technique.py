@@ -116,6 +116,8 @@ class Technique:
         validation: For a technique that shards parameters: (profiled step, its spec, profile of the validation step on
             one device, ranks of the data axis) -> peak bytes of a rank in the validation of a fit.
         code: "module:function": (step to plan, rules) -> Python source of what the modules of its rules run.
+        beside_compiled: Whether `AMPStrategy(compile=)` may compile blocks in a plan with it: its code lies around the
+            forward of blocks, or outside of them.
         runs_compiled: Whether its plan was counted with compiled modules, so that no batch may run them uncompiled.
         registered: Whether it was added by `register_technique`.
         steps: Module whose `install(module, spec, mesh)` returns replacements of a LightningModule's steps, by name; ""
@@ -156,6 +158,7 @@ class Technique:
     evaluation: Callable[[int, Rates], Spec] | None = None
     validation: Callable[[ProfiledStep, Any, ModuleProfile, int], int] | None = None
     code: str = ""
+    beside_compiled: bool = False
     runs_compiled: bool = False
     registered: bool = False
     steps: str = ""

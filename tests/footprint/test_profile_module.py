@@ -16,7 +16,7 @@ import lightning_amp
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.bounded_step import users_line
 from lightning_amp.footprint.inner_run import Around
-from lightning_amp.footprint.module_profile import KINDS, PARTS, ModuleProfile
+from lightning_amp.footprint.module_profile import KINDS, OPTIMISER, PARTS, ModuleProfile
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.footprint.target_device import launches_operators, settings_of
 from tests.any_module import NAMES, QUIET, Meter, make
@@ -452,3 +452,17 @@ def test_adafactor_scales_its_updates_by_numbers_that_decide_nothing() -> None:
     trainer = pl.Trainer(accelerator="cpu", max_steps=2, callbacks=[meter], **QUIET)
     trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(128, 16), 64))
     assert found.peak_bytes == meter.live.peak
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam])
+def test_on_a_gpu_optimizers_take_the_form_that_is_their_default_there(kind: Any) -> None:
+    def counted(device: str, **options: Any) -> Any:
+        module = Small(nn.Sequential(nn.Linear(5, 64), nn.Linear(64, 64), nn.Linear(64, 3)))
+        module.configure_optimizers = lambda: kind(module.parameters(), **options)  # type: ignore[method-assign]
+        with settings_of(device):
+            found = profile_module(module, small_batch())
+        return found.peak_bytes, sum(moment.n_operators for moment in found.timeline if moment.phase == OPTIMISER)
+
+    assert counted("cuda") == counted("cuda", foreach=True) == counted("cpu", foreach=True)
+    assert counted("cpu") == counted("cuda", foreach=False)
+    assert counted("cpu") != counted("cuda")

@@ -17,8 +17,9 @@ from lightning_amp.planning.policies.build_rules import with_shared_statistics
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import plan_report, profile_report
 from lightning_amp.quantities import parse_bytes
+from lightning_amp.techniques.compile.row import CompileStrata
 from lightning_amp.techniques.data.row import ShareBatchStatistics
-from lightning_amp.techniques.hic.rows import CompileStrata, StreamStrata
+from lightning_amp.techniques.hic.rows import StreamStrata
 from lightning_amp.techniques.table import STRATEGIES
 from tests.planning.profiles import hic, profile, rna, shape, with_full_attention
 

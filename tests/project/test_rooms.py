@@ -16,6 +16,7 @@ NAMED = {
     "logits": (r"techniques\.logits|[\"']logits[\"']", 4),
     "replay": (r"techniques\.replay|[\"']replay[\"']", 2),
     "offload": (r"techniques\.offload|[\"']offload[\"']", 1),
+    "compile": (r"techniques\.compile\b|[\"']compile[\"']", 7),
     "compiled_budget": (r"techniques\.compiled_budget|[\"']compiled_budget[\"']", 1),
     "early_update": (r"techniques\.early_update|[\"']early_update[\"']", 1),
     "host_optimizer": (r"techniques\.host_optimizer|[\"']host_optimizer[\"']", 1),

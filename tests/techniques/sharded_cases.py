@@ -22,9 +22,9 @@ from lightning_amp.models.decoders.stratified import KeyKind, StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import Variant
 from lightning_amp.planning.plan.mesh_shape import MeshShape
 from lightning_amp.planning.plan.plan import Axes, Plan
+from lightning_amp.techniques.compile.row import CompileStrata
 from lightning_amp.techniques.hic.rows import (
     ChunkedAttention,
-    CompileStrata,
     DomainParallel,
     FeatureParallel,
     FusedAttention,

@@ -34,6 +34,7 @@ DECIDED = {
     "--strategies": "strategies",
     "--model-parallel-size": "model_parallel_size",
     "--shape": "shape",
+    "--device-speeds": "device_speeds",
 }
 """Options that `--recommend-devices` sets itself, or does not support."""
 NOTHING_FITS = DoesNotFitError.status
@@ -61,6 +62,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--host-memory",
         metavar="SIZE",
         help="with --config or MODULE:CLASS: most host memory that a rank takes, such as 64GiB (default: any)",
+    )
+    parser.add_argument(
+        "--device-speeds",
+        metavar="SPEED,...",
+        help="speed of each device in any unit, by which they get stages and strata, such as 1,1,0.5 (default: equal)",
     )
     parser.add_argument(
         "--largest",
@@ -104,6 +110,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return _recommend(arguments)
     request = request_of(arguments)
     check_request(**request)
+    request["device_speeds"] = arguments.device_speeds
     asked, rates = decoder_asked(arguments), rates_asked(arguments)
     if asked is None:
         profile, of_model = read(arguments), {"latent_dim": latent_dim(arguments), "window": arguments.window}

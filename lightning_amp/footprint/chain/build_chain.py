@@ -117,7 +117,13 @@ class ChainBuilder:
             for call, span in zip(self._step.calls, self._spans, strict=True)
         )
         moments, seconds = tuple(self._moments()), sum(self._step.took)
-        return Chain(blocks=blocks, tensors=tuple(self._tensors), moments=moments, seconds=seconds)
+        return Chain(
+            blocks=blocks,
+            tensors=tuple(self._tensors),
+            moments=moments,
+            seconds=seconds,
+            launch_seconds=self._step.launch_seconds,
+        )
 
     def _span(self, i: int, call: Any) -> _Span:
         own = self._is_backward & (self._orders >= call.first_order) & (self._orders < call.last_order)

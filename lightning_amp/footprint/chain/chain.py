@@ -110,12 +110,14 @@ class Chain:
         tensors: Bytes of the tensors that blocks share.
         moments: All moments at which memory may be at its peak.
         seconds: Time of the step without recomputation.
+        launch_seconds: Part of it that is the overhead of operators, whatever they compute.
     """
 
     blocks: tuple[BlockCost, ...]
     tensors: tuple[int, ...] = ()
     moments: tuple[ChainMoment, ...] = ()
     seconds: float = 0.0
+    launch_seconds: float = 0.0
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -124,6 +124,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self.uses: list[Use] = []
         self.orders: list[int] = [-1]
         self.took: list[float] = [0.0]
+        self.launch_seconds = 0.0
         self.read_last: dict[int, int] = {}
         self.readers: dict[str, list[int]] = {}
         self.computed: set[int] = set()
@@ -276,6 +277,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             self._generators.add(generator)
         moved = sum(t.nbytes for t in (*(t for t, _ in read), *made) if t.layout is torch.strided)
         self.took[-1] = times_now() * self._rates.seconds(func, args, kwargs, result, moved)
+        self.launch_seconds += times_now() * self._rates.overhead_seconds * (not func.is_view)
         if self._open is not None and self.work[-1][0] == FORWARD:
             self.calls[self._open].seconds += self.took[-1]
         if func._opname in VALUES:

@@ -32,6 +32,7 @@ from lightning_amp._torch import (
     tree_map,
 )
 from lightning_amp.footprint.copies.batch_values import BatchReads
+from lightning_amp.footprint.copies.kernel_sizes import grouped_layout, left_by_rnn
 from lightning_amp.footprint.copies.known_values import note, number_of, read_of
 from lightning_amp.footprint.copies.noted_values import (
     BACKWARD_SELECTS,
@@ -101,8 +102,6 @@ _known: dict[Any, _Found] = {}
 """Cache of all modes, by operator and arguments: planning counts a step several times."""
 MOST = 100_000
 """Number of entries above which the cache is cleared."""
-MOST_LEFT = 2**26
-"""Most reserve bytes of an RNN kernel that is run to measure them."""
 
 
 def in_a_count(tensor: torch.Tensor) -> bool:
@@ -207,7 +206,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if self.valid and func is GROUPED_MM and args[0].dtype in (torch.float32, torch.float16):
             # torch's kernels support these dtypes too, but its rule for fake tensors only bfloat16
             like = torch.ops.aten.new_empty_strided.default
-            return super().dispatch(like, types, (args[0], *_grouped(*args[:3])), {})
+            return super().dispatch(like, types, (args[0], *grouped_layout(*args[:3])), {})
         if self.valid and func is CTC_LOSS and args[1].dim() == 2:
             # from scores [step, sample, class]: the losses, and the losses of paths up to each step. A path is as long
             # as the longest target, which is assumed to be as long as the padded targets [sample, letter]
@@ -217,7 +216,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if self.valid and func is RNN_ON_CPU and not launches_operators(args[0]):
             # torch's rule for fake tensors leaves out the reserve bytes for the backward pass
             made: Any = super().dispatch(func, types, args, kwargs)
-            like, left = torch.ops.aten.new_empty.default, [_left_by_rnn(args)]
+            like, left = torch.ops.aten.new_empty.default, [left_by_rnn(args)]
             return *made[:3], super().dispatch(like, types, (args[0], left), {"dtype": torch.uint8})
         return self._quickly(func, types, args, kwargs)
 
@@ -373,45 +372,6 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             new = torch.empty_strided(shape, stride, dtype=result.dtype, device="meta").untyped_storage()
         # `_make` cannot make a result with an offset, or in more memory than its layout needs
         return made if offset == 0 and new.nbytes() == memory.nbytes() else None
-
-
-def _grouped(one: Tensor, other: Tensor, ends: Tensor | None = None) -> tuple[list[int], list[int]]:
-    """Return shape and strides of a grouped product; the kernels align its rows to 16 bytes."""
-    rows, columns = one.shape[-2], other.shape[-1]
-    wide = -(-columns * one.itemsize // 16) * 16 // one.itemsize
-    if one.dim() != other.dim():
-        # groups are ranges of rows of `one`, or of columns of `other`
-        return [rows, columns], [wide, 1]
-    groups = one.shape[0] if one.dim() == 3 or ends is None else ends.shape[0]
-    return [groups, rows, columns], [rows * wide, wide, 1]
-
-
-def _left_by_rnn(args: Any) -> int:
-    """Return the reserve bytes that an RNN kernel leaves to its backward pass: the kernel runs, because its library
-    decides.
-
-    Above `MOST_LEFT` bytes, it runs for fewer samples. Each further sample adds the same number of bytes, up to pages.
-    """
-    key = RNN_ON_CPU, *((a.shape, a.dtype) if isinstance(a, Tensor) else str(a) for a in args)
-    found: Any = _known.get(key)
-    if found is None:
-        samples = args[0].shape[-2]
-        few = max(1, MOST_LEFT // 2 // _run_rnn(args, 1))
-        found = _run_rnn(args, min(samples, 2 * few))
-        if samples > 2 * few:
-            found += (found - _run_rnn(args, few)) * (samples - 2 * few) // few
-        _known[key] = found
-    return int(found)
-
-
-def _run_rnn(args: Any, samples: int) -> int:
-    # modes are disabled, as above
-    given = [torch.zeros(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in args]
-    for place in (0, 5, 6):
-        # inputs, hidden and cell states
-        given[place] = given[place][..., :samples, :]
-    given = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, Tensor) else a for a in given]
-    return int(RNN_ON_CPU(*given)[3].nbytes)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -17,9 +17,10 @@ Known limits: side effects of an item outside the process, such as moving the po
 more; lists and dictionaries longer than `restore_state.LONG` are not copied; `worker_init_fn` is not called.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from contextlib import suppress
 from functools import partial
+from math import inf
 from typing import Any
 
 import lightning.pytorch as pl
@@ -96,6 +97,16 @@ def loaders_of(trainer: pl.Trainer, loop: Any = None) -> tuple[object, str]:
         # a batch that is read from these loaders would be missing in those of the Trainer's own call
         return None, f"{type(source.instance).__name__}.{source.name}() draws random numbers, and gives a stream"
     return loaders, ""
+
+
+def steps_of_run(trainer: pl.Trainer) -> float:
+    """Return the training steps of a run, at most; inf if it ends by something else. All ranks must call it."""
+    of_epoch = [len(loader) for loader in each(loaders_of(trainer)[0]) if isinstance(loader, Sized)]
+    limit, epochs = trainer.limit_train_batches, trainer.max_epochs
+    batches = max(of_epoch, default=inf)
+    batches = min(batches, limit) if isinstance(limit, int) else batches * (limit or 0.0)
+    steps = inf if epochs in (None, -1) else epochs * batches
+    return min(steps, trainer.max_steps) if trainer.max_steps >= 0 else steps
 
 
 def forget_loaders(trainer: pl.Trainer) -> None:

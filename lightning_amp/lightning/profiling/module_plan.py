@@ -44,7 +44,7 @@ class ModulePlan:
         split: Technique of the plan that replaces the training step, or ""; the questions are then not supported.
         on_devices: Function that plans the step on another number of devices.
         planned_at: Function that plans a module with a decoder for a batch size, or for another batch; else None.
-        unlike: Whether the devices differ in memory; the questions are then not supported.
+        unlike: Whether the devices differ in memory or speed; the questions are then not supported.
     """
 
     plan: Plan

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning_amp.adapters.adapt import adapt
 from lightning_amp.costs.device_rates import Rates, budget_on
 from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.costs.ordered_runs import speeds_of_ranks
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.find_blocks import named_blocks
@@ -51,8 +52,8 @@ def plan_of_module(
     """Plan the step of a module.
 
     Args:
-        request: `devices`, `node_devices`, `device_memory`, `policy`, `strategies` and `model_parallel_size`, as for
-            `lightning_amp.plan`.
+        request: `devices`, `node_devices`, `device_memory`, `policy`, `strategies`, `model_parallel_size` and
+            `device_speeds`, as for `lightning_amp.plan`.
         options: Options of AMPStrategy for its techniques; None means not given.
 
     Raises:
@@ -66,6 +67,7 @@ def plan_of_module(
     strategies, asked, devices = (request[name] for name in ("strategies", "device_memory", "devices"))
     ids, size = parse_strategies(strategies or "S1"), request["model_parallel_size"]
     rates, node_devices = rates.on_nodes_of(request.get("node_devices")), request.get("node_devices")
+    speeds = speeds_of_ranks(request.get("device_speeds"), devices)
     changes_decoders = strategies is None or any(STRATEGIES[name].choice for name in ids)
 
     def memory_on(n: int) -> tuple[int, ...]:
@@ -154,6 +156,7 @@ def plan_of_module(
             model_parallel_size=size,
             micro_batches=options.get("micro_batches"),
             requested=requested,
+            speeds=speeds if n == devices else (),
             host_memory=host_memory_of(given),
             shared_statistics=share and n > 1,
             steps=steps,
@@ -207,5 +210,5 @@ def plan_of_module(
         split=technique_of_steps(made.strategies),
         on_devices=lambda n: made_on(n).plan,
         planned_at=planned_at if shape.decoder else None,
-        unlike=len(memory) > 1,
+        unlike=len(memory) > 1 or bool(speeds),
     )

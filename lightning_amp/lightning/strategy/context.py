@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.costs import model_shape
 from lightning_amp.costs.device_rates import Rates
+from lightning_amp.costs.ordered_runs import speeds_of_ranks
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.data.batch import datamodule_of
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
@@ -21,7 +23,7 @@ from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
-from lightning_amp.lightning.profiling.loaders import CellsOrReason, cells_per_step
+from lightning_amp.lightning.profiling.loaders import CellsOrReason, cells_per_step, steps_of_run
 from lightning_amp.lightning.profiling.make_step_plan import PlanInputs
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
@@ -36,6 +38,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.quantities import memory_of_ranks
+from lightning_amp.techniques.compile.row import CompileBlock
 from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.host_memory.limit import host_memory_of
 from lightning_amp.techniques.rates_of import rates_of
@@ -46,7 +49,7 @@ SHOWN = 8
 OF_THE_MACHINE = ("data_dir", "budget_bytes")
 COMPARED = (
     *("policy", "strategies", "model_parallel_size", "share_batch_statistics", "balance_cells"),
-    *("blocks", "fsdp_ranks", "fsdp_offload", "host_memory", "device_speeds"),
+    *("blocks", "fsdp_ranks", "fsdp_offload", "host_memory", "device_speeds", "compile"),
 )
 
 
@@ -92,6 +95,8 @@ class PlanningContext:
         matters = request.device_memory is not None or strategy.root_device.type == "cuda"
         validates = fits and matters and (self.counts_decoder or not has_decoder)
         self.validation = EvaluationOfModule.of_fit(trainer) if validates else None
+        self.steps_of_run = steps_of_run(trainer) if fits and request.compile == "auto" else inf
+        """Training steps, at most."""
 
     def _dry_steps(self, trained: Plan | None) -> DrySteps | None:
         """Return the requested technique with its own steps, or that of the previous fit's plan, to profile it."""
@@ -268,9 +273,10 @@ class PlanningContext:
     @cached_property
     def speeds(self) -> tuple[float, ...]:
         """Speeds of all ranks relative to the fastest; empty if they count as equal. The first access is collective."""
-        if self.request.device_speeds is None:
-            return ()
-        return measured_speeds(self.strategy.root_device, self.strategy.world_size)
+        asked, ranks = self.request.device_speeds, self.strategy.world_size
+        return (
+            measured_speeds(self.strategy.root_device, ranks) if asked == "measure" else speeds_of_ranks(asked, ranks)
+        )
 
     def within(self, n_bytes: int) -> "PlanningContext":
         """Return a copy with a budget of `n_bytes` for tensors."""
@@ -298,7 +304,8 @@ class PlanningContext:
 
         Over a model axis None too: the count is that of the fullest rank, which may be another one.
         """
-        rules = tuple(rule for rule in plan.rules if rule.strategy != "S1")
+        # compiled blocks are counted as they run eagerly
+        rules = tuple(r for r in plan.rules if r.strategy != "S1" and not isinstance(r.spec, CompileBlock))
         if self.step is None or plan.mesh.model > 1 or counted_rules(plan) != rules:
             return None
         return self.step.profile_with(rules)

@@ -43,6 +43,7 @@ from lightning_amp.planning.modules.plan_decoder import with_rules_beyond
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, techniques
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.compile.choose import NAME as COMPILE
 from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.table import (
     OF_BLOCKS,
@@ -248,8 +249,10 @@ class InstalledPlan:
     def _with_blocks(self, limit: int) -> Plan:
         """Recompute blocks, then also chunk them, until the plan fits the limit; return the plan that needs least."""
         found = before = self._plan
+        # compiled blocks are chosen again with each plan
+        strategies = [name for name in before.strategies if name != COMPILE]
         for n in range(1, len(OF_BLOCKS) + 1):
-            names = [*before.strategies, *OF_BLOCKS[:n]]
+            names = [*strategies, *OF_BLOCKS[:n]]
             try:
                 plan = resolve_plan(self._facts.within(limit), notes=before.notes, strategies=names)
             except PlanError:

@@ -6,6 +6,7 @@ from math import inf
 from pathlib import Path
 from typing import Literal
 
+from lightning_amp.costs.ordered_runs import speeds_of_ranks
 from lightning_amp.costs.rule import Spec
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.find_blocks import check_entries
@@ -30,7 +31,7 @@ CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "save_distributed_checkpoint": (True, False),
     "check_finite": (True, False),
     "rescue": (True, False),
-    "device_speeds": (None, "measure"),
+    "compile": ("auto", True, False),
     "verbose": (True, False),
 }
 
@@ -68,13 +69,14 @@ class Request:
     chunk_queries: int | None = None
     chunk_policy: Literal["auto", "paper"] = "auto"
     host_memory: str | int | None = None
-    device_speeds: Literal["measure"] | None = None
+    device_speeds: Literal["measure"] | Sequence[float] | None = None
     sequence_dim: Mapping[str, int | Sequence[int]] | str = "auto"
     sequence_sizes: str | Sequence[int] = "even"
     sequence_grid: str = ""
     tensor_grid: tuple[int, int, int] | None = None
     tensor_overlap: Sequence[str] = tuple(OVERLAP.split(","))
     tensor_cache: str | int = "0B"
+    compile: Literal["auto"] | bool = False
     verbose: bool = False
 
     def __post_init__(self) -> None:
@@ -94,6 +96,8 @@ class Request:
             path = getattr(self, name)
             if path is not None and (not isinstance(path, str | Path) or not str(path)):
                 raise PlanError(f"{name}={path!r} is not supported; allowed is the path {what}, or None")
+        if self.device_speeds not in (None, "measure"):
+            speeds_of_ranks(self.device_speeds)
         if self.device_memory is not None:
             # as text, which requires a unit: a user who writes 8 does not mean 8 bytes
             sizes = self.device_memory
@@ -185,6 +189,11 @@ class Request:
         if beside:
             raise PlanError(
                 f"plan={self.plan!r} cannot be used with {beside!r}, which a plan decides; leave one of the two out"
+            )
+        if self.compile is not False:
+            raise PlanError(
+                f"plan={self.plan!r} and compile={self.compile!r} cannot be used together; a plan names the blocks that"
+                " it compiles. Leave one of the two out"
             )
         if not isinstance(self.plan, str | Path | Plan):
             raise PlanError(

@@ -6,8 +6,7 @@ have full parameters too.
 Known limits: those of steps/training_step.py. Buffers that a module changes in training, other than shared batch
 statistics, differ between ranks until the next validation, which takes those of rank 0. `self.all_gather` gathers from
 all ranks, so the values of a model group occur once per rank. Under S2, fsdp and pipeline, `module.state_dict()` and
-norms computed by hand cover only the rank's shards; `gradient_norm` covers all. Differences between ranks are reported
-as a warning.
+norms computed by hand cover only the rank's shards; `gradient_norm` covers all. Ranks that differ are reported.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -107,13 +106,14 @@ class AMPStrategy(MeshStrategy):
         chunk_queries: int | None = None,
         chunk_policy: Literal["auto", "paper"] = "auto",
         host_memory: str | int | None = None,
-        device_speeds: Literal["measure"] | None = None,
+        device_speeds: Literal["measure"] | Sequence[float] | None = None,
         sequence_dim: Mapping[str, int | Sequence[int]] | str = "auto",
         sequence_sizes: str | Sequence[int] = "even",
         sequence_grid: str = "",
         tensor_grid: tuple[int, int, int] | None = None,
         tensor_overlap: Sequence[str] = ("all_reduce", "reduce_scatter", "all_gather"),
         tensor_cache: str | int = "0B",
+        compile: Literal["auto"] | bool = False,
         verbose: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -131,9 +131,8 @@ class AMPStrategy(MeshStrategy):
                 patterns of names; None takes the children of lists and sequences.
             device_memory: Budget per device, as bytes or "24GiB", or a list of them; None uses the device's memory. On
                 a GPU it is what the process takes, with CUDA's context and fragments, on a CPU that of tensors.
-            on_predicted_oom: "refuse" a plan that is predicted to run out of memory, or "warn" and train; None refuses
-                if `device_memory` is given.
-            unfit: Deprecated name of `on_predicted_oom`; "train" is "warn".
+            on_predicted_oom, unfit: "refuse" a plan that is predicted to run out of memory, or "warn" and train; None
+                refuses if `device_memory` is given. `unfit` is the deprecated name, and its "train" is "warn".
             rates: File written by `lightning-amp calibrate`, to predict times; None uses those of the device type.
             rescue: Whether a batch that runs out of memory runs again with a leaner plan, up to three times in a fit.
             model_parallel_size: Ranks of the model axis.
@@ -150,12 +149,13 @@ class AMPStrategy(MeshStrategy):
             chunk_queries: For `strategies="S3"`: queries of a chunk of local attention; None for 128, as in the paper.
             chunk_policy: For `strategies="chunk"`: choose regions by time, "auto", or by AutoChunk's cost, "paper".
             host_memory: Most host memory of a rank; None: 80 % of what is free, of fsdp_offload any.
-            device_speeds: "measure" assigns stages and strata to ranks by measured speed; None assumes equal speeds.
+            device_speeds: Speeds of all ranks, by which they get stages and strata; "measure"; or None, equal speeds.
             tensor_grid: For `strategies="tensor3d"`: ranks (x, y, z); x and y split features, z rows of the batch.
             tensor_overlap: For `strategies="tensor3d"`: collectives that overlap with compute.
             tensor_cache: For `strategies="tensor3d"`: bytes of gathered parameters that are kept for the backward pass.
             sequence_dim: For `strategies="sequence"`, or "tensor3d" if z splits samples: the dims that are split.
             sequence_sizes, sequence_grid: For "sequence": "even", "causal" or shard sizes; ranks of two dims, as "2x2".
+            compile: Whether blocks run through torch.compile; "auto": if a GPU waits for launches and the run is long.
             verbose: Show the complete report of the plan instead of its summary of five lines.
 
         Raises:

@@ -179,7 +179,7 @@ def with_speeds(plan: Plan, shape: ModelShape, speeds: tuple[float, ...]) -> Pla
         return plan
     own = speeds_of_model(speeds, plan.mesh.model)
     listed = ", ".join(f"{speed:.2f}" for speed in speeds)
-    note = Explanation(f"speeds of the ranks, measured, by that of the fastest: {listed}")
+    note = Explanation(f"speeds of the ranks, by that of the fastest: {listed}")
 
     def dealt(rule: Rule) -> Rule:
         if not isinstance(rule.spec, StrataParallel):

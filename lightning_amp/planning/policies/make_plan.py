@@ -9,13 +9,20 @@ from dataclasses import replace
 
 from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.costs.model_shape import LARGEST, DecoderShape, ModelShape, reference_shape
+from lightning_amp.costs.ordered_runs import speeds_of_ranks
 from lightning_amp.diagnosis import diagnose
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.mesh_shape import MeshShape
 from lightning_amp.planning.plan.plan import Axes, Candidate, Explanation, Plan
 from lightning_amp.planning.policies.auto import LOCAL_ATTENTION_ONLY, candidates
-from lightning_amp.planning.policies.build_rules import build_rules, decide_balance, too_few_cells, with_memory
+from lightning_amp.planning.policies.build_rules import (
+    build_rules,
+    decide_balance,
+    too_few_cells,
+    with_memory,
+    with_speeds,
+)
 from lightning_amp.planning.policies.paper import PlanRequest, mapped, model_ranks_of, registered, without_strata
 from lightning_amp.planning.time.step_seconds import decoder_seconds, on_device, predicted_times
 from lightning_amp.profiling.profile import Profile
@@ -37,6 +44,7 @@ def plan(
     shape: ModelShape | None = None,
     rates: Rates = CPU_CORE,
     node_devices: int | None = None,
+    device_speeds: str | Sequence[float] | None = None,
 ) -> Plan:
     """Decide what to install.
 
@@ -53,6 +61,7 @@ def plan(
         rates: Rates of one device, to predict times.
         node_devices: Devices of one node; the model axis stays inside a node unless `model_parallel_size` is larger.
             None means that all devices are on one node.
+        device_speeds: Speed of every device in any unit, by which strata are distributed; None means equal speeds.
 
     Raises:
         PlanError: An argument is not allowed, or this number of devices cannot run the strategies.
@@ -105,7 +114,7 @@ def plan(
             notes = notes + _of_paper(compared[0], request)
         request = replace(request, model_parallel_size=compared[0].model)
     made = _carried_out(request, chosen, profile, asked=asked, compared=compared, notes=notes)
-    return with_memory(made, memory)
+    return with_memory(with_speeds(made, request.shape, speeds_of_ranks(device_speeds, devices)), memory)
 
 
 def check_request(

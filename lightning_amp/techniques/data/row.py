@@ -23,6 +23,7 @@ class BalanceCells:
 ROW = Technique(
     title="data parallel",
     shrinks="cells per rank",
+    beside_compiled=True,
     specs=(DataParallel, ShareBatchStatistics, BalanceCells),
     works_in_any_steps=True,
 )

@@ -95,6 +95,7 @@ def _remark(spec: Any, launches: bool) -> str:
 ROW = Technique(
     title="updates within the backward pass",
     shrinks="gradients, which are used and freed one after the other",
+    beside_compiled=True,
     specs=(EarlyUpdate,),
     installers={EarlyUpdate: Installer("lightning_amp.techniques.early_update.install:install", last=True)},
     refusal="lightning_amp.techniques.early_update.readers:refusal",

@@ -224,6 +224,7 @@ def _remark(spec: FullyShard, launches: bool) -> str:
 ROW = Technique(
     title="fully sharded data parallel",
     shrinks="parameters, gradients and optimiser state to those of a rank",
+    beside_compiled=True,
     specs=(FullyShard,),
     targets=lambda shape: [(fqn, FullyShard()) for fqn in (*shape.blocks, "")],
     data_axis=True,

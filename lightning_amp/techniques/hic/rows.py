@@ -152,13 +152,6 @@ class StreamStrata:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CompileStrata:
-    """A stratum's key and likelihood run through torch.compile."""
-
-    mode: str = "default"  # "default", or "reduce-overhead" for CUDA graphs
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StrataParallel:
     """The strata of the decoder are sharded over the model axis, in runs."""
 
@@ -174,14 +167,6 @@ STREAM = Technique(
         lambda d: StreamStrata(cells=block_cells(max(d.features), anchors=d.anchors, launched=d.launched))
     ),
     choice=("activations", STREAMED),
-)
-COMPILE = Technique(
-    title="compile strata",
-    shrinks="kernels of a stratum, by torch.compile",
-    specs=(CompileStrata,),
-    installers={CompileStrata: Installer(f"{HIC}.strata.compile:compile_strata", on_decoder=True)},
-    targets=on_decoder(lambda _: CompileStrata()),
-    choice=("kernels", "compiled"),
 )
 STRATA = Technique(
     title="strata parallel",

@@ -138,6 +138,7 @@ def _seconds(seen: ProfiledStep, state: int, *, n_buckets: int) -> float:
 ROW = Technique(
     title="the optimizer on the host",
     shrinks="the optimizer's state, which is in host memory, and what its step makes",
+    beside_compiled=True,
     specs=(HostOptimizer,),
     installers={HostOptimizer: Installer("lightning_amp.techniques.host_optimizer.install:install")},
     option_names=("host_memory",),

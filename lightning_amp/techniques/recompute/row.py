@@ -48,6 +48,7 @@ def _blocks(chain: Chain, budget: int) -> tuple[str, ...]:
 ROW = Technique(
     title="recompute",
     shrinks="K strata to one, or a block to its inputs, computed twice",
+    beside_compiled=True,
     specs=(RecomputeStrata, RecomputeBlock),
     installers={
         RecomputeStrata: Installer("lightning_amp.techniques.recompute.recompute:recompute_strata", on_decoder=True),

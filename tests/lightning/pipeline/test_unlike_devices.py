@@ -14,7 +14,10 @@ import lightning_amp
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.strategy import hardware
-from tests.lightning.pipeline.pipeline_cases import CNN, GPT, fit, tokens
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.policies.build_rules import ends_of
+from tests.lightning.pipeline.pipeline_cases import CNN, GPT, batches_of, fit, tokens
+from tests.planning.profiles import hic, profile, rna
 from tests.ranks import run_ranks
 
 PERIOD, PRODUCT = 0.1, 1e-3
@@ -75,7 +78,10 @@ def test_a_slow_or_small_device_has_fewer_blocks(tmp_path: Path) -> None:
         assert found["speeds"] == every[0]["speeds"]
         assert found["speeds"][0] < 0.5
         assert found["speeds"][1] == 1.0
-        for name, said in (("slow", "speeds of the ranks, measured"), ("small", "memory of the devices by rank: ")):
+        for name, said in (
+            ("slow", "speeds of the ranks, by that of the fastest"),
+            ("small", "memory of the devices by rank: "),
+        ):
             plan = found[name]["plan"]
             assert plan.stages[0].end < found["alike"]["plan"].stages[0].end, name
             assert any(note.startswith(said) for note in plan.notes), plan.notes
@@ -87,6 +93,38 @@ def test_a_slow_or_small_device_has_fewer_blocks(tmp_path: Path) -> None:
         assert all(s.peak_bytes <= own for s, own in zip(small.stages, found["memory"], strict=True))
         assert found["small"]["peak"] <= found["memory"][rank]
         assert "has 3 sizes, and there are 2 devices; give one for each" in found["refused"]
+
+
+SPEEDS = (0.6, 2.0)
+
+
+def of_speeds(rank: int, ranks: int) -> Any:
+    """The plan of a fit on ranks of these speeds."""
+    return fit((rank, ranks), CNN(), {"device_speeds": SPEEDS, "model_parallel_size": 2}, {})["plan"]
+
+
+@pytest.mark.ranks
+def test_speeds_that_are_given_plan_offline_as_in_a_fit(tmp_path: Path) -> None:
+    def offline(speeds: Any) -> Plan:
+        asked: Any = {"devices": 2, "strategies": "pipeline", "model_parallel_size": 2, "device_speeds": speeds}
+        return lightning_amp.plan(CNN(), batches_of(CNN(), None, 1)[0], **asked).plan
+
+    found = run_ranks(of_speeds, 2, tmp_path)[0]
+    for plan in (offline(SPEEDS), offline([0.3, 1])):
+        assert (plan.rules, plan.stages) == (found.rules, found.stages)
+    assert plan.stages[0].end < offline(None).stages[0].end
+    assert "speeds of the ranks, by that of the fastest: 0.30, 1.00" in plan.notes
+    with pytest.raises(
+        PlanError, match=r"device_speeds=\[1\] has 1 speeds, and there are 2 devices; give one for each"
+    ):
+        offline([1])
+
+
+def test_strata_follow_speeds_that_are_given_offline() -> None:
+    data = profile(hic(anchors=600, strata=4), rna())
+    asked: Any = {"devices": 2, "model_parallel_size": 2, "strategies": "strata"}
+    equal, unlike = (lightning_amp.plan(data, **asked, device_speeds=speeds) for speeds in (None, (1, 0.5)))
+    assert ends_of(unlike)[0] > ends_of(equal)[0]
 
 
 @pytest.mark.full

@@ -60,7 +60,7 @@ from tests.paths import ROOT
         ({"chunk_policy": "fast", "strategies": "chunk"}, "chunk_policy='fast' is not supported; allowed are 'auto'"),
         ({"host_memory": "1GiB", "strategies": "S1"}, "host_memory='1GiB' is an option of fsdp and offload and"),
         ({"fsdp_offload": True, "strategies": "S1"}, "fsdp_offload=True is an option of fsdp"),
-        ({"device_speeds": [1, 2]}, "device_speeds=[1, 2] is not supported; allowed are None, 'measure'"),
+        ({"device_speeds": [1, 0]}, "device_speeds=[1, 0] is not supported; allowed are numbers above 0, one per rank"),
         ({"fsdp_offload": 1, "strategies": "fsdp"}, "fsdp_offload=1 is not supported; allowed are True, False"),
         ({"micro_batches": 0, "strategies": "pipeline"}, "micro_batches=0 is not supported; allowed is a whole"),
         ({"micro_batches": True, "strategies": "pipeline"}, "micro_batches=True is not supported; allowed is a whole"),

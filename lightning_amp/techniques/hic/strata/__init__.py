@@ -1,1 +1,1 @@
-"""Run the loop over strata: streamed, recomputed, compiled, or sharded over ranks."""
+"""Run the loop over strata: streamed, recomputed, or sharded over ranks."""

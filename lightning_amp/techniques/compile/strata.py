@@ -25,9 +25,9 @@ from lightning_amp._torch import compile_settings, has_no_values
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.forward_overrides import Position, overrides_of
 from lightning_amp.shapes import Scalar
+from lightning_amp.techniques.compile.row import CompileStrata
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder
-from lightning_amp.techniques.hic.rows import CompileStrata
 from lightning_amp.techniques.hic.strata.stream import StreamedStrata
 
 MODES = ("default", "reduce-overhead")

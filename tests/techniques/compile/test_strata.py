@@ -13,9 +13,10 @@ from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.forward_overrides import overrides_of
 from lightning_amp.installing.install import install
-from lightning_amp.techniques.hic.rows import CompileStrata, StreamStrata
-from lightning_amp.techniques.hic.strata import compile as technique
-from lightning_amp.techniques.hic.strata.compile import AsItIs, Compiled, compile_strata
+from lightning_amp.techniques.compile import strata as technique
+from lightning_amp.techniques.compile.row import CompileStrata
+from lightning_amp.techniques.compile.strata import AsItIs, Compiled, compile_strata
+from lightning_amp.techniques.hic.rows import StreamStrata
 from tests.adapters import foreign_cases
 from tests.adapters.higlue_shaped import Copy
 from tests.models import unit_cases
