@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_amp.footprint.copies import quick_fakes
+from lightning_amp.footprint.copies import kernel_sizes, quick_fakes
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.footprint.target_device import settings_of
 from tests.optimised import Optimised
@@ -117,8 +117,8 @@ class Recurrent(Speech):
 
 def test_a_kernel_that_leaves_much_is_run_for_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     def counted(most: int) -> tuple[int, int]:
-        monkeypatch.setattr(quick_fakes, "MOST_LEFT", most)
-        monkeypatch.setattr(quick_fakes, "_known", {})
+        monkeypatch.setattr(kernel_sizes, "MOST_LEFT", most)
+        monkeypatch.setattr(kernel_sizes, "_left", {})
         ran.clear()
         return profile_module(Recurrent(128), torch.randn(70, 40, 12)).peak_bytes, max(ran)
 
@@ -127,8 +127,8 @@ def test_a_kernel_that_leaves_much_is_run_for_few_samples(monkeypatch: pytest.Mo
         return usual(args, samples)
 
     ran: list[int] = []
-    usual = quick_fakes._run_rnn
-    monkeypatch.setattr(quick_fakes, "_run_rnn", run)
+    usual = kernel_sizes._run_rnn
+    monkeypatch.setattr(kernel_sizes, "_run_rnn", run)
     exact, samples = counted(2**26)
     assert samples == 70
     near, samples = counted(2**22)
