@@ -239,7 +239,7 @@ def plan(
         return plan_of_module(
             what,
             batch_of_shapes(batch) if isinstance(batch, str) else batch,
-            around=UNDER_AMP if precision is None else replace(UNDER_AMP, precision=str(precision)),
+            run_settings=UNDER_AMP if precision is None else replace(UNDER_AMP, precision=str(precision)),
             rates=reached,
             request=request | {"node_devices": node_devices, "device_speeds": device_speeds},
             options=of_module,

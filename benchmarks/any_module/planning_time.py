@@ -22,7 +22,7 @@ from benchmarks.gpu.language_model import LanguageModel
 from benchmarks.page import origin, paragraph
 from lightning_amp.costs.device_rates import rates_for
 from lightning_amp.footprint import inner_run, profile_module
-from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.inner_run import RunSettings
 from lightning_amp.lightning.profiling.plan_of_module import ModulePlan, plan_of_module
 
 NAMED = ("S1", "S1,logits", "S1,replay", "S1,logits,replay", "S1,recompute", "S1,logits,recompute", "S1,chunk")
@@ -39,7 +39,7 @@ class Planned:
     def __init__(self, depth: int, precision: str) -> None:
         with torch.device("meta"):
             self._module = LanguageModel(width=1024, heads=16, depth=depth, words=32_000, positions=1024)
-        self._batch, self._around = torch.zeros(16, 1025, dtype=torch.int64), Around(precision=precision)
+        self._batch, self._run_settings = torch.zeros(16, 1025, dtype=torch.int64), RunSettings(precision=precision)
         run = inner_run.run_two_steps
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ class Planned:
         return plan_of_module(
             self._module,
             self._batch,
-            around=self._around,
+            run_settings=self._run_settings,
             # budgets of tensors, which may be less than the context of a GPU
             rates=replace(rates_for("H100"), memory=None),
             request={**request, "strategies": strategies, "device_memory": budget},

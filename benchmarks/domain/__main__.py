@@ -24,7 +24,7 @@ def counted(case: Case, ranks: int) -> dict[str, Any]:
     """Bytes of rank 0: at its peak, of activations beside the batch, which every rank has, and sent in a step."""
     batch = case.batch()
     steps = DrySteps("sequence", SequenceParallel(dims=case.dims), ranks) if ranks > 1 else None
-    profile = StepOfModule(case.make(), lambda: batch, around=BY_ITSELF, steps=steps).profiled(CPU_CORE).profile
+    profile = StepOfModule(case.make(), lambda: batch, run_settings=BY_ITSELF, steps=steps).profiled(CPU_CORE).profile
     sent = sum(one.n_bytes for one in steps.sent) if steps is not None else 0
     most = max(moment.by_kind["activations"] for moment in profile.timeline) - batch.nbytes
     return {"ranks": ranks, "peak": profile.peak_bytes, "activations": most, "sent": sent}

@@ -111,7 +111,7 @@ def counted(side: int, dims: int, ranks: int) -> dict[str, Any]:
 def step_of(module: Any, batch: torch.Tensor, dims: str, ranks: int) -> dict[str, Any]:
     """The same of any module whose batch is split."""
     steps = DrySteps("sequence", SequenceParallel(dims=dims), ranks) if ranks > 1 else None
-    step = StepOfModule(module, lambda: batch, around=BY_ITSELF, steps=steps)
+    step = StepOfModule(module, lambda: batch, run_settings=BY_ITSELF, steps=steps)
     with settings_of("cuda"):
         seen = step.profiled(B200)
     return {

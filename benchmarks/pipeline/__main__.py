@@ -30,7 +30,7 @@ from benchmarks.pipeline.instances import draw
 from benchmarks.pipeline.models import GPT, VGG, measured
 from benchmarks.pipeline.networks import cross_search
 from lightning_amp.costs.device_rates import rates_for
-from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.inner_run import RunSettings
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.modules.candidates import draft
 from lightning_amp.quantities import format_bytes, format_seconds
@@ -218,7 +218,7 @@ def seven_rows(model: Any, length: int) -> Iterator[list[str]]:
 
     def seen(texts: int) -> Any:
         batch = torch.zeros(texts, length, dtype=torch.int64)
-        return StepOfModule(model, lambda: batch, around=Around()).profiled(rates_for("H100"))
+        return StepOfModule(model, lambda: batch, run_settings=RunSettings()).profiled(rates_for("H100"))
 
     each, whole = seen(TEXTS // DEVICES), seen(TEXTS)
     for names in ((), ("fsdp",), ("fsdp", "recompute")):

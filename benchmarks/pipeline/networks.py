@@ -32,7 +32,7 @@ from benchmarks.page import ROOT, origin, paragraph, table, write_part
 from benchmarks.pipeline.models import GPT, VGG, Blocks
 from benchmarks.pipeline.tokens import section
 from lightning_amp.costs.device_rates import Links, Rates, rates_for
-from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.inner_run import RunSettings
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.progress import track
 from lightning_amp.techniques.pipeline.schedule.micro_batches import (
@@ -150,7 +150,7 @@ def rates(gigabits: float) -> Rates:
 def times(module: Any, batch: Tensor, *, of: Rates) -> LayerTimes:
     """Of every layer, for every number of micro-batches up to the batch."""
     rows = len(batch)
-    seen = StepOfModule(module, lambda: batch, around=Around()).profiled(of)
+    seen = StepOfModule(module, lambda: batch, run_settings=RunSettings()).profiled(of)
     known = stages_of(seen)
     assert known.passes is not None, known.reason
     whole, least = known.passes(None), known.passes(COUNTED)

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from benchmarks.page import paragraph, table
 from benchmarks.pipeline.models import GPT, Block
 from lightning_amp.costs.device_rates import Rates
-from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.inner_run import RunSettings
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.techniques.pipeline.schedule.micro_batches import LayerSeconds, LayerTimes, gpipe_seconds, search_all
 from lightning_amp.techniques.pipeline.stage_facts import stages_of
@@ -105,7 +105,7 @@ def slice_times(sizes: dict[str, int], rows: int, slices: int, of: Rates) -> dic
     # one row alone is computed by other operators; a slice of one token has a target too
     most, tokens = max(rows, 4), LENGTH // slices + (slices == LENGTH)
     batch = torch.zeros(most, tokens, dtype=torch.int64, device="meta")
-    facts = stages_of(StepOfModule(module, lambda: batch, around=Around()).profiled(of))
+    facts = stages_of(StepOfModule(module, lambda: batch, run_settings=RunSettings()).profiled(of))
     assert facts.passes is not None, facts.reason
     whole, least = facts.passes(None), facts.passes(2)
     if isinstance(whole, str) or isinstance(least, str):

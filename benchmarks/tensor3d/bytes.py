@@ -70,7 +70,7 @@ def sent_by(grid: Grid, make: Any = Layers, batch: Any = None) -> tuple[list[Sen
     batch = torch.randn(ROWS, WIDTH) if batch is None else batch
     spec = TensorParallel3D(grid="x".join(map(str, grid)))
     steps = DrySteps("tensor3d", spec, grid[0] * grid[1] * grid[2], chosen=False)
-    StepOfModule(make(), lambda: batch, around=BY_ITSELF, steps=steps).profiled(CPU_CORE)
+    StepOfModule(make(), lambda: batch, run_settings=BY_ITSELF, steps=steps).profiled(CPU_CORE)
     return list(steps.sent), steps.spec
 
 

@@ -83,7 +83,7 @@ def predicted(size: Size, grid: Grid, ranks: int, links: Links) -> Predicted:
     module, batch = size.make(), size.batch(size.rows // (grid[2] * grid[3]))
     spec = TensorParallel3D(grid="x".join(map(str, grid[:3])))
     steps = DrySteps("tensor3d", spec, spec.model_ranks, run_ranks=ranks, chosen=False)
-    seen = StepOfModule(module, lambda: batch, around=BY_ITSELF, steps=steps).profiled(CPU_CORE)
+    seen = StepOfModule(module, lambda: batch, run_settings=BY_ITSELF, steps=steps).profiled(CPU_CORE)
     compute = (seen.seconds - steps.sent_seconds(CPU_CORE.links)) * max(1.0, ranks / (os.cpu_count() or 1))
     messages, sizes = steps.messages(), dict(zip(("x", "y", "z", "data"), grid, strict=True))
     aware, agnostic = (sent_seconds(messages, sizes, one) for one in (links, one_bandwidth(links)))

@@ -109,7 +109,7 @@ def counted(make: Callable[[], Net], batch: Callable[[], Any], grid: Grid) -> Co
         module, rows = make(), batch()
     ranks = grid[0] * grid[1] * grid[2]
     steps = DrySteps("tensor3d", TensorParallel3D(grid="x".join(map(str, grid))), ranks, chosen=False)
-    seen = StepOfModule(module, lambda: rows, around=BY_ITSELF, steps=steps).profiled(BF16)
+    seen = StepOfModule(module, lambda: rows, run_settings=BY_ITSELF, steps=steps).profiled(BF16)
     profile, by, flat = seen.profile, Counter[str](), one_bandwidth(A100.links)
     inner = {"x": 1, "y": grid[0], "z": grid[0] * grid[1]}
     for one, message in zip(steps.sent, steps.messages(), strict=True):

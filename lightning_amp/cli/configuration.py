@@ -21,9 +21,9 @@ from lightning_amp.techniques.table import options_of_techniques, parse_strategi
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-    from lightning_amp.footprint.inner_run import Around
+    from lightning_amp.footprint.inner_run import RunSettings
 
-    Step = tuple[LightningModule, Any, Around, dict[str, Any]]
+    Step = tuple[LightningModule, Any, RunSettings, dict[str, Any]]
 
 R = TypeVar("R")
 ALONE = OF_DATA | {"DIR": "data_dir", "--shape": "shape"}
@@ -70,7 +70,7 @@ def plan_of_configuration(arguments: argparse.Namespace, named: "Callable[..., S
 
 
 def use_step(arguments: argparse.Namespace, named: "Callable[..., Step] | None", use: Callable[..., R]) -> R:
-    """Return `use(module, batch, around, options)` for the step of `named`, or of the configuration if it is None.
+    """Return `use(module, batch, run_settings, options)` for the step of `named`; None takes the configuration's.
 
     A named class, or the layers from `configure_model` of a configuration, are made on the meta device first, so that
     they may exceed this machine's memory. If making them or the step requires values, all is made again with values.
@@ -94,7 +94,7 @@ def _plan_of_step(
     model: str,
     module: "LightningModule",
     batch: Any,
-    around: "Around",
+    run_settings: "RunSettings",
     options: dict[str, Any],
 ) -> PlannedStep:
     # imported late: torch takes seconds to import
@@ -117,9 +117,15 @@ def _plan_of_step(
     speeds = getattr(arguments, "device_speeds", None) or options.get("device_speeds")
     # what a fit would measure is not known here
     request["device_speeds"] = None if speeds == "measure" else speeds
-    rates = rates_asked(requested, around.precision)
+    rates = rates_asked(requested, run_settings.precision)
     made = plan_of_module(
-        module, batch, around=around, rates=rates, request=request, options=options, batch_size=arguments.batch_size
+        module,
+        batch,
+        run_settings=run_settings,
+        rates=rates,
+        request=request,
+        options=options,
+        batch_size=arguments.batch_size,
     )
     code = made.code() if getattr(arguments, "show_code", False) else ""
     plan, found = made.plan, made.answers()

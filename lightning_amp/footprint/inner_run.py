@@ -40,7 +40,7 @@ STEPS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Around:
+class RunSettings:
     """Settings of the training run that a profiled step belongs to; the defaults are those of a Trainer.
 
     Attributes:
@@ -79,7 +79,7 @@ class Around:
     partial: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, trainer: Trainer, *, prepared: bool, datamodule: LightningDataModule | None) -> "Around":
+    def of(cls, trainer: Trainer, *, prepared: bool, datamodule: LightningDataModule | None) -> "RunSettings":
         """Read the settings from a Trainer and its callbacks."""
         clip = trainer.gradient_clip_algorithm
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -105,8 +105,8 @@ class Around:
         return min(self.accumulate_grad_batches, 2)
 
 
-BY_ITSELF = Around()
-UNDER_AMP = Around(frees_gradients=True)
+BY_ITSELF = RunSettings()
+UNDER_AMP = RunSettings(frees_gradients=True)
 
 
 def run_two_steps(
@@ -114,7 +114,7 @@ def run_two_steps(
     batch: Any,
     fake: FakeTensorMode | None,
     make: Callable[[LightningModule], R],
-    around: Around,
+    run_settings: RunSettings,
     *,
     answers: Answers | None = None,
     taker: NoteTaker | None = None,
@@ -122,7 +122,7 @@ def run_two_steps(
     """Run two steps of a module and return its recorder from `make`; the module and the data module must be copies.
 
     Args:
-        module, batch, fake, make, around: What runs and where.
+        module, batch, fake, make, run_settings: What runs and where.
         answers: What values decide in a step on fake tensors.
         taker: Takes notes of the first `training_step`, which alone runs then, without its backward pass.
 
@@ -130,20 +130,24 @@ def run_two_steps(
         ModelError: `training_step` was not called.
     """
     recorder = make(module)
-    counter = _Count(recorder, fake, around, answers, taker)
+    counter = _Count(recorder, fake, run_settings, answers, taker)
     # downloads and checkpoints of the module's callbacks are not part of a step
-    for hook in ("prepare_data", "configure_callbacks", *(("setup", "configure_model") if around.prepared else ())):
+    for hook in (
+        "prepare_data",
+        "configure_callbacks",
+        *(("setup", "configure_model") if run_settings.prepared else ()),
+    ):
         setattr(module, hook, MethodType(getattr(LightningModule, hook), module))
     for child in module.modules():
         if isinstance(child, LightningModule):
             child.log = partial(_log_without_bar, child.log)  # type: ignore[method-assign]
     frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point()]
-    counter.unfrozen = frozen if around.unfreezes else []
+    counter.unfrozen = frozen if run_settings.unfreezes else []
     for parameter in counter.unfrozen:
         parameter.requires_grad_(True)
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
     with closing(counter):
-        trainer = _trainer(device, counter, fake, around)
+        trainer = _trainer(device, counter, fake, run_settings)
         # the part of `fit` that precedes its handling of errors and interrupts
         trainer.strategy._lightning_module = module
         trainer.state.fn, trainer.state.status, trainer.training = (TrainerFn.FITTING, TrainerStatus.RUNNING, True)
@@ -156,24 +160,26 @@ def run_two_steps(
     if taker is not None:
         return recorder
     recorder.makes = StepMakes.of(batch, recorder.lives, recorder.work)
-    recorder.foreseen = foresee(recorder, trainer.optimizers, fake, around.averaged)
+    recorder.foreseen = foresee(recorder, trainer.optimizers, fake, run_settings.averaged)
     return recorder
 
 
-def _trainer(device: torch.device, counter: "_Count", fake: FakeTensorMode | None, around: Around) -> Trainer:
+def _trainer(
+    device: torch.device, counter: "_Count", fake: FakeTensorMode | None, run_settings: RunSettings
+) -> Trainer:
     plugins: list[Any] = [LightningEnvironment()]
-    precision: Any = around.precision
-    if "mixed" in around.precision:
+    precision: Any = run_settings.precision
+    if "mixed" in run_settings.precision:
         # both formats have two bytes; 16-mixed would read the values of gradients
         plugins, precision = [*plugins, MixedPrecision("bf16-mixed", device.type)], None
     trainer = Trainer(
         accelerator="cpu",
-        strategy=_Here(device, counter, fake, around),
+        strategy=_Here(device, counter, fake, run_settings),
         plugins=plugins,
         precision=precision,
-        gradient_clip_val=around.gradient_clip_val,
-        gradient_clip_algorithm=around.gradient_clip_algorithm,
-        accumulate_grad_batches=around.batches,
+        gradient_clip_val=run_settings.gradient_clip_val,
+        gradient_clip_algorithm=run_settings.gradient_clip_algorithm,
+        accumulate_grad_batches=run_settings.batches,
         max_epochs=1,
         limit_val_batches=0,
         num_sanity_val_steps=0,
@@ -227,10 +233,12 @@ class _Repeated:
 class _Here(SingleDeviceStrategy):
     """Single-device strategy that does not move the module: fake parameters cannot be moved."""
 
-    def __init__(self, device: torch.device, counter: "_Count", fake: FakeTensorMode | None, around: Around) -> None:
+    def __init__(
+        self, device: torch.device, counter: "_Count", fake: FakeTensorMode | None, run_settings: RunSettings
+    ) -> None:
         super().__init__(device=device)
-        self._counter, self._fake, self.own_parts = counter, fake, around.own_parts
-        self._frees, self._partial = around.frees_gradients, around.partial
+        self._counter, self._fake, self.own_parts = counter, fake, run_settings.own_parts
+        self._frees, self._partial = run_settings.frees_gradients, run_settings.partial
         self._last_gradients: LastGradients | None = None
 
     @property
@@ -316,17 +324,17 @@ class _Count(Callback):
         self,
         recorder: StepRecorder,
         fake: FakeTensorMode | None,
-        around: Around,
+        run_settings: RunSettings,
         answers: Answers | None,
         taker: NoteTaker | None,
     ) -> None:
         self.recorder, self.unfrozen = recorder, list[torch.nn.Parameter]()
         self.answers, self.taker = answers, taker
         self._fake, self._entered, self._counting = fake, ExitStack(), False
-        self._datamodule, self._counted = around.datamodule, 2 * around.batches - 1
+        self._datamodule, self._counted = run_settings.datamodule, 2 * run_settings.batches - 1
         self._first, self._counting_first = LiveBytes(), ExitStack()
-        self._counted_first = around.batches - 1
-        self._limit = around.limit_bytes if fake is None else None
+        self._counted_first = run_settings.batches - 1
+        self._limit = run_settings.limit_bytes if fake is None else None
 
     def close(self) -> None:
         """Stop recording, and leave the fake mode."""

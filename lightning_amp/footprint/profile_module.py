@@ -36,7 +36,7 @@ from lightning_amp.footprint.copies.no_side_effects import without_side_effects
 from lightning_amp.footprint.copies.noted_values import Answers, NoteTaker
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.copies.take_notes import copy_with_values, notes_of, room_of_pass
-from lightning_amp.footprint.inner_run import BY_ITSELF, Around, run_two_steps
+from lightning_amp.footprint.inner_run import BY_ITSELF, RunSettings, run_two_steps
 from lightning_amp.footprint.module_profile import REAL, Life, ModuleProfile, summarize
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.target_device import counts_for_accelerator, optimizers_of_device
@@ -46,7 +46,7 @@ R = TypeVar("R", bound=StepRecorder)
 
 
 def profile_module(
-    module: LightningModule, batch: Any, *, batch_size: int | None = None, around: Around = BY_ITSELF
+    module: LightningModule, batch: Any, *, batch_size: int | None = None, run_settings: RunSettings = BY_ITSELF
 ) -> ModuleProfile:
     """Profile a training step without using its memory or a GPU; the module does not change.
 
@@ -55,26 +55,26 @@ def profile_module(
         batch: An example batch of `training_step`.
         batch_size: Profile a batch of this length instead: tensors whose first dimension has the batch's length are
             resized.
-        around: Settings of the run that the step belongs to.
+        run_settings: Settings of the run that the step belongs to.
 
     Raises:
         ModelError: The step raises an error, which is the cause; or it needs values, and the module has none.
     """
-    return _profiled(module, batch, batch_size, around)[0]
+    return _profiled(module, batch, batch_size, run_settings)[0]
 
 
 def profile_and_trace(
-    module: LightningModule, batch: Any, *, batch_size: int | None = None, around: Around = BY_ITSELF
+    module: LightningModule, batch: Any, *, batch_size: int | None = None, run_settings: RunSettings = BY_ITSELF
 ) -> tuple[ModuleProfile, StepTrace]:
     """Return the profile of a step, as `profile_module`, and its storages with the operators that make them."""
-    profile, found = _profiled(module, batch, batch_size, around)
+    profile, found = _profiled(module, batch, batch_size, run_settings)
     return profile, StepTrace(found.lives, found.work, found.operators, _places(module))
 
 
 def _profiled(
-    module: LightningModule, batch: Any, batch_size: int | None, around: Around
+    module: LightningModule, batch: Any, batch_size: int | None, run_settings: RunSettings
 ) -> tuple[ModuleProfile, StepRecorder]:
-    found, reason = counted_step(module, batch, batch_size, StepRecorder, around)
+    found, reason = counted_step(module, batch, batch_size, StepRecorder, run_settings)
     rows = length_of(batch) if batch_size is None else batch_size
     return profile_of(found, found.lives, reason, rows), found
 
@@ -120,20 +120,20 @@ def counted_step(
     batch: Any,
     batch_size: int | None,
     make: Callable[[LightningModule], R],
-    around: Around = BY_ITSELF,
+    run_settings: RunSettings = BY_ITSELF,
     *,
     plain: Callable[[LightningModule], R] | None = None,
 ) -> tuple[R, str]:
     """Run two steps on a copy of the module; return its recorder, and why the step needed values ("" if not).
 
     Args:
-        module, batch, batch_size, around: As in `profile_module`.
+        module, batch, batch_size, run_settings: As in `profile_module`.
         make: Makes the recorder of the step.
         plain: Makes another recorder, for a step in which torch.func does not support the first.
 
     Raises:
         ModelError: As in `profile_module`.
-        NoRoomToCountError: The step needs values, and exceeds `around.limit_bytes`.
+        NoRoomToCountError: The step needs values, and exceeds `run_settings.limit_bytes`.
     """
     if not isinstance(module, LightningModule):
         raise ModelError(
@@ -148,7 +148,9 @@ def counted_step(
             f"batch_size={batch_size!r} cannot be applied: the tensors of the batch have {lengths!r} rows, and no"
             " length is that of most of them; leave batch_size out"
         )
-    count = _Count(module, batch, batch_size, makers=[make, *([] if plain is None else [plain])], around=around)
+    count = _Count(
+        module, batch, batch_size, makers=[make, *([] if plain is None else [plain])], run_settings=run_settings
+    )
     return count.counted()
 
 
@@ -156,14 +158,20 @@ class _Count:
     """One count of a step: on fake tensors, else with what values decide in its forward pass, else with values."""
 
     def __init__(
-        self, module: LightningModule, batch: Any, size: int | None, *, makers: list[Any], around: Around
+        self, module: LightningModule, batch: Any, size: int | None, *, makers: list[Any], run_settings: RunSettings
     ) -> None:
-        self._module, self._batch, self._size, self._around, self._makers = module, batch, size, around, makers
+        self._module, self._batch, self._size, self._run_settings, self._makers = (
+            module,
+            batch,
+            size,
+            run_settings,
+            makers,
+        )
         self._name = type(module).__name__
 
     def counted(self) -> tuple[Any, str]:
         """Return what `counted_step` returns."""
-        answers = None if self._around.answers is None else self._around.answers.get(self._size)
+        answers = None if self._run_settings.answers is None else self._run_settings.answers.get(self._size)
         found, failed = self._run(QuickFakes(valid=True), answers)
         if failed is None:
             return found, "" if answers is None else answers.why
@@ -176,11 +184,11 @@ class _Count:
         if answers is None and (answers := notes_of(self._module, reason, self._pass)) is not None:
             found, failed = self._run(QuickFakes(valid=True), answers)
             if failed is None:
-                if self._around.answers is not None:
-                    self._around.answers[self._size] = answers
+                if self._run_settings.answers is not None:
+                    self._run_settings.answers[self._size] = answers
                 return found, reason
             reason = why_values(failed)
-        if not self._around.values:
+        if not self._run_settings.values:
             raise ModelError(
                 f"the step of {self._name!r} cannot run without values ({reason}), and was not to be run with them"
             ) from failed
@@ -219,17 +227,20 @@ class _Count:
             fake = fake and QuickFakes(valid=True)
 
     def _two_steps(self, fake: QuickFakes | None, answers: Answers | None) -> Any:
-        module, around = self._module, self._around
+        module, run_settings = self._module, self._run_settings
         given = resized(self._batch, self._size) if fake is None else fake_batch(self._batch, fake, self._size)
-        with without_side_effects(module, around.datamodule), optimizers_of_device():
+        with without_side_effects(module, run_settings.datamodule), optimizers_of_device():
             twin = copy_of(module, fake)
-            around = replace(around, datamodule=copy_of_data(around.datamodule, module, twin, fake))
-            return run_two_steps(twin, given, fake, self._makers[0], around, answers=answers)
+            run_settings = replace(run_settings, datamodule=copy_of_data(run_settings.datamodule, module, twin, fake))
+            return run_two_steps(twin, given, fake, self._makers[0], run_settings, answers=answers)
 
     def _pass(self, taker: NoteTaker, on_host: bool) -> None:
-        module, around = self._module, self._around
-        with without_side_effects(module, around.datamodule):
+        module, run_settings = self._module, self._run_settings
+        with without_side_effects(module, run_settings.datamodule):
             twin = copy_with_values(module, on_host=on_host)
-            data, limit = copy_of_data(around.datamodule, module, twin, None), room_of_pass(twin, around.limit_bytes)
-            around = replace(around, datamodule=data, limit_bytes=limit)
-            run_two_steps(twin, resized(self._batch, self._size), None, StepRecorder, around, taker=taker)
+            data, limit = (
+                copy_of_data(run_settings.datamodule, module, twin, None),
+                room_of_pass(twin, run_settings.limit_bytes),
+            )
+            run_settings = replace(run_settings, datamodule=data, limit_bytes=limit)
+            run_two_steps(twin, resized(self._batch, self._size), None, StepRecorder, run_settings, taker=taker)

@@ -62,7 +62,7 @@ def plan_of_data(
     data, shape, notes = read_shape(
         module, None, data_dir=None, batch_size=batch_size, queries=None, rates=rates, profile=profile
     )
-    step, hic = StepOfModule(module, lambda: batch, around=UNDER_AMP), profile.modality(HIC)
+    step, hic = StepOfModule(module, lambda: batch, run_settings=UNDER_AMP), profile.modality(HIC)
     given = PlanInputs(
         data=data,
         shape=replace(shape, profiled=hic is None),

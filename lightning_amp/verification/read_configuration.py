@@ -10,7 +10,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.errors import DataError, ModelError
-from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.inner_run import RunSettings
 from lightning_amp.lightning.command_line import CommandLine
 from lightning_amp.lightning.profiling.loaders import example_batch
 from lightning_amp.lightning.strategy.context import COMPARED
@@ -44,14 +44,14 @@ def read_configuration(path: str) -> tuple[LightningModule, LightningDataModule,
     return module, data, _options(trainer)
 
 
-def read_step(path: str, *, values: bool) -> tuple[LightningModule, Any, Around, dict[str, Any]]:
+def read_step(path: str, *, values: bool) -> tuple[LightningModule, Any, RunSettings, dict[str, Any]]:
     """Return what a fit of a YAML file has before its first step.
 
     The result is the module in the file's precision, a batch, settings that affect the step, and AMPStrategy options.
     Layers from `configure_model` are on the meta device, unless `values` is True.
     """
     module, data, trainer = _read(path, HERE)
-    around, source = Around.of(trainer, prepared=True, datamodule=data), module if data is None else data
+    run_settings, source = RunSettings.of(trainer, prepared=True, datamodule=data), module if data is None else data
     source.prepare_data()
     if data is not None:
         data.setup("fit")
@@ -75,7 +75,7 @@ def read_step(path: str, *, values: bool) -> tuple[LightningModule, Any, Around,
     except DataError:
         # consuming a batch is harmless here, because nothing else reads the loader
         batch = first_of(loader, 1)[0]
-    return module, batch, around, _options(trainer)
+    return module, batch, run_settings, _options(trainer)
 
 
 def _read(path: str, settings: Sequence[str]) -> tuple[LightningModule, LightningDataModule, Trainer]:

@@ -21,7 +21,7 @@ from lightning_amp.errors import ModelError
 from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data
 from lightning_amp.footprint.copies.restore_state import copied_state
-from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.inner_run import RunSettings
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.techniques.sharded_step import tensors
 from tests.footprint.test_profile_module import Small, measured
@@ -192,7 +192,7 @@ class Counting(pl.LightningDataModule):
 
 def test_what_a_data_module_remembers_stays() -> None:
     data = Counting()
-    profile_module(Plain(), X, around=Around(datamodule=data))
+    profile_module(Plain(), X, run_settings=RunSettings(datamodule=data))
     assert (data.set, data.deque, data.counter, data.by_default) == ({0}, deque([0]), Counter("a"), {})
     assert (data.ordered, data.long) == (OrderedDict(a=[1]), [0] * 100)
 

@@ -15,7 +15,7 @@ from torchmetrics import Accuracy, MeanMetric
 import lightning_amp
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.bounded_step import users_line
-from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.inner_run import RunSettings
 from lightning_amp.footprint.module_profile import KINDS, OPTIMISER, PARTS, ModuleProfile
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.footprint.target_device import launches_operators, settings_of
@@ -142,7 +142,7 @@ def test_gradients_of_batches_before_are_held(added_up: int) -> None:
 
     module = Plain(nn.Sequential(nn.Linear(5, 200), nn.ReLU(), nn.Linear(200, 300), nn.Linear(300, 3)))
     batch = small_batch()
-    found = profile_module(module, batch, around=Around(accumulate_grad_batches=added_up))
+    found = profile_module(module, batch, run_settings=RunSettings(accumulate_grad_batches=added_up))
     consistent(found)
     gradients = sum(p.nbytes for p in module.parameters())
     assert found.peak_bytes == measured(module, batch, added_up)
@@ -314,7 +314,8 @@ def test_lightnings_ways_are_followed(kind: type[Small]) -> None:
 @pytest.mark.parametrize(("precision", "times"), [("bf16-true", 0.5), ("64-true", 2)])
 def test_what_hooks_make_has_the_precision_of_the_run(precision: str, times: float) -> None:
     plain, found = (
-        profile_module(Late(), small_batch(), around=Around(precision=name)) for name in ("32-true", precision)
+        profile_module(Late(), small_batch(), run_settings=RunSettings(precision=name))
+        for name in ("32-true", precision)
     )
     for kind in ("parameters", "gradients"):
         assert found.by_kind[kind] == times * plain.by_kind[kind]

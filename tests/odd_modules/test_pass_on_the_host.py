@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_amp import profile
 from lightning_amp.footprint.bounded_step import StepOverBudget
 from lightning_amp.footprint.copies import take_notes
-from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.inner_run import RunSettings
 from lightning_amp.footprint.profile_module import profile_module
 from tests.optimised import Optimised
 
@@ -27,8 +27,8 @@ class Wide(Optimised, by=torch.optim.Adam):
         return self.wide(batch[scores.topk(4).indices][scores.topk(4).values > -1e9]).square().mean()
 
 
-def around(n_bytes: int) -> Around:
-    return Around(limit_bytes=n_bytes)
+def run_settings(n_bytes: int) -> RunSettings:
+    return RunSettings(limit_bytes=n_bytes)
 
 
 def test_a_pass_on_the_host_may_exceed_the_budget() -> None:
@@ -37,7 +37,9 @@ def test_a_pass_on_the_host_may_exceed_the_budget() -> None:
     batch = torch.randn(4096, 8)
     whole = profile(Wide(), batch)
     assert whole.noted
-    assert profile_module(Wide(), batch, around=around(whole.peak_bytes // 4)).peak_bytes == whole.peak_bytes
+    assert (
+        profile_module(Wide(), batch, run_settings=run_settings(whole.peak_bytes // 4)).peak_bytes == whole.peak_bytes
+    )
 
 
 def test_a_pass_that_does_not_fit_a_device_runs_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,12 +56,12 @@ def test_a_pass_that_does_not_fit_a_device_runs_on_the_host(monkeypatch: pytest.
 
     monkeypatch.setattr(take_notes, "is_elsewhere", lambda _: True)
     monkeypatch.setattr("lightning_amp.footprint.profile_module.copy_with_values", copied)
-    found = profile_module(module, batch, around=around(whole.peak_bytes // 4))
+    found = profile_module(module, batch, run_settings=run_settings(whole.peak_bytes // 4))
     # without a graph, then with one, on the device
     assert tried == [False, False, True]
     assert (found.noted, found.peak_bytes) == (True, whole.peak_bytes)
     assert all(map(torch.equal, before, module.parameters()))
     monkeypatch.setattr(take_notes, "HOST_SHARE", 0.0)
     with pytest.raises(Exception, match="cannot be counted without values") as error:
-        profile_module(module, batch, around=around(whole.peak_bytes // 4))
+        profile_module(module, batch, run_settings=run_settings(whole.peak_bytes // 4))
     assert isinstance(error.value.__cause__, StepOverBudget)

@@ -68,9 +68,9 @@ def _run(arguments: argparse.Namespace) -> None:
     else:
         from lightning_amp.footprint.profile_module import profile_and_trace
 
-        def profiled(module: Any, batch: Any, around: Any, options: Any) -> Any:
-            plain = replace(around, frees_gradients=False)
-            return profile_and_trace(module, batch, batch_size=arguments.batch_size, around=plain)
+        def profiled(module: Any, batch: Any, run_settings: Any, options: Any) -> Any:
+            plain = replace(run_settings, frees_gradients=False)
+            return profile_and_trace(module, batch, batch_size=arguments.batch_size, run_settings=plain)
 
         with of_shapes(arguments):
             found, trace = use_step(arguments, named, profiled)

@@ -20,7 +20,7 @@ from lightning_amp.footprint.chain.chain_recorder import ChainRecorder
 from lightning_amp.footprint.chain.passes import Passes, impossible, passes_of
 from lightning_amp.footprint.copies.fake_copy import length_of
 from lightning_amp.footprint.find_blocks import refuse_uncalled
-from lightning_amp.footprint.inner_run import BY_ITSELF, Around
+from lightning_amp.footprint.inner_run import BY_ITSELF, RunSettings
 from lightning_amp.footprint.module_profile import REAL, ModuleProfile
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import counted_step, profile_of
@@ -78,12 +78,12 @@ def count_step(
     *,
     batch_size: int | None = None,
     rates: OperatorRates = CPU_CORE,
-    around: Around = BY_ITSELF,
+    run_settings: RunSettings = BY_ITSELF,
 ) -> CountedStep:
     """Count the second training step on fake tensors, as `profile_module` does; the module does not change.
 
     Args:
-        module, batch, batch_size, around: As in `profile_module`.
+        module, batch, batch_size, run_settings: As in `profile_module`.
         names: Names of the blocks that could be stages, in order.
         rates: Rates of the device whose time is predicted.
 
@@ -94,7 +94,9 @@ def count_step(
     make = partial(ChainRecorder, rates=rates, stages=names)
     seen = list[bool]()
     with watching_checkpoints(lambda: seen.append(True)):
-        step, reason = counted_step(module, batch, batch_size, make, around, plain=partial(make, watches_saved=False))
+        step, reason = counted_step(
+            module, batch, batch_size, make, run_settings, plain=partial(make, watches_saved=False)
+        )
     if step.watches_saved:
         refuse_uncalled(module, {call.fqn for call in step.calls})
     rows = length_of(batch) if batch_size is None else batch_size

@@ -17,7 +17,7 @@ from lightning_amp.costs.ordered_runs import speeds_of_ranks
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.find_blocks import named_blocks
-from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.inner_run import RunSettings
 from lightning_amp.footprint.module_profile import PARAMETERS
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
@@ -43,7 +43,7 @@ def plan_of_module(
     module: LightningModule,
     batch: Any,
     *,
-    around: Around,
+    run_settings: RunSettings,
     rates: Rates,
     request: Mapping[str, Any],
     options: Mapping[str, Any],
@@ -87,9 +87,9 @@ def plan_of_module(
     def step_at(n: int | None, other: Any = None) -> StepOfModule:
         # the search for the largest batch must not fill this machine's memory with a step that requires real values
         limit = None if n == batch_size and other is None else psutil.virtual_memory().total // 2
-        limited = replace(around, limit_bytes=around.limit_bytes or limit)
+        limited = replace(run_settings, limit_bytes=run_settings.limit_bytes or limit)
         given = batch if other is None else other
-        return StepOfModule(module, lambda: given, around=limited, batch_size=n, steps=steps)
+        return StepOfModule(module, lambda: given, run_settings=limited, batch_size=n, steps=steps)
 
     def look(step: StepOfModule, devices: int = devices) -> ProfiledStep:
         return step.profiled(
@@ -99,7 +99,7 @@ def plan_of_module(
     def sizes_at(n: int | None) -> tuple[Profile, ModelShape, list[str]]:
         data, shape, notes = read_shape(
             module,
-            around.datamodule,
+            run_settings.datamodule,
             data_dir=options.get("data_dir"),
             batch_size=n or 1,
             queries=options.get("chunk_queries"),
@@ -131,7 +131,7 @@ def plan_of_module(
         data, shape, notes = sizes_at(seen.profile.batch_size)
     profile = seen.profile
     own = {id(tensor): tensor.nbytes for tensor in (*module.parameters(), *module.buffers())}
-    if not around.prepared and profile.by_kind[PARAMETERS] > sum(own.values()):
+    if not run_settings.prepared and profile.by_kind[PARAMETERS] > sum(own.values()):
         raise ModelError(
             f"cannot plan {type(module).__name__!r}, which makes layers in `setup` or `configure_model`, and"
             " these were not called; call them before: module.configure_model()"

@@ -25,7 +25,7 @@ from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_of import CountedStep, count_step
 from lightning_amp.footprint.copies.fake_copy import length_of
 from lightning_amp.footprint.copies.noted_values import Answers
-from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.inner_run import RunSettings
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import profile_module
@@ -78,7 +78,7 @@ class StepOfModule:
         module: LightningModule,
         take_batch: Callable[[], Any],
         *,
-        around: Around,
+        run_settings: RunSettings,
         batch_size: int | None = None,
         trains: bool = False,
         steps: DrySteps | None = None,
@@ -87,11 +87,11 @@ class StepOfModule:
     ) -> None:
         if steps is not None:
             own = OwnParts(size=steps.ranks, axis=lambda: steps.axis)
-            around = replace(around, own_parts=own)
+            run_settings = replace(run_settings, own_parts=own)
         self._answers: dict[int | None, Answers] = {}
         self.decoders = tuple(find_decoders(module))
-        around = replace(around, answers=self._answers)
-        self.module, self._take_batch, self._around = module, take_batch, around
+        run_settings = replace(run_settings, answers=self._answers)
+        self.module, self._take_batch, self._run_settings = module, take_batch, run_settings
         self._trains, self._steps, self._base, self.axis = trains, steps, tuple(on_top_of), axis
         self._batch_size = batch_size
         self._batch: Any = None
@@ -117,13 +117,13 @@ class StepOfModule:
         module = trainer.lightning_module
         if trainer.state.fn != TrainerFn.FITTING:
             return None
-        around = Around.of(trainer, prepared=True, datamodule=datamodule_of(trainer))
+        run_settings = RunSettings.of(trainer, prepared=True, datamodule=datamodule_of(trainer))
         own = getattr(trainer.strategy, "own_parts", None)
-        around = replace(around, values=not find_decoders(module), limit_bytes=limit_bytes, own_parts=own)
+        run_settings = replace(run_settings, values=not find_decoders(module), limit_bytes=limit_bytes, own_parts=own)
         loaders, why = loaders_of(trainer)
         read_streams_ahead(loaders)
         take = partial(example_batch, loaders, why, own=own_rows(trainer))
-        return cls(module, take, around=around, trains=True, steps=steps)
+        return cls(module, take, run_settings=run_settings, trains=True, steps=steps)
 
     def profiled(
         self,
@@ -217,7 +217,7 @@ class StepOfModule:
         return replace(chain, blocks=blocks)
 
     def run_with(self, rules: Sequence[Rule], count: Callable[..., T], rows: int | None = None) -> T:
-        """Return `count(module, batch, batch_size=, around=)` while rules are installed."""
+        """Return `count(module, batch, batch_size=, run_settings=)` while rules are installed."""
         size = self._batch_size if rows is None else rows
         names = ", ".join(dict.fromkeys(rule.strategy for rule in rules))
         batch = "" if size is None else f", a batch of {size:,}"
@@ -229,11 +229,13 @@ class StepOfModule:
             undo.callback(installed.undo)
             partial_ids = set(map(id, installed.partial))
             named = self.module.named_parameters()
-            around = replace(self._around, partial=tuple(name for name, one in named if id(one) in partial_ids))
+            run_settings = replace(
+                self._run_settings, partial=tuple(name for name, one in named if id(one) in partial_ids)
+            )
             if self._steps is not None:
                 undo.callback(self._steps.put(self.module))
             try:
-                return count(self.module, self._batch, batch_size=size, around=around)
+                return count(self.module, self._batch, batch_size=size, run_settings=run_settings)
             except AmpError:
                 raise
             except Exception as error:
@@ -283,7 +285,7 @@ class StepOfModule:
             )
         yield from map(Explanation, step.profile.foreseen)
         frozen = sum(p.nbytes for p in self.module.parameters() if not p.requires_grad)
-        if frozen and self._around.unfreezes:
+        if frozen and self._run_settings.unfreezes:
             yield Explanation(
                 f"{format_bytes(frozen)} of parameters are frozen, and counted as if they were trained, for a callback"
                 " unfreezes some"
@@ -299,7 +301,7 @@ class StepOfModule:
         return StepOfModule(
             self.module,
             self._take_batch,
-            around=self._around,
+            run_settings=self._run_settings,
             batch_size=self._batch_size,
             trains=self._trains,
             steps=steps,
@@ -311,7 +313,7 @@ class StepOfModule:
         found = StepOfModule(
             self.module,
             lambda: self._batch,
-            around=self._around,
+            run_settings=self._run_settings,
             batch_size=self._batch_size,
             trains=self._trains,
             on_top_of=rules,

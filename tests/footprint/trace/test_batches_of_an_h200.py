@@ -24,7 +24,7 @@ def test_which_batches_fit(rows: int) -> None:
     with torch.device("meta"):
         module = LanguageModel(width=1024, heads=16, depth=12, words=32_000, positions=1024)
     with settings_of("cuda"):
-        _, trace = profile_and_trace(module, torch.zeros(rows, 1025, dtype=torch.int64), around=UNDER_AMP)
+        _, trace = profile_and_trace(module, torch.zeros(rows, 1025, dtype=torch.int64), run_settings=UNDER_AMP)
     grown = trace.reserved_by(AllocatorSettings(), workspaces=WORKSPACES, capacity=RESERVABLE)
     assert grown.given_back == 0
     assert grown.peak_reserved < 1.01 * grown.peak_allocated

@@ -20,7 +20,7 @@ import lightning_amp
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.costs.model_shape import profile_of_module
 from lightning_amp.errors import AmpError, DataError, ModelError, PlanError
-from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.inner_run import RunSettings
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.refusals import announce
@@ -76,7 +76,7 @@ class Words(pl.LightningModule):
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_what_a_technique_refuses_is_said(sparse: bool) -> None:
-    step = StepOfModule(Normalised(sparse=sparse), lambda: torch.arange(4), around=Around())
+    step = StepOfModule(Normalised(sparse=sparse), lambda: torch.arange(4), run_settings=RunSettings())
     found = diagnose_module(step.profiled(CPU_CORE), ranks=2)
     assert "pipeline" not in found.helps
     assert "statistics of a batch (BatchNorm)" in found.does_not_help["pipeline"]
@@ -124,7 +124,7 @@ REFUSED: dict[tuple[type[Blocks], str], str] = {
 
 def planned(kind: type[Blocks], strategies: str, memory: str | None = None) -> Plan:
     module = kind()
-    step = StepOfModule(module, lambda: torch.randn(64, 40), around=Around())
+    step = StepOfModule(module, lambda: torch.randn(64, 40), run_settings=RunSettings())
     seen = step.profiled(CPU_CORE)
     shape = replace(describe(module, batch_size=64), profiled=True)
     asked, named = split_by_planner(f"S1,{strategies}", policy="auto")
@@ -167,7 +167,7 @@ def test_collated_graphs_have_no_micro_batches_and_are_planned(reads_values: boo
         "graph": torch.arange(9) // 3,
         "y": torch.randn(3),
     }
-    step = StepOfModule(Graphs(reads_values=reads_values), lambda: batch, around=Around())
+    step = StepOfModule(Graphs(reads_values=reads_values), lambda: batch, run_settings=RunSettings())
     found = diagnose_module(step.profiled(CPU_CORE), ranks=2)
     assert "tensors have [2, 3, 9] rows" in found.does_not_help["pipeline"]
 
@@ -182,7 +182,7 @@ def test_a_micro_batch_that_fails_is_a_pipeline_that_cannot_be() -> None:
             return self.net(x)[others].square().mean()
 
     batch = torch.cat([torch.randn(8, 40), torch.arange(8.0).flip(0)[:, None]], 1)
-    found = StepOfModule(Pointing(), lambda: batch, around=Around()).profiled(CPU_CORE)
+    found = StepOfModule(Pointing(), lambda: batch, run_settings=RunSettings()).profiled(CPU_CORE)
     assert "cannot be counted" in diagnose_module(found, ranks=2, budget=1).does_not_help["pipeline"]
 
 
@@ -209,7 +209,7 @@ def test_a_pipeline_that_was_not_counted_does_not_fit() -> None:
 
 def test_a_step_that_is_profiled_again_is_counted_with_the_batch_of_that_time() -> None:
     batches = iter((torch.randn(64, 40), torch.randn(640, 40)))
-    step = StepOfModule(Blocks(), lambda: next(batches), around=Around())
+    step = StepOfModule(Blocks(), lambda: next(batches), run_settings=RunSettings())
     first, second = step.profiled(CPU_CORE), step.profiled(CPU_CORE)
     assert (first.profile.batch_size, second.profile.batch_size) == (64, 640)
     assert second.profile.peak_bytes > first.profile.peak_bytes

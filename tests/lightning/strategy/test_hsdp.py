@@ -175,7 +175,7 @@ def test_a_rank_has_its_rows_of_the_group_and_one_sum_of_each_unit_is_sent_betwe
 
 def test_the_predicted_peak_is_the_measured_one(runs: list[Found]) -> None:
     module, batch = module_and_batch("stack")
-    predicted = fsdp_peak_bytes(profile_module(module, batch, around=UNDER_AMP), units_of(module), 2)
+    predicted = fsdp_peak_bytes(profile_module(module, batch, run_settings=UNDER_AMP), units_of(module), 2)
     most = max(found["peak"] for found in runs)
     assert abs(predicted - most) <= 0.05 * most, f"predicted {predicted:,}, measured {most:,}"
 

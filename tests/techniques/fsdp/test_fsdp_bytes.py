@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_amp.costs.profiled_step import HELD
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.find_blocks import blocks_with_own_parameters
-from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.inner_run import RunSettings
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor
@@ -113,8 +113,8 @@ def test_the_predicted_peak_is_the_measured_one(tmp_path: Path) -> None:
     peaks = run_ranks(measured_both, 2, tmp_path, timeout=240)
     for added_up, name in ((n, name) for n, names in ADDED_UP.items() for name in names):
         module, batch = module_and_batch(name)
-        around = Around(accumulate_grad_batches=added_up, frees_gradients=added_up == 1)
-        profile = profile_module(module, batch, around=around)
+        run_settings = RunSettings(accumulate_grad_batches=added_up, frees_gradients=added_up == 1)
+        profile = profile_module(module, batch, run_settings=run_settings)
         predicted = fsdp_peak_bytes(profile, units_of(module), 2)
         most = max(found[added_up][name] for found in peaks)
         assert abs(predicted - most) <= 0.05 * most, f"{name}: predicted {predicted:,}, measured {most:,}"

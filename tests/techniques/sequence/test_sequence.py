@@ -232,7 +232,7 @@ def test_a_rank_holds_its_part_of_what_one_device_holds() -> None:
     batch, found = torch.randn(1, 2, 64, 64), {}
     for ranks in (1, 4, 16):
         steps = DrySteps("sequence", SequenceParallel(dims="batch:2"), ranks) if ranks > 1 else None
-        step = StepOfModule(Picture(), lambda: batch, around=BY_ITSELF, steps=steps)
+        step = StepOfModule(Picture(), lambda: batch, run_settings=BY_ITSELF, steps=steps)
         timeline = step.profiled(CPU_CORE).profile.timeline
         found[ranks] = max(moment.by_kind["activations"] for moment in timeline) - batch.nbytes
     assert found[4] * 4 < 1.15 * found[1]

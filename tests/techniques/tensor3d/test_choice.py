@@ -20,7 +20,7 @@ from lightning_amp.cli.main import main
 from lightning_amp.costs.device_rates import Links, Rates, rates_for
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import AmpError
-from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.inner_run import RunSettings
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.plan.plan import Plan
@@ -66,7 +66,7 @@ def seen_on(
     options = SimpleNamespace(tensor_grid=grid)
     steps = DrySteps.asked(("S1", "tensor3d"), options, 1, run_ranks=ranks, budget=budget)
     assert steps is not None
-    step = StepOfModule(module, lambda: batch, around=Around(), steps=steps)
+    step = StepOfModule(module, lambda: batch, run_settings=RunSettings(), steps=steps)
     return steps, step.profiled(rates)
 
 
