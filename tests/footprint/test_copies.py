@@ -61,10 +61,31 @@ class CallsCompiled(Plain):
         return super().training_step(doubled(batch), batch_idx)
 
 
+class Average(nn.Module):
+    """Made with a model, which its class requires."""
+
+    def __new__(cls, model: nn.Module) -> "Average":
+        return super().__new__(cls)
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.others = model, [model]
+
+
+class HoldsAverage(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = Average(nn.Linear(2, 2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.average.others[0] is self.average.inner
+        return super().training_step(batch, batch_idx) + self.average.inner.weight.sum()
+
+
 KINDS = [Patched, Options, WeakReference, ObjectWithFunction, PartialWithKeyword, KeepsGraphs, Locked]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, CallsCompiled, FoundByName])
+@pytest.mark.parametrize("kind", [*KINDS, CallsCompiled, FoundByName, HoldsAverage])
 def test_whatever_a_module_holds_the_step_is_of_the_copy(kind: type[Plain]) -> None:
     module = kind()
     kept = dict(vars(module))

@@ -72,6 +72,11 @@ def copy_of(module: M, fake: FakeTensorMode | None, *, shares: bool = False) -> 
                     vars(found).update(vars(tensor))
     try:
         _copy_unlike_deepcopy([*module.modules()], memo, fake, whole=True)
+        # deepcopy calls `__new__` without the arguments that a class of a user may require
+        made = [child for child in module.modules() if _is_made_with_arguments(type(child))]
+        memo |= {id(child): object.__new__(type(child)) for child in made}
+        for child in made:
+            vars(memo[id(child)]).update(copy.deepcopy(vars(child), memo))
         twin = copy.deepcopy(module, memo)
     except Exception as error:
         raise ModelError(
@@ -123,6 +128,13 @@ def tensors_of_all(module: nn.Module) -> list[Tensor]:
 def own_tensors(module: nn.Module) -> list[Tensor]:
     """Return a module's own parameters and buffers, from its dicts: a class may override `parameters` or `buffers`."""
     return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+
+
+def _is_made_with_arguments(kind: type[nn.Module]) -> bool:
+    """Whether a class has a `__new__` of its own, and does not say how its objects are copied."""
+    copied = ("__deepcopy__", "__getnewargs__", "__getnewargs_ex__", "__getstate__", "__reduce__", "__reduce_ex__")
+    own = any(getattr(kind, name, None) is not getattr(nn.Module, name, None) for name in copied)
+    return kind.__new__ is not nn.Module.__new__ and not own
 
 
 def copy_of_data(
