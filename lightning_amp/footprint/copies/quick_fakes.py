@@ -51,7 +51,7 @@ IN_MEMORY_FORMAT = {
 """Operators whose CPU kernels write their first result contiguously or channels last, with the index of the argument
 that decides; torch's rules for fake tensors keep other strides, such as those of a transposed argument."""
 _SPECIAL = {IS_ALL_TRUE, torch.ops.aten.bincount.default, GROUPED_MM, CTC_LOSS, RNN_ON_CPU, pack_padded}
-"""Operators whose results differ here from those of torch's rules."""
+"""Operators whose results differ here from those of torch's rules, or whose shapes values decide without a tag."""
 _aten = torch.ops.aten
 PLAIN = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.softplus, _aten.softplus_backward, _aten.complex}
 """Products of matrices, and element-wise operators that torch does not tag as such."""
@@ -322,12 +322,9 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             return None
         if func._schema.is_mutable:
             # an argument that was resized is not cached
-            kept = shapes == [tensor.shape for tensor in tensors]
-            return (
-                (0 if result is args[0] else next(iter(kwargs), None))
-                if kept and any(result is value for value in given)
-                else None
-            )
+            if shapes != [tensor.shape for tensor in tensors] or all(result is not value for value in given):
+                return None
+            return 0 if result is args[0] else next(iter(kwargs), None)
         parts = result if isinstance(result, tuple) else (result,)
         made = tuple(_Made(tuple(part.shape), part.stride(), part.dtype, device) for part in parts)
         if func in VIEWS:

@@ -82,8 +82,8 @@ class PlanInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedStep:
-    """A plan.
+class StepPlan:
+    """The plan of a step.
 
     Attributes:
         step: The step with which it was counted.
@@ -95,7 +95,7 @@ class PlannedStep:
     seen: ProfiledStep | None = None
 
 
-def make_step_plan(given: PlanInputs, step: StepOfModule | None, seen: ProfiledStep | None) -> PlannedStep:
+def make_step_plan(given: PlanInputs, step: StepOfModule | None, seen: ProfiledStep | None) -> StepPlan:
     """Plan a step: the techniques of a decoder or a data-parallel plan, and then those of any module.
 
     Args:
@@ -128,7 +128,7 @@ def make_step_plan(given: PlanInputs, step: StepOfModule | None, seen: ProfiledS
             node_ranks=given.node_devices or given.devices,
             rates=given.rates,
         )
-    return PlannedStep(plan=with_memory(found, given.memory), step=step, seen=seen)
+    return StepPlan(plan=with_memory(found, given.memory), step=step, seen=seen)
 
 
 def base_plan(
@@ -169,7 +169,7 @@ def base_plan(
     return replace(made, notes=(*made.notes, *given.notes))
 
 
-def _of_decoder(given: PlanInputs, step: StepOfModule) -> PlannedStep:
+def _of_decoder(given: PlanInputs, step: StepOfModule) -> StepPlan:
     asked, named = split_by_decoder(given.strategies, policy=given.policy)
     found = plan_decoder(
         lambda budget: base_plan(given, asked, given.model_parallel_size, steps=given.steps, budget=budget),
@@ -179,4 +179,4 @@ def _of_decoder(given: PlanInputs, step: StepOfModule) -> PlannedStep:
         named=named if given.beyond_decoder or named is not None else (),
         budget_named=given.memory_named,
     )
-    return PlannedStep(plan=with_memory(found.plan, given.memory), step=step, seen=found.seen)
+    return StepPlan(plan=with_memory(found.plan, given.memory), step=step, seen=found.seen)

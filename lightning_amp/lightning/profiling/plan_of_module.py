@@ -21,7 +21,7 @@ from lightning_amp.footprint.inner_run import RunSettings
 from lightning_amp.footprint.module_profile import PARAMETERS
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
-from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, PlannedStep, make_step_plan
+from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, StepPlan, make_step_plan
 from lightning_amp.lightning.profiling.module_plan import ModulePlan
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
@@ -163,17 +163,17 @@ def plan_of_module(
             notes=tuple(sizes[2]),
         )
 
-    def made_on(n: int) -> PlannedStep:
-        device, budgets, found = Device.of(rates.memory, asked, n), memory_on(n), list[PlannedStep]()
+    def made_on(n: int) -> StepPlan:
+        device, budgets, found = Device.of(rates.memory, asked, n), memory_on(n), list[StepPlan]()
 
         def made(less: int) -> Plan:
-            own = None if shape.decoder else seen if n == devices else look(step, n)
-            planned = make_step_plan(inputs(n, [max(1, budget - less) for budget in budgets]), step, own)
+            planned = make_step_plan(inputs(n, [max(1, budget - less) for budget in budgets]), step, counted)
             found.append(planned)
             assert planned.step is not None, "it is counted"
             return on_device(planned.plan, device, planned.step.as_planned(planned.plan))
 
         with counting():
+            counted = None if shape.decoder else seen if n == devices else look(step, n)
             plan = made_for(made)
         return replace(found[-1], plan=replace(plan, notes=(*plan.notes, *on_decoders)))
 

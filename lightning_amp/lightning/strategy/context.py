@@ -274,9 +274,9 @@ class PlanningContext:
     def speeds(self) -> tuple[float, ...]:
         """Speeds of all ranks relative to the fastest; empty if they count as equal. The first access is collective."""
         asked, ranks = self.request.device_speeds, self.strategy.world_size
-        return (
-            measured_speeds(self.strategy.root_device, ranks) if asked == "measure" else speeds_of_ranks(asked, ranks)
-        )
+        if asked == "measure":
+            return measured_speeds(self.strategy.root_device, ranks)
+        return speeds_of_ranks(asked, ranks)
 
     def within(self, n_bytes: int) -> "PlanningContext":
         """Return a copy with a budget of `n_bytes` for tensors."""

@@ -7,7 +7,7 @@ from functools import partial
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.lightning.consistency.replicas import decide_on_one_rank
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
-from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, PlannedStep, base_plan, make_step_plan
+from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, StepPlan, base_plan, make_step_plan
 from lightning_amp.lightning.profiling.split_samples import with_split_evaluation
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.context import PlanningContext
@@ -56,7 +56,7 @@ def resolve_plan(
             return with_compiled(made_for(lambda less: made_with(made, less)), facts)
         return with_compiled(compared(predict_anew(asked, facts), facts, facts.step), facts)
 
-    def made_with(made: Callable[[PlanningContext, PlanInputs], PlannedStep], less: int) -> Plan:
+    def made_with(made: Callable[[PlanningContext, PlanInputs], StepPlan], less: int) -> Plan:
         fewer = facts.less(less)
         found = made(fewer, fewer.inputs(strategies, model_ranks))
         if facts.counts_decoder:
@@ -112,7 +112,7 @@ def with_compiled(plan: Plan, facts: PlanningContext) -> Plan:
     return replace(plan, strategies=names, rules=rules_in_order((*plan.rules, *rules)), notes=notes)
 
 
-def _plan_of_module(facts: PlanningContext, given: PlanInputs) -> PlannedStep:
+def _plan_of_module(facts: PlanningContext, given: PlanInputs) -> StepPlan:
     seen = facts.profiled[0]
     if seen is not None:
         assert facts.step is not None, "it has been seen"
@@ -121,9 +121,9 @@ def _plan_of_module(facts: PlanningContext, given: PlanInputs) -> PlannedStep:
     if asked is not None:
         asked += _without_profile(named or (), facts)
     if facts.evaluation is not None:
-        return PlannedStep(plan=_of_evaluation(facts, given, facts.evaluation, asked, named))
+        return StepPlan(plan=_of_evaluation(facts, given, facts.evaluation, asked, named))
     made = _evaluated(_without_step(facts, given, asked), facts, named)
-    return PlannedStep(plan=replace(made, uncounted=facts.not_profiled))
+    return StepPlan(plan=replace(made, uncounted=facts.not_profiled))
 
 
 def _of_evaluation(
@@ -158,7 +158,7 @@ def _of_evaluation(
     )
 
 
-def _plan_of_decoder(facts: PlanningContext, given: PlanInputs) -> PlannedStep:
+def _plan_of_decoder(facts: PlanningContext, given: PlanInputs) -> StepPlan:
     if facts.counts_decoder:
         assert facts.step is not None, "it is counted"
         found = make_step_plan(given, facts.step, None)
@@ -167,7 +167,7 @@ def _plan_of_decoder(facts: PlanningContext, given: PlanInputs) -> PlannedStep:
     asked, named = split_by_decoder(given.strategies, policy=given.policy)
     if asked is not None:
         asked += _without_profile(named or (), facts)
-    return PlannedStep(plan=_evaluated(_without_step(facts, given, asked), facts, named or None))
+    return StepPlan(plan=_evaluated(_without_step(facts, given, asked), facts, named or None))
 
 
 def _without_step(facts: PlanningContext, given: PlanInputs, asked: Sequence[str] | None) -> Plan:
