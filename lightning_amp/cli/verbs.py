@@ -41,8 +41,8 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "measure a step on this device, so that predicted times fit it",
         "Measure a decoder step several times on an idle machine, fit the rates of the time model to the best one,"
         " measure the link to host memory, and write them as JSON, for --rates of plan and simulate and for"
-        " AMPStrategy(rates=...). With --config FILE.yaml, or MODULE:CLASS and --batch, each operator of a training step"
-        " is measured too, at five sizes of the batch, and steps with these operators are predicted by them.",
+        " AMPStrategy(rates=...). With --config FILE.yaml, or MODULE:CLASS and --batch, each operator of a training"
+        " step is measured too, at five sizes of the batch, and steps with these operators are predicted by them.",
         "--device cpu --out rates.json",
     ),
     "tune": (
