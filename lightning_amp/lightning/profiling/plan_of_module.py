@@ -21,7 +21,7 @@ from lightning_amp.footprint.inner_run import RunSettings
 from lightning_amp.footprint.module_profile import PARAMETERS
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
-from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, StepPlan, make_step_plan
+from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, StepPlan, make_step_plan, with_compiled
 from lightning_amp.lightning.profiling.module_plan import ModulePlan
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
@@ -160,6 +160,7 @@ def plan_of_module(
             host_memory=host_memory_of(given),
             shared_statistics=share and n > 1,
             steps=steps,
+            compile=options.get("compile") or False,
             notes=tuple(sizes[2]),
         )
 
@@ -174,7 +175,7 @@ def plan_of_module(
 
         with counting():
             counted = None if shape.decoder else seen if n == devices else look(step, n)
-            plan = made_for(made)
+            plan = with_compiled(made_for(made), inputs(n, budgets), module, seen.chain)
         return replace(found[-1], plan=replace(plan, notes=(*plan.notes, *on_decoders)))
 
     planned = made_on(devices)

@@ -199,6 +199,9 @@ class PlanningContext:
             micro_batches=request.micro_batches,
             speeds=self.speeds,
             steps=self.steps,
+            # "auto" compiles where the policy chooses everything else
+            compile=request.compile if request.compile != "auto" or request.chooses else False,
+            steps_of_run=self.steps_of_run,
             notes=(*note, *notes),
             **self._requested,
         )

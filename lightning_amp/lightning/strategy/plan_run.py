@@ -7,7 +7,13 @@ from functools import partial
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.lightning.consistency.replicas import decide_on_one_rank
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
-from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, StepPlan, base_plan, make_step_plan
+from lightning_amp.lightning.profiling.make_step_plan import (
+    PlanInputs,
+    StepPlan,
+    base_plan,
+    make_step_plan,
+    with_compiled,
+)
 from lightning_amp.lightning.profiling.split_samples import with_split_evaluation
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.context import PlanningContext
@@ -21,10 +27,7 @@ from lightning_amp.planning.plan.plan import Axes, Plan
 from lightning_amp.planning.policies import build_rules
 from lightning_amp.planning.time.step_seconds import predicted_times
 from lightning_amp.progress import shown_if_long
-from lightning_amp.techniques.compile.choose import UNKNOWN_BYTES, blocks_to_compile
-from lightning_amp.techniques.compile.row import CompileBlock
-from lightning_amp.techniques.data.row import ShareBatchStatistics
-from lightning_amp.techniques.table import EVALUATED, PREDICTIONS, STRATEGIES, in_order, is_of_decoder, rules_in_order
+from lightning_amp.techniques.table import EVALUATED, PREDICTIONS, STRATEGIES, in_order, is_of_decoder
 
 
 def resolve_plan(
@@ -53,8 +56,14 @@ def resolve_plan(
         asked = request.given_plan if given is None else given
         if asked is None or strategies is not None:
             made = _plan_of_decoder if facts.read[1].decoder else _plan_of_module
-            return with_compiled(made_for(lambda less: made_with(made, less)), facts)
-        return with_compiled(compared(predict_anew(asked, facts), facts, facts.step), facts)
+            return compiled(made_for(lambda less: made_with(made, less)))
+        return compiled(compared(predict_anew(asked, facts), facts, facts.step))
+
+    def compiled(found: Plan) -> Plan:
+        seen = facts.profiled[0]
+        return with_compiled(
+            found, facts.inputs(), facts.trainer.lightning_module, None if seen is None else seen.chain
+        )
 
     def made_with(made: Callable[[PlanningContext, PlanInputs], StepPlan], less: int) -> Plan:
         fewer = facts.less(less)
@@ -86,30 +95,6 @@ def resolve_plan(
     own = None if facts.data is None else facts.data.balance
     balance = request.balance_cells if own is None else own
     return plan if balance == "auto" else build_rules.with_balance(plan, balance=bool(balance))
-
-
-def with_compiled(plan: Plan, facts: PlanningContext) -> Plan:
-    """Return the plan with the blocks that `compile=` asks for."""
-    asked, module = facts.request.compile, facts.trainer.lightning_module
-    budgeted = facts.strategy.request.device_memory is not None
-    if budgeted and any(isinstance(rule.spec, CompileBlock) for rule in plan.rules):
-        raise PlanError(f"the given plan compiles blocks, which is not supported: {UNKNOWN_BYTES}")
-    if asked is False or (asked == "auto" and not facts.request.chooses):
-        return plan
-    seen, launches = facts.profiled[0], facts.rates[0].launches
-    chain = seen.chain if seen is not None and launches else None
-    rules, note = blocks_to_compile(
-        module,
-        asked,
-        [name for name in plan.strategies if not STRATEGIES[name].beside_compiled],
-        shared=any(isinstance(rule.spec, ShareBatchStatistics) for rule in plan.rules),
-        budgeted=budgeted,
-        chain=chain,
-        steps=facts.steps_of_run,
-    )
-    names = in_order({*plan.strategies, *(rule.strategy for rule in rules)})
-    notes = (*plan.notes, *[note] * bool(note))
-    return replace(plan, strategies=names, rules=rules_in_order((*plan.rules, *rules)), notes=notes)
 
 
 def _plan_of_module(facts: PlanningContext, given: PlanInputs) -> StepPlan:
