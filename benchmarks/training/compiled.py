@@ -23,6 +23,7 @@ from benchmarks.page import origin, paragraph
 from benchmarks.zoo.cases import CASES
 from benchmarks.zoo.subject import Case, made
 from lightning_amp.costs.rule import Rule
+from lightning_amp.errors import AmpError
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules
 from lightning_amp.techniques.compiled_budget.row import CompiledBudget
@@ -99,7 +100,11 @@ def gradients(case: Case, backend: str, share: float) -> list[torch.Tensor]:
 def rows(name: str, backend: str, shares: list[float]) -> None:
     """Print the rows of one model."""
     case = CASES[name]
-    plain = gradients(case, backend, 1.0)
+    try:
+        plain = gradients(case, backend, 1.0)
+    except AmpError as error:
+        print(f"| {name} | refused: {str(error).splitlines()[0]} |", flush=True)
+        return
     for share in shares:
         start = time.perf_counter()
         module, batch = compiled(case, backend, torch.float32)
