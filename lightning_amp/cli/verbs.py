@@ -46,10 +46,10 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "--device cpu --out rates.json",
     ),
     "tune": (
-        "train some steps on the grids of tensor3d that a plan ranks first",
-        "Plan the model of a configuration with tensor3d, train a few steps on this machine on each of the grids that"
-        " are predicted to be fastest, and write the plan of the one that is.",
-        "--config config.yaml --devices 8 --out plan.json",
+        "train some steps under the plans that are predicted to be fastest",
+        "Plan the model of a configuration, train a few steps on this machine under each of the plans that fit and are"
+        " predicted to be fastest, and write the one that is. With --strategies tensor3d these are its grids.",
+        "--config config.yaml --devices 8 --device-memory 24GiB --out plan.json",
     ),
     "convert": (
         "write a sharded checkpoint as the plain one, a single file",
