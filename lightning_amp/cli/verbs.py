@@ -49,7 +49,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "train some steps under the plans that are predicted to be fastest",
         "Plan the model of a configuration, train a few steps on this machine under each of the plans that fit and are"
         " predicted to be fastest, and write the one that is. With --strategies tensor3d these are its grids.",
-        "--config config.yaml --devices 8 --device-memory 24GiB --out plan.json",
+        "--config config.yaml --devices 8 --out plan.json",
     ),
     "convert": (
         "write a sharded checkpoint as the plain one, a single file",
