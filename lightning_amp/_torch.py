@@ -358,10 +358,10 @@ def values_are_checked() -> bool:
 
 def multiplies_in_tf32() -> bool:
     """Whether float32 products may run in TF32 on CUDA, by either of torch's two settings."""
-    asked = torch.backends.cuda.matmul.fp32_precision
+    requested = torch.backends.cuda.matmul.fp32_precision
     # "none" means the setting of all backends
     of_all = torch.backends.fp32_precision  # type: ignore[attr-defined]
-    return bool((of_all if asked == "none" else asked) == "tf32")
+    return bool((of_all if requested == "none" else requested) == "tf32")
 
 
 def after_step_first(optimizer: Optimizer, hook: Callable[..., None]) -> Any:

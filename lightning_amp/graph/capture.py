@@ -316,8 +316,8 @@ class _NoPython(Recorder):
         kwargs = kwargs or {}
         # allowed if requires_grad does not change
         wants = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-        told = func in (Tensor.requires_grad_, REQUIRES) and bool(wants) == bool(args[0].requires_grad)
-        if func in PYTHON and not told:
+        unchanged = func in (Tensor.requires_grad_, REQUIRES) and bool(wants) == bool(args[0].requires_grad)
+        if func in PYTHON and not unchanged:
             self.reason = f"its forward calls {PYTHON[func]!r} of a tensor, which is Python"
         # arguments, parameters and buffers are fake. A number of another tensor would become a constant of the graph,
         # which does not follow later writes to that tensor

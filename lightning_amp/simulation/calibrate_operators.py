@@ -111,10 +111,10 @@ def calibrate_operators(
     module.to(device)
     batch = map_tensors(batch, lambda _, tensor: tensor.to(device))
     # the check is measured like the others, and not used
-    asked = [*sizes, *([] if checked is None else [checked])]
+    requested = [*sizes, *([] if checked is None else [checked])]
     measured = {
         size: _measured(module, resized(batch, size), run_settings, base, device)
-        for size in track(asked, description="measuring", total=len(asked))
+        for size in track(requested, description="measuring", total=len(requested))
     }
     found = MeasuredOperators(step=f"a step of {name} on {device.type}", points=_points(measured[s] for s in sizes))
     steps = [_timed(size, one, found) for size, one in measured.items()]

@@ -97,13 +97,13 @@ def _operators(
 
 def check_target(option: str, name: str, example: str, *, overwrite: bool) -> None:
     """Raise if a file cannot be written, before its contents are computed."""
-    path, asked, suffix = Path(name), f"{option} {name!r}", Path(example).suffix
+    path, given, suffix = Path(name), f"{option} {name!r}", Path(example).suffix
     if path.is_dir() or path.suffix.lower() != suffix:
         kind = suffix[1:].upper()
-        raise PlanError(f"{asked} is not supported; allowed is the name of a {kind} file, such as {example}")
+        raise PlanError(f"{given} is not supported; allowed is the name of a {kind} file, such as {example}")
     if not path.parent.is_dir():
-        raise PlanError(f"{asked} cannot be written: its folder does not exist; make it first")
+        raise PlanError(f"{given} cannot be written: its folder does not exist; make it first")
     if not all(os.access(place, os.W_OK) for place in (path.parent, path) if place.exists()):
-        raise PlanError(f"{asked} cannot be written; choose another place")
+        raise PlanError(f"{given} cannot be written; choose another place")
     if path.exists() and not overwrite:
-        raise PlanError(f"{asked} exists; choose another name, or add --overwrite")
+        raise PlanError(f"{given} exists; choose another name, or add --overwrite")

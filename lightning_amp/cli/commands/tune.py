@@ -45,15 +45,15 @@ def _run(arguments: argparse.Namespace) -> None:
     for name in ("device_memory", "rates"):
         if getattr(arguments, name) is not None:
             words += [f"--{name.replace('_', '-')}", getattr(arguments, name)]
-    asked = (_grids(words) if arguments.strategies else _compared(words))[: max(0, arguments.plans)]
-    if not asked or arguments.steps < 3:
+    requested = (_grids(words) if arguments.strategies else _compared(words))[: max(0, arguments.plans)]
+    if not requested or arguments.steps < 3:
         raise PlanError(
             f"--devices {arguments.devices!r} with --plans {arguments.plans!r} and --steps {arguments.steps!r} was"
             " given, which leaves nothing to compare; allowed are one plan or more, three steps or more, and for grids"
             " two devices or more"
         )
     rows, best, least = list[tuple[str, ...]](), None, inf
-    for name, more in asked:
+    for name, more in requested:
         made = _planned([*words, *more])
         seconds, why = _measured(made, arguments)
         # per batch: each data-parallel rank reads one

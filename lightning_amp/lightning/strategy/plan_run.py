@@ -53,11 +53,11 @@ def resolve_plan(
 
     @shown_if_long("planning", show=facts.trainer.progress_bar_callback is not None)
     def decide() -> Plan:
-        asked = request.given_plan if given is None else given
-        if asked is None or strategies is not None:
+        requested = request.given_plan if given is None else given
+        if requested is None or strategies is not None:
             made = _plan_of_decoder if facts.read[1].decoder else _plan_of_module
             return compiled(made_for(lambda less: made_with(made, less)))
-        return compiled(compared(predict_anew(asked, facts), facts, facts.step))
+        return compiled(compared(predict_anew(requested, facts), facts, facts.step))
 
     def compiled(found: Plan) -> Plan:
         seen = facts.profiled[0]
@@ -102,12 +102,12 @@ def _plan_of_module(facts: PlanningContext, given: PlanInputs) -> StepPlan:
     if seen is not None:
         assert facts.step is not None, "it has been seen"
         return make_step_plan(given, facts.step, seen)
-    asked, named = split_by_planner(given.strategies, policy=given.policy)
-    if asked is not None:
-        asked += _without_profile(named or (), facts)
+    requested, named = split_by_planner(given.strategies, policy=given.policy)
+    if requested is not None:
+        requested += _without_profile(named or (), facts)
     if facts.evaluation is not None:
-        return StepPlan(plan=_of_evaluation(facts, given, facts.evaluation, asked, named))
-    made = _evaluated(_without_step(facts, given, asked), facts, named)
+        return StepPlan(plan=_of_evaluation(facts, given, facts.evaluation, requested, named))
+    made = _evaluated(_without_step(facts, given, requested), facts, named)
     return StepPlan(plan=replace(made, uncounted=facts.not_profiled))
 
 
@@ -149,10 +149,10 @@ def _plan_of_decoder(facts: PlanningContext, given: PlanInputs) -> StepPlan:
         found = make_step_plan(given, facts.step, None)
         notes = facts.notes_on_closed_forms if found.seen is None else []
         return replace(found, plan=replace(found.plan, notes=(*found.plan.notes, *notes)))
-    asked, named = split_by_decoder(given.strategies, policy=given.policy)
-    if asked is not None:
-        asked += _without_profile(named or (), facts)
-    return StepPlan(plan=_evaluated(_without_step(facts, given, asked), facts, named or None))
+    requested, named = split_by_decoder(given.strategies, policy=given.policy)
+    if requested is not None:
+        requested += _without_profile(named or (), facts)
+    return StepPlan(plan=_evaluated(_without_step(facts, given, requested), facts, named or None))
 
 
 def _without_step(facts: PlanningContext, given: PlanInputs, asked: Sequence[str] | None) -> Plan:
