@@ -215,6 +215,17 @@ def is_watched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
 
 
+class SharedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A FakeTensorMode that a deepcopy of its tensors, or of objects that hold some, shares.
+
+    A copied FakeTensorMode has copies of torch's weak references to storages, and both release the same memory.
+    """
+
+    def __deepcopy__(self, _: dict[int, Any]) -> "SharedFakeMode":
+        """Return itself."""
+        return self
+
+
 @contextmanager
 def failures_unlogged() -> Iterator[None]:
     """Suppress torch's log of operators that fail on fake tensors; the error is raised anyway."""

@@ -30,8 +30,8 @@ from torch.fx import GraphModule, Node
 
 from lightning_amp._torch import (
     FakeTensor,
-    FakeTensorMode,
     PythonNode,
+    SharedFakeMode,
     failures_unlogged,
     fake_tensors,
     is_compiled,
@@ -178,7 +178,7 @@ def _trace(
         return results
 
     made: dict[int, Tensor] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with SharedFakeMode(allow_non_fake_inputs=True) as fake:
         # an object that is passed twice stays one tensor
         given_tensors = [*state.values(), *(values[i] for i in at)]
         if any(t.layout is not torch.strided for t in given_tensors):
