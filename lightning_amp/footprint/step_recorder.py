@@ -63,7 +63,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         written: Parameters that are changed before the optimizer's step, and "batch" if the batch is.
         first_bytes, left_bytes: As in ModuleProfile; bytes of the step before.
         frees_gradients: Whether the last step's gradients are freed before `training_step`.
-        batch_reads, foreseen, makes, measured, noted: As `reads`, `foreseen`, ... in ModuleProfile.
+        batch_reads, own_reads, foreseen, makes, measured, noted: As `reads`, `foreseen`, ... in ModuleProfile.
 
     Args:
         module: Module whose submodules own the storages.
@@ -87,6 +87,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.written: set[str] = set()
         self.first_bytes = self.left_bytes = 0
         self.batch_reads: Any = None
+        self.own_reads: tuple[str, ...] = ()
         self.foreseen: tuple[str, ...] = ()
         self.makes: Any = None
         self.measured, self.noted = FAKE, False

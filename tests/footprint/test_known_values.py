@@ -145,15 +145,38 @@ UNKNOWN = {
     "a list was written": lambda step, batch: (z := torch.zeros(2), torch._foreach_add_([z], 1), z.sum() > 3)[2],
     "a conjugate": lambda step, batch: torch.full((2,), 1j).conj().imag.sum() < 0,
     "statistics": lambda step, batch: (step.normed(batch), step.normed.running_mean.sum() > 0)[1],
-    "a buffer that the step changes": counts,
-    "a counter that is read after it has counted": lambda step, batch: step.calls.add_(1) > 3,
-    "a counter of a layer": lambda step, batch: (step.normed(batch), step.normed.num_batches_tracked > 0)[1],
 }
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_depends_on_data_is_said(name: str) -> None:
     assert "reads the value of a tensor" in profile(Step(UNKNOWN[name]), torch.randn(N, N)).reason
+
+
+CHANGES = {
+    "read before": (counts, "calls"),
+    "read after": (lambda step, batch: step.calls.add_(1) > 1, "calls"),
+    "another tensor": (lambda step, batch: (setattr(step, "calls", step.calls + 1), step.calls > 1)[1], "calls"),
+    "through .data": (lambda step, batch: (step.calls.data.copy_(step.calls + 1), step.calls > 1)[1], "calls"),
+    "of a layer": (
+        lambda step, batch: (step.normed(batch), step.normed.num_batches_tracked > 1)[1],
+        "normed.num_batches_tracked",
+    ),
+}
+"""A branch that the first step takes in another way than the second."""
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_buffer_that_the_step_changes_has_its_values_in_the_second_step(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, buffer = CHANGES[name]
+    counted = profile(Step(read), torch.randn(N, N))
+    assert counted.own_reads == (buffer,)
+    counts_as_with_values(Step(read), monkeypatch)
+    monkeypatch.undo()
+    # the other way takes other bytes
+    assert counted.peak_bytes != profile(Step(lambda step, batch: not read(step, batch)), torch.randn(N, N)).peak_bytes
 
 
 def test_a_captured_graph_has_no_branch_on_a_buffer() -> None:

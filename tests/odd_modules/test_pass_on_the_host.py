@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from lightning_amp import profile
 from lightning_amp.footprint.bounded_step import StepOverBudget
 from lightning_amp.footprint.copies import take_notes
-from lightning_amp.footprint.inner_run import RunSettings
 from lightning_amp.footprint.profile_module import profile_module
+from lightning_amp.footprint.run_settings import RunSettings
 from tests.optimised import Optimised
 
 

@@ -1,5 +1,6 @@
 """Claim: a step whose shapes and branches values decide gets a plan, is counted to the byte for its first batch, trains
-exactly with every technique, and its notes leave no trace.
+exactly with every technique, and its notes leave no trace. So does one that gradients, its own buffers or earlier
+steps decide.
 """
 
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_amp import AMPStrategy, profile
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.bounded_step import StepOverBudget
+from lightning_amp.footprint.copies import take_notes
 from tests.any_module import QUIET, Meter
 from tests.optimised import Optimised
 
@@ -261,10 +263,62 @@ class ByGradient(Mixture):
             raise RuntimeError("the gradient explodes")
 
 
+class WithoutExperts(Net):
+    on_before_optimizer_step = ByGradient.on_before_optimizer_step
+
+
+class Queue(Net):
+    """Keeps what it computed in a queue; the pointer and whether it is full decide after the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(192, N))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("full", torch.tensor(False))
+
+    def read(self, x: Tensor) -> Tensor:
+        self.last = x.detach()
+        far = (x @ self.queue.t().clone()).square().mean() if self.full else 0
+        return x.square().mean() + far
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        at = int(self.pointer)
+        self.queue[at : at + len(self.last)] = self.last
+        self.pointer[0] = (at + len(self.last)) % len(self.queue)
+        self.full.fill_(self.pointer[0] == 0)
+        self.last = torch.empty(0)
+
+
+class Fills(Net):
+    """Its memory has the batches before; pairs within a distance decide a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: list[Tensor] = []
+
+    def read(self, x: Tensor) -> Tensor:
+        self.memory = [*self.memory[-1:], x.detach()]
+        near = torch.cdist(x, torch.cat(self.memory)) < 1e9
+        return torch.cdist(x, torch.cat(self.memory))[near].mean()
+
+
 @pytest.mark.long
-def test_a_step_that_gradients_decide_is_refused_by_name_where_values_do_not_fit() -> None:
-    plain, peak, _ = run(ByGradient)
-    found, *_ = run(ByGradient, 1.5, peak=peak)
+@pytest.mark.parametrize("kind", [ByGradient, Queue, Fills])
+def test_what_gradients_buffers_and_the_step_before_decide_is_planned_to_the_byte(kind: type[Net]) -> None:
+    plain, peak, _ = run(kind)
+    found, measured, plan = run(kind, 0.8, peak=peak)
+    assert plan.predicted_peak_bytes == pytest.approx(measured, rel=0.01)
+    assert plan.rules
+    said = "counted with their values in its first two batches" if kind is Queue else "counted for the first batch"
+    assert sum(said in note for note in plan.notes) == 1
     same(plain, found)
-    with pytest.raises(PlanError, match=r"cannot be counted without values: .*p.grad.norm\(\) for p"):
-        run(ByGradient, 0.6, peak=peak)
+
+
+@pytest.mark.long
+def test_a_step_that_gradients_decide_is_refused_by_name_where_no_memory_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, peak, _ = run(WithoutExperts)
+    monkeypatch.setattr(take_notes, "HOST_SHARE", 0.0)
+    with pytest.raises(PlanError, match=r"cannot be counted without values: .*p.grad.norm\(\) for p.*Free memory"):
+        run(WithoutExperts, 0.8, peak=peak)

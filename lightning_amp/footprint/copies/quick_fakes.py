@@ -150,14 +150,16 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             run = self._dispatch
             if func in BACKWARD_SELECTS and (answers := answers_now()) is not None:
                 answers.remember(func, args)
-            if decided_by_values(func, args) and (noted := self._noted(func, types, args)) is not MISSING:
-                return noted
+            # asked first in any case, for the next question is answered by the next note
+            noted = self._noted(func, types, args) if decided_by_values(func, args) else MISSING
             if not of.looked_up and torch.Tag.data_dependent_output in getattr(func, "tags", ()):
                 read = read_of(func, args, kwargs)
                 value = None if read is None else number_of(read)
                 if read is not None and value is not None:
                     self.reads.note(read)
                     return value
+            if noted is not MISSING:
+                return noted
         try:
             result = run(func, types, args, kwargs)
         except Exception:

@@ -78,9 +78,10 @@ def _stretches(step: StepToPlan, rules: tuple[Rule, ...]) -> Stretches | str:
             nonlocal views
             automatic = module.automatic_optimization
             # twice: objects that a module makes only once, such as position tables, are not part of later steps
-            for _ in range(1 + automatic):
-                if (answers := answers_now()) is not None:
-                    answers.restart(in_step=True)
+            for again in range(1 + automatic):
+                if again and (answers := answers_now()) is not None:
+                    answers.begin_batch()
+                    answers.begin_step()
                 look = Look(step.operator_rates(), views=views)
                 # a step may take its labels out of its batch
                 own_args, own_kwargs = tree_map(lambda one: one, (args, kwargs))
