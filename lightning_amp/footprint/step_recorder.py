@@ -241,8 +241,11 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
             return
         if func._opname not in (*COPIES, "convolution"):
             # a bias is the first argument of all but `linear`
-            smaller, larger = sorted(read[1 if func._opname == "linear" else -1][0].shape[-2:])
-            self.factors.add((smaller, larger))
+            second = read[1 if func._opname == "linear" else -1][0]
+            # a sparse factor is read by its parts, of which the values have one dim
+            if second.dim() > 1:
+                smaller, larger = sorted(second.shape[-2:])
+                self.factors.add((smaller, larger))
         given = (self._of_key.get(id(storage)) for _, storage in read)
         if not any(life is not None and (life.kind == PARAMETERS or id(life) in self._weights) for life in given):
             return

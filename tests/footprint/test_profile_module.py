@@ -372,6 +372,21 @@ def test_a_step_with_values_leaves_the_batch_as_it_was() -> None:
         assert torch.equal(batch["x"], torch.ones(3, 4))
 
 
+def test_products_of_sparse_matrices_are_recorded() -> None:
+    """The recorder took the last two sizes of the values of a sparse factor, which has one."""
+
+    class Squares(Small):
+        def on_train_batch_start(self, *_: Any) -> None:
+            # a step with values: fake tensors have no sparse products
+            assert len(next(self.parameters()).untyped_storage().tolist())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            edges = torch.eye(6).to_sparse_csr()
+            return super().training_step(batch, batch_idx) + (edges @ edges).to_dense().sum() * 0
+
+    assert lightning_amp.profile(Squares(), small_batch()).measured == "a real step"
+
+
 def test_lines_of_a_folder_that_begins_as_a_library_are_the_users() -> None:
     """They were taken for the library's, and a message did not say where the step had failed."""
     folder = f"{Path(lightning_amp.__file__).parent}_runs"

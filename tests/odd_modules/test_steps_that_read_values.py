@@ -302,6 +302,28 @@ class Fills(Net):
         return torch.cdist(x, torch.cat(self.memory))[near].mean()
 
 
+class Drops(Net):
+    """Leaves blocks out at random, half of them."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = batch
+        for block in self.blocks:
+            if torch.rand(()) < 0.5:
+                x = block(x)
+        return x.square().mean() + sum(p.sum() * 0 for p in self.parameters())
+
+
+@pytest.mark.long
+def test_random_numbers_that_decide_are_counted_for_the_draw_with_the_most_work() -> None:
+    plain, peak, _ = run(Drops)
+    found, measured, plan = run(Drops, 1.5, peak=peak)
+    batch = torch.randn(192, N, dtype=torch.float64)
+    whole = profile(Net().double(), batch)
+    assert plan.predicted_peak_bytes == pytest.approx(whole.peak_bytes, rel=0.02)
+    assert plan.predicted_peak_bytes >= measured
+    same(plain, found)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [ByGradient, Queue, Fills])
 def test_what_gradients_buffers_and_the_step_before_decide_is_planned_to_the_byte(kind: type[Net]) -> None:

@@ -40,6 +40,7 @@ from lightning_amp._torch import (
 from lightning_amp.footprint.copies.padded_rows import pack_rows, pad_rows
 from lightning_amp.footprint.live_bytes import tensors_of, tensors_written
 from lightning_amp.holding import replacing
+from lightning_amp.random_streams import seed_streams
 
 SKIPPED = (*(f"{path}{os.sep}" for path in (*torch.__path__, *lightning.__path__, str(Path(__file__).parents[2]))), "<")
 """Beginnings of files of which no line is the caller: they run in other order on fake tensors, or with a technique."""
@@ -123,11 +124,16 @@ class NoteTaker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kept: Tensors that shall be as before at the end.
         gradients: Whether the forward pass records a graph, for gradients that it takes itself.
         whole: Whether backward passes and the optimizer run too.
+        draw: Seed of each step's random numbers, so that both steps train the same blocks; 0 leaves the streams as
+            they are.
+
+    Attributes:
+        made_bytes: Bytes of what the operators of the last batch have returned.
     """
 
-    def __init__(self, kept: Iterable[Tensor], *, gradients: bool, whole: bool = False) -> None:
+    def __init__(self, kept: Iterable[Tensor], *, gradients: bool, whole: bool = False, draw: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.gradients, self.whole = gradients, whole
+        self.gradients, self.whole, self.draw, self.made_bytes = gradients, whole, draw, 0
         self.batches = [Notes([], [])]
         self._kept = {id(tensor.untyped_storage()): tensor for tensor in kept if tensor.layout is torch.strided}
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
@@ -140,6 +146,7 @@ class NoteTaker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if selects is not None and decided_by_values(selects, args):
             self.note("mask", args, Layout.of(selects(*args[:2])))
         found = func(*args, **(kwargs or {}))
+        self.made_bytes += sum(tensor.numel() * tensor.itemsize for tensor in tensors_of((found,)))
         if _may_decide(func, args):
             self.note(func, args, tree_map(lambda x: Layout.of(x) if _is_plain(x) else x, found))
             if func is pack_padded:
@@ -160,6 +167,14 @@ class NoteTaker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin_batch(self) -> None:
         """Note that another batch begins."""
         self.batches.append(Notes([], []))
+        self.made_bytes = 0
+        seed_streams(self.draw)
+
+    @property
+    def varies(self) -> bool:
+        """Whether the last batch, which is the one before again, got other notes than that."""
+        one, other = (*self.batches, *self.batches)[-2:]
+        return repr(one.of_batch) != repr(other.of_batch)
 
     def begin_step(self) -> None:
         """Note that `training_step` begins."""
@@ -179,6 +194,7 @@ class NoteTaker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
             return read
 
+        seed_streams(self.draw)
         try:
             # these read memory without an operator
             replaced: dict[str, Any] = {"tolist": noting("tolist"), "numpy": noting("numpy")}
@@ -205,7 +221,7 @@ class Answers:
 
     def __init__(self, taken: NoteTaker, why: str) -> None:
         self.why = why
-        self._batches = taken.batches
+        self._batches, self._draw = taken.batches, taken.draw
         self._places: list[dict[Any, list[int]]] = [defaultdict(list) for _ in self._batches]
         for places, notes in zip(self._places, self._batches, strict=True):
             for place, note in enumerate(notes.of_batch):
@@ -241,6 +257,7 @@ class Answers:
 
     def begin_batch(self) -> None:
         """Begin with the first note of the next batch."""
+        seed_streams(self._draw)
         self._batch, self._step, self._at = min(self._batch + 1, len(self._batches) - 1), -1, 0
 
     def begin_step(self) -> None:
