@@ -261,7 +261,7 @@ class _Count:
             run_settings = replace(run_settings, datamodule=copy_of_data(run_settings.datamodule, module, twin, fake))
             if fake is None and run_settings.limit_bytes is not None:
                 run_settings = replace(run_settings, limit_bytes=room_of_pass(twin, run_settings.limit_bytes))
-            own = OwnReads(twin)
+            own = OwnReads(twin, {} if fake is None else fake.unowned)
             found = run_two_steps(twin, given, fake, self._makers[0], run_settings, answers=answers, taker=taker)
             found.own_reads = tuple(own.names)
             return found

@@ -46,6 +46,14 @@ class Step(Optimised, by=torch.optim.Adam):
         return found.square().mean()
 
 
+class Unowned(Step):
+    """Has tensors that are no buffers."""
+
+    def __init__(self, read: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__(read)
+        self.own = [torch.zeros(()), torch.zeros(3)]
+
+
 class Layers(Step):
     """torch's own layers, with a mask of the step or a buffer."""
 
@@ -158,6 +166,11 @@ CHANGES = {
     "read after": (lambda step, batch: step.calls.add_(1) > 1, "calls"),
     "another tensor": (lambda step, batch: (setattr(step, "calls", step.calls + 1), step.calls > 1)[1], "calls"),
     "through .data": (lambda step, batch: (step.calls.data.copy_(step.calls + 1), step.calls > 1)[1], "calls"),
+    "no buffer": (lambda step, batch: (step.own[0].add_(1), step.own[0] > 1)[1], "a tensor [], which is no buffer"),
+    "a view of no buffer": (
+        lambda step, batch: (step.own[1][2].add_(1), step.own[1][2:].sum() > 1)[1],
+        "a tensor [3], which is no buffer",
+    ),
     "of a layer": (
         lambda step, batch: (step.normed(batch), step.normed.num_batches_tracked > 1)[1],
         "normed.num_batches_tracked",
@@ -171,12 +184,14 @@ def test_a_buffer_that_the_step_changes_has_its_values_in_the_second_step(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, buffer = CHANGES[name]
-    counted = profile(Step(read), torch.randn(N, N))
+    counted = profile(Unowned(read), torch.randn(N, N))
     assert counted.own_reads == (buffer,)
-    counts_as_with_values(Step(read), monkeypatch)
+    counts_as_with_values(Unowned(read), monkeypatch)
     monkeypatch.undo()
     # the other way takes other bytes
-    assert counted.peak_bytes != profile(Step(lambda step, batch: not read(step, batch)), torch.randn(N, N)).peak_bytes
+    assert (
+        counted.peak_bytes != profile(Unowned(lambda step, batch: not read(step, batch)), torch.randn(N, N)).peak_bytes
+    )
 
 
 def test_a_captured_graph_has_no_branch_on_a_buffer() -> None:

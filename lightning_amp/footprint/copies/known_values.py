@@ -15,7 +15,7 @@ placeholder to 1, and branches on the result are not detected.
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
@@ -112,30 +112,51 @@ def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
             before, into.recipe = into.recipe, None
             seen_args, seen_kwargs = (into, *tree_map(_seen, args[1:])), tree_map(_seen, kwargs)
             after = Recipe(func=func, args=seen_args, kwargs=seen_kwargs, before=before)
-        if getattr(tensor.untyped_storage(), "recipe", None) is not None:
-            tensor.untyped_storage().recipe = after  # type: ignore[attr-defined]
+        memory: Any = tensor.untyped_storage()
+        if getattr(memory, "recipe", None) is not None:
+            memory.recipe = after
+            if hasattr(memory, "unowned"):
+                memory.unowned.latest = after
     if known and not places_written(func) and type(result) is FakeTensor:
         memory = result.untyped_storage()
         # a view shares its storage and recipe, so only new memory gets one
         if all(tensor.untyped_storage()._cdata != memory._cdata for tensor in given):
-            memory.recipe = Recipe(  # type: ignore[attr-defined]
+            memory.recipe = Recipe(
                 func=func, args=tree_map(_seen, args), kwargs=tree_map(_seen, kwargs), like=_view(result)
             )
 
 
 class OwnReads:
-    """The buffers of a copied module whose values a step reads and changes."""
+    """What a step reads and changes: buffers of a copied module, and `unowned` tensors of its attributes."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._before = module, _buffers(module)
+    def __init__(self, module: nn.Module, unowned: Mapping[int, "Unowned"]) -> None:
+        self._module, self._before, self._unowned = module, _buffers(module), unowned
 
     @property
     def names(self) -> list[str]:
-        """Names of the buffers that were read, and have other values than when this object was made."""
-        now = _buffers(self._module)
-        return sorted(
-            name for name, one in self._before.items() if one is not None and one.was_read and now.get(name) is not one
-        )
+        """Names of those that were read, and have other values than when this object was made."""
+        now, before = _buffers(self._module), self._before.items()
+        names = [name for name, one in before if one is not None and one.was_read and now.get(name) is not one]
+        others = (one for one in self._unowned.values() if one.first.was_read and one.latest is not one.first)
+        return sorted([*names, *(f"a tensor {list(one.real.shape)}, which is no buffer" for one in others)])
+
+
+class Unowned:
+    """A real tensor that no module owns, such as one in a list; fake tensors of it live no longer than an operator.
+
+    Attributes:
+        real: The tensor, which keeps its memory alive.
+        first, latest: Its values at first, and after what the step has written; None if they are unknown.
+    """
+
+    def __init__(self, real: Tensor) -> None:
+        self.real, self.first = real, Recipe(given=real)
+        self.latest: Recipe | None = self.first
+
+    def give(self, fake: Tensor) -> None:
+        """Give the values to a fake tensor of this one, whose writes are noted here."""
+        memory: Any = fake.untyped_storage()
+        memory.recipe, memory.unowned = self.latest, self
 
 
 def _buffers(module: nn.Module) -> dict[str, Recipe | None]:
