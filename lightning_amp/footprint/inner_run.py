@@ -86,7 +86,7 @@ def run_two_steps(
                 f"cannot profile {type(module).__name__!r}, whose training_step was not called: the batch is"
                 " None, or on_train_batch_start returned -1; give a batch with which it is called"
             )
-    if counter.only_forward:
+    if taker is not None and not taker.whole:
         return recorder
     recorder.makes = StepMakes.of(batch, recorder.lives, recorder.work)
     recorder.foreseen = foresee(recorder, trainer.optimizers, fake, run_settings.averaged)
@@ -204,16 +204,15 @@ class _Here(SingleDeviceStrategy):
         """Run the training step, and report its start and end to the recorder."""
         counter = self._counter
         recorder, answers, taker = counter.recorder, counter.answers, counter.taker
-        if taker is not None:
-            taker.begin_step()
-        if taker is not None and counter.only_forward:
-            with torch.set_grad_enabled(taker.gradients):
+        noting = taker or answers
+        if noting is not None:
+            noting.begin_step()
+        if noting is not None and counter.only_forward:
+            with torch.set_grad_enabled(noting.gradients):
                 returned = super().training_step(*args, **kwargs)
-            if counter.at_last:
+            if taker is not None and taker.has_enough(counter.n_batches):
                 raise EnoughSeen
             return returned
-        if answers is not None:
-            answers.begin_step()
         assert self._last_gradients is not None, "the Trainer sets up the optimizers before a step"
         with self._last_gradients.before_step():
             recorder.frees_gradients = self._last_gradients.freed
@@ -263,12 +262,15 @@ class _Count(Callback):
     ) -> None:
         self.recorder, self.unfrozen = recorder, list[torch.nn.Parameter]()
         self.answers, self.taker = answers, taker
-        self.only_forward = taker is not None and not taker.whole
-        self.at_last = False
+        self.only_forward, self.n_batches = False, 2 * run_settings.batches
         self._fake, self._entered, self._counting = fake, ExitStack(), False
-        self._datamodule, self._counted = run_settings.datamodule, 2 * run_settings.batches - 1
+        self._datamodule = run_settings.datamodule
+        n_before = 0 if answers is None else answers.n_before
+        self._counted = n_before + self.n_batches - 1
         self._first, self._counting_first = LiveBytes(), ExitStack()
-        self._counted_first = run_settings.batches - 1
+        self._counted_first = n_before + run_settings.batches - 1
+        # a memory of earlier batches counts
+        self._watched_from = 0 if n_before else self._counted_first
         self._limit = run_settings.limit_bytes if fake is None else None
 
     def close(self) -> None:
@@ -293,7 +295,8 @@ class _Count(Callback):
                 self._entered.enter_context(self.answers.given())
         if self.answers is not None:
             self.answers.begin_batch()
-        self.at_last = batch_idx == self._counted
+        taker, answers = self.taker, self.answers
+        self.only_forward = not taker.whole if taker is not None else answers is not None and answers.before_count
         if batch_idx == 0 and self._limit is not None:
             # what was copied; forward passes without backward passes share the parameters
             copied = [*pl_module.buffers(), *(() if self.only_forward else pl_module.parameters())]
@@ -305,18 +308,20 @@ class _Count(Callback):
             self._entered.enter_context(self.taker.taking())
         elif self.taker is not None:
             self.taker.begin_batch()
-        if self.only_forward:
+        if taker is not None and self.only_forward:
             return
-        if batch_idx == self._counted_first:
+        if batch_idx == self._watched_from:
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
             self._first.watch([*pl_module.parameters(), *pl_module.buffers(), *gradients, batch])
             self._counting_first.enter_context(self._first)
-        if self.at_last:
+        if batch_idx == self._counted:
             self._counting = True
             # made again in this step, so that what code caches from step to step is counted
             getattr(self._fake, "cache", {}).clear()
             self.recorder.start(batch, trainer.optimizers)
             self._entered.callback(self.recorder.stop)
+            if self._watched_from < self._counted_first:
+                self.recorder.inherit(self._first)
             # bytes alive now that the second step does not start with were left by the first step
             self.recorder.left_bytes = max(0, self._first.current - self.recorder.current)
 

@@ -34,7 +34,7 @@ from lightning_amp.footprint.copies.fake_copy import (
 )
 from lightning_amp.footprint.copies.known_values import OwnReads
 from lightning_amp.footprint.copies.no_side_effects import without_side_effects
-from lightning_amp.footprint.copies.noted_values import Answers, NoteTaker
+from lightning_amp.footprint.copies.noted_values import GROWS, MOST_BEFORE, Answers, NoteTaker
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.copies.take_notes import copy_with_values, is_elsewhere, notes_of, room_of_pass
 from lightning_amp.footprint.inner_run import run_two_steps
@@ -177,6 +177,8 @@ class _Count:
         answers = None if self._run_settings.answers is None else self._run_settings.answers.get(self._size)
         found, failed = self._run(QuickFakes(valid=True), answers)
         if failed is None:
+            if answers is None and found.own_reads:
+                found = self._later(found)
             return found, "" if answers is None else answers.why
         reason = why_values(failed)
         if lacks_values(self._module):
@@ -184,7 +186,7 @@ class _Count:
                 f"cannot profile {self._name!r}: its step needs values ({reason}), and its parameters have none (device"
                 " 'meta'): pass a module on the CPU, of which a real step is measured"
             ) from failed
-        if answers is None and (answers := notes_of(self._module, reason, self._pass)) is not None:
+        if not (answers and answers.why) and (answers := notes_of(self._module, reason, self._pass)) is not None:
             found, failed = self._run(QuickFakes(valid=True), answers)
             if failed is None:
                 self._keep(answers)
@@ -229,10 +231,21 @@ class _Count:
             " batch like those of the training loader"
         ) from failed
 
+    def _later(self, found: Any) -> Any:
+        """Count a step that reads buffers which it changes in later batches, as long as it takes more there."""
+        n, batches = 1, self._run_settings.batches
+        while n <= MOST_BEFORE:
+            another, failed = self._run(QuickFakes(valid=True), answers := Answers.without_notes(n * batches))
+            if failed is not None or another.most_bytes <= (1 + GROWS) * found.most_bytes:
+                break
+            found, n = another, 2 * n
+            self._keep(answers)
+        return found
+
     def _keep(self, answers: Answers) -> None:
         """Let counts with techniques have the same answers."""
         if self._run_settings.answers is not None:
-            self._run_settings.answers.setdefault(self._size, answers)
+            self._run_settings.answers[self._size] = answers
 
     def _run(
         self, fake: QuickFakes | None, answers: Answers | None, taker: NoteTaker | None = None
@@ -242,7 +255,7 @@ class _Count:
             try:
                 found = self._two_steps(fake, answers, taker)
                 found.batch_reads = fake.reads if fake is not None and fake.reads.names else None
-                found.noted = answers is not None
+                found.noted = answers is not None and bool(answers.why)
                 return found, None
             except ModelError:
                 raise
@@ -270,6 +283,10 @@ class _Count:
         module, run_settings = self._module, self._run_settings
         with without_side_effects(module, run_settings.datamodule):
             twin = copy_with_values(module, on_host=on_host)
+            if taker.whole:
+                for parameter in twin.parameters():
+                    # some may be on the host already, and shared
+                    parameter.data = parameter.data.clone()
             data, limit = (
                 copy_of_data(run_settings.datamodule, module, twin, None),
                 room_of_pass(twin, run_settings.limit_bytes),

@@ -194,6 +194,33 @@ def test_a_buffer_that_the_step_changes_has_its_values_in_the_second_step(
     )
 
 
+class Collects(Optimised, by=torch.optim.Adam):
+    """Compares its batch with those before, of which a queue holds five."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(N, N)
+        self.register_buffer("queue", torch.zeros(5 * N, N))
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        found, at = self.layer(batch), int(self.pointer)
+        loss = (found @ self.queue[:at].clone().t()).exp().square().sum() + found.square().mean()
+        rows = min(N, len(self.queue) - at)
+        with torch.no_grad():
+            self.queue[at : at + rows] = found[:rows]
+            self.pointer += rows
+        return loss
+
+
+def test_a_queue_is_counted_when_it_is_full() -> None:
+    empty, full = Collects(), Collects()
+    full.pointer.fill_(len(full.queue))
+    found = profile(empty, torch.randn(N, N))
+    assert found.peak_bytes == profile(full, torch.randn(N, N)).peak_bytes
+    assert (found.own_reads, empty.pointer) == (("pointer",), 0)
+
+
 def test_a_captured_graph_has_no_branch_on_a_buffer() -> None:
     module = Step(BRANCHES["a buffer"])
     with quick_fakes.QuickFakes() as fake, pytest.raises(Exception, match="_local_scalar_dense"):

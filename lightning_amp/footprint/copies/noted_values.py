@@ -40,7 +40,7 @@ from lightning_amp._torch import (
 from lightning_amp.footprint.copies.padded_rows import pack_rows, pad_rows
 from lightning_amp.footprint.live_bytes import tensors_of, tensors_written
 from lightning_amp.holding import replacing
-from lightning_amp.random_streams import seed_streams
+from lightning_amp.random_streams import drawn_between, random_streams, seed_streams
 
 SKIPPED = (*(f"{path}{os.sep}" for path in (*torch.__path__, *lightning.__path__, str(Path(__file__).parents[2]))), "<")
 """Beginnings of files of which no line is the caller: they run in other order on fake tensors, or with a technique."""
@@ -56,6 +56,8 @@ BACKWARD_SELECTS = {
 NODES_OF_A_WRITE = 3
 """Most autograd nodes that a write makes: that of the operator, and those of views that are written through."""
 OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+GROWS, MOST_BEFORE = 1 / 1000, 64
+"""Share by which a step has to do more than the one before, and the most batches for which that is waited for."""
 MISSING = object()
 """Answer for what no note says."""
 
@@ -128,12 +130,14 @@ class NoteTaker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             they are.
 
     Attributes:
-        made_bytes: Bytes of what the operators of the last batch have returned.
+        made_bytes: Bytes of what operators have returned in each batch.
+        n_before: Number of batches before those that are counted, in which what the step keeps has grown.
     """
 
     def __init__(self, kept: Iterable[Tensor], *, gradients: bool, whole: bool = False, draw: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.gradients, self.whole, self.draw, self.made_bytes = gradients, whole, draw, 0
+        self.gradients, self.whole, self.draw = gradients, whole, draw
+        self.made_bytes, self.n_before, self._drew = [0], 0, False
         self.batches = [Notes([], [])]
         self._kept = {id(tensor.untyped_storage()): tensor for tensor in kept if tensor.layout is torch.strided}
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
@@ -146,7 +150,7 @@ class NoteTaker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if selects is not None and decided_by_values(selects, args):
             self.note("mask", args, Layout.of(selects(*args[:2])))
         found = func(*args, **(kwargs or {}))
-        self.made_bytes += sum(tensor.numel() * tensor.itemsize for tensor in tensors_of((found,)))
+        self.made_bytes[-1] += sum(tensor.numel() * tensor.itemsize for tensor in tensors_of((found,)))
         if _may_decide(func, args):
             self.note(func, args, tree_map(lambda x: Layout.of(x) if _is_plain(x) else x, found))
             if func is pack_padded:
@@ -167,14 +171,26 @@ class NoteTaker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin_batch(self) -> None:
         """Note that another batch begins."""
         self.batches.append(Notes([], []))
-        self.made_bytes = 0
+        self.made_bytes.append(0)
         seed_streams(self.draw)
+
+    def has_enough(self, counted: int) -> bool:
+        """Whether the last batches can be counted: as many as are asked for, and no step does more than the one before.
+
+        A memory of earlier batches grows until it is full, and so does what is computed with it.
+        """
+        if len(self.batches) < counted:
+            return False
+        self.n_before = len(self.batches) - counted
+        grows = self.made_bytes[-1] > (1 + GROWS) * self.made_bytes[-2] and self.n_before < MOST_BEFORE
+        # batches that add up gradients belong together
+        return not (grows or self.n_before % (counted // 2))
 
     @property
     def varies(self) -> bool:
-        """Whether the last batch, which is the one before again, got other notes than that."""
+        """Whether random numbers were drawn, and the last batch, which is the one before again, got other notes."""
         one, other = (*self.batches, *self.batches)[-2:]
-        return repr(one.of_batch) != repr(other.of_batch)
+        return self._drew and repr(one.of_batch) != repr(other.of_batch)
 
     def begin_step(self) -> None:
         """Note that `training_step` begins."""
@@ -195,6 +211,7 @@ class NoteTaker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return read
 
         seed_streams(self.draw)
+        streams = random_streams()
         try:
             # these read memory without an operator
             replaced: dict[str, Any] = {"tolist": noting("tolist"), "numpy": noting("numpy")}
@@ -203,6 +220,7 @@ class NoteTaker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with replacing(Tensor, **replaced), self:
                 yield
         finally:
+            self._drew = bool(drawn_between(streams, random_streams()))
             for tensor, before in self._before.values():
                 tensor.data.copy_(before)
 
@@ -215,13 +233,15 @@ class Answers:
     """The notes of steps, which steps on fake tensors get in order; further batches get those of the last one.
 
     Attributes:
-        why: Why the step needs them.
+        why: Why the step needs them; "" if there are none.
         shapes_depend: Whether values decide a shape.
+        gradients, n_before: As in NoteTaker.
     """
 
     def __init__(self, taken: NoteTaker, why: str) -> None:
         self.why = why
         self._batches, self._draw = taken.batches, taken.draw
+        self.gradients, self.n_before = taken.gradients, taken.n_before
         self._places: list[dict[Any, list[int]]] = [defaultdict(list) for _ in self._batches]
         for places, notes in zip(self._places, self._batches, strict=True):
             for place, note in enumerate(notes.of_batch):
@@ -231,6 +251,15 @@ class Answers:
         self._batch, self._step, self._at, self._anywhere = -1, -1, 0, False
         self._of_node: dict[int, Any] = {}
         self.shapes_depend = any(_has_layout(note.answer) for notes in self._batches for note in notes.of_batch)
+
+    @classmethod
+    def without_notes(cls, n_before: int) -> "Answers":
+        """Return what lets a step be counted after some batches."""
+        taker = NoteTaker((), gradients=True)
+        taker.n_before = n_before
+        # as many batches as come before, and those that are counted
+        taker.batches = [Notes([], [])] * (n_before + 1)
+        return cls(taker, "")
 
     def of(self, what: Any, args: Any) -> Any:
         """Return what a note says, or MISSING."""
@@ -260,11 +289,16 @@ class Answers:
         seed_streams(self._draw)
         self._batch, self._step, self._at = min(self._batch + 1, len(self._batches) - 1), -1, 0
 
+    @property
+    def before_count(self) -> bool:
+        """Whether this batch comes before those that are counted; only its forward pass runs."""
+        return self._batch < self.n_before
+
     def begin_step(self) -> None:
         """Begin with the first note of the batch's next `training_step`."""
         steps = self._batches[self._batch].of_steps
         self._step = min(self._step + 1, len(steps) - 1)
-        self._at = steps[self._step]
+        self._at = steps[self._step] if steps else 0
 
     def get_state(self) -> Any:
         """Return the place in the notes, for an operator that runs again; as a random generator's."""
@@ -338,6 +372,12 @@ _ACTIVE: list[Answers] = []
 def answers_now() -> Answers | None:
     """Return the answers for the step that is being counted; None if it needs none."""
     return _ACTIVE[-1] if _ACTIVE else None
+
+
+def before_count() -> bool:
+    """Whether the batch comes before those that are counted."""
+    answers = answers_now()
+    return answers is not None and answers.before_count
 
 
 def _has_layout(answer: Any) -> bool:

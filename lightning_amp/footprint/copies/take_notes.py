@@ -45,7 +45,7 @@ def notes_of(module: nn.Module, why: str, run: Callable[[NoteTaker, bool], Any])
                     run(takers[-1], on_host)
                     if not takers[0].varies:
                         break
-                return Answers(max(takers, key=lambda taker: taker.made_bytes), why)
+                return Answers(max(takers, key=lambda taker: taker.made_bytes[-1]), why)
     return None
 
 

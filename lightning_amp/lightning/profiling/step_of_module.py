@@ -273,7 +273,7 @@ class StepOfModule:
             yield Explanation(f"the step was measured with real values before it was planned: {step.profile.reason}")
         if step.profile.own_reads:
             yield Explanation(
-                f"the step reads buffers that it changes, and was counted with their values in its first two batches: a"
+                f"the step reads buffers that it changes, and was counted with their values in its first batches: a"
                 f" later one can take more ({', '.join(step.profile.own_reads)})"
             )
         if step.profile.reads is not None:
