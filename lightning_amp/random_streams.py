@@ -21,6 +21,14 @@ def set_host_streams(states: tuple[Any, Any]) -> None:
     np.random.set_state(states[1])
 
 
+def seed_streams(seed: int) -> None:
+    """Seed the random streams of Python, NumPy and torch; 0 leaves them as they are."""
+    if seed:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+
+
 def random_streams(device: torch.device | None = None) -> tuple[Any, ...]:
     """Return the random states of this process; for CUDA those of one device, or of all if CUDA is in use."""
     if device is not None:

@@ -6,15 +6,13 @@ training. Signals and errors are not handled here: Ctrl-C, SIGTERM and errors of
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
@@ -28,85 +26,16 @@ from lightning_amp.footprint.bounded_step import BoundedStep
 from lightning_amp.footprint.confirm_count import StepMakes
 from lightning_amp.footprint.copies.fake_copy import make_fake, without_values
 from lightning_amp.footprint.copies.noted_values import Answers, NoteTaker
-from lightning_amp.footprint.foreseen import averaged_by, foresee
-from lightning_amp.footprint.last_gradients import LastGradients, nothing_reads_them
+from lightning_amp.footprint.foreseen import foresee
+from lightning_amp.footprint.last_gradients import LastGradients
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.run_settings import RunSettings
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.holding import replacing
 
 R = TypeVar("R", bound=StepRecorder)
 STEPS = 1000
 """Number of batches in an epoch, for schedulers; two steps of it are run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """Settings of the training run that a profiled step belongs to; the defaults are those of a Trainer.
-
-    Attributes:
-        prepared: Whether the module's `setup` and `configure_model` have run already, and must not run again.
-        precision, gradient_clip_val, gradient_clip_algorithm: As in the Trainer; parameters have the precision already.
-        accumulate_grad_batches: As in the Trainer, or the largest value that a callback will set. Values above
-            2 have the bytes of 2.
-        datamodule: Data module, whose hooks may change a batch, and which the module may read.
-        values: Whether a step that cannot run on fake tensors runs on real ones, which takes its memory and time; a
-            forward pass without gradients always may.
-        limit_bytes: Most bytes of such a real step, including the module that was copied.
-        averaged: Callbacks that hold copies of the module, with their bytes.
-        own_parts: Value of `trainer.strategy.own_parts` for hooks that shard the batch; None if ranks are not known.
-        unfreezes: Whether a callback will unfreeze parameters later. They are trained in the profiled step already, and
-            are added to the first optimizer if none has them.
-        answers: What values decide in the forward pass (noted_values.py), by number of samples; filled when needed.
-        frees_gradients: Whether the run frees the last step's gradients before `training_step`, where nothing reads
-            them (last_gradients.py); a plain Trainer does not.
-        partial: Names of parameters of which every rank of a model axis has a part of the gradient: the ranks sum the
-            parts, zeros of those that do not reach the parameter.
-    """
-
-    prepared: bool = False
-    precision: str = "32-true"
-    gradient_clip_val: float | None = None
-    gradient_clip_algorithm: str | None = None
-    accumulate_grad_batches: int = 1
-    datamodule: LightningDataModule | None = None
-    values: bool = True
-    limit_bytes: int | None = None
-    unfreezes: bool = False
-    averaged: tuple[tuple[str, int], ...] = ()
-    own_parts: Any = None
-    answers: dict[int | None, Answers] | None = None
-    frees_gradients: bool = False
-    partial: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, trainer: Trainer, *, prepared: bool, datamodule: LightningDataModule | None) -> "RunSettings":
-        """Read the settings from a Trainer and its callbacks."""
-        clip = trainer.gradient_clip_algorithm
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        schedules = [c.scheduling for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
-        return cls(
-            prepared=prepared,
-            precision=str(trainer.precision),
-            gradient_clip_val=trainer.gradient_clip_val,
-            gradient_clip_algorithm=None if clip is None else str(getattr(clip, "value", clip)),
-            accumulate_grad_batches=max(
-                trainer.accumulate_grad_batches, *(n for found in schedules for n in found.values()), 1
-            ),
-            datamodule=datamodule,
-            unfreezes=any(isinstance(callback, BaseFinetuning) for callback in callbacks),
-            averaged=averaged_by(trainer),
-            frees_gradients=nothing_reads_them(trainer),
-        )
-
-    @property
-    def batches(self) -> int:
-        """Number of batches of a profiled step."""
-        # the first batch creates gradients and the second adds to them; further batches have the bytes of the second
-        return min(self.accumulate_grad_batches, 2)
-
-
-BY_ITSELF = RunSettings()
-UNDER_AMP = RunSettings(frees_gradients=True)
 
 
 def run_two_steps(
@@ -124,7 +53,7 @@ def run_two_steps(
     Args:
         module, batch, fake, make, run_settings: What runs and where.
         answers: What values decide in a step on fake tensors.
-        taker: Takes notes of the first `training_step`, which alone runs then, without its backward pass.
+        taker: Takes notes of the two steps; without backward passes and optimizer unless it takes whole steps.
 
     Raises:
         ModelError: `training_step` was not called.
@@ -157,7 +86,7 @@ def run_two_steps(
                 f"cannot profile {type(module).__name__!r}, whose training_step was not called: the batch is"
                 " None, or on_train_batch_start returned -1; give a batch with which it is called"
             )
-    if taker is not None:
+    if taker is not None and not taker.whole:
         return recorder
     recorder.makes = StepMakes.of(batch, recorder.lives, recorder.work)
     recorder.foreseen = foresee(recorder, trainer.optimizers, fake, run_settings.averaged)
@@ -273,14 +202,17 @@ class _Here(SingleDeviceStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the training step, and report its start and end to the recorder."""
-        recorder, answers, taker = self._counter.recorder, self._counter.answers, self._counter.taker
-        if taker is not None:
-            taker.begin_step()
-            with torch.set_grad_enabled(taker.gradients):
-                super().training_step(*args, **kwargs)
-            raise EnoughSeen
-        if answers is not None:
-            answers.restart(in_step=True)
+        counter = self._counter
+        recorder, answers, taker = counter.recorder, counter.answers, counter.taker
+        noting = taker or answers
+        if noting is not None:
+            noting.begin_step()
+        if noting is not None and counter.only_forward:
+            with torch.set_grad_enabled(noting.gradients):
+                returned = super().training_step(*args, **kwargs)
+            if taker is not None and taker.has_enough(counter.n_batches):
+                raise EnoughSeen
+            return returned
         assert self._last_gradients is not None, "the Trainer sets up the optimizers before a step"
         with self._last_gradients.before_step():
             recorder.frees_gradients = self._last_gradients.freed
@@ -292,7 +224,7 @@ class _Here(SingleDeviceStrategy):
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the backward pass of the Trainer, or of the module's `manual_backward`."""
         recorder = self._counter.recorder
-        if self._counter.taker is not None:
+        if self._counter.only_forward:
             return None
         with replacing(recorder, in_step=False), types_of_the_step(self.precision_plugin):
             found = super().backward(*args, **kwargs)
@@ -303,8 +235,8 @@ class _Here(SingleDeviceStrategy):
         return found
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Step; only run the closure, which has no backward pass, where notes are taken."""
-        if self._counter.taker is not None:
+        """Step; without backward passes only run the closure."""
+        if self._counter.only_forward:
             return closure()
         return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
@@ -330,10 +262,15 @@ class _Count(Callback):
     ) -> None:
         self.recorder, self.unfrozen = recorder, list[torch.nn.Parameter]()
         self.answers, self.taker = answers, taker
+        self.only_forward, self.n_batches = False, 2 * run_settings.batches
         self._fake, self._entered, self._counting = fake, ExitStack(), False
-        self._datamodule, self._counted = run_settings.datamodule, 2 * run_settings.batches - 1
+        self._datamodule = run_settings.datamodule
+        n_before = 0 if answers is None else answers.n_before
+        self._counted = n_before + self.n_batches - 1
         self._first, self._counting_first = LiveBytes(), ExitStack()
-        self._counted_first = run_settings.batches - 1
+        self._counted_first = n_before + run_settings.batches - 1
+        # a memory of earlier batches counts
+        self._watched_from = 0 if n_before else self._counted_first
         self._limit = run_settings.limit_bytes if fake is None else None
 
     def close(self) -> None:
@@ -357,17 +294,23 @@ class _Count(Callback):
             if self.answers is not None:
                 self._entered.enter_context(self.answers.given())
         if self.answers is not None:
-            self.answers.restart()
+            self.answers.begin_batch()
+        taker, answers = self.taker, self.answers
+        self.only_forward = not taker.whole if taker is not None else answers is not None and answers.before_count
         if batch_idx == 0 and self._limit is not None:
-            # what was copied; a forward pass of which notes are taken shares the parameters
-            copied = [*pl_module.buffers(), *(() if self.taker is not None else pl_module.parameters())]
+            # what was copied; forward passes without backward passes share the parameters
+            copied = [*pl_module.buffers(), *(() if self.only_forward else pl_module.parameters())]
             held = sum(tensor.nbytes for tensor in copied)
             bounded = BoundedStep(pl_module, max(0, self._limit - held))
             bounded.start(batch, trainer.optimizers)
             self._entered.callback(bounded.stop)
-        if self.taker is not None:
+        if self.taker is not None and batch_idx == 0:
             self._entered.enter_context(self.taker.taking())
-        elif batch_idx == self._counted_first:
+        elif self.taker is not None:
+            self.taker.begin_batch()
+        if taker is not None and self.only_forward:
+            return
+        if batch_idx == self._watched_from:
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
             self._first.watch([*pl_module.parameters(), *pl_module.buffers(), *gradients, batch])
             self._counting_first.enter_context(self._first)
@@ -377,6 +320,8 @@ class _Count(Callback):
             getattr(self._fake, "cache", {}).clear()
             self.recorder.start(batch, trainer.optimizers)
             self._entered.callback(self.recorder.stop)
+            if self._watched_from < self._counted_first:
+                self.recorder.inherit(self._first)
             # bytes alive now that the second step does not start with were left by the first step
             self.recorder.left_bytes = max(0, self._first.current - self.recorder.current)
 

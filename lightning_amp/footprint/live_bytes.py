@@ -212,6 +212,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._take(key, storage, tensor)
         self._peak = max(self._peak, self.current)
 
+    def alive(self) -> list[tuple[int, torch.UntypedStorage]]:
+        """Return the storages that are alive now, with their keys."""
+        found = ((key, ref()) for key, (ref, _) in list(self._alive.items()))
+        return [(key, storage) for key, storage in found if storage is not None]
+
     def _take(self, key: int, storage: torch.UntypedStorage, tensor: Tensor | None = None) -> None:
         """Count a storage from now on."""
         n_bytes = storage.nbytes()

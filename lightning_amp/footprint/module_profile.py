@@ -97,7 +97,7 @@ class ModuleProfile:
         modules: Bytes of each module at the peak, largest first.
         tensors: Tensors alive at the peak, largest first.
         timeline: The step from its first operator to its last.
-        measured: "fake tensors", or "a real step" if the step needs values that its forward pass does not show.
+        measured: "fake tensors", or "a real step" if the step cannot run on these, also if told what values decide.
         reason: Why the step needs values; "" if it does not.
         batch_size: Length of the batch's first dimension; None if its tensors do not share one.
         added_bytes: Gradients that exist when the backward pass starts, to which it adds.
@@ -107,9 +107,11 @@ class ModuleProfile:
         foreseen: What is counted although the two steps do not have it, one sentence each (foreseen.py).
         reads: Numbers that the step reads from the batch (`BatchReads`), by which a batch may take other bytes than
             this one; None if there are none; not stored.
+        own_reads: Buffers that the step reads and changes, such as the pointer of a queue: a later step may take other
+            bytes than this one; not stored.
         makes: Storages that the step makes (`StepMakes`), to compare a real step with; not stored.
         trace: The step's storages and operators (`StepTrace`), of a step counted for a GPU; not stored.
-        noted: Whether the count was given numbers and shapes that values decide in a forward pass of the batch
+        noted: Whether the count was given numbers and shapes that values decide in steps of the batch
             (noted_values.py): another batch may take other bytes; not stored.
         counted: Input of `lightning_amp.plan`; None if the profile does not support planning; not stored.
     """
@@ -134,6 +136,7 @@ class ModuleProfile:
     reads: Any = field(default=None, repr=False, compare=False)
     makes: Any = field(default=None, repr=False, compare=False)
     trace: Any = field(default=None, repr=False, compare=False)
+    own_reads: tuple[str, ...] = field(default=(), repr=False, compare=False)
     noted: bool = field(default=False, repr=False, compare=False)
     counted: Any = field(default=None, repr=False, compare=False)
 
@@ -145,7 +148,7 @@ class ModuleProfile:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         plain = asdict(replace(self, counted=None, reads=None, makes=None, trace=None))
-        for name in ("counted", "reads", "makes", "trace", "noted"):
+        for name in ("counted", "reads", "makes", "trace", "own_reads", "noted"):
             del plain[name]
         return plain
 

@@ -1,11 +1,11 @@
 """Profile a LightningModule and a batch: run two steps of Lightning's loop on a copy with fake tensors.
 
 The second step is recorded, because optimizer state and gradients exist then. With gradient accumulation, its last
-batch is recorded, which also holds the accumulated gradients (inner_run.py). If the step needs values, its forward pass
-runs on real tensors, without gradients, and the two steps get what values decide in it (noted_values.py). If they need
-other values too, such as those of gradients, they run on real tensors, on a copy with the module's weights. All run
-without side effects (no_side_effects.py): hooks of the module and the data module are called on copies, and nothing of
-the user's changes.
+batch is recorded, which also holds the accumulated gradients (inner_run.py). If the step needs values, its forward
+passes run on real tensors, without gradients, and the two steps get what values decide there (noted_values.py). If they
+need other values too, such as those of gradients, two whole steps run on real tensors, on a copy with the module's
+weights. These are measured if the steps cannot run on fake tensors even so. All run without side effects
+(no_side_effects.py): hooks of the module and the data module are called on copies, and nothing of the user's changes.
 
 Known limits: `prepare_data` is not called; `setup` and `configure_model` are called unless the run has done so.
 Callbacks do not run, of which only copies of the module are counted (foreseen.py), and loss scaling is not included.
@@ -32,12 +32,14 @@ from lightning_amp.footprint.copies.fake_copy import (
     resized,
     tensors_of_all,
 )
+from lightning_amp.footprint.copies.known_values import OwnReads
 from lightning_amp.footprint.copies.no_side_effects import without_side_effects
-from lightning_amp.footprint.copies.noted_values import Answers, NoteTaker
+from lightning_amp.footprint.copies.noted_values import GROWS, MOST_BEFORE, Answers, NoteTaker
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
-from lightning_amp.footprint.copies.take_notes import copy_with_values, notes_of, room_of_pass
-from lightning_amp.footprint.inner_run import BY_ITSELF, RunSettings, run_two_steps
+from lightning_amp.footprint.copies.take_notes import copy_with_values, is_elsewhere, notes_of, room_of_pass
+from lightning_amp.footprint.inner_run import run_two_steps
 from lightning_amp.footprint.module_profile import REAL, Life, ModuleProfile, summarize
+from lightning_amp.footprint.run_settings import BY_ITSELF, RunSettings
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.target_device import counts_for_accelerator, optimizers_of_device
 from lightning_amp.footprint.trace.step_trace import Place, StepTrace
@@ -105,6 +107,7 @@ def profile_of(found: StepRecorder, lives: Sequence[Life], reason: str, rows: in
         measured=found.measured,
         reason=reason,
         noted=found.noted,
+        own_reads=found.own_reads,
         batch_size=rows,
         first_bytes=found.first_bytes,
         left_bytes=found.left_bytes,
@@ -155,7 +158,7 @@ def counted_step(
 
 
 class _Count:
-    """One count of a step: on fake tensors, else with what values decide in its forward pass, else with values."""
+    """One count of a step: on fake tensors, else with what values decide in forward passes, else in whole steps."""
 
     def __init__(
         self, module: LightningModule, batch: Any, size: int | None, *, makers: list[Any], run_settings: RunSettings
@@ -174,6 +177,8 @@ class _Count:
         answers = None if self._run_settings.answers is None else self._run_settings.answers.get(self._size)
         found, failed = self._run(QuickFakes(valid=True), answers)
         if failed is None:
+            if answers is None and found.own_reads:
+                found = self._later(found)
             return found, "" if answers is None else answers.why
         reason = why_values(failed)
         if lacks_values(self._module):
@@ -181,27 +186,44 @@ class _Count:
                 f"cannot profile {self._name!r}: its step needs values ({reason}), and its parameters have none (device"
                 " 'meta'): pass a module on the CPU, of which a real step is measured"
             ) from failed
-        if answers is None and (answers := notes_of(self._module, reason, self._pass)) is not None:
+        if not (answers and answers.why) and (answers := notes_of(self._module, reason, self._pass)) is not None:
             found, failed = self._run(QuickFakes(valid=True), answers)
             if failed is None:
-                if self._run_settings.answers is not None:
-                    self._run_settings.answers[self._size] = answers
+                self._keep(answers)
                 return found, reason
             reason = why_values(failed)
         if not self._run_settings.values:
             raise ModelError(
                 f"the step of {self._name!r} cannot run without values ({reason}), and was not to be run with them"
             ) from failed
-        found, failed = self._run(None, None)
+        return self._with_values(reason)
+
+    def _with_values(self, reason: str) -> tuple[Any, str]:
+        """Run two whole steps with values, for notes; what they take is measured if no count can be given the notes."""
+        taker = NoteTaker((), gradients=True, whole=True)
+        real, failed = self._run(None, None, taker)
+        if isinstance(failed, StepOverBudget) and is_elsewhere(self._module):
+            taker = NoteTaker((), gradients=True, whole=True)
+            try:
+                self._pass(taker, on_host=True)
+                failed = None
+            except Exception as error:
+                failed = error
         if failed is None:
-            found.measured = REAL
-            return found, reason
+            found, uncounted = self._run(QuickFakes(valid=True), answers := Answers(taker, reason))
+            if uncounted is None:
+                self._keep(answers)
+                return found, reason
+            if real is not None:
+                real.measured = REAL
+                return real, why_values(uncounted)
+            failed = uncounted
         if isinstance(failed, StepOverBudget):
             raise NoRoomToCountError(
-                f"the step of {self._name!r} cannot be counted without values: {reason}. It was run with values on"
-                " a copy of the module, and the memory it may take has no room for it together with the"
-                f" module itself: {failed}. To let the count take more, and still plan the training within that memory,"
-                " use AMPStrategy(on_predicted_oom='warn'), in YAML `on_predicted_oom: warn`; or a smaller batch"
+                f"the step of {self._name!r} cannot be counted without values: {reason}. Two steps of a copy were run"
+                f" with values, and the memory that is free has no room for them: {failed}. Free memory, take a smaller"
+                " batch, or let the count take more with AMPStrategy(on_predicted_oom='warn'), in YAML"
+                " `on_predicted_oom: warn`, which still plans the training within its memory"
             ) from failed
         at = users_line(failed)
         raise ModelError(
@@ -209,13 +231,31 @@ class _Count:
             " batch like those of the training loader"
         ) from failed
 
-    def _run(self, fake: QuickFakes | None, answers: Answers | None) -> tuple[Any, Exception | None]:
+    def _later(self, found: Any) -> Any:
+        """Count a step that reads buffers which it changes in later batches, as long as it takes more there."""
+        n, batches = 1, self._run_settings.batches
+        while n <= MOST_BEFORE:
+            another, failed = self._run(QuickFakes(valid=True), answers := Answers.without_notes(n * batches))
+            if failed is not None or another.most_bytes <= (1 + GROWS) * found.most_bytes:
+                break
+            found, n = another, 2 * n
+            self._keep(answers)
+        return found
+
+    def _keep(self, answers: Answers) -> None:
+        """Let counts with techniques have the same answers."""
+        if self._run_settings.answers is not None:
+            self._run_settings.answers[self._size] = answers
+
+    def _run(
+        self, fake: QuickFakes | None, answers: Answers | None, taker: NoteTaker | None = None
+    ) -> tuple[Any, Exception | None]:
         """Return the recorder of two steps, and the error that ended them; another recorder for torch.func."""
         while True:
             try:
-                found = self._two_steps(fake, answers)
+                found = self._two_steps(fake, answers, taker)
                 found.batch_reads = fake.reads if fake is not None and fake.reads.names else None
-                found.noted = answers is not None
+                found.noted = answers is not None and bool(answers.why)
                 return found, None
             except ModelError:
                 raise
@@ -226,18 +266,27 @@ class _Count:
             self._makers.pop(0)
             fake = fake and QuickFakes(valid=True)
 
-    def _two_steps(self, fake: QuickFakes | None, answers: Answers | None) -> Any:
+    def _two_steps(self, fake: QuickFakes | None, answers: Answers | None, taker: NoteTaker | None) -> Any:
         module, run_settings = self._module, self._run_settings
         given = resized(self._batch, self._size) if fake is None else fake_batch(self._batch, fake, self._size)
         with without_side_effects(module, run_settings.datamodule), optimizers_of_device():
             twin = copy_of(module, fake)
             run_settings = replace(run_settings, datamodule=copy_of_data(run_settings.datamodule, module, twin, fake))
-            return run_two_steps(twin, given, fake, self._makers[0], run_settings, answers=answers)
+            if fake is None and run_settings.limit_bytes is not None:
+                run_settings = replace(run_settings, limit_bytes=room_of_pass(twin, run_settings.limit_bytes))
+            own = OwnReads(twin, {} if fake is None else fake.unowned)
+            found = run_two_steps(twin, given, fake, self._makers[0], run_settings, answers=answers, taker=taker)
+            found.own_reads = tuple(own.names)
+            return found
 
     def _pass(self, taker: NoteTaker, on_host: bool) -> None:
         module, run_settings = self._module, self._run_settings
         with without_side_effects(module, run_settings.datamodule):
             twin = copy_with_values(module, on_host=on_host)
+            if taker.whole:
+                for parameter in twin.parameters():
+                    # some may be on the host already, and shared
+                    parameter.data = parameter.data.clone()
             data, limit = (
                 copy_of_data(run_settings.datamodule, module, twin, None),
                 room_of_pass(twin, run_settings.limit_bytes),

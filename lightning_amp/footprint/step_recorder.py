@@ -9,7 +9,9 @@ submodule that called it.
 """
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -63,7 +65,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         written: Parameters that are changed before the optimizer's step, and "batch" if the batch is.
         first_bytes, left_bytes: As in ModuleProfile; bytes of the step before.
         frees_gradients: Whether the last step's gradients are freed before `training_step`.
-        batch_reads, foreseen, makes, measured, noted: As `reads`, `foreseen`, ... in ModuleProfile.
+        batch_reads, own_reads, foreseen, makes, measured, noted: As `reads`, `foreseen`, ... in ModuleProfile.
 
     Args:
         module: Module whose submodules own the storages.
@@ -87,6 +89,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.written: set[str] = set()
         self.first_bytes = self.left_bytes = 0
         self.batch_reads: Any = None
+        self.own_reads: tuple[str, ...] = ()
         self.foreseen: tuple[str, ...] = ()
         self.makes: Any = None
         self.measured, self.noted = FAKE, False
@@ -126,17 +129,24 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
 
-    def inherit(self, before: "StepRecorder") -> None:
-        """Count what an earlier step has made and kept, as tensors of an earlier batch; not its batch itself."""
-        for key, storage, life in before.alive():
+    @property
+    def most_bytes(self) -> int:
+        """Most bytes of the recorded step, with what was foreseen, or of the first one."""
+        changes = Counter[int]()
+        for life in self.lives:
+            changes[life.birth] += life.n_bytes
+            if life.death is not None:
+                changes[life.death + 1] -= life.n_bytes
+        return max(self.first_bytes, *accumulate(changes[t] for t in range(len(self.work))))
+
+    def inherit(self, before: LiveBytes) -> None:
+        """Count what earlier steps have made and kept, as tensors of an earlier batch; not its batch itself."""
+        lives = before._of_key if isinstance(before, StepRecorder) else {}
+        for key, storage in before.alive():
+            life = lives.get(key) or Life("kept", "", ACTIVATIONS, (storage.nbytes(),), "uint8")
             if key not in self._alive and life.name != BATCH:
                 self._now = Life(life.name, life.fqn, ACTIVATIONS, life.shape, life.dtype)
                 self._take(key, storage)
-
-    def alive(self) -> list[tuple[int, torch.UntypedStorage, Life]]:
-        """Return the storages that are alive now."""
-        found = ((key, ref(), self._of_key.get(key)) for key, (ref, _) in list(self._alive.items()))
-        return [(key, storage, life) for key, storage, life in found if storage is not None and life is not None]
 
     def begin_step(self, batch: Any) -> None:
         """Note that `training_step` starts; it may run inside the optimizer's step."""
@@ -240,8 +250,11 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
             return
         if func._opname not in (*COPIES, "convolution"):
             # a bias is the first argument of all but `linear`
-            smaller, larger = sorted(read[1 if func._opname == "linear" else -1][0].shape[-2:])
-            self.factors.add((smaller, larger))
+            second = read[1 if func._opname == "linear" else -1][0]
+            # a sparse factor is read by its parts, of which the values have one dim
+            if second.dim() > 1:
+                smaller, larger = sorted(second.shape[-2:])
+                self.factors.add((smaller, larger))
         given = (self._of_key.get(id(storage)) for _, storage in read)
         if not any(life is not None and (life.kind == PARAMETERS or id(life) in self._weights) for life in given):
             return

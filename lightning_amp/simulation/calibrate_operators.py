@@ -24,10 +24,11 @@ from lightning_amp.costs.measured_operators import MeasuredOperators
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data, length_of, map_tensors, resized
 from lightning_amp.footprint.copies.no_side_effects import without_side_effects
-from lightning_amp.footprint.inner_run import RunSettings, run_two_steps
+from lightning_amp.footprint.inner_run import run_two_steps
 from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import lacks_values, profile_module
+from lightning_amp.footprint.run_settings import RunSettings
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.lightning.steps.step_time import TimedMoment
 from lightning_amp.lightning.strategy.hardware import device_budget

@@ -10,7 +10,7 @@ from lightning_amp.costs.device_rates import Rates, budget_on
 from lightning_amp.costs.model_shape import check_sizes
 from lightning_amp.costs.ordered_runs import speeds_of_ranks
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.footprint.inner_run import UNDER_AMP
+from lightning_amp.footprint.run_settings import UNDER_AMP
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.holding import replacing
 from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, make_step_plan

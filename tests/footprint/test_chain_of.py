@@ -178,21 +178,30 @@ class Looks(Chained):
                 parameter.grad.mul_(1)
 
 
+class LooksIntoMemory(Chained):
+    """Reads gradients without an operator, so that no note can tell."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert all(len(p.grad.untyped_storage().tolist()) for p in self.parameters() if p.grad is not None)
+
+
 class LooksAhead(Chained):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         return loss * 2 if loss.item() > 0 else loss
 
 
-@pytest.mark.parametrize(("kind", "how"), [(Looks, "a real step"), (LooksAhead, "fake tensors")])
+@pytest.mark.parametrize(
+    ("kind", "how"), [(Looks, "fake tensors"), (LooksIntoMemory, "a real step"), (LooksAhead, "fake tensors")]
+)
 def test_a_step_that_needs_values_is_counted_with_values(kind: type[Chained], how: str) -> None:
     def make_one() -> Chained:
         return kind(nn.ModuleList(Plain() for _ in range(4)))
 
     step = count_step(make_one(), batch_of(), ())
     chain = step.chain
-    assert (step.profile.measured, step.profile.noted) == (how, kind is LooksAhead)
-    assert "reads the value of a tensor" in step.profile.reason
+    assert (step.profile.measured, step.profile.noted) == (how, how == "fake tensors")
+    assert ("reads the value of a tensor" in step.profile.reason) == (how == "fake tensors")
     for names in choices(chain):
         assert peak_bytes(chain, names) == pytest.approx(real_peak(make_one(), batch_of(), names), rel=0.05)
 
@@ -227,7 +236,7 @@ def test_a_step_counted_for_its_blocks_tells_all_that_a_profile_does(name: str) 
     def make_one() -> Any:
         others = {
             "two optimisers": Manual,
-            "a real step": lambda: Looks(nn.ModuleList(Plain() for _ in range(4))),
+            "a real step": lambda: LooksIntoMemory(nn.ModuleList(Plain() for _ in range(4))),
             "a saved gradient": lambda: chained(Plain(), Gives(), Plain()),
         }
         return others[name]() if name in others else ways()[name]

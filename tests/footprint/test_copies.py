@@ -21,8 +21,8 @@ from lightning_amp.errors import ModelError
 from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data
 from lightning_amp.footprint.copies.restore_state import copied_state
-from lightning_amp.footprint.inner_run import RunSettings
 from lightning_amp.footprint.profile_module import profile_module
+from lightning_amp.footprint.run_settings import RunSettings
 from lightning_amp.techniques.sharded_step import tensors
 from tests.footprint.test_profile_module import Small, measured
 from tests.odd_modules.collection.holding import (
@@ -189,7 +189,7 @@ def test_a_function_that_holds_what_cannot_be_copied_shares_it_whole() -> None:
 
 
 def test_a_module_may_have_other_state_than_tensors() -> None:
-    assert lightning_amp.profile(OtherState(), X).measured == "a real step"
+    assert lightning_amp.profile(OtherState(), X).noted
 
 
 class Counting(pl.LightningDataModule):
@@ -312,7 +312,7 @@ def test_a_part_that_a_copy_shares_is_not_trained_by_a_profile() -> None:
         lightning_amp.profile(module, X)
     assert torch.equal(module.net.net.weight, before)  # type: ignore[arg-type, union-attr]
     module.net.requires_grad_(False)
-    assert lightning_amp.profile(module, X).measured == "a real step"
+    assert lightning_amp.profile(module, X).noted
 
 
 class OwnParameters(Plain):
@@ -340,7 +340,7 @@ def test_gradients_keep_their_values() -> None:
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     kept = [parameter.grad for parameter in module.parameters()]
-    assert lightning_amp.profile(module, X).measured == "a real step"
+    assert lightning_amp.profile(module, X).noted
     for parameter, gradient in zip(module.parameters(), kept, strict=True):
         assert parameter.grad is gradient
         assert gradient.eq(1).all()

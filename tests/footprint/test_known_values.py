@@ -46,6 +46,14 @@ class Step(Optimised, by=torch.optim.Adam):
         return found.square().mean()
 
 
+class Unowned(Step):
+    """Has tensors that are no buffers."""
+
+    def __init__(self, read: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__(read)
+        self.own = [torch.zeros(()), torch.zeros(3)]
+
+
 class Layers(Step):
     """torch's own layers, with a mask of the step or a buffer."""
 
@@ -145,15 +153,72 @@ UNKNOWN = {
     "a list was written": lambda step, batch: (z := torch.zeros(2), torch._foreach_add_([z], 1), z.sum() > 3)[2],
     "a conjugate": lambda step, batch: torch.full((2,), 1j).conj().imag.sum() < 0,
     "statistics": lambda step, batch: (step.normed(batch), step.normed.running_mean.sum() > 0)[1],
-    "a buffer that the step changes": counts,
-    "a counter that is read after it has counted": lambda step, batch: step.calls.add_(1) > 3,
-    "a counter of a layer": lambda step, batch: (step.normed(batch), step.normed.num_batches_tracked > 0)[1],
 }
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_depends_on_data_is_said(name: str) -> None:
     assert "reads the value of a tensor" in profile(Step(UNKNOWN[name]), torch.randn(N, N)).reason
+
+
+CHANGES = {
+    "read before": (counts, "calls"),
+    "read after": (lambda step, batch: step.calls.add_(1) > 1, "calls"),
+    "another tensor": (lambda step, batch: (setattr(step, "calls", step.calls + 1), step.calls > 1)[1], "calls"),
+    "through .data": (lambda step, batch: (step.calls.data.copy_(step.calls + 1), step.calls > 1)[1], "calls"),
+    "no buffer": (lambda step, batch: (step.own[0].add_(1), step.own[0] > 1)[1], "a tensor [], which is no buffer"),
+    "a view of no buffer": (
+        lambda step, batch: (step.own[1][2].add_(1), step.own[1][2:].sum() > 1)[1],
+        "a tensor [3], which is no buffer",
+    ),
+    "of a layer": (
+        lambda step, batch: (step.normed(batch), step.normed.num_batches_tracked > 1)[1],
+        "normed.num_batches_tracked",
+    ),
+}
+"""A branch that the first step takes in another way than the second."""
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_buffer_that_the_step_changes_has_its_values_in_the_second_step(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, buffer = CHANGES[name]
+    counted = profile(Unowned(read), torch.randn(N, N))
+    assert counted.own_reads == (buffer,)
+    counts_as_with_values(Unowned(read), monkeypatch)
+    monkeypatch.undo()
+    # the other way takes other bytes
+    assert (
+        counted.peak_bytes != profile(Unowned(lambda step, batch: not read(step, batch)), torch.randn(N, N)).peak_bytes
+    )
+
+
+class Collects(Optimised, by=torch.optim.Adam):
+    """Compares its batch with those before, of which a queue holds five."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(N, N)
+        self.register_buffer("queue", torch.zeros(5 * N, N))
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        found, at = self.layer(batch), int(self.pointer)
+        loss = (found @ self.queue[:at].clone().t()).exp().square().sum() + found.square().mean()
+        rows = min(N, len(self.queue) - at)
+        with torch.no_grad():
+            self.queue[at : at + rows] = found[:rows]
+            self.pointer += rows
+        return loss
+
+
+def test_a_queue_is_counted_when_it_is_full() -> None:
+    empty, full = Collects(), Collects()
+    full.pointer.fill_(len(full.queue))
+    found = profile(empty, torch.randn(N, N))
+    assert found.peak_bytes == profile(full, torch.randn(N, N)).peak_bytes
+    assert (found.own_reads, empty.pointer) == (("pointer",), 0)
 
 
 def test_a_captured_graph_has_no_branch_on_a_buffer() -> None:

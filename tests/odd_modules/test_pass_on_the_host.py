@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from lightning_amp import profile
 from lightning_amp.footprint.bounded_step import StepOverBudget
 from lightning_amp.footprint.copies import take_notes
-from lightning_amp.footprint.inner_run import RunSettings
 from lightning_amp.footprint.profile_module import profile_module
+from lightning_amp.footprint.run_settings import RunSettings
 from tests.optimised import Optimised
 
 
@@ -42,23 +42,35 @@ def test_a_pass_on_the_host_may_exceed_the_budget() -> None:
     )
 
 
-def test_a_pass_that_does_not_fit_a_device_runs_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+class ByGradient(Wide):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert self.wide.weight.grad.norm() > 0
+
+
+@pytest.mark.parametrize(("kind", "passes"), [(Wide, [False, False, True]), (ByGradient, [False, False, True, True])])
+def test_a_pass_that_does_not_fit_a_device_runs_on_the_host(
+    kind: type[Wide], passes: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
-    module, batch, tried = Wide(), torch.randn(4096, 8), list[Any]()
+    module, batch, tried = kind(), torch.randn(4096, 8), list[Any]()
     whole, before = profile(module, batch), [p.clone() for p in module.parameters()]
-    copy = take_notes.copy_with_values
+    copy, on_the_host = take_notes.copy_with_values, list[Any]()
 
     def copied(module: Any, *, on_host: bool) -> Any:
         tried.append(on_host)
-        # the copy on the host is not on the device any more
-        monkeypatch.setattr(take_notes, "is_elsewhere", lambda _: not on_host)
-        return copy(module, on_host=on_host)
+        twin = copy(module, on_host=on_host)
+        on_the_host.extend([twin] * on_host)
+        return twin
 
-    monkeypatch.setattr(take_notes, "is_elsewhere", lambda _: True)
+    def is_elsewhere(module: Any) -> bool:
+        return all(module is not twin for twin in on_the_host)
+
+    monkeypatch.setattr(take_notes, "is_elsewhere", is_elsewhere)
+    monkeypatch.setattr("lightning_amp.footprint.profile_module.is_elsewhere", is_elsewhere)
     monkeypatch.setattr("lightning_amp.footprint.profile_module.copy_with_values", copied)
     found = profile_module(module, batch, run_settings=run_settings(whole.peak_bytes // 4))
-    # without a graph, then with one, on the device
-    assert tried == [False, False, True]
+    # without a graph, then with one, on the device; whole steps that do not fit it are no pass
+    assert tried == passes
     assert (found.noted, found.peak_bytes) == (True, whole.peak_bytes)
     assert all(map(torch.equal, before, module.parameters()))
     monkeypatch.setattr(take_notes, "HOST_SHARE", 0.0)

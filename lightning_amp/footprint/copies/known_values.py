@@ -4,6 +4,9 @@
 numbers, or are buffers. A storage records how it was made, as a `Recipe`; values are computed only when code reads
 them. A view shares its storage, and therefore the recipe.
 
+A buffer that the step changes by numbers, such as the pointer of a queue or a counter, has its values in the second
+step too. `OwnReads` knows which buffers a step reads and changes: it may decide otherwise in a later step.
+
 If a value is unknown, `item()` returns a placeholder. A step that appends `loss.item()` to a list, or logs
 `correct.item() / n`, takes the same bytes for every number. The placeholder therefore supports arithmetic and
 formatting, and raises at comparisons and when it is used as a length. Known limit: numpy and `torch.tensor` convert the
@@ -12,13 +15,13 @@ placeholder to 1, and branches on the result are not detected.
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_amp._torch import SCALES_UPDATES, DataDependentOutput, FakeTensor, OpOverload, tree_leaves, tree_map
 from lightning_amp.footprint.copies.noted_values import answers_now
@@ -40,7 +43,7 @@ class Recipe:
     kwargs: dict[str, Any] | None = None
     like: "View | None" = None
     before: "Recipe | None" = None
-    was_read: bool = False  # whether `given` was read
+    was_read: bool = False  # whether code has read `given`, or what was made of it
     of_batch: str = ""  # name of `given` in the batch
     closed: bool = False  # whether `given` must not be read
 
@@ -91,7 +94,7 @@ def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
     """Record how the result of an operator is made, and the arguments that it writes to.
 
     Raises:
-        DataDependent: It writes to a buffer whose value was read, or the number of entries it makes depends on values.
+        DataDependent: The number of entries that it makes depends on values.
     """
     if func._opname.startswith("_to_sparse"):
         raise DataDependent("a sparse tensor is made of a dense one")
@@ -109,27 +112,62 @@ def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
             before, into.recipe = into.recipe, None
             seen_args, seen_kwargs = (into, *tree_map(_seen, args[1:])), tree_map(_seen, kwargs)
             after = Recipe(func=func, args=seen_args, kwargs=seen_kwargs, before=before)
-        _write(tensor, after)
+        memory: Any = tensor.untyped_storage()
+        if getattr(memory, "recipe", None) is not None:
+            memory.recipe = after
+            if hasattr(memory, "unowned"):
+                memory.unowned.latest = after
     if known and not places_written(func) and type(result) is FakeTensor:
         memory = result.untyped_storage()
         # a view shares its storage and recipe, so only new memory gets one
         if all(tensor.untyped_storage()._cdata != memory._cdata for tensor in given):
-            memory.recipe = Recipe(  # type: ignore[attr-defined]
+            memory.recipe = Recipe(
                 func=func, args=tree_map(_seen, args), kwargs=tree_map(_seen, kwargs), like=_view(result)
             )
 
 
-def _write(tensor: Tensor, after: Recipe | None) -> None:
-    first: Recipe | None = getattr(tensor.untyped_storage(), "recipe", None)
-    if first is None:
-        return
-    # the first recipe: a module's buffer, if the step has read it
-    while first.before is not None:
-        first = first.before
-    if first.was_read:
-        # the next step may branch differently
-        raise DataDependent("the step changes a buffer whose value it has read")
-    tensor.untyped_storage().recipe = after  # type: ignore[attr-defined]
+class OwnReads:
+    """What a step reads and changes: buffers of a copied module, and `unowned` tensors of its attributes."""
+
+    def __init__(self, module: nn.Module, unowned: Mapping[int, "Unowned"]) -> None:
+        self._module, self._before, self._unowned = module, _buffers(module), unowned
+
+    @property
+    def names(self) -> list[str]:
+        """Names of those that were read, and have other values than when this object was made."""
+        now, before = _buffers(self._module), self._before.items()
+        names = [name for name, one in before if one is not None and one.was_read and now.get(name) is not one]
+        others = (one for one in self._unowned.values() if one.first.was_read and one.latest is not one.first)
+        return sorted([*names, *(f"a tensor {list(one.real.shape)}, which is no buffer" for one in others)])
+
+
+class Unowned:
+    """A real tensor that no module owns, such as one in a list; fake tensors of it live no longer than an operator.
+
+    Attributes:
+        real: The tensor, which keeps its memory alive.
+        first, latest: Its values at first, and after what the step has written; None if they are unknown.
+    """
+
+    def __init__(self, real: Tensor) -> None:
+        self.real, self.first = real, Recipe(given=real)
+        self.latest: Recipe | None = self.first
+
+    def give(self, fake: Tensor) -> None:
+        """Give the values to a fake tensor of this one, whose writes are noted here."""
+        memory: Any = fake.untyped_storage()
+        memory.recipe, memory.unowned = self.latest, self
+
+
+def _buffers(module: nn.Module) -> dict[str, Recipe | None]:
+    # from the dicts: a class may override `named_buffers`
+    children = ((f"{fqn}." if fqn else "", child._buffers) for fqn, child in module.named_modules())
+    return {
+        f"{prefix}{name}": getattr(one.untyped_storage(), "recipe", None)
+        for prefix, own in children
+        for name, one in own.items()
+        if one is not None and one.layout is torch.strided
+    }
 
 
 def read_of(func: OpOverload, args: Any, kwargs: Any) -> Recipe | None:

@@ -34,7 +34,7 @@ from lightning_amp._torch import (
 )
 from lightning_amp.footprint.copies.batch_values import BatchReads
 from lightning_amp.footprint.copies.kernel_sizes import grouped_layout, left_by_rnn
-from lightning_amp.footprint.copies.known_values import note, number_of, read_of
+from lightning_amp.footprint.copies.known_values import Unowned, note, number_of, read_of
 from lightning_amp.footprint.copies.noted_values import (
     BACKWARD_SELECTS,
     MISSING,
@@ -119,6 +119,7 @@ class QuickFakes(SharedFakeMode):  # type: ignore[no-untyped-call]
             captured graph, which would lose the checks, and the branch on a buffer.
 
     Attributes:
+        unowned: Real tensors that no module owns, by their memory.
         cache: What code that caches tensors from step to step keeps of this mode's, by anything hashable.
     """
 
@@ -129,6 +130,7 @@ class QuickFakes(SharedFakeMode):  # type: ignore[no-untyped-call]
         self.cache_enabled = False
         self.cache: dict[Any, Any] = {}
         self._alike: dict[torch.device, dict[str, Any]] = {}
+        self.unowned: dict[int, Unowned] = {}
         if len(_known) > MOST:
             _known.clear()
 
@@ -146,19 +148,23 @@ class QuickFakes(SharedFakeMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not self.valid:
             return self._dispatch(func, types, args, kwargs)
+        if func not in FakeTensorMode.lift_fns and any(type(value) is Tensor for value in args):
+            args = tuple([self._fake_of(value) if type(value) is Tensor else value for value in args])
         of, run = _of(func), self._quickly
         if not of.plain:
             run = self._dispatch
             if func in BACKWARD_SELECTS and (answers := answers_now()) is not None:
                 answers.remember(func, args)
-            if decided_by_values(func, args) and (noted := self._noted(func, types, args)) is not MISSING:
-                return noted
+            # asked first in any case, for the next question is answered by the next note
+            noted = self._noted(func, types, args) if decided_by_values(func, args) else MISSING
             if not of.looked_up and torch.Tag.data_dependent_output in getattr(func, "tags", ()):
                 read = read_of(func, args, kwargs)
                 value = None if read is None else number_of(read)
                 if read is not None and value is not None:
                     self.reads.note(read)
                     return value
+            if noted is not MISSING:
+                return noted
         try:
             result = run(func, types, args, kwargs)
         except Exception:
@@ -169,6 +175,16 @@ class QuickFakes(SharedFakeMode):  # type: ignore[no-untyped-call]
         if isinstance(func, OpOverload):
             note(func, args, kwargs, result)
         return result
+
+    def _fake_of(self, real: Tensor) -> Tensor:
+        """Return a fake tensor of a real one that no module owns, with what the step has written to it."""
+        if real.requires_grad or real.is_meta or real.layout is not torch.strided or real.is_conj() or real.is_neg():
+            return real
+        fake, memory = self.from_tensor(real), real.untyped_storage()._cdata
+        if memory not in self.unowned:
+            self.unowned[memory] = Unowned(real)
+        self.unowned[memory].give(fake)
+        return fake
 
     def _noted(self, func: Any, types: Any, args: Any) -> Any:
         """Return what the step with values got from an operator, or MISSING."""

@@ -3,6 +3,8 @@
 The pass takes the parameters, the batch and what is alive at once without gradients, hardly ever more than a budget.
 A pass that does not fit a device runs on the host, with copies of the parameters there. A host's budget is for
 training, which is not running yet: the pass may take what the host has free.
+
+Random numbers that decide, as in layerdrop, are others in training. So the pass with the most work of several is taken.
 """
 
 from collections.abc import Callable
@@ -19,8 +21,12 @@ HOST_SHARE = 0.75
 """Share of the host's free memory that a pass may take; what needs more cannot be trained there."""
 
 
+DRAWS = 8
+"""Draws of random numbers that are tried where the notes of two steps differ, as if draws decide which blocks run."""
+
+
 def notes_of(module: nn.Module, why: str, run: Callable[[NoteTaker, bool], Any]) -> Answers | None:
-    """Return what values decide in a pass; None if it fails, as without its backward pass.
+    """Return what values decide in a pass, of several draws in the largest; None if it fails without a backward pass.
 
     Args:
         module: The module; its tensors are as before at the end.
@@ -31,10 +37,15 @@ def notes_of(module: nn.Module, why: str, run: Callable[[NoteTaker, bool], Any])
     for on_host in (False, True) if is_elsewhere(module) else (False,):
         # with a graph, if the step takes gradients by itself
         for gradients in (False, True):
-            taker = NoteTaker(tensors, gradients=gradients)
+            takers = list[NoteTaker]()
             with suppress(Exception):
-                run(taker, on_host)
-                return Answers(taker, why)
+                # the host may be many times as slow as the device
+                for draw in range(1 if on_host else DRAWS):
+                    takers.append(NoteTaker(tensors, gradients=gradients, draw=draw))
+                    run(takers[-1], on_host)
+                    if not takers[0].varies:
+                        break
+                return Answers(max(takers, key=lambda taker: taker.made_bytes[-1]), why)
     return None
 
 

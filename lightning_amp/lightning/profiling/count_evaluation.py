@@ -158,7 +158,7 @@ class EvaluationCount:
                 stack.enter_context(context)
             if answers is not None:
                 stack.enter_context(answers.given())
-                answers.restart()
+                answers.begin_batch()
             yield twin, _moved(twin, given, self._trainer.strategy.root_device)
 
     def _with_values(

@@ -25,10 +25,10 @@ from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_of import CountedStep, count_step
 from lightning_amp.footprint.copies.fake_copy import length_of
 from lightning_amp.footprint.copies.noted_values import Answers
-from lightning_amp.footprint.inner_run import RunSettings
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import profile_module
+from lightning_amp.footprint.run_settings import RunSettings
 from lightning_amp.installing.install import install_rules, overlap
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.facts_of_step import facts_of_step, refused_techniques
@@ -266,12 +266,16 @@ class StepOfModule:
     def _notes(self, step: CountedStep) -> Iterator[str]:
         if step.profile.noted:
             yield Explanation(
-                "the step was counted for the first batch; its shapes or branches depend on values, which its forward"
-                " pass without gradients was run for, and another batch, or other random draws, can take more:"
-                f" {step.profile.reason}"
+                "the step was counted for the first batch; its shapes or branches depend on values, for which two steps"
+                f" of a copy ran, and another batch, or other random draws, can take more: {step.profile.reason}"
             )
         elif step.profile.reason:
             yield Explanation(f"the step was measured with real values before it was planned: {step.profile.reason}")
+        if step.profile.own_reads:
+            yield Explanation(
+                f"the step reads buffers that it changes, and was counted with their values in its first batches: a"
+                f" later one can take more ({', '.join(step.profile.own_reads)})"
+            )
         if step.profile.reads is not None:
             yield Explanation(
                 f"the values of {', '.join(map(repr, step.profile.reads.names))} in the batch may decide what the step"

@@ -9,7 +9,8 @@ limited to batches whose bytes may differ from those before:
     as many batches once other parameters are trained, such as unfrozen ones, or an optimiser has others
     one batch once an optimiser has state of other parameters than before
     a batch of which the step reads other values than of those before, by which it may branch
-    every batch of a step that was counted by notes of its first batch: values decide its shapes (noted_values.py)
+    every batch of a step whose shapes values decide: counted by notes of its first batch (noted_values.py), measured
+        with values, or one that reads buffers which it changes
     a batch that is larger in any dim than each counted one, unless its peak would fit even if it grew with the cube of
         the larger dims
     batches number 4, 8, 16, ...   for steps that do more work later, for a reason that nothing here sees
@@ -33,7 +34,7 @@ from lightning_amp.footprint.bounded_step import BoundedStep, StepOverBudget
 from lightning_amp.footprint.confirm_count import Shape, StepMakes, difference, shapes_of
 from lightning_amp.footprint.copies.fake_copy import map_tensors
 from lightning_amp.footprint.foreseen import copies_in_callbacks
-from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.footprint.module_profile import REAL, ModuleProfile
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 
 MOST = 64
@@ -64,7 +65,9 @@ class CountedBatches:
     ) -> None:
         self._module, self._budget, self._why, self._trains = module, budget, why, trains
         self._predicted, self._reads = predicted, None if predicted is None else predicted.reads
-        self.noted = predicted is not None and predicted.noted
+        self.noted = predicted is not None and (
+            predicted.noted or predicted.measured == REAL or bool(predicted.own_reads)
+        )
         """Whether every batch is counted, because values decide its bytes."""
         self._parameters = list(module.parameters())
         self._step: BoundedStep | None = None

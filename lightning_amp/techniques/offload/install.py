@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.data.batch import tensors_in
+from lightning_amp.footprint.copies.noted_values import before_count
 from lightning_amp.footprint.inner_run import EnoughSeen
 from lightning_amp.footprint.profile_module import counted_step, profile_module
 from lightning_amp.footprint.step_recorder import StepRecorder
@@ -137,7 +138,9 @@ def _sizes(module: LightningModule, batch: Any, **options: Any) -> list[int]:
 
     @wraps(step)
     def run(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
-        step(module, *args, **kwargs)
+        found = step(module, *args, **kwargs)
+        if before_count():
+            return found
         raise EnoughSeen
 
     undo = put_methods(module, {"training_step": MethodType(run, module)})

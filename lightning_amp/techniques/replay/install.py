@@ -13,7 +13,7 @@ from torch import nn
 from lightning_amp._torch import AnyBatchNorm, tree_map
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import AmpError
-from lightning_amp.footprint.copies.noted_values import answers_now
+from lightning_amp.footprint.copies.noted_values import answers_now, before_count
 from lightning_amp.footprint.inner_run import EnoughSeen
 from lightning_amp.footprint.profile_module import counted_step
 from lightning_amp.footprint.step_recorder import StepRecorder
@@ -76,11 +76,14 @@ def _stretches(step: StepToPlan, rules: tuple[Rule, ...]) -> Stretches | str:
         @wraps(plain)
         def training_step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
             nonlocal views
+            if before_count():
+                return plain(module, *args, **kwargs)
             automatic = module.automatic_optimization
             # twice: objects that a module makes only once, such as position tables, are not part of later steps
-            for _ in range(1 + automatic):
-                if (answers := answers_now()) is not None:
-                    answers.restart(in_step=True)
+            for again in range(1 + automatic):
+                if again and (answers := answers_now()) is not None:
+                    answers.begin_batch()
+                    answers.begin_step()
                 look = Look(step.operator_rates(), views=views)
                 # a step may take its labels out of its batch
                 own_args, own_kwargs = tree_map(lambda one: one, (args, kwargs))
