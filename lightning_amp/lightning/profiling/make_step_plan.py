@@ -24,6 +24,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import with_memory, with_requested, with_speeds
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.profiling.profile import Profile
+from lightning_amp.techniques.compile.choose import NAME as COMPILE
 from lightning_amp.techniques.compile.choose import UNKNOWN_BYTES, blocks_to_compile
 from lightning_amp.techniques.compile.row import CompileBlock
 from lightning_amp.techniques.data.row import ShareBatchStatistics
@@ -208,6 +209,14 @@ def with_compiled(plan: Plan, given: PlanInputs, module: nn.Module, chain: Chain
     names = in_order({*plan.strategies, *(rule.strategy for rule in rules)})
     notes = (*plan.notes, *[note] * bool(note))
     return replace(plan, strategies=names, rules=rules_in_order((*plan.rules, *rules)), notes=notes)
+
+
+def without_compiled(plan: Plan) -> Plan:
+    """Return the plan without compiled blocks, which are counted as they run eagerly and chosen again for each plan."""
+    rules = tuple(rule for rule in plan.rules if not isinstance(rule.spec, CompileBlock))
+    if len(rules) == len(plan.rules):
+        return plan
+    return replace(plan, rules=rules, strategies=tuple(name for name in plan.strategies if name != COMPILE))
 
 
 def _of_decoder(given: PlanInputs, step: StepOfModule) -> StepPlan:

@@ -24,7 +24,7 @@ from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.profiling.loaders import CellsOrReason, cells_per_step, steps_of_run
-from lightning_amp.lightning.profiling.make_step_plan import PlanInputs
+from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, without_compiled
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.hardware import allocator_settings, least_budget, measured_speeds, memory_beside
@@ -38,7 +38,6 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.quantities import memory_of_ranks
-from lightning_amp.techniques.compile.row import CompileBlock
 from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.host_memory.limit import host_memory_of
 from lightning_amp.techniques.rates_of import rates_of
@@ -307,8 +306,7 @@ class PlanningContext:
 
         Over a model axis None too: the count is that of the fullest rank, which may be another one.
         """
-        # compiled blocks are counted as they run eagerly
-        rules = tuple(r for r in plan.rules if r.strategy != "S1" and not isinstance(r.spec, CompileBlock))
+        rules = tuple(rule for rule in without_compiled(plan).rules if rule.strategy != "S1")
         if self.step is None or plan.mesh.model > 1 or counted_rules(plan) != rules:
             return None
         return self.step.profile_with(rules)

@@ -27,6 +27,7 @@ from lightning_amp.installing.install import Installed, install, install_steps
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
 from lightning_amp.lightning.profiling.loaders import UNKNOWN
+from lightning_amp.lightning.profiling.make_step_plan import without_compiled
 from lightning_amp.lightning.steps.cells import count_replicas_once
 from lightning_amp.lightning.steps.counted_batches import refuse_beyond
 from lightning_amp.lightning.steps.out_of_memory import LEANER, Rescue, largest, rescue_batches
@@ -43,7 +44,6 @@ from lightning_amp.planning.modules.plan_decoder import with_rules_beyond
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, techniques
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.compile.choose import NAME as COMPILE
 from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.table import (
     OF_BLOCKS,
@@ -249,8 +249,7 @@ class InstalledPlan:
     def _with_blocks(self, limit: int) -> Plan:
         """Recompute blocks, then also chunk them, until the plan fits the limit; return the plan that needs least."""
         found = before = self._plan
-        # compiled blocks are chosen again with each plan
-        strategies = [name for name in before.strategies if name != COMPILE]
+        strategies = without_compiled(before).strategies
         for n in range(1, len(OF_BLOCKS) + 1):
             names = [*strategies, *OF_BLOCKS[:n]]
             try:

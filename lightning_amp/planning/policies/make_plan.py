@@ -338,7 +338,7 @@ def _notes(chosen: tuple[str, ...], shape: ModelShape) -> list[str]:
         looked_for = bool(row.look or row.read_step) and row.choice is None
         if (row.registered and row.shape_after is None) or (looked_for and not shape.profiled):
             notes.append(f"the prediction does not count what {strategy} ({row.title}) saves: {row.shrinks}")
-    if "compile" in chosen:
+    if Axes.of(chosen).kernels == "compiled":
         notes.append(
             "the prediction is that of strata that are not compiled: torch's compiler decides what is fused and kept"
         )
