@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 from weakref import WeakValueDictionary
 
 from lightning_amp.errors import ShardError
@@ -32,18 +32,21 @@ class MeshAxis:
 
 
 class DryAxis:
-    """The model axis of a mesh as one rank sees it in a dry run, for code that takes a DeviceMesh.
+    """One axis of a mesh as one rank sees it in a dry run, for code that takes a DeviceMesh; copies share it.
 
     Args:
-        size, rank: As in MeshAxis.
+        size, rank, name, sent: As in MeshAxis.
     """
 
-    def __init__(self, size: int, rank: int) -> None:
-        self.axis = MeshAxis("model", size, rank)
+    def __init__(self, size: int, rank: int, name: str = "model", sent: "list[Sent] | None" = None) -> None:
+        self.axis = MeshAxis(name, size, rank, sent=sent)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
 
     def __getitem__(self, name: str) -> "DryAxis":
         """Return the axis, the only one of its mesh."""
-        assert name == self.axis.name, "a dry run has one axis"
+        assert name == self.axis.name, "it is asked for as a mesh of one axis"
         return self
 
     def size(self) -> int:
@@ -56,6 +59,33 @@ class DryAxis:
 
     def get_group(self) -> None:
         """Return None: there are no other ranks."""
+
+
+class DryMesh:
+    """The mesh of a run as one rank sees it in a dry run; copies share it.
+
+    Attributes:
+        sent: Collectives that the rank has issued.
+
+    Args:
+        data, model: Ranks of each axis.
+        rank: The rank, row-major in (data, model).
+    """
+
+    def __init__(self, data: int, model: int, rank: int) -> None:
+        self.sent: list[Sent] = []
+        places = divmod(rank, model)
+        self._axes = {
+            name: DryAxis(size, place, name, self.sent)
+            for name, size, place in zip(("data", "model"), (data, model), places, strict=True)
+        }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __getitem__(self, name: str) -> DryAxis:
+        """Return an axis."""
+        return self._axes[name]
 
 
 AXES_OF_STEP: list[MeshAxis] = []
@@ -196,3 +226,9 @@ def record(axis: MeshAxis, kind: str, n_bytes: int) -> None:
     if axis.sent is not None:
         sent = Sent(kind, n_bytes, in_backward(), REASON.get(), axis.size, axis.name, MOVING.get())
         axis.sent.append(sent)
+
+
+def record_dry(mesh: Any, kind: str, n_bytes: int) -> None:
+    """Record a collective over an axis of a dry run."""
+    if isinstance(mesh, DryAxis):
+        record(mesh.axis, kind, n_bytes)

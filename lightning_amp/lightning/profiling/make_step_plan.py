@@ -41,7 +41,6 @@ class PlanInputs:
         host_memory: Most bytes of host memory that the policy may take on a rank; None means any.
         shared_statistics: Whether ranks share batch statistics.
         steps: Requested technique that replaces the module's steps.
-        beyond_decoder: Whether the policy may choose techniques beyond those of a decoder.
         notes: What the predictions leave out.
     """
 
@@ -61,7 +60,6 @@ class PlanInputs:
     host_memory: int | None = None
     shared_statistics: bool = False
     steps: DrySteps | None = None
-    beyond_decoder: bool = True
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -176,7 +174,7 @@ def _of_decoder(given: PlanInputs, step: StepOfModule) -> StepPlan:
         given.on_top_of(step),
         given.shape,
         budget=given.budget,
-        named=named if given.beyond_decoder or named is not None else (),
+        named=named,
         budget_named=given.memory_named,
     )
     return StepPlan(plan=with_memory(found.plan, given.memory), step=step, seen=found.seen)
