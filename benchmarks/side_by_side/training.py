@@ -21,7 +21,7 @@ from benchmarks.side_by_side.package_attention import use_package
 from lightning_amp.installing.install import install
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.simulation.byte_meter import sent_bytes
+from benchmarks.side_by_side.sent_bytes import sent_bytes
 from lightning_amp.techniques.data.gradient_sync import GradientSync
 
 NONZERO = 0.02

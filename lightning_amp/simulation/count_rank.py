@@ -29,10 +29,10 @@ from lightning_amp.footprint.module_profile import (
 )
 from lightning_amp.footprint.profile_module import counted_step
 from lightning_amp.footprint.step_recorder import StepRecorder
-from lightning_amp.holding import replacing
+from lightning_amp.holding import holding, replacing
 from lightning_amp.installing.install import Installed, install
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.sharding.splits import DryMesh
+from lightning_amp.sharding.splits import SENT, DryMesh, Sent
 from lightning_amp.simulation.models_without_values import Subject
 from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.data.batch_norm import share_batch_statistics
@@ -92,11 +92,11 @@ def count_rank(subject: Subject, plan: Plan, rank: int, *, device_type: str) -> 
     Raises:
         As `sizes_of_ranks`; ModelError: the step raises an error.
     """
-    mesh, module = _mesh(plan, rank), subject.module
+    mesh, module, sent = _mesh(plan, rank), subject.module, list[Sent]()
 
     class Recorder(StepRecorder):
         def start(self, batch: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-            mesh.sent.clear()
+            sent.clear()
             super().start(batch, optimizers)
 
     with ExitStack() as undo:
@@ -111,11 +111,12 @@ def count_rank(subject: Subject, plan: Plan, rank: int, *, device_type: str) -> 
             rounds_differently=device_type == "cuda",
         )
         run_settings = RunSettings(values=False, frees_gradients=True, reducer=reducer)
-        found, _ = counted_step(module, subject.batch, None, Recorder, run_settings)
-    sent = Counter[str]()
-    for one in mesh.sent:
-        sent[one.kind] += one.n_bytes
-    return _result(found, rank, sent, decoder=_largest_decoder(module), budget=plan.budget_bytes)
+        with holding(SENT, sent):
+            found, _ = counted_step(module, subject.batch, None, Recorder, run_settings)
+    by_kind = Counter[str]()
+    for one in sent:
+        by_kind[one.kind] += one.n_bytes
+    return _result(found, rank, by_kind, decoder=_largest_decoder(module), budget=plan.budget_bytes)
 
 
 def _mesh(plan: Plan, rank: int) -> DryMesh:

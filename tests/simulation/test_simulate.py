@@ -51,6 +51,8 @@ CASES: dict[str, tuple[DecoderShape, str]] = {
     "S2": (shape(features=(150, 149, 1, 3)), "S1,S2"),
     "S3,S5": (shape(dim=10), "S1,S3,S5"),
     "all": (shape(dim=10), "S1,S2,S3,S4,S5"),
+    # the peak is in a reduce-scatter, in which gloo's ranks receive the rows of all
+    "all, wide": (shape(dim=64), "S1,S2,S3,S4,S5"),
 }
 
 
@@ -60,7 +62,7 @@ def simulated(name: str, *, ranks: int, budget: int | None = None) -> Simulation
     return simulate_plan(lambda: decoder_subject(decoder, batch_size=BATCH), made)
 
 
-SOME = ["S1, gathered nodes, two batches", "S1,S3 paper chained", "S1,S4 convolution", "S2", "S3,S5", "all"]
+SOME = ["S1, gathered nodes, two batches", "S1,S3 paper chained", "S1,S4 convolution", "S2", "S3,S5", "all", "all, wide"]
 
 
 def real_steps(rank: int, world_size: int, names: list[str]) -> dict[str, tuple[int, list[int]]]:
