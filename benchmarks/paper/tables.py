@@ -23,9 +23,10 @@ from torch import Tensor, nn
 import lightning_amp
 from benchmarks.page import ROOT, origin, paragraph, show_parts, table
 from benchmarks.paper.runs import ALL, COARSE, FINE, GIB, OURS, Form, Setting, make_plan, without
+from lightning_amp._torch import has_no_values
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.figures import simulated_memory
-from lightning_amp.simulation.measured_step import RankResult
+from lightning_amp.simulation.count_rank import RankResult
 from lightning_amp.simulation.models_without_values import decoder_subject
 from lightning_amp.simulation.simulate import simulate
 from lightning_amp.techniques.table import STRATEGIES
@@ -50,7 +51,7 @@ class FullMatrixAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
         """[N, D], without values."""
-        assert q.is_meta, "for counting bytes only: the mask is left out"
+        assert has_no_values(q), "for counting bytes only: the mask is left out"
         queries, keys, values, *_ = self.inner.prepare(q, k, values)
         rows: Tensor = ((queries @ keys.T).softmax(-1) @ values)[: len(q)]
         return rows

@@ -15,7 +15,7 @@ from benchmarks.side_by_side.subject import subject_of
 from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.footprint.module_profile import ACTIVATIONS, TEMPORARIES
 from lightning_amp.quantities import format_bytes
-from lightning_amp.simulation.measured_step import RankResult
+from lightning_amp.simulation.count_rank import RankResult
 from lightning_amp.simulation.simulate import simulate
 
 

@@ -221,9 +221,7 @@ def change_of(module: nn.Module, spec: Any, mesh: Mesh, *, strategy: str, fqn: s
     return made
 
 
-def install(
-    module: nn.Module, plan: Plan, mesh: Mesh = None, *, within: Sequence[str] | None = None
-) -> Installed:
+def install(module: nn.Module, plan: Plan, mesh: Mesh = None, *, within: Sequence[str] | None = None) -> Installed:
     """Install a plan's rules in a module.
 
     Args:

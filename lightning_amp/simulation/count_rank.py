@@ -18,15 +18,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.inner_run import RunSettings
-from lightning_amp.footprint.module_profile import (
-    BACKWARD,
-    FORWARD,
-    KINDS,
-    OPTIMISER,
-    REDUCTION,
-    Life,
-    bytes_over_time,
-)
+from lightning_amp.footprint.module_profile import BACKWARD, FORWARD, KINDS, OPTIMISER, REDUCTION, Life, bytes_over_time
 from lightning_amp.footprint.profile_module import counted_step
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.holding import holding, replacing
@@ -93,12 +85,6 @@ def count_rank(subject: Subject, plan: Plan, rank: int, *, device_type: str) -> 
         As `sizes_of_ranks`; ModelError: the step raises an error.
     """
     mesh, module, sent = _mesh(plan, rank), subject.module, list[Sent]()
-
-    class Recorder(StepRecorder):
-        def start(self, batch: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-            sent.clear()
-            super().start(batch, optimizers)
-
     with ExitStack() as undo:
         undo.enter_context(replacing(nonzero_counts.ASSUMED, share=subject.share, in_counts=True))
         installed = _install(module, plan, mesh, undo)
@@ -112,11 +98,22 @@ def count_rank(subject: Subject, plan: Plan, rank: int, *, device_type: str) -> 
         )
         run_settings = RunSettings(values=False, frees_gradients=True, reducer=reducer)
         with holding(SENT, sent):
-            found, _ = counted_step(module, subject.batch, None, Recorder, run_settings)
+            found, _ = counted_step(module, subject.batch, None, _RankRecorder, run_settings)
     by_kind = Counter[str]()
     for one in sent:
         by_kind[one.kind] += one.n_bytes
     return _result(found, rank, by_kind, decoder=_largest_decoder(module), budget=plan.budget_bytes)
+
+
+class _RankRecorder(StepRecorder):  # type: ignore[no-untyped-call]
+    """Recorder of a step that forgets what an earlier step has sent."""
+
+    def start(self, batch: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Start recording."""
+        sent = SENT.get()
+        assert sent is not None, "what a rank sends is counted"
+        sent.clear()
+        super().start(batch, optimizers)
 
 
 def _mesh(plan: Plan, rank: int) -> DryMesh:
@@ -162,12 +159,12 @@ def _result(
 ) -> RankResult:
     by_kind = bytes_over_time(found.lives, found.work)
     total = by_kind.sum(0)
-    over = np.flatnonzero(total > budget) if budget is not None else []
-    at = int(over[0]) if len(over) else int(np.argmax(total))
+    exceeds = budget is not None and int(total.max()) > budget
+    at = int(np.argmax(total > budget if exceeds else total))
     strata = Strata(decoder)
     after: dict[int, int] = {}
     for passed in found.passed:
-        if strata.is_stratum(passed.fqn) and not (len(over) and passed.operator >= at):
+        if strata.is_stratum(passed.fqn) and not (exceeds and passed.operator >= at):
             after.setdefault(strata.of(passed.fqn), passed.n_bytes)
     return RankResult(
         rank=rank,
@@ -175,8 +172,8 @@ def _result(
         breakdown={kind: int(n) for kind, n in zip(KINDS, by_kind[:, at], strict=True)},
         bytes_of_strata=dict(sorted(after.items())),
         comm_bytes=dict(sent),
-        failed_at=strata.place(found.lives, found.work, at) if len(over) else None,
-        requested_bytes=sum(life.n_bytes for life in found.lives if life.birth == at) if len(over) else None,
+        failed_at=strata.place(found.lives, found.work, at) if exceeds else None,
+        requested_bytes=sum(life.n_bytes for life in found.lives if life.birth == at) if exceeds else None,
     )
 
 
@@ -202,7 +199,7 @@ class Strata:
 
     def place(self, lives: list[Life], work: list[tuple[str, str]], at: int) -> str:
         """Return what is running at an operator, worded as in "out of memory at ..."."""
-        (phase, fqn), k = work[at], self.of(work[at][1])
+        phase, k = work[at][0], self.of(work[at][1])
         if at == 0:
             return BEFORE
         if phase in (REDUCTION, OPTIMISER):

@@ -120,7 +120,9 @@ def reference_subject(profile: Profile, *, batch_size: int, latent_dim: int, win
     module.seed = torch.zeros_like(module.seed, device="cpu")
     if inputs.strata is not None:
         _give_nodes(module.decoders[HIC], inputs.strata.nodes)
-    return Subject(module=module, batch=batch, share=next((share_of(m) for m in profile.modalities if m.name == HIC), 1.0))
+    return Subject(
+        module=module, batch=batch, share=next((share_of(m) for m in profile.modalities if m.name == HIC), 1.0)
+    )
 
 
 def _key(attention: bool, full: bool) -> KeyKind:

@@ -28,13 +28,7 @@ from lightning_amp.techniques.table import parse_strategies
 
 @shown_if_long(PLANNING)
 def plan_of_data(
-    profile: Profile,
-    request: Mapping[str, Any],
-    *,
-    batch_size: int,
-    latent_dim: int,
-    window: int | None,
-    rates: Rates,
+    profile: Profile, request: Mapping[str, Any], *, batch_size: int, latent_dim: int, window: int | None, rates: Rates
 ) -> Plan:
     """Plan the reference model for some data.
 

@@ -62,7 +62,15 @@ def simulated(name: str, *, ranks: int, budget: int | None = None) -> Simulation
     return simulate_plan(lambda: decoder_subject(decoder, batch_size=BATCH), made)
 
 
-SOME = ["S1, gathered nodes, two batches", "S1,S3 paper chained", "S1,S4 convolution", "S2", "S3,S5", "all", "all, wide"]
+SOME = [
+    "S1, gathered nodes, two batches",
+    "S1,S3 paper chained",
+    "S1,S4 convolution",
+    "S2",
+    "S3,S5",
+    "all",
+    "all, wide",
+]
 
 
 def real_steps(rank: int, world_size: int, names: list[str]) -> dict[str, tuple[int, list[int]]]:

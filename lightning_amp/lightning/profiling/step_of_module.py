@@ -227,7 +227,9 @@ class StepOfModule:
             whole = rules_in_order((*self._base, *rules))
             installed = install_rules(self.module, whole, self.axis, chunks=self._chunk_plans)
             undo.callback(installed.undo)
-            run_settings = replace(self._run_settings, reducer=partial(zeros_for_parts, installed.partial_names(self.module)))
+            run_settings = replace(
+                self._run_settings, reducer=partial(zeros_for_parts, installed.partial_names(self.module))
+            )
             if self._steps is not None:
                 undo.callback(self._steps.put(self.module))
             try:
