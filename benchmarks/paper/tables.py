@@ -80,7 +80,7 @@ def register() -> None:
 def run(setting: Setting, strategies: str, devices: int, form: Form = OURS) -> RankResult:
     """One step of the first rank, whose shards are the largest."""
     made = make_plan(setting, strategies, devices, form)
-    return simulate(partial(decoder_subject, setting.decoder(), batch_size=1), made, rank=0)
+    return simulate(partial(decoder_subject, setting.decoder(), batch_size=1), made, rank=0, device_type="cuda")
 
 
 def outcome(result: RankResult) -> str:
