@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_amp.errors import PlanError
+from lightning_amp.footprint.equal_parts import counting_bytes_alone
 from lightning_amp.footprint.inner_run import RunSettings
 from lightning_amp.footprint.module_profile import BACKWARD, FORWARD, KINDS, OPTIMISER, REDUCTION, Life, bytes_over_time
 from lightning_amp.footprint.profile_module import counted_step
@@ -97,7 +98,7 @@ def count_rank(subject: Subject, plan: Plan, rank: int, *, device_type: str) -> 
             rounds_differently=device_type == "cuda",
         )
         run_settings = RunSettings(values=False, frees_gradients=True, reducer=reducer)
-        with holding(SENT, sent):
+        with holding(SENT, sent), counting_bytes_alone():
             found, _ = counted_step(module, subject.batch, None, _RankRecorder, run_settings)
     by_kind = Counter[str]()
     for one in sent:

@@ -1,5 +1,6 @@
 """A simulated step holds the bytes of the real one, rank by rank and stratum by stratum, and says where it ends."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +23,8 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import with_speeds
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.read_profile import profile
+from lightning_amp.simulation import count_rank
+from lightning_amp.simulation.count_rank import RankResult
 from lightning_amp.simulation.models_without_values import DecoderAlone, Subject, decoder_subject
 from lightning_amp.simulation.simulate import Simulation, request_reference, simulate, simulate_plan
 from lightning_amp.techniques.data.gradient_sync import GradientSync
@@ -199,6 +202,24 @@ def test_a_fast_rank_is_predicted_to_need_the_memory_of_its_strata() -> None:
     batch = sum(t.nbytes for t in decoder_subject(decoder, batch_size=BATCH).batch.values())
     assert max(step.peak_bytes) == pytest.approx(made.predicted_peak_bytes + batch, rel=0.02)
     assert made.predicted_peak_bytes > 1.05 * equal.predicted_peak_bytes
+
+
+def test_parts_that_are_left_out_change_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of chunks with equal bytes a few are counted."""
+    decoder, found, lengths = shape(anchors=60_000, window=64, strata=2), [], []
+    made = planned(decoder, "S1,S4,fused,sparse,stream", ranks=1)
+    result_of = count_rank._result
+
+    def result(recorder: Any, *args: Any, **kwargs: Any) -> RankResult:
+        lengths.append(len(recorder.work))
+        return result_of(recorder, *args, **kwargs)
+
+    monkeypatch.setattr(count_rank, "_result", result)
+    for counting in (count_rank.counting_bytes_alone, nullcontext):
+        monkeypatch.setattr(count_rank, "counting_bytes_alone", counting)
+        found.append(simulate(lambda: decoder_subject(decoder, batch_size=BATCH), made, rank=0))
+    assert found[0] == found[1]
+    assert 1.5 * lengths[0] < lengths[1]
 
 
 def test_communication_of_s2_by_hand() -> None:
