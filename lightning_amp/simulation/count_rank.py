@@ -33,7 +33,7 @@ from lightning_amp.techniques.data.gradient_sync import GradientSync
 from lightning_amp.techniques.data.row import ShareBatchStatistics
 from lightning_amp.techniques.hic.scores import nonzero_counts
 from lightning_amp.techniques.ranks.shards import sizes_of_rank
-from lightning_amp.techniques.table import STRATEGIES
+from lightning_amp.techniques.table import STAGED, STRATEGIES
 
 BEFORE, OUTSIDE, OTHERS = "the weights, optimiser state and batch", "the encoders and the graph", "the other decoders"
 
@@ -122,11 +122,12 @@ def _mesh(plan: Plan, rank: int) -> DryMesh:
 
 
 def _install(module: LightningModule, plan: Plan, mesh: DryMesh, undo: ExitStack) -> Installed:
-    split = [name for name in plan.strategies if STRATEGIES[name].data_axis]
-    if split:
+    needing = [name for name in plan.strategies if STRATEGIES[name].data_axis or STRATEGIES[name].steps or name == STAGED]
+    if needing:
         raise PlanError(
-            f"simulate does not support {', '.join(split)}, whose parameters the ranks of the data axis exchange;"
-            " lightning-amp plan predicts the peak of a rank"
+            f"simulate does not support {', '.join(needing)}: it counts the step of one rank by itself, which sends and"
+            " receives parameters or activations there. `lightning-amp plan` predicts the peak of a rank; or name other"
+            " --strategies"
         )
     installed = install(module, plan, mesh)
     undo.callback(installed.undo)

@@ -1,5 +1,6 @@
 """A simulated step holds the bytes of the real one, rank by rank and stratum by stratum, and says where it ends."""
 
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -8,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.side_by_side.sent_bytes import sent_bytes
 from lightning_amp import GLUE, AMPStrategy, SingleCellDataModule, StratumMemoryMonitor
 from lightning_amp.costs.model_shape import DecoderShape, profile_of_module
 from lightning_amp.data.prepare.synthetic import synthesize
-from lightning_amp.errors import InstallError
+from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS
 from lightning_amp.installing.describe_module import describe
@@ -22,6 +26,7 @@ from lightning_amp.installing.install import install
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import with_speeds
 from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile
 from lightning_amp.simulation import count_rank
 from lightning_amp.simulation.count_rank import RankResult
@@ -29,6 +34,7 @@ from lightning_amp.simulation.models_without_values import DecoderAlone, Subject
 from lightning_amp.simulation.simulate import Simulation, request_reference, simulate, simulate_plan
 from lightning_amp.techniques.data.gradient_sync import GradientSync
 from tests.lightning.strategy.strategy_cases import trainer_of
+from tests.planning.profiles import rna
 from tests.planning.work_cases import shape as sizes_of_decoder
 from tests.ranks import run_ranks
 
@@ -153,7 +159,7 @@ def test_simulated_bytes_are_the_real_ones(tmp_path) -> None:
         assert min(found.worst.breakdown.values()) > 0
 
 
-@pytest.mark.parametrize("strategies", ["S1", "S1,S3,S4"])
+@pytest.mark.parametrize("strategies", ["S1", "S1,S3,S4", "replay"])
 def test_the_reference_model_holds_what_a_trainer_measures(strategies, tmp_path) -> None:
     synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
     monitor = StratumMemoryMonitor(every_n_steps=1, dirpath=tmp_path, plot=False)
@@ -166,6 +172,67 @@ def test_the_reference_model_holds_what_a_trainer_measures(strategies, tmp_path)
     found = simulate_plan(*made)
     assert found.worst.strata_bytes == tuple(row["current_bytes"] for row in strata)
     assert found.peak_bytes == (step["peak_bytes"],)
+
+
+class Sent(TorchDispatchMode, Callback):
+    """What a rank of a fit hands to collectives in its second step, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = Counter[str]()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.__exit__(None, None, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (found := sent_bytes(func, args)) is not None:
+            self.kinds[found[0]] += found[1]
+        return func(*args, **(kwargs or {}))
+
+
+def fitted(rank: int, ranks: int, data_dir: str, strategies: str) -> tuple[int, dict[str, int]]:
+    """Peak of a later step of a rank, the least of some as in `real_step`, and what it sends in one."""
+    found = []
+    for callback in (StratumMemoryMonitor(every_n_steps=1, dirpath=f"{data_dir}/{rank}", plot=False), Sent()):
+        trainer = trainer_of(AMPStrategy(strategies=strategies), rank=rank, ranks=ranks, max_steps=-1, callbacks=[callback])
+        trainer.fit(GLUE(latent_dim=8, window=8), SingleCellDataModule(data_dir, batch_size=4))
+        found.append(callback)
+    peaks = [row["peak_bytes"] for row in found[0].rows if row["stratum"] == "step" and row["rank"] == rank]
+    return min(peaks[1:]), dict(found[1].kinds)
+
+
+AGREEMENT = 2
+"""Bytes by which the ranks of a fit agree on their batches."""
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategies", ["S1,S2,S4", "S1,S2,S3,S4,S5", "strata"])
+def test_ranks_of_a_fit_hold_and_send_what_is_simulated(strategies: str, tmp_path) -> None:
+    """A pass that reaches no partial gradient, as that of a discriminator, had been taken to sum all of them."""
+    synthesize(tmp_path / "data", cells=160, bins=30, strata=3, genes=20, seed=1)
+    sizes: dict[str, Any] = {"batch_size": 4, "latent_dim": 8, "window": 8}
+    found = simulate_plan(*request_reference(profile(tmp_path / "data"), **sizes, strategies=strategies, devices=2))
+    real = run_ranks(fitted, 2, tmp_path, str(tmp_path / "data"), strategies)
+    assert found.peak_bytes == tuple(peak for peak, _ in real)
+    for (_, sent), one in zip(real, found.ranks, strict=True):
+        sent["all_reduce"] -= AGREEMENT
+        # gloo sends the rows of a reduce-scatter to their owners
+        sent["reduce_scatter"] = sent.pop("all_to_all", 0)
+        assert one.comm_bytes == {kind: n for kind, n in sent.items() if n}
+
+
+def test_a_technique_that_one_rank_cannot_count_alone_is_refused() -> None:
+    """It had been left out, and the bytes were those of whole parameters."""
+    data = Profile(data_dir="d", modalities=(rna(),), graph=None)
+    made = request_reference(data, batch_size=4, latent_dim=8, window=None, strategies="S1,fsdp", devices=2)
+    with pytest.raises(PlanError, match="simulate does not support fsdp: it counts the step of one rank by itself"):
+        simulate_plan(*made)
 
 
 @pytest.mark.long
