@@ -122,7 +122,9 @@ def _mesh(plan: Plan, rank: int) -> DryMesh:
 
 
 def _install(module: LightningModule, plan: Plan, mesh: DryMesh, undo: ExitStack) -> Installed:
-    needing = [name for name in plan.strategies if STRATEGIES[name].data_axis or STRATEGIES[name].steps or name == STAGED]
+    needing = [
+        name for name in plan.strategies if STRATEGIES[name].data_axis or STRATEGIES[name].steps or name == STAGED
+    ]
     if needing:
         raise PlanError(
             f"simulate does not support {', '.join(needing)}: it counts the step of one rank by itself, which sends and"

@@ -199,7 +199,9 @@ def fitted(rank: int, ranks: int, data_dir: str, strategies: str) -> tuple[int, 
     """Peak of a later step of a rank, the least of some as in `real_step`, and what it sends in one."""
     found = []
     for callback in (StratumMemoryMonitor(every_n_steps=1, dirpath=f"{data_dir}/{rank}", plot=False), Sent()):
-        trainer = trainer_of(AMPStrategy(strategies=strategies), rank=rank, ranks=ranks, max_steps=-1, callbacks=[callback])
+        trainer = trainer_of(
+            AMPStrategy(strategies=strategies), rank=rank, ranks=ranks, max_steps=-1, callbacks=[callback]
+        )
         trainer.fit(GLUE(latent_dim=8, window=8), SingleCellDataModule(data_dir, batch_size=4))
         found.append(callback)
     peaks = [row["peak_bytes"] for row in found[0].rows if row["stratum"] == "step" and row["rank"] == rank]
