@@ -3,6 +3,9 @@
 The second step of the training loop is counted (footprint/profile_module.py), with the rank's shards and the reduction
 of gradients, on a mesh without other ranks. Nothing ends the step where a budget is exceeded: that is found afterwards,
 in the record of all storages.
+
+Known limit: the few numbers with which the ranks of a fit check in every step that they agree on their batches are not
+counted.
 """
 
 from collections import Counter
