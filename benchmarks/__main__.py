@@ -34,6 +34,7 @@ QUICK = {
     "gpu": ["--tiny", "--device", "cpu", "--only", "exactness", "--out", "{folder}"],
     "kernels.compiled": ["--rounds", "1"],
     "kernels.kernel_count": ["--cells", "8", "--anchors", "600", "--window", "160"],
+    "kernels.measured_operators": ["--only", "torch: nn.TransformerEncoder"],
     "kernels.measured_steps": [],
     "memory.of_a_step": ["--out", "{folder}/memory.png"],
     "memory.per_stratum": ["--out", "{folder}"],

@@ -215,6 +215,17 @@ def is_watched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
 
 
+class SharedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A FakeTensorMode that a deepcopy of its tensors, or of objects that hold some, shares.
+
+    A copied FakeTensorMode has copies of torch's weak references to storages, and both release the same memory.
+    """
+
+    def __deepcopy__(self, _: dict[int, Any]) -> "SharedFakeMode":
+        """Return itself."""
+        return self
+
+
 @contextmanager
 def failures_unlogged() -> Iterator[None]:
     """Suppress torch's log of operators that fail on fake tensors; the error is raised anyway."""
@@ -358,10 +369,10 @@ def values_are_checked() -> bool:
 
 def multiplies_in_tf32() -> bool:
     """Whether float32 products may run in TF32 on CUDA, by either of torch's two settings."""
-    asked = torch.backends.cuda.matmul.fp32_precision
+    requested = torch.backends.cuda.matmul.fp32_precision
     # "none" means the setting of all backends
     of_all = torch.backends.fp32_precision  # type: ignore[attr-defined]
-    return bool((of_all if asked == "none" else asked) == "tf32")
+    return bool((of_all if requested == "none" else requested) == "tf32")
 
 
 def after_step_first(optimizer: Optimizer, hook: Callable[..., None]) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from lightning_amp.costs.device_rates import CPU_CORE, Rates, products_under, rates_for
 from lightning_amp.costs.model_shape import LATENT_DIM, profile_of_module
@@ -139,6 +139,7 @@ def plan(
     precision: str | int | None = None,
     blocks: Sequence[type | str] | None = None,
     host_memory: str | int | None = None,
+    compile: Literal["auto"] | bool = False,
 ) -> "ModulePlan": ...
 
 
@@ -160,6 +161,7 @@ def plan(
     precision: str | int | None = None,
     blocks: Sequence[type | str] | None = None,
     host_memory: str | int | None = None,
+    compile: Literal["auto"] | bool = False,
 ) -> Any:
     """Decide what to install, without training and without starting ranks.
 
@@ -190,6 +192,7 @@ def plan(
         blocks: For a module and a batch: classes, their import paths, or names or patterns of the submodules that are
             blocks, as for `AMPStrategy`.
         host_memory: For a module and a batch: most bytes of host memory of a rank; None means any.
+        compile: For a module and a batch: as for `AMPStrategy`; with "auto" for a long run.
 
     Returns:
         The plan; `print` shows its report. For a module, a ModulePlan with the methods `largest_batch` and
@@ -211,7 +214,7 @@ def plan(
         "strategies": strategies,
         "model_parallel_size": model_parallel_size,
     }
-    of_module = {"blocks": blocks, "host_memory": host_memory}
+    of_module = {"blocks": blocks, "host_memory": host_memory, "compile": compile or None}
     for name, value in of_module.items():
         if value is not None and batch is None:
             raise PlanError(f"{name}={value!r} requires a module and a batch; leave it out")

@@ -23,6 +23,7 @@ from benchmarks.page import origin, paragraph
 from benchmarks.zoo.cases import CASES
 from benchmarks.zoo.subject import Case, made
 from lightning_amp.costs.rule import Rule
+from lightning_amp.errors import AmpError
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules
 from lightning_amp.techniques.compiled_budget.row import CompiledBudget
@@ -133,7 +134,10 @@ def main() -> None:
     print(f"\n| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}")
     for name in names:
         if find_spec(CASES[name].package) is not None:
-            rows(name, backend, asked.shares)
+            try:
+                rows(name, backend, asked.shares)
+            except AmpError as error:
+                print(f"| {name} | refused: {str(error).splitlines()[0]} |", flush=True)
 
 
 if __name__ == "__main__":

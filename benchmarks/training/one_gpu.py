@@ -4,11 +4,14 @@
 
 Llama's architecture (transformers) with AdamW, bf16-mixed, one sequence of 2,048 tokens, on fake tensors. For each
 device by its data sheet: the plan that may use no host memory, and the plan that may use as much as given. Beside them
-what one of eight such GPUs takes under FSDP with activation checkpointing, predicted by the same counts. All numbers
-are predictions; none of these steps has run. About forty minutes, most of them where much is tried before a plan fits.
+what one of eight such GPUs takes under FSDP with activation checkpointing, predicted by the same counts. The reference
+model of Hi-C and RNA has the bins of the human genome at 100 kb with 32 strata, or those of chromosome 1 at 10 kb with
+200, and 64 cells of each. All numbers are predictions; none of these steps has run. About forty minutes, most of them
+where much is tried before a plan fits.
 """
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from lightning.pytorch import LightningModule
 
 import lightning_amp
 from benchmarks.page import origin, paragraph
+from lightning_amp.profiling.profile import DecompositionProfile, GraphProfile, ModalityProfile, Profile
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.host_memory.limit import host_bytes_of
 
@@ -24,6 +28,9 @@ SIZES = {
     "7 B": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
     "13 B": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
 }
+HIC = {"Hi-C, 100 kb": (28_760, 32), "Hi-C, 10 kb": (24_896, 200)}
+"""Anchors and strata."""
+CELLS, GENES = 64, 5000
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 DEVICES = ("RTX 4090", "A100-80GB", "H100")
 TOKENS, NO_HOST, GPUS = 2048, "1KiB", 8
@@ -78,21 +85,57 @@ def row(name: str, sizes: dict[str, int], device: str, *, host: str, tokens: int
     ]
 
 
+def profile_of(anchors: int, strata: int) -> Profile:
+    """Return the profile of a data set of these sizes; the counts decide nothing of a plan's bytes."""
+    features = tuple(anchors - k for k in range(strata))
+    hic = ModalityProfile(
+        name="hic",
+        file="hic.h5ad",
+        probability_model="HiCZINB",
+        cells=4000,
+        features=sum(features),
+        nonzero=4000 * 100_000,
+        scale=34.0,
+        contact_spread=None,
+        decomposition=DecompositionProfile(
+            anchors=anchors, features=features, distances=tuple(range(strata)), attention=True
+        ),
+    )
+    rna = replace(hic, name="rna", file="rna.h5ad", probability_model="NB", features=GENES, decomposition=None)
+    graph = GraphProfile(file="graph", vertices=anchors + GENES, edges=8 * anchors)
+    return Profile(data_dir="data", modalities=(hic, rna), graph=graph)
+
+
+def hic_row(name: str, device: str) -> list[str]:
+    """Cells of the reference model, which is planned with all of the host's memory."""
+    data = profile_of(*HIC[name])
+    plain, made = (
+        lightning_amp.plan(data, batch_size=CELLS, rates=device, strategies=strategies) for strategies in ("S1", None)
+    )
+    host = host_bytes_of(made.rules)
+    seconds = format_seconds((made.predicted_step_seconds or 0.0) + (made.predicted_rest_seconds or 0.0))
+    return [
+        *(name, device, format_bytes(plain.predicted_peak_bytes), "" if host else fits(made), fits(made)),
+        *(format_bytes(host), seconds if made.fits else "", ""),
+    ]
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--only", nargs="+", choices=[*SIZES, *HIC], default=[*SIZES, *HIC])
     parser.add_argument("--devices", nargs="+", default=list(DEVICES))
     parser.add_argument("--host", default="500GiB", help="host memory of the rank")
     parser.add_argument("--quick", action="store_true", help="one small model and device")
     asked = parser.parse_args()
     print("\n".join(paragraph(origin("python -m benchmarks.training.one_gpu"))))
     print(f"\n| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}")
-    models = {"small": SMALL} if asked.quick else {name: SIZES[name] for name in asked.only}
+    models = {"small": SMALL} if asked.quick else {name: SIZES.get(name) for name in asked.only}
     devices, tokens = (asked.devices[:1], 64) if asked.quick else (asked.devices, TOKENS)
     for name, sizes in models.items():
         for device in devices:
-            print("| " + " | ".join(row(name, sizes, device, host=asked.host, tokens=tokens)) + " |", flush=True)
+            made = hic_row(name, device) if sizes is None else row(name, sizes, device, host=asked.host, tokens=tokens)
+            print("| " + " | ".join(made) + " |", flush=True)
 
 
 if __name__ == "__main__":

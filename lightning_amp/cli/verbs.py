@@ -41,13 +41,14 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "measure a step on this device, so that predicted times fit it",
         "Measure a decoder step several times on an idle machine, fit the rates of the time model to the best one,"
         " measure the link to host memory, and write them as JSON, for --rates of plan and simulate and for"
-        " AMPStrategy(rates=...).",
+        " AMPStrategy(rates=...). With --config FILE.yaml, or MODULE:CLASS and --batch, each operator of a training"
+        " step is measured too, at five sizes of the batch, and steps with these operators are predicted by them.",
         "--device cpu --out rates.json",
     ),
     "tune": (
-        "train some steps on the grids of tensor3d that a plan ranks first",
-        "Plan the model of a configuration with tensor3d, train a few steps on this machine on each of the grids that"
-        " are predicted to be fastest, and write the plan of the one that is.",
+        "train some steps under the plans that are predicted to be fastest",
+        "Plan the model of a configuration, train a few steps on this machine under each of the plans that fit and are"
+        " predicted to be fastest, and write the one that is. With --strategies tensor3d these are its grids.",
         "--config config.yaml --devices 8 --out plan.json",
     ),
     "convert": (

@@ -70,7 +70,7 @@ class DeviceMemory:
         values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in plain.items()}
         return cls(**values)
 
-    def beside(self, ranks: int) -> int:
+    def bytes_outside_tensors(self, ranks: int) -> int:
         """Return what a process of a run with this many ranks takes, outside of torch's allocator."""
         return self.context_bytes + self.nccl_of(ranks)
 
@@ -84,7 +84,7 @@ class DeviceMemory:
         Raises:
             PlanError: Nothing is left to tensors.
         """
-        taken = self.beside(ranks) + sum(self.workspaces)
+        taken = self.bytes_outside_tensors(ranks) + sum(self.workspaces)
         if budget <= taken:
             raise PlanError(
                 f"a budget of {format_bytes(budget)} leaves nothing to tensors on a GPU, where CUDA's context takes"

@@ -58,6 +58,7 @@ from typing import Any, Literal, get_args
 
 from lightning_amp.costs.device_memory import DeviceMemory, memory_of_tensors
 from lightning_amp.costs.host_link import ONE_CORE, HostLink
+from lightning_amp.costs.measured_operators import MeasuredOperators
 from lightning_amp.errors import PlanError, meant
 from lightning_amp.quantities import is_number
 
@@ -167,6 +168,7 @@ class Rates:
         host_memory: Bytes per second that a device's share of the host's cores reads and writes.
         host_link: Both, measured, or None.
         memory: Memory of the GPU, and what a process takes of it beside tensors; None if it is not compared with.
+        operators: Operators of a training step, measured on the device with these rates, or None.
     """
 
     matmul_flops: float
@@ -181,6 +183,7 @@ class Rates:
     host_memory: float = ONE_CORE
     memory: DeviceMemory | None = None
     host_link: HostLink | None = None
+    operators: MeasuredOperators | None = None
 
     def __post_init__(self) -> None:
         """Validate the numbers.
@@ -238,7 +241,9 @@ class Rates:
         try:
             memory = None if plain.get("memory") is None else DeviceMemory.of_json(plain["memory"])
             host = None if plain.get("host_link") is None else HostLink(**plain["host_link"])
-            return cls(**{**plain, "links": Links(**plain["links"]), "memory": memory, "host_link": host})
+            operators = None if plain.get("operators") is None else MeasuredOperators.of_json(plain["operators"])
+            read = {"links": Links(**plain["links"]), "memory": memory, "host_link": host, "operators": operators}
+            return cls(**{**plain, **read})
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             names = sorted(f.name for f in fields(cls))
             raise PlanError(

@@ -238,8 +238,8 @@ def deal(
     ends = [strata - end for end in reversed((0, *filled, *[strata] * (ranks - len(filled))))][1:]
     # a rank without a stratum gets one from a neighbour, whose time decreases; with equal speeds one stratum never
     # takes longer than the slowest run, so this is still an optimum
-    apart = list(accumulate(ends, lambda before, end: max(before + 1, end), initial=0))[1:]
-    return tuple(min(end, strata - (ranks - 1 - r)) for r, end in enumerate(apart))
+    strict = list(accumulate(ends, lambda before, end: max(before + 1, end), initial=0))[1:]
+    return tuple(min(end, strata - (ranks - 1 - r)) for r, end in enumerate(strict))
 
 
 def speeds_of_ranks(device_speeds: Any, ranks: int | None = None) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Predict an operator's time in seconds from its FLOPs and the bytes that it reads and writes."""
+"""Predict an operator's time in seconds from its FLOPs and the bytes that it moves, or from measurements."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,11 +45,16 @@ FLOPS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorRates:
-    """Throughput of a device; an operator takes the longer of its compute and memory times, plus an overhead."""
+    """Throughput of a device; an operator takes the longer of its compute and memory times, plus an overhead.
+
+    Attributes:
+        operators: Measured operators (costs/measured_operators.py), which correct these times; None without any.
+    """
 
     matmul_flops: float
     memory_bytes: float
     overhead_seconds: float
+    operators: Any = None
 
     @classmethod
     def of(cls, rates: Any) -> "OperatorRates":
@@ -58,6 +63,11 @@ class OperatorRates:
 
     def seconds(self, func: Any, args: Any, kwargs: Any, result: Any, moved: int) -> float:
         """Return the time of an operator that reads and writes `moved` bytes; a view takes none."""
+        predicted = self.predicted_seconds(func, args, kwargs, result, moved)
+        return predicted if self.operators is None else self.operators.seconds(func._opname, predicted)
+
+    def predicted_seconds(self, func: Any, args: Any, kwargs: Any, result: Any, moved: int) -> float:
+        """Return the time by throughput alone."""
         if getattr(func, "is_view", False):
             return 0.0
         flops = FLOPS.get(getattr(func, "overloadpacket", None))

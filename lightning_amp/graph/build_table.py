@@ -213,8 +213,8 @@ def _looked_at(
 def _backward(result: Any, values: list[Any], leaves: list[Tensor], hidden: list[Tensor]) -> dict[str, Any]:
     """Measure the operator's own backward pass, which frees the kept tensors in `hidden` as it proceeds."""
     results = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None]
-    asked = [t for t in leaves if t.requires_grad]
-    if not results or not asked:
+    wanted = [t for t in leaves if t.requires_grad]
+    if not results or not wanted:
         return {"grad_bytes": (0,) * len(values)}
     # incoming gradients are allocated before, and are counted by other rows
     seeds = [torch.empty_like(t) for t in results]
@@ -223,10 +223,10 @@ def _backward(result: Any, values: list[Any], leaves: list[Tensor], hidden: list
     held = live.current
     hidden.clear()
     with live:
-        grads = torch.autograd.grad(results, asked, seeds, allow_unused=True)
+        grads = torch.autograd.grad(results, wanted, seeds, allow_unused=True)
     # a gradient that shares memory with an incoming one, as for a view or a sum, takes no memory
     given = {id(seed.untyped_storage()) for seed in seeds}
-    by_leaf = {id(t): g for t, g in zip(asked, grads, strict=True)}
+    by_leaf = {id(t): g for t, g in zip(wanted, grads, strict=True)}
     tensors = iter(leaves)
     sizes = []
     for value in values:

@@ -110,7 +110,7 @@ class _Mode(TorchFunctionMode):
             return kind, value.dtype, value.shape, value.tobytes()
         return (kind, value) if isinstance(value, (*FIXED, *SAME)) else Other(kind)
 
-    def _asked(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    def _question(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
         """Return the first three parts of a call's key."""
         return func, self._described((*args, kwargs)), _modes()
 
@@ -134,29 +134,29 @@ class Recorder(_Mode):
         self._busy = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        asked = self._asked(func, args, kwargs := kwargs or {})
+        question = self._question(func, args, kwargs := kwargs or {})
         self._busy = True
         try:
             result = func(*args, **kwargs)
         finally:
             self._busy = False
-        self._note(func, args, asked, result)
+        self._note(func, args, question, result)
         return result
 
     def notes_device(self, tensor: Tensor, found: torch.device) -> None:
         """Record that the device of a fake tensor is read, whose class has an attribute of its own for it."""
         if not self._busy and id(tensor) in self._places:
-            self._note(DEVICE, (tensor,), self._asked(DEVICE, (tensor,), {}), found)
+            self._note(DEVICE, (tensor,), self._question(DEVICE, (tensor,), {}), found)
 
-    def _note(self, func: Any, args: Any, asked: tuple[Any, ...], result: Any) -> None:
+    def _note(self, func: Any, args: Any, question: tuple[Any, ...], result: Any) -> None:
         returned = _mapped(result, lambda tensor: self._places.get(id(tensor)) or self._put(tensor))
         found = self._described(result)
-        runs = not (_first(asked[1], Ref) or _first(found, Ref))
-        what = next((part for part in (_first(asked[1], Other), not runs and _first(found, Other)) if part), None)
+        runs = not (_first(question[1], Ref) or _first(found, Ref))
+        what = next((part for part in (_first(question[1], Other), not runs and _first(found, Other)) if part), None)
         if what and not self.unlike:
             self.unlike = f"its forward calls {_name(func)!r} with, or for, a {what.kind.__name__!r}"
         value = found if self._reads(func, args) and not _first(found, Ref) else None
-        self.calls.append(Call((*asked, value), returned, runs))
+        self.calls.append(Call((*question, value), returned, runs))
 
     def ends(self, result: Any) -> Calls:
         """Return all calls, after the forward has returned `result`."""
@@ -176,12 +176,12 @@ class _Follower(_Mode):
         self._began = torch.is_grad_enabled(), autocast_now(), torch.get_default_dtype()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        asked = self._asked(func, args, kwargs := kwargs or {})
+        question = self._question(func, args, kwargs := kwargs or {})
         if self._real:
             # other attributes than those in the key of a graph, such as `is_leaf`, are read of the tensor itself
             found = self._described(func(*args)) if self._reads(func, args) else None
-            asked = *asked, None if _first(found, Other) else found
-        call = self._next(asked)
+            question = *question, None if _first(found, Other) else found
+        call = self._next(question)
         return func(*args, **kwargs) if call.runs else _mapped(call.result, self._tensor, Ref)
 
     def ends(self, result: Any) -> None:

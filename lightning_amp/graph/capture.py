@@ -30,8 +30,8 @@ from torch.fx import GraphModule, Node
 
 from lightning_amp._torch import (
     FakeTensor,
-    FakeTensorMode,
     PythonNode,
+    SharedFakeMode,
     failures_unlogged,
     fake_tensors,
     is_compiled,
@@ -178,7 +178,7 @@ def _trace(
         return results
 
     made: dict[int, Tensor] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with SharedFakeMode(allow_non_fake_inputs=True) as fake:
         # an object that is passed twice stays one tensor
         given_tensors = [*state.values(), *(values[i] for i in at)]
         if any(t.layout is not torch.strided for t in given_tensors):
@@ -316,8 +316,8 @@ class _NoPython(Recorder):
         kwargs = kwargs or {}
         # allowed if requires_grad does not change
         wants = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-        told = func in (Tensor.requires_grad_, REQUIRES) and bool(wants) == bool(args[0].requires_grad)
-        if func in PYTHON and not told:
+        unchanged = func in (Tensor.requires_grad_, REQUIRES) and bool(wants) == bool(args[0].requires_grad)
+        if func in PYTHON and not unchanged:
             self.reason = f"its forward calls {PYTHON[func]!r} of a tensor, which is Python"
         # arguments, parameters and buffers are fake. A number of another tensor would become a constant of the graph,
         # which does not follow later writes to that tensor

@@ -130,8 +130,8 @@ class CommandLine(LightningCLI):
             # its losses are logged for every epoch, however few batches one has
             warnings.filterwarnings("ignore", message=".*is smaller than the logging interval")
         self._place_predictions()
-        if isinstance(asked := arguments.get("ckpt_path"), str | Path):
-            path = find_checkpoint(str(asked), self.trainer, self._same_configuration)
+        if isinstance(requested := arguments.get("ckpt_path"), str | Path):
+            path = find_checkpoint(str(requested), self.trainer, self._same_configuration)
             arguments["ckpt_path"] = path
             if subcommand != "fit" and isinstance(self.model, GLUE) and Path(path).is_file():
                 # built for the checkpoint's features, so that those of the data are compared with them by name. What

@@ -48,10 +48,10 @@ def _neighbours(strata: StrataInputs) -> list[tuple[Int[Tensor, " feature"], flo
     found = []
     for left, a in zip(STEPS, KERNEL, strict=True):
         for right, b in zip(STEPS, KERNEL, strict=True):
-            apart = distance + right - left
+            difference = distance + right - left
             # the pair with its ends in order
-            first = np.where(apart < 0, anchor + distance + right, anchor + left)
-            column = columns[np.abs(apart), np.clip(first + 1, 0, n + 1)]
+            first = np.where(difference < 0, anchor + distance + right, anchor + left)
+            column = columns[np.abs(difference), np.clip(first + 1, 0, n + 1)]
             if left == right != 0:
                 # two bins of the diagonal are neighbours if there is a pair of them, else they are of two chromosomes
                 joined = columns[1, np.clip(np.minimum(anchor, anchor + left) + 1, 0, n + 1)] >= 0

@@ -45,7 +45,7 @@ class Check:
 
     what: str
     found: str
-    beside: str  # what it is compared with
+    reference: str  # what it is compared with
     good: bool | None  # None where there is nothing to judge
 
 
@@ -104,7 +104,7 @@ def make_report(
 
 def _losses(history: pd.DataFrame, n_modalities: int) -> list[Check]:
     if not len(history):
-        return [Check(what="losses", found="not in the checkpoint", beside="", good=None)]
+        return [Check(what="losses", found="not in the checkpoint", reference="", good=None)]
     name = "val_loss" if history.get("val_loss", pd.Series(dtype=float)).notna().any() else "train_loss"
     values = history[name].dropna().to_numpy()
     n = max(1, len(values) // 10)
@@ -114,7 +114,7 @@ def _losses(history: pd.DataFrame, n_modalities: int) -> list[Check]:
         Check(
             what=f"{name}, last {n} epochs",
             found=f"{late:.3f}, {'falls' if fall > 0 else 'rises'} by {abs(fall):.1%}",
-            beside=f"the {n} before; more than 1 %: train longer",
+            reference=f"the {n} before; more than 1 %: train longer",
             good=bool(fall <= 0.01),
         )
     ]
@@ -124,7 +124,7 @@ def _losses(history: pd.DataFrame, n_modalities: int) -> list[Check]:
             Check(
                 what="adversary",
                 found=f"{last:.3f}",
-                beside=f"{blind:.3f} if it cannot tell the modalities apart",
+                reference=f"{blind:.3f} if it cannot tell the modalities apart",
                 good=last > 0.9 * blind,
             )
         )
@@ -160,13 +160,15 @@ def _embedding(
             Check(
                 what=f"{name}: ARI of clusters and types",
                 found=f"{rand[0]:.2f}",
-                beside=f"{rand[1]:.2f}, PCA of the counts",
+                reference=f"{rand[1]:.2f}, PCA of the counts",
                 good=rand[0] >= rand[1] - ALIKE,
             )
         )
         # not judged: it also depends on the number of dims
-        beside = f"{width[1]:.2f}, PCA of the counts"
-        checks.append(Check(what=f"{name}: silhouette of types", found=f"{width[0]:.2f}", beside=beside, good=None))
+        reference = f"{width[1]:.2f}, PCA of the counts"
+        checks.append(
+            Check(what=f"{name}: silhouette of types", found=f"{width[0]:.2f}", reference=reference, good=None)
+        )
     if several:
         share, chance = same_label_share(points, batches)
         baseline = same_label_share(plain, batches)[0]
@@ -174,7 +176,7 @@ def _embedding(
             Check(
                 what=f"{name}: neighbours, same batch",
                 found=f"{share:.0%}",
-                beside=f"{chance:.0%} by chance, {baseline:.0%} in PCA",
+                reference=f"{chance:.0%} by chance, {baseline:.0%} in PCA",
                 good=share <= baseline + ALIKE,
             )
         )
@@ -193,7 +195,7 @@ def _together(
         Check(
             what=f"{name}: neighbours, other modality",
             found=f"{share:.0%}",
-            beside=f"{chance:.0%} if modalities mix",
+            reference=f"{chance:.0%} if modalities mix",
             good=share >= MIXED * chance,
         )
         for name, (share, chance) in other_label_shares(np.concatenate(list(some.values())), labels).items()
@@ -207,11 +209,11 @@ def _together(
     if found is None:
         named = (sorted(set(labels.tolist()) - {UNKNOWN}) for labels in types.values())
         without = " / ".join(", ".join(names[:FEW_NAMES]) or "no types" for names in named)
-        beside = f"type names differ ({without}): give a type one name in all"
-        return [*checks, Check(what=what, found="not known", beside=beside, good=None)]
+        reference = f"type names differ ({without}): give a type one name in all"
+        return [*checks, Check(what=what, found="not known", reference=reference, good=None)]
     share, chance = found
-    beside = f"{chance:.0%} by chance"
-    return [*checks, Check(what=what, found=f"{share:.0%}", beside=beside, good=share >= 1.25 * chance)]
+    reference = f"{chance:.0%} by chance"
+    return [*checks, Check(what=what, found=f"{share:.0%}", reference=reference, good=share >= 1.25 * chance)]
 
 
 @torch.no_grad()
@@ -257,13 +259,13 @@ def _contacts(
     width = int(end) - int(start)
     checks = [_decay(expected, measured, [s.k * width / 1e6 for s in strata])]
     if near["expected"]:
-        share, beside = (float(np.mean(near[kind])) for kind in ("expected", "measured"))
+        share, reference = (float(np.mean(near[kind])) for kind in ("expected", "measured"))
         checks.append(
             Check(
                 what="maps nearest to own type's sum",
                 found=f"{share:.0%}",
-                beside=f"{beside:.0%} of the measured cells",
-                good=share >= beside - ALIKE,
+                reference=f"{reference:.0%} of the measured cells",
+                good=share >= reference - ALIKE,
             )
         )
     files = [out / "decay.png", out / "maps.png"]
@@ -290,7 +292,7 @@ def _decay(expected: Contacts, measured: Contacts, distances: list[float]) -> Ch
     return Check(
         what="expected / measured, worst",
         found=f"{ratio[worst]:.2f} at {at:g} Mb",
-        beside=f"{NEAR[0]} to {NEAR[1]}",
+        reference=f"{NEAR[0]} to {NEAR[1]}",
         good=bool(NEAR[0] <= ratio[worst] <= NEAR[1]),
     )
 
@@ -300,11 +302,11 @@ WORDS = {True: "good", False: "look", None: ""}
 
 def _markdown(run: Run, report: Report, pictures: list[Path]) -> str:
     lines = ["# Is my result good?", "", f"Checkpoint `{run.checkpoint}`, data `{run.data['data_dir']}`.", ""]
-    lines += ["| check | found | beside | |", "|---|---|---|---|"]
-    lines += [f"| {c.what} | {c.found} | {c.beside} | {WORDS[c.good]} |" for c in report.checks]
+    lines += ["| check | found | compared with | |", "|---|---|---|---|"]
+    lines += [f"| {c.what} | {c.found} | {c.reference} | {WORDS[c.good]} |" for c in report.checks]
     return "\n".join([*lines, "", *(f"![{path.stem}]({path.name})" for path in pictures), ""])
 
 
 def rows_of(report: Report) -> list[list[Any]]:
     """Return the checks as rows of a table."""
-    return [[WORDS[check.good], check.what, check.found, check.beside] for check in report.checks]
+    return [[WORDS[check.good], check.what, check.found, check.reference] for check in report.checks]

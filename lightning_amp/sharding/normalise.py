@@ -272,10 +272,10 @@ def _layer_norm(func: Any, x: Tensor, shape: Sequence[int], weight: Tensor | Non
 def _group_norm(func: Any, x: Tensor, groups: int, weight: Any, bias: Any, eps: float, cudnn: bool) -> Any:
     if not any(split.dim for split in splits_of(x)):
         return BY_RULE
-    apart = x.unflatten(1, (groups, -1))
+    grouped = x.unflatten(1, (groups, -1))
     form = [1, groups, -1, *[1] * (len(shape_of(x)) - 2)]
     parameters = [None if p is None else p.view(form) for p in (weight, bias)]
-    return _normalised(apart, range(2, len(shape_of(apart))), eps, *parameters).flatten(1, 2)
+    return _normalised(grouped, range(2, len(shape_of(grouped))), eps, *parameters).flatten(1, 2)
 
 
 @operator("instance_norm")

@@ -94,7 +94,7 @@ def calibrate(
     Raises:
         PlanError: The machine does not have the device, or is busy.
     """
-    place, threads = _device(device, index), torch.get_num_threads()
+    place, threads = device_of(device, index), torch.get_num_threads()
     name = f"cpu, {threads} {'thread' if threads == 1 else 'threads'}"
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else name
     anchors, dim, strata, cells = sizes or SIZES[place.type]
@@ -182,7 +182,12 @@ def _of_context(memory: DeviceMemory) -> str:
     return f"CUDA's context and other processes take {context} of {total}; cuBLAS's workspaces are apart"
 
 
-def _device(device: str | None, index: int) -> torch.device:
+def device_of(device: str | None, index: int) -> torch.device:
+    """Return the device of a name and index; None takes CUDA where it is available.
+
+    Raises:
+        PlanError: The machine does not have it.
+    """
     there = torch.cuda.device_count()
     # an index implies a GPU, so a machine without one raises an error instead of using its CPU
     kind = device or ("cuda" if there or index else "cpu")
@@ -253,13 +258,26 @@ def _measure(steps: list[Callable[[], None]], place: torch.device) -> list[list[
         at_work[found.index(least)] / least for at_work, found, least in zip(worked, seconds, best, strict=True)
     )
     # the processor waits while a GPU works, so its share says nothing there
-    if apart > APART or (place.type == "cpu" and share < SHARE):
+    refuse_busy(place, apart, share if place.type == "cpu" else 1.0)
+    return rounds
+
+
+def refuse_busy(place: torch.device, apart: float, share: float = 1.0) -> None:
+    """Raise an error if other processes disturb a measurement.
+
+    Args:
+        apart: Ratio of the median round to the best one.
+        share: Share of a processor that the best round had.
+
+    Raises:
+        PlanError: The device is busy.
+    """
+    if apart > APART or share < SHARE:
         raise PlanError(
             f"cannot calibrate on {place}: something else keeps it busy, and the median round took "
             f"{apart:.1f} times as long as the best one, which had {share:.0%} of a processor. Calibrate "
             "when the machine is idle"
         )
-    return rounds
 
 
 def _wait(place: torch.device) -> None:

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_amp._torch import FakeTensorMode
+from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.graph.guards import signature
 from tests.any_module import NAMES, make
@@ -442,3 +444,25 @@ def test_blocks_that_hold_their_own_parts_in_lists_share_a_graph() -> None:
     for block in (Listed(), Listed()):
         assert torch.equal(captures.run(block, x_of()), block(x_of()))
     assert len(captures.all) == 1
+
+
+class Cache:
+    """What a model passes from block to block, with tensors in it."""
+
+    def __init__(self, kept: Tensor) -> None:
+        self.kept = kept
+
+
+def test_an_object_with_tensors_is_copied_without_their_mode(monkeypatch: Any) -> None:
+    """A copied mode would have copies of torch's references to storages, and release their memory twice."""
+    block = forwards.of("Kept", lambda m, x, cache: m.layer(x) + cache.kept)()
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a reference to a storage was copied")
+
+    monkeypatch.setattr(StorageWeakRef, "__deepcopy__", refuse, raising=False)
+    mode = QuickFakes()
+    cache = Cache(mode.from_tensor(torch.ones(DIM)))
+    found = Captures().of(block, (mode.from_tensor(x_of()), cache), {})
+    assert "cannot be copied" not in found.reason
+    assert copy.deepcopy(cache).kept.fake_mode is mode  # type: ignore[attr-defined]

@@ -111,8 +111,8 @@ def _run(arguments: argparse.Namespace) -> int:
     request = request_of(arguments)
     check_request(**request)
     request["device_speeds"] = arguments.device_speeds
-    asked, rates = decoder_asked(arguments), rates_asked(arguments)
-    if asked is None:
+    requested, rates = decoder_asked(arguments), rates_asked(arguments)
+    if requested is None:
         profile, of_model = read(arguments), {"latent_dim": latent_dim(arguments), "window": arguments.window}
         # imported late: torch takes seconds to import
         from lightning_amp.simulation.plan_of_data import plan_of_data
@@ -123,8 +123,8 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         device = Device.of(rates.memory, request["device_memory"], request["devices"])
         request, notes = with_memory_of_device(request, rates)
-        request["batch_size"] = asked.batch_size or request["batch_size"]
-        shape = shape_of_decoder(asked.decoder, batch_size=request["batch_size"])
+        request["batch_size"] = requested.batch_size or request["batch_size"]
+        shape = shape_of_decoder(requested.decoder, batch_size=request["batch_size"])
         made = on_device(plan(profile_of_module(shape), **request, shape=shape, rates=rates), device, OF_DECODER)
         made, of_data = replace(made, notes=(*made.notes, *notes)), ""
     print(plan_as_json(made, {}) if arguments.format == "json" else f"{of_data}{plan_report(made)}")
@@ -143,8 +143,8 @@ def _recommend(arguments: argparse.Namespace) -> int:
         raise PlanError("--recommend-devices requires DIR, the folder of the data; name it")
     rates = rates_asked(arguments)
     # of several devices, so that NCCL's buffers count
-    asked = None if arguments.device_memory is None else parse_bytes(arguments.device_memory)
-    budget = budget_on(rates, asked, 2)[0]
+    requested = None if arguments.device_memory is None else parse_bytes(arguments.device_memory)
+    budget = budget_on(rates, requested, 2)[0]
     profile, dim = read(arguments), latent_dim(arguments)
     found = recommend_devices(
         profile,

@@ -31,7 +31,7 @@ def _run(arguments: argparse.Namespace) -> None:
         print(json.dumps([asdict(check) for check in report.checks], indent=2))
         return
     print(f"checkpoint {run.checkpoint}, data {run.data['data_dir']}\n")
-    print(table(["", "check", "found", "beside"], rows_of(report)))
+    print(table(["", "check", "found", "compared with"], rows_of(report)))
     print()
     for path in report.files:
         print(f"wrote {path}")

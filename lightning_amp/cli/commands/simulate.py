@@ -58,10 +58,10 @@ def _run(arguments: argparse.Namespace) -> None:
     refuse(arguments, "a data directory or --shape", {"--tensor-grid": "tensor_grid"}, "which is of --config FILE.yaml")
     request = request_of(arguments)
     check_request(**request)
-    asked, rates = decoder_asked(arguments), rates_asked(arguments)
+    requested, rates = decoder_asked(arguments), rates_asked(arguments)
     if arguments.plot is not None:
         check_target("--plot", arguments.plot, "memory.png", overwrite=True)
-    source = asked or read(arguments)
+    source = requested or read(arguments)
 
     # imported late: torch takes seconds to import, and mistakes are reported before
     from lightning_amp.simulation.simulate import request_decoder, request_reference, simulate_plan

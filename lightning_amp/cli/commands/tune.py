@@ -1,4 +1,4 @@
-"""`lightning-amp tune`: train some steps on each of the grids with the best prediction; write the fastest plan."""
+"""`lightning-amp tune`: train some steps under each of the plans with the best prediction; write the fastest one."""
 
 import argparse
 import json
@@ -14,6 +14,7 @@ from lightning_amp.cli.commands.calibrate import check_target
 from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.reports.plan_report import techniques
 from lightning_amp.quantities import format_seconds
 from lightning_amp.text_table import table
 
@@ -28,7 +29,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", required=True, type=int, help="ranks on this machine")
     parser.add_argument("--out", required=True, metavar="PLAN.json", help="file to write, for AMPStrategy(plan=)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
-    parser.add_argument("--grids", type=int, default=3, help="grids to try, of the first five (default: 3)")
+    parser.add_argument(
+        "--strategies", choices=["tensor3d"], help="try the grids of tensor3d, and not what the policy has compared"
+    )
+    parser.add_argument("--plans", type=int, default=3, help="plans to try, at most five grids (default: 3)")
     parser.add_argument("--steps", type=int, default=8, help="steps of each, of which two do not count (default: 8)")
     parser.add_argument("--device-memory", help="memory of one device, such as 24GiB (default: unknown)")
     parser.add_argument("--rates", metavar="FILE.json", help="rates that `calibrate` has measured")
@@ -37,36 +41,53 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     check_target("--out", arguments.out, "plan.json", overwrite=arguments.overwrite)
-    words = ["--config", arguments.config, "--devices", str(arguments.devices), "--strategies", "tensor3d"]
+    words = ["--config", arguments.config, "--devices", str(arguments.devices)]
     for name in ("device_memory", "rates"):
         if getattr(arguments, name) is not None:
             words += [f"--{name.replace('_', '-')}", getattr(arguments, name)]
-    notes = _planned([*words, "--tensor-grid", "auto"]).notes
-    listed = [re.match(r"tensor_grid=\((\d+), (\d+), (\d+)\): ", note) for note in notes]
-    grids = [found.groups() for found in listed if found][: arguments.grids]
-    if not grids or arguments.steps < 3:
+    requested = (_grids(words) if arguments.strategies else _compared(words))[: max(0, arguments.plans)]
+    if not requested or arguments.steps < 3:
         raise PlanError(
-            f"--devices {arguments.devices!r} with --grids {arguments.grids!r} and --steps {arguments.steps!r} was"
-            " given, which leaves nothing to compare; allowed are two devices or more, one grid or more, and three"
-            " steps or more"
+            f"--devices {arguments.devices!r} with --plans {arguments.plans!r} and --steps {arguments.steps!r} was"
+            " given, which leaves nothing to compare; allowed are one plan or more, three steps or more, and for grids"
+            " two devices or more"
         )
     rows, best, least = list[tuple[str, ...]](), None, inf
-    for grid in grids:
-        made = _planned([*words, "--tensor-grid", ",".join(grid)])
+    for name, more in requested:
+        made = _planned([*words, *more])
         seconds, why = _measured(made, arguments)
         # per batch: each data-parallel rank reads one
         predicted, measured = (made.predicted_step_seconds or inf) / made.mesh.data, seconds / made.mesh.data
-        rows.append((", ".join(grid), format_seconds(predicted), why or format_seconds(measured)))
+        rows.append((name, format_seconds(predicted), why or format_seconds(measured)))
         if measured < least:
             best, least = made, measured
-    print(table(("tensor_grid", "predicted, a batch", "measured"), rows))
+    print(table(("plan", "predicted, a batch", "measured"), rows))
     if best is None:
         raise PlanError(
-            "no grid could be trained on; the reasons are above: use more devices, a smaller batch, or more --grids"
+            "no plan could be trained with; the reasons are above: use more devices, a smaller batch, or more --plans"
         )
     with written_aside(Path(arguments.out)) as aside:
         aside.write_text(best.to_json() + "\n")
     print(f"\nwrote {arguments.out}: use it with AMPStrategy(plan={arguments.out!r})")
+
+
+def _compared(words: list[str]) -> list[tuple[str, list[str]]]:
+    """Return the plans that the policy has compared and that fit, the fastest first: names, and words to plan them."""
+    fitting = [one for one in _planned(words).candidates if not one.verdict.startswith("exceeds")]
+    found = dict[str, list[str]]()
+    for one in sorted(fitting, key=lambda one: (one.verdict != "chosen", one.cell_seconds)):
+        size = ["--model-parallel-size", str(one.model)] if one.model > 1 else []
+        name = f"{techniques(one.strategies)} on {one.data} x {one.model}"
+        found.setdefault(name, ["--strategies", ",".join(one.strategies) or "S1", *size])
+    return list(found.items())
+
+
+def _grids(words: list[str]) -> list[tuple[str, list[str]]]:
+    """Return the grids of tensor3d that a plan ranks first, as `_compared`."""
+    by_name = ["--strategies", "tensor3d", "--tensor-grid"]
+    notes = _planned([*words, *by_name, "auto"]).notes
+    listed = [re.match(r"tensor_grid=\((\d+), (\d+), (\d+)\): ", note) for note in notes]
+    return [(", ".join(found.groups()), [*by_name, ",".join(found.groups())]) for found in listed if found]
 
 
 def _planned(words: list[str]) -> Plan:

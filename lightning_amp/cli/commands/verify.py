@@ -51,10 +51,10 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 def _decided(options: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the configuration's plan options, or those of the command line; only the model axis may be combined."""
-    asked = {name: getattr(arguments, name) for name in OF_THE_PLAN if getattr(arguments, name) is not None}
+    requested = {name: getattr(arguments, name) for name in OF_THE_PLAN if getattr(arguments, name) is not None}
     dropped = {*OF_THE_PLAN, *options_of_techniques()}
-    if not {*asked} - {"model_parallel_size"}:
+    if not {*requested} - {"model_parallel_size"}:
         # options that fix a size, which would override the requested one
-        dropped = {"plan", "tensor_grid"} if asked else set()
+        dropped = {"plan", "tensor_grid"} if requested else set()
     kept = {name: value for name, value in options.items() if name not in dropped}
-    return kept | asked
+    return kept | requested

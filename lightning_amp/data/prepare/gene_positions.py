@@ -195,8 +195,8 @@ def contact_edges(
     low = np.flatnonzero(chrom[:-1] == chrom[1:])
     sources, targets, weights = [low], [low + 1], [np.ones(len(low))]
     # neighbours are joined anyway
-    apart = bulk.col - bulk.row >= 2
-    row, column, count = bulk.row[apart].astype(np.int64), bulk.col[apart].astype(np.int64), bulk.data[apart]
+    distant = bulk.col - bulk.row >= 2
+    row, column, count = bulk.row[distant].astype(np.int64), bulk.col[distant].astype(np.int64), bulk.data[distant]
     for code in np.unique(chrom[row]):
         mine = np.flatnonzero(chrom[row] == code)
         mine = mine[count[mine] > np.quantile(count[mine], loop_quantile)]

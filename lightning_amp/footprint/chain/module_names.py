@@ -16,8 +16,8 @@ def all_names(module: nn.Module) -> dict[str, list[str]]:
 def modules_of(module: nn.Module) -> dict[int, nn.Module]:
     """Return the submodules of a module, and those that are attributes without being submodules, by id."""
     found = {id(part): part for part in module.modules()}
-    beside = [value for part in found.values() for value in vars(part).values() if isinstance(value, nn.Module)]
-    return found | {id(part): part for value in beside for part in value.modules()}
+    unregistered = [value for part in found.values() for value in vars(part).values() if isinstance(value, nn.Module)]
+    return found | {id(part): part for value in unregistered for part in value.modules()}
 
 
 def copied_blocks(module: nn.Module, blocks: Mapping[str, nn.Module], before: Mapping[int, nn.Module]) -> set[str]:

@@ -23,6 +23,7 @@ from lightning_amp._torch import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
+    SharedFakeMode,
     as_meta,
     fake_like,
     pack_padded,
@@ -109,7 +110,7 @@ def in_a_count(tensor: torch.Tensor) -> bool:
     return getattr(getattr(tensor, "fake_mode", None), "valid", False)
 
 
-class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
+class QuickFakes(SharedFakeMode):  # type: ignore[no-untyped-call]
     """A FakeTensorMode for one step or one graph, in which arguments of operators may also be real tensors.
 
     Args:

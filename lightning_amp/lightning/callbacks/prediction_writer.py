@@ -139,9 +139,9 @@ class PredictionWriter(pl.Callback):
         by_type = self.celltype_key in columns.get(HIC, ())
         if data.layout is not None and (len(rows) or (by_type and hasattr(pl_module, "impute"))):
             check_maps(data.layout, data.tables[HIC].obs_names[np.unique(rows)].tolist())
-        asked = {f"contact_map_cells={self.contact_map_cells!r}": len(rows) > 0, "impute_rna=True": self.impute_rna}
-        for option, is_asked in asked.items():
-            if is_asked and not hasattr(pl_module, "impute"):
+        options = {f"contact_map_cells={self.contact_map_cells!r}": len(rows) > 0, "impute_rna=True": self.impute_rna}
+        for option, is_set in options.items():
+            if is_set and not hasattr(pl_module, "impute"):
                 raise ModelError(
                     f"{option} is not supported: {type(pl_module).__name__!r} has no method impute(modality,"
                     " cells); add it, or give contact_map_cells=0 and leave impute_rna out"
@@ -194,8 +194,8 @@ class PredictionWriter(pl.Callback):
                     n_cells, total = sums.get(label, (0, np.zeros(values.shape[1])))
                     sums[label] = n_cells + len(mine), total + mine.sum(axis=0, dtype=np.float64)
             sums = dict(sorted(sums.items()))
-        asked = known.get(RNA, NO_ROWS) if self.impute_rna else NO_ROWS
-        expression = _impute(RNA, asked, data, trainer, pl_module)
+        rows = known.get(RNA, NO_ROWS) if self.impute_rna else NO_ROWS
+        expression = _impute(RNA, rows, data, trainer, pl_module)
         if not trainer.is_global_zero:
             # rank 0 imputes while it writes, and a sharded decoder requires all ranks
             for _ in expression:

@@ -75,10 +75,10 @@ def collect_predictions(
     for modality, values in embeddings.items():
         table, described = data.tables[modality], describe_embedding(values)
         described["uns"]["lightning_amp"] = run
-        asked = modality in impute
-        var = table.read_var() if asked else features_of(table)
+        imputes = modality in impute
+        var = table.read_var() if imputes else features_of(table)
         found[modality] = AnnData(obs=table.read_obs(), var=var, **described)
-        if asked:
+        if imputes:
             found[modality].layers["imputed"] = _impute_all(data.trainer.lightning_module, modality, data)
     return found
 

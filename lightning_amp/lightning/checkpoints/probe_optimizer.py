@@ -72,7 +72,7 @@ def _values() -> list[Tensor]:
     return [torch.randn(SHAPE, generator=draw, dtype=torch.float64) for _ in range(STEPS + 1)]
 
 
-def _mixes(optimizer: Optimizer, together: list[list[Tensor]], apart: list[list[Tensor]]) -> bool | None:
+def _mixes(optimizer: Optimizer, together: list[list[Tensor]], separate: list[list[Tensor]]) -> bool | None:
     """Whether one optimiser for all parameters trains them differently from one optimiser for each."""
     if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
         # a wrapper's step would run the wrapped optimiser on the run's parameters
@@ -85,7 +85,7 @@ def _mixes(optimizer: Optimizer, together: list[list[Tensor]], apart: list[list[
             with torch.random.fork_rng(devices=[]):
                 whole, again = (_trained(optimizer, group, together) for _ in range(2))
                 # one optimiser each: an optimiser that computes a norm of all parameters would read both halves
-                parts = [_trained(optimizer, group, [[value] for value in own]) for own in zip(*apart, strict=True)]
+                parts = [_trained(optimizer, group, [[value] for value in own]) for own in zip(*separate, strict=True)]
         except Exception:
             return None
         if torch.equal(whole, before) or not torch.equal(whole, again):

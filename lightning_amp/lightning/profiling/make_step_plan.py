@@ -3,11 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from math import inf
+from typing import Literal
+
+from torch import nn
 
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.costs.rule import Spec
+from lightning_amp.errors import PlanError
+from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.profiling.split_samples import samples_may_be_split, with_split_samples
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
@@ -18,6 +24,10 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import with_memory, with_requested, with_speeds
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.profiling.profile import Profile
+from lightning_amp.techniques.compile.choose import UNKNOWN_BYTES, blocks_to_compile
+from lightning_amp.techniques.compile.row import CompileBlock
+from lightning_amp.techniques.data.row import ShareBatchStatistics
+from lightning_amp.techniques.table import STRATEGIES, in_order, rules_in_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +51,8 @@ class PlanInputs:
         host_memory: Most bytes of host memory that the policy may take on a rank; None means any.
         shared_statistics: Whether ranks share batch statistics.
         steps: Requested technique that replaces the module's steps.
+        compile: Whether blocks are compiled; "auto" if it pays within `steps_of_run`.
+        steps_of_run: Training steps of the run, at most.
         notes: What the predictions leave out.
     """
 
@@ -60,6 +72,8 @@ class PlanInputs:
     host_memory: int | None = None
     shared_statistics: bool = False
     steps: DrySteps | None = None
+    compile: Literal["auto"] | bool = False
+    steps_of_run: float = inf
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -165,6 +179,33 @@ def base_plan(
     made = with_requested(made, given.requested, given.shape, launches=given.rates.launches)
     made = with_speeds(with_spec(made, steps, uncounted), given.shape, given.speeds)
     return replace(made, notes=(*made.notes, *given.notes))
+
+
+def with_compiled(plan: Plan, given: PlanInputs, module: nn.Module, chain: Chain | None) -> Plan:
+    """Return the plan with the blocks that `compile` asks for.
+
+    Args:
+        chain: The profiled step; None if it could not be counted.
+
+    Raises:
+        PlanError: The blocks of this plan cannot be compiled.
+    """
+    if given.memory_named and any(isinstance(rule.spec, CompileBlock) for rule in plan.rules):
+        raise PlanError(f"the given plan compiles blocks, which is not supported: {UNKNOWN_BYTES}")
+    if given.compile is False:
+        return plan
+    rules, note = blocks_to_compile(
+        module,
+        given.compile,
+        [name for name in plan.strategies if not STRATEGIES[name].beside_compiled],
+        shared=any(isinstance(rule.spec, ShareBatchStatistics) for rule in plan.rules),
+        budgeted=given.memory_named,
+        chain=chain if given.rates.launches else None,
+        steps=given.steps_of_run,
+    )
+    names = in_order({*plan.strategies, *(rule.strategy for rule in rules)})
+    notes = (*plan.notes, *[note] * bool(note))
+    return replace(plan, strategies=names, rules=rules_in_order((*plan.rules, *rules)), notes=notes)
 
 
 def _of_decoder(given: PlanInputs, step: StepOfModule) -> StepPlan:

@@ -21,7 +21,7 @@ from lightning_amp.footprint.inner_run import RunSettings
 from lightning_amp.footprint.module_profile import PARAMETERS
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
-from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, StepPlan, make_step_plan
+from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, StepPlan, make_step_plan, with_compiled
 from lightning_amp.lightning.profiling.module_plan import ModulePlan
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
@@ -64,151 +64,191 @@ def plan_of_module(
             f"cannot plan a {type(module).__name__!r} and a batch; give a LightningModule with a batch, or"
             " what lightning_amp.profile returns without one"
         )
-    strategies, asked, devices = (request[name] for name in ("strategies", "device_memory", "devices"))
-    ids, size = parse_strategies(strategies or "S1"), request["model_parallel_size"]
-    rates, node_devices = rates.on_nodes_of(request.get("node_devices")), request.get("node_devices")
-    speeds = speeds_of_ranks(request.get("device_speeds"), devices)
-    changes_decoders = strategies is None or any(STRATEGIES[name].choice for name in ids)
+    rates = rates.on_nodes_of(request.get("node_devices"))
+    return _Planner(module, batch, run_settings, rates, request, options, batch_size).module_plan()
 
-    def memory_on(n: int) -> tuple[int, ...]:
-        """Return the bytes of tensors on each of `n` devices; none if they are not known."""
-        budget = budget_on(rates, asked, n)[0]
-        return () if budget is None else memory_of_ranks(budget, n)
 
-    memory, budget_notes = memory_on(devices), budget_on(rates, asked, devices)[1]
-    given = argparse.Namespace(**{name: value for name, value in options.items() if value is not None})
-    given.model_parallel_size = size
-    budget = min(memory, default=None)
-    steps = DrySteps.asked(ids, given, devices if size == "auto" else size, run_ranks=devices, budget=budget)
-    # a configuration may have options of strategies that are not requested
-    requested = requested_specs(ids if strategies else (), given)
-    share = options.get("share_batch_statistics") is not False
+class _Planner:
+    """Plan the step of one module, on any number of devices and with batches of any length."""
 
-    def step_at(n: int | None, other: Any = None) -> StepOfModule:
-        # the search for the largest batch must not fill this machine's memory with a step that requires real values
-        limit = None if n == batch_size and other is None else psutil.virtual_memory().total // 2
-        limited = replace(run_settings, limit_bytes=run_settings.limit_bytes or limit)
-        given = batch if other is None else other
-        return StepOfModule(module, lambda: given, run_settings=limited, batch_size=n, steps=steps)
-
-    def look(step: StepOfModule, devices: int = devices) -> ProfiledStep:
-        return step.profiled(
-            rates, requested=requested, host_memory=host_memory_of(given), shared_statistics=share and devices > 1
+    def __init__(
+        self,
+        module: LightningModule,
+        batch: Any,
+        run_settings: RunSettings,
+        rates: Rates,
+        request: Mapping[str, Any],
+        options: Mapping[str, Any],
+        batch_size: int | None,
+    ) -> None:
+        self._module, self._batch, self._run_settings, self._rates = module, batch, run_settings, rates
+        self._request, self._options, self._batch_size = request, options, batch_size
+        self._devices, self._size = request["devices"], request["model_parallel_size"]
+        self._speeds = speeds_of_ranks(request.get("device_speeds"), self._devices)
+        strategies = request["strategies"]
+        self._ids, self._named = parse_strategies(strategies or "S1"), strategies is not None
+        self._changes_decoders = not self._named or any(STRATEGIES[name].choice for name in self._ids)
+        given = argparse.Namespace(**{name: value for name, value in options.items() if value is not None})
+        given.model_parallel_size = self._size
+        self._host_memory = host_memory_of(given)
+        # a configuration may have options of strategies that are not requested
+        self._requested = requested_specs(self._ids if strategies else (), given)
+        self._shares = options.get("share_batch_statistics") is not False
+        self._counting, self._on_decoders = False, list[str]()
+        self._steps = DrySteps.asked(
+            self._ids,
+            given,
+            self._devices if self._size == "auto" else self._size,
+            run_ranks=self._devices,
+            budget=min(self._memory_on(self._devices), default=None),
         )
+        self._sized = cache(self._profiled_at)
 
-    def sizes_at(n: int | None) -> tuple[Profile, ModelShape, list[str]]:
-        data, shape, notes = read_shape(
-            module,
-            run_settings.datamodule,
-            data_dir=options.get("data_dir"),
-            batch_size=n or 1,
-            queries=options.get("chunk_queries"),
-            rates=rates,
+    def module_plan(self) -> ModulePlan:
+        """Return the plan on the requested devices, with what answers questions on others."""
+        step = self._step_at(self._batch_size)
+        with self.counting():
+            seen = self._look(step, self._devices)
+            self._sizes = self._sizes_at(seen.profile.batch_size)
+        self._step, self._seen = step, seen
+        self._refuse_unmade_layers()
+        if self._steps is not None and STRATEGIES[self._steps.name].data_axis:
+            # the number of ranks of its grid, which may have been chosen
+            self._size = self._steps.ranks
+        planned = self._made_on(self._devices)
+        assert planned.step is not None, "it is counted"
+        # of a plan that splits samples it is another one
+        self._planned_step = planned.step
+        made = planned.plan if self._shares else without_shared_statistics(planned.plan)
+        asked = self._request["device_memory"]
+        notes = budget_on(self._rates, asked, self._devices)[1]
+        return ModulePlan(
+            plan=replace(made, notes=(*made.notes, *notes)),
+            profile=seen.profile,
+            module=self._module,
+            step=self._planned_step,
+            batch=self._batch,
+            at=self._at,
+            counting=self.counting,
+            named=self._named,
+            split=technique_of_steps(made.strategies),
+            on_devices=lambda n: self._made_on(n).plan,
+            planned_at=self._planned_at if self._sizes[1].decoder else None,
+            unlike=len(self._memory_on(self._devices)) > 1 or bool(self._speeds),
         )
-        return data, replace(shape, profiled=not shape.decoder), notes
-
-    inside, on_decoders = list[bool](), list[str]()
 
     @contextmanager
-    def counting() -> Iterator[None]:
-        if inside:
+    def counting(self) -> Iterator[None]:
+        """Count steps with the named blocks, on the named device, and with decoders written elsewhere as ours."""
+        if self._counting:
             yield
             return
-        blocks, inside[:] = named_blocks(module, options.get("blocks")), [True]
+        blocks, self._counting = named_blocks(self._module, self._options.get("blocks")), True
         # as in a fit: decoders written elsewhere are planned, and counted, as ours
-        adapted = adapt(module, needed=changes_decoders)
-        on_decoders[:] = adapted.notes
+        adapted = adapt(self._module, needed=self._changes_decoders)
+        self._on_decoders = adapted.notes
         try:
-            with blocks, settings_of(rates.device_type), shown_if_long(PLANNING):
+            with blocks, settings_of(self._rates.device_type), shown_if_long(PLANNING):
                 yield
         finally:
             adapted.undo()
-            inside.clear()
+            self._counting = False
 
-    step = step_at(batch_size)
-    with counting():
-        seen = look(step)
-        data, shape, notes = sizes_at(seen.profile.batch_size)
-    profile = seen.profile
-    own = {id(tensor): tensor.nbytes for tensor in (*module.parameters(), *module.buffers())}
-    if not run_settings.prepared and profile.by_kind[PARAMETERS] > sum(own.values()):
-        raise ModelError(
-            f"cannot plan {type(module).__name__!r}, which makes layers in `setup` or `configure_model`, and"
-            " these were not called; call them before: module.configure_model()"
+    def _memory_on(self, n: int) -> tuple[int, ...]:
+        """Return the bytes of tensors on each of `n` devices; none if they are not known."""
+        budget = budget_on(self._rates, self._request["device_memory"], n)[0]
+        return () if budget is None else memory_of_ranks(budget, n)
+
+    def _step_at(self, n: int | None, other: Any = None) -> StepOfModule:
+        """Return the step with batches of length `n`, or with another batch."""
+        # the search for the largest batch must not fill this machine's memory with a step that requires real values
+        limit = None if n == self._batch_size and other is None else psutil.virtual_memory().total // 2
+        limited = replace(self._run_settings, limit_bytes=self._run_settings.limit_bytes or limit)
+        batch = self._batch if other is None else other
+        return StepOfModule(self._module, lambda: batch, run_settings=limited, batch_size=n, steps=self._steps)
+
+    def _look(self, step: StepOfModule, devices: int) -> ProfiledStep:
+        return step.profiled(
+            self._rates,
+            requested=self._requested,
+            host_memory=self._host_memory,
+            shared_statistics=self._shares and devices > 1,
         )
-    if steps is not None and STRATEGIES[steps.name].data_axis:
-        # the number of ranks of its grid, which may have been chosen
-        size = steps.ranks
 
-    def inputs(
-        n: int, budgets: Sequence[int], sizes: tuple[Profile, ModelShape, list[str]] = (data, shape, notes)
+    def _sizes_at(self, n: int | None) -> tuple[Profile, ModelShape, list[str]]:
+        data, shape, notes = read_shape(
+            self._module,
+            self._run_settings.datamodule,
+            data_dir=self._options.get("data_dir"),
+            batch_size=n or 1,
+            queries=self._options.get("chunk_queries"),
+            rates=self._rates,
+        )
+        return data, replace(shape, profiled=not shape.decoder), notes
+
+    def _refuse_unmade_layers(self) -> None:
+        own = {id(tensor): tensor.nbytes for tensor in (*self._module.parameters(), *self._module.buffers())}
+        if not self._run_settings.prepared and self._seen.profile.by_kind[PARAMETERS] > sum(own.values()):
+            raise ModelError(
+                f"cannot plan {type(self._module).__name__!r}, which makes layers in `setup` or `configure_model`, and"
+                " these were not called; call them before: module.configure_model()"
+            )
+
+    def _inputs(
+        self, n: int, budgets: Sequence[int], sizes: tuple[Profile, ModelShape, list[str]] | None = None
     ) -> PlanInputs:
+        data, shape, notes = sizes or self._sizes
         return PlanInputs(
-            data=sizes[0],
-            shape=sizes[1],
-            rates=rates,
+            data=data,
+            shape=shape,
+            rates=self._rates,
             devices=n,
-            node_devices=node_devices,
+            node_devices=self._request.get("node_devices"),
             memory=tuple(budgets),
-            memory_named=asked is not None,
-            policy=request["policy"],
-            strategies=None if strategies is None else ids,
-            model_parallel_size=size,
-            micro_batches=options.get("micro_batches"),
-            requested=requested,
-            speeds=speeds if n == devices else (),
-            host_memory=host_memory_of(given),
-            shared_statistics=share and n > 1,
-            steps=steps,
-            notes=tuple(sizes[2]),
+            memory_named=self._request["device_memory"] is not None,
+            policy=self._request["policy"],
+            strategies=self._ids if self._named else None,
+            model_parallel_size=self._size,
+            micro_batches=self._options.get("micro_batches"),
+            requested=self._requested,
+            speeds=self._speeds if n == self._devices else (),
+            host_memory=self._host_memory,
+            shared_statistics=self._shares and n > 1,
+            steps=self._steps,
+            compile=self._options.get("compile") or False,
+            notes=tuple(notes),
         )
 
-    def made_on(n: int) -> StepPlan:
-        device, budgets, found = Device.of(rates.memory, asked, n), memory_on(n), list[StepPlan]()
+    def _made_on(self, n: int) -> StepPlan:
+        """Plan the step on `n` devices."""
+        device = Device.of(self._rates.memory, self._request["device_memory"], n)
+        budgets, found = self._memory_on(n), list[StepPlan]()
 
         def made(less: int) -> Plan:
-            planned = make_step_plan(inputs(n, [max(1, budget - less) for budget in budgets]), step, counted)
+            inputs = self._inputs(n, [max(1, budget - less) for budget in budgets])
+            planned = make_step_plan(inputs, self._step, counted)
             found.append(planned)
             assert planned.step is not None, "it is counted"
             return on_device(planned.plan, device, planned.step.as_planned(planned.plan))
 
-        with counting():
-            counted = None if shape.decoder else seen if n == devices else look(step, n)
-            plan = made_for(made)
-        return replace(found[-1], plan=replace(plan, notes=(*plan.notes, *on_decoders)))
+        with self.counting():
+            counted = None
+            if not self._sizes[1].decoder:
+                counted = self._seen if n == self._devices else self._look(self._step, n)
+            plan = with_compiled(made_for(made), self._inputs(n, budgets), self._module, self._seen.chain)
+        return replace(found[-1], plan=replace(plan, notes=(*plan.notes, *self._on_decoders)))
 
-    planned = made_on(devices)
-    made, counted_step = planned.plan, planned.step
-    assert counted_step is not None, "it is counted"
-    if not share:
-        made = without_shared_statistics(made)
+    def _profiled_at(self, n: int | None, other: Any = None) -> tuple[StepOfModule, ProfiledStep]:
+        step = self._step_at(n, other)
+        return step, self._look(step, self._devices)
 
-    @cache
-    def sized(n: int | None) -> tuple[StepOfModule, ProfiledStep]:
-        other = step_at(n)
-        return other, look(other)
+    def _at(self, n: int | None, other: Any = None) -> tuple[StepOfModule, ProfiledStep]:
+        """Return the step with batches of length `n`, or with another batch, and its profile."""
+        if other is not None:
+            return self._profiled_at(n, other)
+        return (self._planned_step, self._seen) if n == self._seen.profile.batch_size else self._sized(n)
 
-    def at(n: int | None, other: Any = None) -> tuple[StepOfModule, ProfiledStep]:
-        if other is None:
-            return (counted_step, seen) if n == seen.profile.batch_size else sized(n)
-        longer = step_at(n, other)
-        return longer, look(longer)
-
-    def planned_at(n: int | None, other: Any = None) -> Plan:
-        with counting():
-            return make_step_plan(inputs(devices, memory, sizes_at(n)), step_at(n, other), None).plan
-
-    return ModulePlan(
-        plan=replace(made, notes=(*made.notes, *budget_notes)),
-        profile=profile,
-        module=module,
-        step=counted_step,
-        batch=batch,
-        at=at,
-        counting=counting,
-        named=strategies is not None,
-        split=technique_of_steps(made.strategies),
-        on_devices=lambda n: made_on(n).plan,
-        planned_at=planned_at if shape.decoder else None,
-        unlike=len(memory) > 1 or bool(speeds),
-    )
+    def _planned_at(self, n: int | None, other: Any = None) -> Plan:
+        with self.counting():
+            inputs = self._inputs(self._devices, self._memory_on(self._devices), self._sizes_at(n))
+            return make_step_plan(inputs, self._step_at(n, other), None).plan

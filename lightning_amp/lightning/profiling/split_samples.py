@@ -117,8 +117,8 @@ def with_split_evaluation(
     for name, row in STRATEGIES.items():
         if not row.steps or row.data_axis or node_ranks < 2:
             continue
-        asked = SimpleNamespace()
-        dry = DrySteps.asked((name,), asked, node_ranks, run_ranks=whole.mesh.ranks, budget=whole.budget_bytes)
+        options = SimpleNamespace()
+        dry = DrySteps.asked((name,), options, node_ranks, run_ranks=whole.mesh.ranks, budget=whole.budget_bytes)
         assert dry is not None, "it has steps"
         try:
             plan = evaluation.split(dry, partial(base, name, dry), rates, notes)

@@ -158,8 +158,8 @@ def _next(plan: Plan) -> str:
         and (name not in PREDICTIONS or PREDICTIONS[name].needs_ranks <= plan.gradient_ranks)
     ]
     if others and set(plan.strategies) <= {"S1"}:
-        asked = ",".join([*plan.strategies, others[0]])
-        return f"The next plan to try is strategies={asked!r}: {helps[others[0]]}; or take a smaller batch"
+        names = ",".join([*plan.strategies, others[0]])
+        return f"The next plan to try is strategies={names!r}: {helps[others[0]]}; or take a smaller batch"
     if others:
         return (
             f"The next plan to try is the policy's, which may choose {' or '.join(others)}: leave `strategies` out; or"

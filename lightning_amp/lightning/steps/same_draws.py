@@ -140,10 +140,10 @@ def _called_by_user() -> bool:
     while frame is not None and frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
         # what `self.trainer.strategy` offers is called by the user
-        asked = name.startswith("lightning_amp.lightning.strategy.")
-        if not asked and name.startswith(("torch.distributed.fsdp", "lightning_amp.")):
+        of_strategy = name.startswith("lightning_amp.lightning.strategy.")
+        if not of_strategy and name.startswith(("torch.distributed.fsdp", "lightning_amp.")):
             return False
-        if not asked and name.partition(".")[0] not in LIBRARIES:
+        if not of_strategy and name.partition(".")[0] not in LIBRARIES:
             return True
         frame = frame.f_back
     return False

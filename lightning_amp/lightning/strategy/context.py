@@ -181,8 +181,8 @@ class PlanningContext:
     def inputs(self, strategies: Sequence[str] | None = None, model_ranks: int | None = None) -> PlanInputs:
         """Return what decides the plan, with these strategies and ranks of the model axis instead of the requested."""
         request, (data, shape, notes), (rates, note) = self.request, self.read, self.rates
-        asked = request.strategies if strategies is None else strategies
-        names = None if asked is None else parse_strategies(asked if isinstance(asked, str) else list(asked))
+        chosen = request.strategies if strategies is None else strategies
+        names = None if chosen is None else parse_strategies(chosen if isinstance(chosen, str) else list(chosen))
         # after a fit whose policy chose a grid, an evaluation has full parameters and no grid
         grid = None if names is None else self.grid_ranks
         return PlanInputs(
@@ -199,6 +199,9 @@ class PlanningContext:
             micro_batches=request.micro_batches,
             speeds=self.speeds,
             steps=self.steps,
+            # "auto" compiles where the policy chooses everything else
+            compile=request.compile if request.compile != "auto" or request.chooses else False,
+            steps_of_run=self.steps_of_run,
             notes=(*note, *notes),
             **self._requested,
         )
@@ -273,10 +276,10 @@ class PlanningContext:
     @cached_property
     def speeds(self) -> tuple[float, ...]:
         """Speeds of all ranks relative to the fastest; empty if they count as equal. The first access is collective."""
-        asked, ranks = self.request.device_speeds, self.strategy.world_size
-        if asked == "measure":
+        requested, ranks = self.request.device_speeds, self.strategy.world_size
+        if requested == "measure":
             return measured_speeds(self.strategy.root_device, ranks)
-        return speeds_of_ranks(asked, ranks)
+        return speeds_of_ranks(requested, ranks)
 
     def within(self, n_bytes: int) -> "PlanningContext":
         """Return a copy with a budget of `n_bytes` for tensors."""

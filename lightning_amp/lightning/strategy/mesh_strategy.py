@@ -84,8 +84,8 @@ class MeshStrategy(DDPStrategy):
         request, plan = self.request, self.plan
         given = request.given_plan if plan is None else plan
         # before planning, the size comes from the options; 0 means that the plan will decide
-        asked = 0 if request.model_parallel_size == "auto" else request.model_parallel_size
-        size = given.mesh.model if given is not None else asked if self.world_size > 1 else 1
+        requested = 0 if request.model_parallel_size == "auto" else request.model_parallel_size
+        size = given.mesh.model if given is not None else requested if self.world_size > 1 else 1
         splits = plan is not None and bool(technique_of_steps(plan.strategies))
         even = request.sequence_sizes == "even" and not request.sequence_grid
         dims = request.sequence_dim if even and isinstance(request.sequence_dim, Mapping) else {}

@@ -7,7 +7,13 @@ from functools import partial
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.lightning.consistency.replicas import decide_on_one_rank
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
-from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, StepPlan, base_plan, make_step_plan
+from lightning_amp.lightning.profiling.make_step_plan import (
+    PlanInputs,
+    StepPlan,
+    base_plan,
+    make_step_plan,
+    with_compiled,
+)
 from lightning_amp.lightning.profiling.split_samples import with_split_evaluation
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.context import PlanningContext
@@ -21,10 +27,7 @@ from lightning_amp.planning.plan.plan import Axes, Plan
 from lightning_amp.planning.policies import build_rules
 from lightning_amp.planning.time.step_seconds import predicted_times
 from lightning_amp.progress import shown_if_long
-from lightning_amp.techniques.compile.choose import UNKNOWN_BYTES, blocks_to_compile
-from lightning_amp.techniques.compile.row import CompileBlock
-from lightning_amp.techniques.data.row import ShareBatchStatistics
-from lightning_amp.techniques.table import EVALUATED, PREDICTIONS, STRATEGIES, in_order, is_of_decoder, rules_in_order
+from lightning_amp.techniques.table import EVALUATED, PREDICTIONS, STRATEGIES, in_order, is_of_decoder
 
 
 def resolve_plan(
@@ -50,11 +53,17 @@ def resolve_plan(
 
     @shown_if_long("planning", show=facts.trainer.progress_bar_callback is not None)
     def decide() -> Plan:
-        asked = request.given_plan if given is None else given
-        if asked is None or strategies is not None:
+        requested = request.given_plan if given is None else given
+        if requested is None or strategies is not None:
             made = _plan_of_decoder if facts.read[1].decoder else _plan_of_module
-            return with_compiled(made_for(lambda less: made_with(made, less)), facts)
-        return with_compiled(compared(predict_anew(asked, facts), facts, facts.step), facts)
+            return compiled(made_for(lambda less: made_with(made, less)))
+        return compiled(compared(predict_anew(requested, facts), facts, facts.step))
+
+    def compiled(found: Plan) -> Plan:
+        seen = facts.profiled[0]
+        return with_compiled(
+            found, facts.inputs(), facts.trainer.lightning_module, None if seen is None else seen.chain
+        )
 
     def made_with(made: Callable[[PlanningContext, PlanInputs], StepPlan], less: int) -> Plan:
         fewer = facts.less(less)
@@ -88,41 +97,17 @@ def resolve_plan(
     return plan if balance == "auto" else build_rules.with_balance(plan, balance=bool(balance))
 
 
-def with_compiled(plan: Plan, facts: PlanningContext) -> Plan:
-    """Return the plan with the blocks that `compile=` asks for."""
-    asked, module = facts.request.compile, facts.trainer.lightning_module
-    budgeted = facts.strategy.request.device_memory is not None
-    if budgeted and any(isinstance(rule.spec, CompileBlock) for rule in plan.rules):
-        raise PlanError(f"the given plan compiles blocks, which is not supported: {UNKNOWN_BYTES}")
-    if asked is False or (asked == "auto" and not facts.request.chooses):
-        return plan
-    seen, launches = facts.profiled[0], facts.rates[0].launches
-    chain = seen.chain if seen is not None and launches else None
-    rules, note = blocks_to_compile(
-        module,
-        asked,
-        [name for name in plan.strategies if not STRATEGIES[name].beside_compiled],
-        shared=any(isinstance(rule.spec, ShareBatchStatistics) for rule in plan.rules),
-        budgeted=budgeted,
-        chain=chain,
-        steps=facts.steps_of_run,
-    )
-    names = in_order({*plan.strategies, *(rule.strategy for rule in rules)})
-    notes = (*plan.notes, *[note] * bool(note))
-    return replace(plan, strategies=names, rules=rules_in_order((*plan.rules, *rules)), notes=notes)
-
-
 def _plan_of_module(facts: PlanningContext, given: PlanInputs) -> StepPlan:
     seen = facts.profiled[0]
     if seen is not None:
         assert facts.step is not None, "it has been seen"
         return make_step_plan(given, facts.step, seen)
-    asked, named = split_by_planner(given.strategies, policy=given.policy)
-    if asked is not None:
-        asked += _without_profile(named or (), facts)
+    requested, named = split_by_planner(given.strategies, policy=given.policy)
+    if requested is not None:
+        requested += _without_profile(named or (), facts)
     if facts.evaluation is not None:
-        return StepPlan(plan=_of_evaluation(facts, given, facts.evaluation, asked, named))
-    made = _evaluated(_without_step(facts, given, asked), facts, named)
+        return StepPlan(plan=_of_evaluation(facts, given, facts.evaluation, requested, named))
+    made = _evaluated(_without_step(facts, given, requested), facts, named)
     return StepPlan(plan=replace(made, uncounted=facts.not_profiled))
 
 
@@ -164,10 +149,10 @@ def _plan_of_decoder(facts: PlanningContext, given: PlanInputs) -> StepPlan:
         found = make_step_plan(given, facts.step, None)
         notes = facts.notes_on_closed_forms if found.seen is None else []
         return replace(found, plan=replace(found.plan, notes=(*found.plan.notes, *notes)))
-    asked, named = split_by_decoder(given.strategies, policy=given.policy)
-    if asked is not None:
-        asked += _without_profile(named or (), facts)
-    return StepPlan(plan=_evaluated(_without_step(facts, given, asked), facts, named or None))
+    requested, named = split_by_decoder(given.strategies, policy=given.policy)
+    if requested is not None:
+        requested += _without_profile(named or (), facts)
+    return StepPlan(plan=_evaluated(_without_step(facts, given, requested), facts, named or None))
 
 
 def _without_step(facts: PlanningContext, given: PlanInputs, asked: Sequence[str] | None) -> Plan:

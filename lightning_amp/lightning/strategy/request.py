@@ -185,10 +185,10 @@ class Request:
         if self.plan is None:
             return
         decided = {"policy": self.policy, "model_parallel_size": str(self.model_parallel_size)}
-        beside = {name: value for name, value in decided.items() if value != "auto"}
-        if beside:
+        others = {name: value for name, value in decided.items() if value != "auto"}
+        if others:
             raise PlanError(
-                f"plan={self.plan!r} cannot be used with {beside!r}, which a plan decides; leave one of the two out"
+                f"plan={self.plan!r} cannot be used with {others!r}, which a plan decides; leave one of the two out"
             )
         if self.compile is not False:
             raise PlanError(

@@ -78,8 +78,8 @@ def forward_peak(key: KeyBytes, making: KeyMakingBytes, cells: CellBytes) -> int
     """Return the peak of a stratum's forward pass."""
     made = key.kept + making.kept
     # feed-forward, decode and likelihood run one after the other, so the highest of them counts
-    beside = max(cells.forward, making.dropped + key.decoding, making.dropped + making.feed_forward)
-    return max(made + beside, making.attention)
+    while_running = max(cells.forward, making.dropped + key.decoding, making.dropped + making.feed_forward)
+    return max(made + while_running, making.attention)
 
 
 def backward_peak(key: KeyBytes, making: KeyMakingBytes, cells: CellBytes) -> int:

@@ -32,6 +32,8 @@ from lightning_amp.techniques.technique import Prediction, result_or_reason
 
 WORTH = 0.05
 """Share of the peak that a technique must save to count as helpful."""
+DEAR = 3.0
+"""Ratio of step times from which techniques are listed after those that take less time."""
 TRIES = 4
 """Number of tries if counts exceed the budget; the last one applies techniques as much as possible."""
 MOSTLY = 0.6
@@ -202,14 +204,14 @@ def advice(
     `stages` is a draft that exists already. Without it, stages are searched only if the step exceeds the budget, or if
     they may be faster and plans are `compared`.
     """
-    helps: dict[str, tuple[int, str]] = {}
+    helps: dict[str, tuple[bool, int, str]] = {}
     does_not: dict[str, str] = {}
 
     def judge(name: str, whole: Draft, made: Draft | str, why_not: Callable[[Draft], str]) -> None:
         if isinstance(made, str):
             does_not[name] = f"{name} would not: {made}"
         elif made.peak_bytes <= (1 - WORTH) * whole.peak_bytes:
-            helps[name] = made.peak_bytes, _gain(name, whole, made)
+            helps[name] = made.pace > DEAR * whole.pace, made.peak_bytes, _gain(name, whole, made)
         else:
             does_not[name] = f"{name} would not: {why_not(made)}"
 
@@ -236,8 +238,8 @@ def advice(
             result_or_reason(search.best, seen, ranks=ranks, budget=None, options=OPEN) if stages is None else stages
         )
         judge(STAGED, whole, found, lambda made: f"{_instead(whole, made)}, for {search.limit}")
-    ordered = sorted(helps, key=lambda name: helps[name][0])
-    return {name: helps[name][1] for name in ordered}, does_not
+    ordered = sorted(helps, key=lambda name: helps[name][:2])
+    return {name: helps[name][2] for name in ordered}, does_not
 
 
 def _is_last_resort(names: Collection[str]) -> bool:
@@ -325,12 +327,13 @@ def _candidate(one: Draft, best: Draft, budget: int | None, *, base: tuple[str, 
 
 def _gain(name: str, whole: Draft, made: Draft) -> str:
     less = 100 * (1 - made.peak_bytes / whole.peak_bytes)
-    slower = 100 * (made.pace / whole.pace - 1)
+    ratio = made.pace / whole.pace
+    more = f"{100 * max(0.0, ratio - 1):.0f} % more time" if ratio <= DEAR else f"{ratio:.0f} times the time"
     ranks = made.ranks * made.model
     at = f" on {on_ranks(ranks)}" if ranks > 1 else ""
     return (
         f"{name} would make the peak {format_bytes(made.peak_bytes)} instead of"
-        f" {format_bytes(whole.peak_bytes)}{at} ({less:.0f} % less), for about {max(0.0, slower):.0f} % more time"
+        f" {format_bytes(whole.peak_bytes)}{at} ({less:.0f} % less), for about {more}"
     )
 
 

@@ -59,7 +59,11 @@ def on_device(plan: Plan, device: Device | None, step: ModuleProfile | str) -> P
     ranks = plan.mesh.ranks
     # unlike devices: the plan has the budget of its fullest rank
     budget = min(device.budgets, key=lambda n: abs(device.memory.tensor_bytes(n, ranks) - (plan.budget_bytes or 0)))
-    found = step if isinstance(step, str) else _replayed(plan, device, step, budget - device.memory.beside(ranks))
+    found = (
+        step
+        if isinstance(step, str)
+        else _replayed(plan, device, step, budget - device.memory.bytes_outside_tensors(ranks))
+    )
     estimated, replayed = (found, None) if isinstance(found, str) else ("", found)
     taken = DeviceBytes(
         reserved_bytes=_estimate(plan.training_bytes, device) if replayed is None else replayed.peak_reserved,

@@ -85,9 +85,9 @@ def plan(
         # a node that is not full counts as a single node
         node_devices=None if node_devices is None or node_devices >= devices else node_devices,
     )
-    asked, notes, compared = policy, list[str](), tuple[Candidate, ...]()
+    requested, notes, compared = policy, list[str](), tuple[Candidate, ...]()
     if strategies is not None:
-        asked, chosen = "strategies", parse_strategies(strategies)
+        requested, chosen = "strategies", parse_strategies(strategies)
     elif not request.shape.decoder:
         chosen, notes = without_strata(request)
     elif policy == "paper":
@@ -113,7 +113,7 @@ def plan(
         if model_parallel_size == "auto":
             notes = notes + _of_paper(compared[0], request)
         request = replace(request, model_parallel_size=compared[0].model)
-    made = _carried_out(request, chosen, profile, asked=asked, compared=compared, notes=notes)
+    made = _carried_out(request, chosen, profile, asked=requested, compared=compared, notes=notes)
     return with_memory(with_speeds(made, request.shape, speeds_of_ranks(device_speeds, devices)), memory)
 
 
@@ -263,8 +263,8 @@ def _one_model_rank(sharding: list[str], request: PlanRequest) -> tuple[str, str
     """Return why the model axis has one rank only, and how to get more."""
     decoder, node = request.shape.decoder, request.node_devices or request.devices
     if request.devices == 1 or request.model_parallel_size != "auto":
-        asked = "" if request.model_parallel_size == "auto" else ", model_parallel_size=1"
-        return f"that has one rank with devices={request.devices}{asked}", "use two ranks or more"
+        requested = "" if request.model_parallel_size == "auto" else ", model_parallel_size=1"
+        return f"that has one rank with devices={request.devices}{requested}", "use two ranks or more"
     limiting = min(sharding, key=lambda strategy: decoder.parts.get(strategy, node))
     most, whole = decoder.parts[limiting], _wholes(decoder)[limiting]
     remedy = "choose a smaller window" if limiting == "nodes" else "use another number of devices"

@@ -59,11 +59,11 @@ def mapped(request: PlanRequest) -> tuple[tuple[str, ...], list[str]]:
         limit = "no memory budget is known" if budget is None else f"it fits in {format_bytes(budget)}"
         first = f"{format_bytes(whole)} per device under {under} and {limit}: {under} only"
         return in_order(base), [Explanation(first), *notes]
-    asked = {s for s, row in STRATEGIES.items() if row.signal in request.diagnosis.signals and not row.registered}
+    requested = {s for s, row in STRATEGIES.items() if row.signal in request.diagnosis.signals and not row.registered}
     # the paper's S3 and S5 are for local attention; for full attention it names sequence parallelism (Section 5)
     split = "nodes" if shape.decoder.full else "S5"
-    chosen = base | (asked - {"S5"} - ({"S3"} if shape.decoder.full else set()))
-    if "S5" in asked and peak(chosen) > budget:
+    chosen = base | (requested - {"S5"} - ({"S3"} if shape.decoder.full else set()))
+    if "S5" in requested and peak(chosen) > budget:
         chosen.add(split)
     first = f"{format_bytes(whole)} per device under {under} exceeds {format_bytes(budget)}"
     return in_order(chosen), [Explanation(first), *notes]

@@ -65,8 +65,8 @@ def _variance(
     x = x.to(torch.promote_types(kind, torch.float32))
     mean = torch.mean(x, gone, True)
     # real-valued for complex values too
-    apart = (x - mean).abs() if x.is_complex() else x - mean
-    found = torch.sum(apart.square(), gone, keepdim) / max(prod(shape[d] for d in gone) - less, 0)
+    deviation = (x - mean).abs() if x.is_complex() else x - mean
+    found = torch.sum(deviation.square(), gone, keepdim) / max(prod(shape[d] for d in gone) - less, 0)
     if name.startswith("std"):
         # sqrt has no gradient at zero; torch's gradient is zero there
         found = found.masked_fill(found == 0, 0).sqrt()

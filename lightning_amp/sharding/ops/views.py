@@ -100,9 +100,9 @@ def _expand(func: Any, x: Tensor, size: Any, *, implicit: bool = False) -> CallP
 @operator("repeat")
 def _repeat(func: Any, x: Tensor, times: Sequence[int]) -> Tensor:
     shape = [*[1] * (len(times) - len(shape_of(x))), *shape_of(x)]
-    apart = x.reshape([m for n in shape for m in (1, n)])
-    apart = apart.expand([m for n, t in zip(shape, times, strict=True) for m in (t, n)])
-    return apart.clone().reshape([n * t for n, t in zip(shape, times, strict=True)])
+    unfolded = x.reshape([m for n in shape for m in (1, n)])
+    unfolded = unfolded.expand([m for n, t in zip(shape, times, strict=True) for m in (t, n)])
+    return unfolded.clone().reshape([n * t for n, t in zip(shape, times, strict=True)])
 
 
 @operator("repeat_interleave")
@@ -120,7 +120,7 @@ def _shuffle(func: Any, x: Tensor, factor: int) -> Tensor:
     if "channel" in name_of(func):
         return x.unflatten(1, (factor, -1)).transpose(1, 2).flatten(1, 2)
     if name_of(func) == "pixel_unshuffle":
-        apart = x.unflatten(-1, (-1, factor)).unflatten(-3, (-1, factor))
-        return apart.movedim((-3, -1), (-4, -3)).flatten(-5, -3)
-    apart = x.unflatten(-3, (-1, factor, factor)).movedim((-4, -3), (-3, -1))
-    return apart.flatten(-2).flatten(-3, -2)
+        unfolded = x.unflatten(-1, (-1, factor)).unflatten(-3, (-1, factor))
+        return unfolded.movedim((-3, -1), (-4, -3)).flatten(-5, -3)
+    unfolded = x.unflatten(-3, (-1, factor, factor)).movedim((-4, -3), (-3, -1))
+    return unfolded.flatten(-2).flatten(-3, -2)

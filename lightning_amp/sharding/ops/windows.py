@@ -121,9 +121,9 @@ def _convolution(
 ) -> Any:
     kernel = shape_of(weight)[2:]
     n, first = len(kernel), len(shape_of(x)) - len(kernel)
-    apart = _own_groups(x, weight, bias, groups, first - 1)
-    if apart is not None:
-        *of_rank, count, split = apart
+    of_groups = _own_groups(x, weight, bias, groups, first - 1)
+    if of_groups is not None:
+        *of_rank, count, split = of_groups
         return _with(split, func(*of_rank, stride, padding, dilation, count))
     stride, dilation = each(stride, n), each(dilation, n)
     spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
@@ -209,9 +209,9 @@ def _transposed(
     """Compute the transposed convolution of all inputs that reach this rank's outputs, and keep these outputs."""
     kernel = shape_of(w)[2:]
     n, first = len(kernel), len(shape_of(x)) - len(kernel)
-    apart = _own_groups(x, w, bias, groups, first - 1, transposed=True)
-    if apart is not None:
-        *of_rank, count, split = apart
+    of_groups = _own_groups(x, w, bias, groups, first - 1, transposed=True)
+    if of_groups is not None:
+        *of_rank, count, split = of_groups
         return _with(split, func(*of_rank, stride, padding, more, count, dilation))
     stride, padding, more, dilation = (each(v, n) for v in (stride, padding, more, dilation))
     given, dims = (stride, padding, more, groups, dilation), range(first, first + n)

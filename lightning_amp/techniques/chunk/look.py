@@ -85,8 +85,8 @@ def look(step: StepToPlan) -> ChunkForms:
 
 def costs_of(step: StepToPlan) -> CostModel:
     """Return the costs by which regions of this step are chosen: at the device's rates, as the user requested."""
-    asked = step.requested.get("chunk")
-    return CostModel(policy=asked.policy if isinstance(asked, ChunkBlock) else "auto", rates=step.operator_rates())
+    spec = step.requested.get("chunk")
+    return CostModel(policy=spec.policy if isinstance(spec, ChunkBlock) else "auto", rates=step.operator_rates())
 
 
 def _differentiated(step: CountedStep, call: BlockCall) -> str:

@@ -1,6 +1,7 @@
 """Decide which blocks of a module `AMPStrategy(compile=)` compiles, and whether compilation pays."""
 
 from collections.abc import Collection, Mapping
+from math import inf
 from typing import Literal
 
 from torch import nn
@@ -101,6 +102,6 @@ def _pays(chain: Chain, blocks: Collection[str], steps: float, compiling: float)
     within = PASSES * sum(block.forward_seconds for block in chain.blocks if block.fqn in blocks) / chain.seconds
     left = chain.launch_seconds * (1 - min(1.0, within) * (1 - LEFT))
     saved = steps * (chain.launch_seconds - max(work, left))
-    said = f"{launched}; {steps:,.0f} steps save about {format_seconds(saved)}, and compilation takes about"
-    said += f" {format_seconds(compiling)}"
+    run = "the run has no end" if steps == inf else f"{steps:,.0f} steps save about {format_seconds(saved)}"
+    said = f"{launched}; {run}, and compilation takes about {format_seconds(compiling)}"
     return ("", said) if saved > compiling else (said, "")

@@ -224,8 +224,8 @@ class _FsdpWalk:
             now = self._unit_of(moment)
             if now and now != unit:
                 if unit in pending:
-                    beside = at + self._padded[""] + root + self._ahead(unit)
-                    yield from ((moment, n_bytes) for n_bytes in self._finish(unit, beside, done))
+                    others = at + self._padded[""] + root + self._ahead(unit)
+                    yield from ((moment, n_bytes) for n_bytes in self._finish(unit, others, done))
                     pending.remove(unit)
                 unit = now
             at = self._held(moment) + self._other(moment)
@@ -256,11 +256,11 @@ class _FsdpWalk:
             shared = self._share(moment, GRADIENTS) + self._share(moment, TEMPORARIES)
             yield self._held(moment) + shared + moment.by_kind[ACTIVATIONS]
 
-    def _finish(self, fqn: str, beside: int, done: dict[str, int]) -> Iterator[int]:
-        """Free a unit's parameters and reduce its gradients; `beside` is everything that `done` does not count."""
-        sent, beside = self._sent[fqn], beside + done["rows"]
-        yield beside + self._whole[fqn] + sent
-        yield beside + (1 + (self._ranks > 1)) * sent + sent // self._ranks
+    def _finish(self, fqn: str, others: int, done: dict[str, int]) -> Iterator[int]:
+        """Free a unit's parameters and reduce its gradients; `others` is everything that `done` does not count."""
+        sent, others = self._sent[fqn], others + done["rows"]
+        yield others + self._whole[fqn] + sent
+        yield others + (1 + (self._ranks > 1)) * sent + sent // self._ranks
         done["whole"] += self._whole[fqn]
         done["rows"] += 0 if self._offload or self._added else sent // self._ranks
         done["sent"] = sent

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import (
     FakeTensor,
-    FakeTensorMode,
+    SharedFakeMode,
     TorchDispatchMode,
     disable_torch_function,
     has_no_values,
@@ -134,7 +134,7 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device, self._fake, self.missed = device, FakeTensorMode(), 0
+        self.device, self._fake, self.missed = device, SharedFakeMode(), 0
         self.in_block = False
         # the parameter is kept, so that its id is not reused
         self._absent: dict[int, tuple[Tensor, Tensor]] = {}

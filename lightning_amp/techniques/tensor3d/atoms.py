@@ -48,8 +48,8 @@ class Atoms:
         """Unite entries of two grids; returns False, without a change, if a dim would have fewer sets than ranks."""
         sets = self._set[axis]
         left, right = (sets[grid].ravel() for grid in np.broadcast_arrays(a, b))
-        apart = left != right
-        left, right = left[apart], right[apart]
+        unlike = left != right
+        left, right = left[unlike], right[unlike]
         if not len(left):
             return True
         # sets are nodes, and pairs of entries are edges: each component becomes one set, named by its least member

@@ -162,10 +162,10 @@ class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
             now = self._together(why, axis, tensors, labels, names)
             if now is None:
                 continue
-            apart = {name for name, n in zip(names, now.shape, strict=True) if n > 1}
-            adding = apart & sums
+            split = {name for name, n in zip(names, now.shape, strict=True) if n > 1}
+            adding = split & sums
             # if a summed dim is split over the axis, no other dim may be
-            for name in sorted(apart & (whole if not adding else whole | (set(names) - sums)), key=names.index):
+            for name in sorted(split & (whole if not adding else whole | (set(names) - sums)), key=names.index):
                 first = now.take([0], names.index(name))
                 if not self.atoms.unite(axis, now, first):
                     now = None

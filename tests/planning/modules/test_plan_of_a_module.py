@@ -2,6 +2,7 @@
 reason, the fastest plan that fits is taken and counted once more, and what is missing is said where none fits.
 """
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -112,6 +113,17 @@ def test_the_largest_part_is_a_signal_with_its_numbers() -> None:
     assert "the largest tensor is gelu of blocks.0, [5, 50] float32: 0.98 KiB, 24 % of the peak" in (
         found.diagnosis.evidence
     )
+
+
+def test_what_takes_many_times_as_long_is_listed_last() -> None:
+    """Of a step of microseconds, the messages of fsdp take most of the time, though it saves more than recompute."""
+    profile = profiled(held=9000, saved=4100)
+    found = chain(rest=profile.peak_bytes - BLOCKS * SAVED)
+    quick = replace(found, blocks=tuple(replace(one, forward_seconds=1e-6) for one in found.blocks), seconds=1e-5)
+    helps = diagnose_module(seen(profile, quick, weights=2250)).helps
+    assert list(helps) == ["recompute", "fsdp"]
+    assert "% more time" in helps["recompute"]
+    assert re.search(r"for about \d+ times the time", helps["fsdp"])
 
 
 def test_what_cannot_help_is_named_with_the_reason() -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import lightning_amp
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.chain.chain import BlockCost, Chain
@@ -184,6 +186,7 @@ def chain(work: float) -> Chain:
 @pytest.mark.parametrize(
     ("seen", "steps", "compiled", "said"),
     [
+        (chain(0.002), inf, True, "the run has no end, and compilation takes about 30.0 s"),
         # half of the launches are left, 6 ms a step are saved
         (chain(0.002), 10_000, True, "10,000 steps save about 60.0 s, and compilation takes about 30.0 s"),
         (
@@ -204,6 +207,15 @@ def test_auto_compiles_where_launches_bind_and_the_run_is_long(
     assert re.search(said, note), note
 
 
+def test_auto_without_a_run_is_for_a_long_one_on_the_named_device() -> None:
+    for rates, names in ((None, ()), ("H100", ("compile",))):
+        made = lightning_amp.plan(Net(), rows(6), rates=rates, compile="auto").plan
+        assert made.strategies == names
+        assert any("the run has no end" in note for note in made.notes) == bool(names)
+    with pytest.raises(PlanError, match="compile=True is not supported: device_memory is given"):
+        lightning_amp.plan(Net(), rows(6), device_memory="1GiB", compile=True)
+
+
 def test_a_fit_compiles_and_auto_does_not_on_a_cpu(without_kernels: None) -> None:
     loader = DataLoader(rows(24), batch_size=6)  # type: ignore[arg-type]
     plain, auto, compiled = (
@@ -214,5 +226,8 @@ def test_a_fit_compiles_and_auto_does_not_on_a_cpu(without_kernels: None) -> Non
     assert compiled["plan"].predicted_peak_bytes == plain["plan"].predicted_peak_bytes
     assert torch.equal(compiled["random"][0], plain["random"][0])
     torch.testing.assert_close(compiled["parameters"], plain["parameters"])
+    offline = lightning_amp.plan(Net(), rows(6), compile=True).plan
+    assert offline.rules == compiled["plan"].rules
+    assert offline.predicted_peak_bytes == compiled["plan"].predicted_peak_bytes
     with pytest.raises(PlanError, match="the given plan compiles blocks, which is not supported: device_memory is"):
         fitted(Net(), loader, AMPStrategy(plan=compiled["plan"], device_memory="1GiB"), max_steps=1)

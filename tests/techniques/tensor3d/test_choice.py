@@ -217,8 +217,8 @@ def test_the_fastest_of_the_first_grids_is_found_by_training(
 ) -> None:
     """One grid is trained on; where three are, the fastest counts, and one that fails does not."""
     out = tmp_path / "plan.json"
-    words = ["tune", "--config", deep, "--devices", "2", "--out", str(out)]
-    assert main([*words, "--grids", "1", "--steps", "3"]) == 0
+    words = ["tune", "--config", deep, "--devices", "2", "--strategies", "tensor3d", "--out", str(out)]
+    assert main([*words, "--plans", "1", "--steps", "3"]) == 0
     assert re.search(r"1, 1, 2 +[\d.]+ m?s +[\d.]+ m?s\n", capsys.readouterr().out)
     assert Plan.from_json(out.read_text()).rules[-1].spec.grid == "1x1x2"  # type: ignore[attr-defined]
     seconds = {"1x1x2": "4.0", "1x2x1": "1.0", "2x1x1": ""}

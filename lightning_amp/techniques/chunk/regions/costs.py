@@ -89,8 +89,8 @@ class Seconds:
         outputs = region.outputs(self._table)
         copies = sum(self._moved(2 * self._result[i]) + n * self._rates.overhead_seconds for i in outputs)
         # neighbours of a piece are computed on both sides, except at the ends
-        beside = (n - 1) * 2 * region.reach / region.units * sum(self.rows[i] for i in inside)
-        forward = (n - 1) * again + copies + beside
+        overlap = (n - 1) * 2 * region.reach / region.units * sum(self.rows[i] for i in inside)
+        forward = (n - 1) * again + copies + overlap
         if not self._train:
             return forward
         # the forward pass is recomputed, and both passes run in pieces

@@ -181,8 +181,8 @@ def written_over(table: Table, region: Region) -> dict[int, int]:
             if i in region.sums or k not in region.dims or k in found.values():
                 continue
             # equally many pieces side by side occupy the same bytes
-            beside = [prod(rows[j].shape[: region.dims[j]]) for j in (i, k)]
-            if beside[0] == beside[1] and may_write(rows, i, k, inputs):
+            of_piece = [prod(rows[j].shape[: region.dims[j]]) for j in (i, k)]
+            if of_piece[0] == of_piece[1] and may_write(rows, i, k, inputs):
                 found[i] = k
                 break
     return found

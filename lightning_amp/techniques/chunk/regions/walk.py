@@ -218,8 +218,8 @@ class Flow:
         pairs = row.sums[~dim] if dim < 0 else row.dims[dim]
         # a tensor that is passed as two arguments, or read along two dims, must be cut in one way: `dict` keeps the
         # last dim of each argument, so that a different first one fails the comparison below
-        asked = dict(pairs)
-        if not pairs or any(asked[k] != d for k, d in pairs):
+        dims = dict(pairs)
+        if not pairs or any(dims[k] != d for k, d in pairs):
             return False
         if dim < 0:
             if i in self.wanted:
@@ -231,7 +231,7 @@ class Flow:
             self._set(self.wanted, i, None)
             self._set(self.cut, i, dim)
             self._note(i)
-        return self._read(row, asked) and self._readers(i)
+        return self._read(row, dims) and self._readers(i)
 
     def _read(self, row: OperatorRow, asked: dict[int, int]) -> bool:
         """Mark a row's arguments as wanted along their dims, or as read whole; return False if that conflicts."""

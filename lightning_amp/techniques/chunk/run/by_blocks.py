@@ -55,10 +55,10 @@ def plan_blocks(
     with torch.no_grad():
         calls, whole_bytes = _dry_run(module, args, kwargs, lambda *_: None, reason)
     # because the signature of a block includes whether its arguments have gradients
-    asked = _dry_run(module, args, kwargs, lambda *_: None, reason)[0] if with_gradients else calls
+    differentiated = _dry_run(module, args, kwargs, lambda *_: None, reason)[0] if with_gradients else calls
     blocks, captures = find_blocks(module), Captures()
     fake, names = QuickFakes(), [call.fqn for call, _ in calls]
-    known = [captures.of(plain(blocks[call.fqn]), *call.arguments(fake)) for call, _ in asked]
+    known = [captures.of(plain(blocks[call.fqn]), *call.arguments(fake)) for call, _ in differentiated]
     reasons = {"": reason} | {fqn: f.reason for fqn, f in zip(names, known, strict=True) if f.reason}
     # a block that fails to be captured in one call runs its own forward in all: its key may contain state that it
     # changes

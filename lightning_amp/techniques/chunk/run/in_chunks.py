@@ -157,11 +157,11 @@ class InChunks:
                 # the least bytes depend slightly on the budget of the search
                 n_bytes = max(error.least_bytes, n_bytes + n_bytes // 100 + 1)
         if n_bytes > self._budget_bytes:
-            least, asked = format_bytes(n_bytes), format_bytes(self._budget_bytes)
+            least, allowed = format_bytes(n_bytes), format_bytes(self._budget_bytes)
             given = [node.meta["val"] for node in found.nodes if node.op == "placeholder"][len(found.names) :]
             shapes = ", ".join(str(list(tensor.shape)) for tensor in given) or "no tensors"
             warnings.warn(
-                f"a block {found.kind.__name__!r} has {asked} by the plan, made for another batch; called with"
+                f"a block {found.kind.__name__!r} has {allowed} by the plan, made for another batch; called with"
                 f" {shapes} it needs {least} at least, in chunks, and takes that: plan for the largest batch",
                 stacklevel=2,
             )

@@ -55,12 +55,12 @@ def writing(target: Any) -> Any:
     """Return the variant of an elementwise operator that writes into an argument `out`; None if there is none."""
     if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
-    asked = [(a.name, str(a.type)) for a in target._schema.arguments]
+    needed = [(a.name, str(a.type)) for a in target._schema.arguments]
     packet, composite = target.overloadpacket, ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
     for other in (getattr(packet, name) for name in packet.overloads()):
         *given, last = other._schema.arguments or [None]
         alone = last is not None and last.name == "out" and str(last.type) == "Tensor"
-        same = alone and [(a.name, str(a.type)) for a in given] == asked
+        same = alone and [(a.name, str(a.type)) for a in given] == needed
         if same and not any(has_kernel(other, key) for key in composite):
             return other
     return None

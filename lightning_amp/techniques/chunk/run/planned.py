@@ -102,10 +102,10 @@ def _within(
     """Return the generated forward with regions that are chosen from a table, and its plan."""
     # a block that fits without chunks is planned for the budget itself: the next lower rung could require chunks
     fits = block_bytes(table.rows, table.outputs, train=train).peak_bytes <= budget_bytes
-    asked, is_least = budget_bytes if fits else rung(budget_bytes), False
+    limit, is_least = budget_bytes if fits else rung(budget_bytes), False
     while True:
         try:
-            found = choose_chunks(table, asked, train=train, costs=costs)
+            found = choose_chunks(table, limit, train=train, costs=costs)
         except OverBudget as error:
             if error.least is None:
                 raise
@@ -117,7 +117,7 @@ def _within(
         if is_least:
             raise _over(capture, measured, f" ({found.whole_bytes!r} as it is)", budget_bytes)
         # a prediction that is too low costs further searches, but the budget is always met
-        asked = rung(min(asked, found.peak_bytes) - 1)
+        limit = rung(min(limit, found.peak_bytes) - 1)
 
 
 def _nested(capture: Capture, budget_bytes: int, costs: CostModel, which: str, *, train: bool) -> Found | None:

@@ -86,13 +86,13 @@ def stage_bytes(passes: Passes, start: int, end: int, *, to_the_end: bool, rank:
     window = StageWindow(passes, start, segments, returned=[*passes.outputs[end - 1], *leaves], rank=rank)
     received, result = passes.sent_bytes[start - 1] if start else 0, passes.sent_bytes[end - 1]
     # the gradient that comes back from the next stage, and the received tensors
-    beside = received + (0 if segments > blocks or end == blocks else result)
+    in_backward = received + (0 if segments > blocks or end == blocks else result)
     first, later = window.backward()
     return StageBytes(
         forward=window.forward() + received,
         kept=window.kept() + received,
-        first_backward=first + beside,
-        backward=later + beside,
+        first_backward=first + in_backward,
+        backward=later + in_backward,
         result=result,
         received=received,
         returned=int(passes.n_bytes[leaves].sum()),
@@ -328,8 +328,8 @@ def filled(ends: tuple[int, ...], stages: int, seconds: Any, speeds: tuple[float
     if speeds:
         blocks = len(seconds)
         whole = [*ends, *[blocks] * (stages - len(ends))]
-        apart = list(accumulate(whole, lambda before, end: max(before + 1, end), initial=0))[1:]
-        return tuple(min(end, blocks - (stages - 1 - s)) for s, end in enumerate(apart))
+        strict = list(accumulate(whole, lambda before, end: max(before + 1, end), initial=0))[1:]
+        return tuple(min(end, blocks - (stages - 1 - s)) for s, end in enumerate(strict))
     # caps may leave the first rank without a block
     ends = tuple(sorted({*ends} - {0}))
     work = np.concatenate([[0.0], np.cumsum(seconds)])
