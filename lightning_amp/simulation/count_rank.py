@@ -10,7 +10,7 @@ counted.
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from lightning_amp.techniques.data.gradient_sync import GradientSync
 from lightning_amp.techniques.data.row import ShareBatchStatistics
 from lightning_amp.techniques.hic.scores import nonzero_counts
 from lightning_amp.techniques.ranks.shards import sizes_of_rank
-from lightning_amp.techniques.table import STAGED, STRATEGIES
+from lightning_amp.techniques.table import STAGED, STRATEGIES, beyond_decoder
 
 BEFORE, OUTSIDE, OTHERS = "the weights, optimiser state and batch", "the encoders and the graph", "the other decoders"
 
@@ -101,7 +101,9 @@ def count_rank(subject: Subject, plan: Plan, rank: int, *, device_type: str) -> 
             rounds_differently=device_type == "cuda",
         )
         run_settings = RunSettings(values=False, frees_gradients=True, reducer=reducer)
-        with holding(SENT, sent), counting_bytes_alone():
+        # techniques of any module may have counted the step's operators, as the segments of `replay`
+        briefly = nullcontext() if beyond_decoder(plan.strategies) else counting_bytes_alone()
+        with holding(SENT, sent), briefly:
             found, _ = counted_step(module, subject.batch, None, _RankRecorder, run_settings)
     by_kind = Counter[str]()
     for one in sent:
