@@ -2,13 +2,13 @@
 
     python -m benchmarks.paper.tables [--only "leave one out" ...] [--quick] [--figure FILE] [--write]
 
-No GPU is needed: every figure is one training step without values under a fake process group, every byte counted. What
-the paper does not state is chosen once, in benchmarks/paper/runs.py. *The paper's form* keeps the probabilities of
-every chunk of attention for the backward pass; *ours* computes them again. Without S3 the paper has one masked matrix
-of all scores, which the reference model never makes: it is registered here as S9, for counting bytes.
+No GPU is needed: every figure is one training step without values, as a GPU runs it, every byte counted. What the paper
+does not state is chosen once, in benchmarks/paper/runs.py. *The paper's form* keeps the probabilities of every chunk of
+attention for the backward pass; *ours* computes them again. Without S3 the paper has one masked matrix of all scores,
+which the reference model never makes: it is registered here as S9, for counting bytes.
 
-`--write` puts the tables into docs/reports/paper_tables.md. About 20 minutes on 2 cores; with --quick (two rows, six
-strata) half a minute.
+`--write` puts the tables into docs/reports/paper_tables.md. About an hour on 2 cores; with --quick (two rows, six
+strata) a minute.
 """
 
 import argparse
