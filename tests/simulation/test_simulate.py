@@ -237,6 +237,33 @@ def test_a_technique_that_one_rank_cannot_count_alone_is_refused() -> None:
         simulate_plan(*made)
 
 
+def test_every_operator_of_a_step_has_a_place(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synthesize(tmp_path / "data", cells=24, bins=30, strata=2, genes=20, seed=1)
+    sizes: dict[str, Any] = {"batch_size": 4, "latent_dim": 8, "window": 8}
+    recorders = []
+    result_of = count_rank._result
+
+    def result(recorder: Any, *args: Any, **kwargs: Any) -> RankResult:
+        recorders.append(recorder)
+        return result_of(recorder, *args, **kwargs)
+
+    monkeypatch.setattr(count_rank, "_result", result)
+    simulate(*request_reference(profile(tmp_path / "data"), **sizes, strategies="S1", devices=2), rank=0)
+    (found,) = recorders
+    strata = count_rank.Strata("decoders.hic")
+    every = [strata.place(found.lives, found.work, at) for at in range(len(found.work))]
+    outside, others, reduced = "the encoders and the graph", "the other decoders", "the reduction of gradients"
+    # the discriminator has its own step first
+    discriminator = ["the weights, optimiser state and batch", outside, f"the backward pass of {outside}", reduced]
+    forward = ["the optimiser step", "stratum 0", others, "stratum 1"]
+    backward = [f"the backward pass of {where}" for where in (others, "stratum 1", "stratum 0")]
+    assert list(dict.fromkeys(every)) == [*discriminator, *forward, *backward]
+    changes = [place for k, place in enumerate(every) if k == 0 or every[k - 1] != place]
+    # a few operators of Lightning's loop lie between
+    passes = [place for place in changes if place != others]
+    assert passes[-3:] == [f"the backward pass of {outside}", reduced, "the optimiser step"]
+
+
 @pytest.mark.long
 def test_a_step_ends_where_the_budget_does() -> None:
     free = simulated("S1", ranks=1)
