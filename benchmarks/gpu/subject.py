@@ -208,7 +208,7 @@ class Subject:
             self._module: Any = DecoderAlone(shape)
         install(self._module, plan)
         optimizers = self._module.configure_optimizers()
-        self._module.optimizers = lambda: optimizers
+        self._module.optimizers = lambda: optimizers[0]
         self._module.manual_backward = torch.Tensor.backward
         self._optimizers = optimizers
 

@@ -87,7 +87,10 @@ def make_plan(setting: Setting, strategies: str | None, devices: int, form: Form
         shape=shape,
     )
     made = in_forms(made, [*["retain"] * form.retain, *["gather"] * form.gather])
-    predicted = estimate(shape, made.axes, model_ranks=made.mesh.model)
+    assert shape.decoder is not None, "the module is a decoder"
+    # as it is simulated
+    on_gpu = replace(shape, decoder=replace(shape.decoder, launched=True))
+    predicted = estimate(on_gpu, made.axes, model_ranks=made.mesh.model)
     return replace(made, predicted_peak_bytes=predicted.peak_bytes, strata_bytes=predicted.strata_bytes)
 
 

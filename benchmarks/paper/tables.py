@@ -2,13 +2,13 @@
 
     python -m benchmarks.paper.tables [--only "leave one out" ...] [--quick] [--figure FILE] [--write]
 
-No GPU is needed: every figure is one training step without values under a fake process group, every byte counted. What
-the paper does not state is chosen once, in benchmarks/paper/runs.py. *The paper's form* keeps the probabilities of
-every chunk of attention for the backward pass; *ours* computes them again. Without S3 the paper has one masked matrix
-of all scores, which the reference model never makes: it is registered here as S9, for counting bytes.
+No GPU is needed: every figure is one training step without values, as a GPU runs it, every byte counted. What the paper
+does not state is chosen once, in benchmarks/paper/runs.py. *The paper's form* keeps the probabilities of every chunk of
+attention for the backward pass; *ours* computes them again. Without S3 the paper has one masked matrix of all scores,
+which the reference model never makes: it is registered here as S9, for counting bytes.
 
-`--write` puts the tables into docs/reports/paper_tables.md. About 20 minutes on 2 cores; with --quick (two rows, six
-strata) half a minute.
+`--write` puts the tables into docs/reports/paper_tables.md. About an hour on 2 cores; with --quick (two rows, six
+strata) a minute.
 """
 
 import argparse
@@ -23,9 +23,10 @@ from torch import Tensor, nn
 import lightning_amp
 from benchmarks.page import ROOT, origin, paragraph, show_parts, table
 from benchmarks.paper.runs import ALL, COARSE, FINE, GIB, OURS, Form, Setting, make_plan, without
+from lightning_amp._torch import has_no_values
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.figures import simulated_memory
-from lightning_amp.simulation.measured_step import RankResult
+from lightning_amp.simulation.count_rank import RankResult
 from lightning_amp.simulation.models_without_values import decoder_subject
 from lightning_amp.simulation.simulate import simulate
 from lightning_amp.techniques.table import STRATEGIES
@@ -50,7 +51,7 @@ class FullMatrixAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
         """[N, D], without values."""
-        assert q.is_meta, "for counting bytes only: the mask is left out"
+        assert has_no_values(q), "for counting bytes only: the mask is left out"
         queries, keys, values, *_ = self.inner.prepare(q, k, values)
         rows: Tensor = ((queries @ keys.T).softmax(-1) @ values)[: len(q)]
         return rows
@@ -79,7 +80,7 @@ def register() -> None:
 def run(setting: Setting, strategies: str, devices: int, form: Form = OURS) -> RankResult:
     """One step of the first rank, whose shards are the largest."""
     made = make_plan(setting, strategies, devices, form)
-    return simulate(partial(decoder_subject, setting.decoder(), batch_size=1), made, rank=0)
+    return simulate(partial(decoder_subject, setting.decoder(), batch_size=1), made, rank=0, device_type="cuda")
 
 
 def outcome(result: RankResult) -> str:

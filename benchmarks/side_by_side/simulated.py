@@ -15,7 +15,7 @@ from benchmarks.side_by_side.subject import subject_of
 from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.footprint.module_profile import ACTIVATIONS, TEMPORARIES
 from lightning_amp.quantities import format_bytes
-from lightning_amp.simulation.measured_step import RankResult
+from lightning_amp.simulation.count_rank import RankResult
 from lightning_amp.simulation.simulate import simulate
 
 
@@ -41,12 +41,11 @@ def simulate_case(case: Case) -> Simulated:
     make = partial(subject_of, case.size.decoder(), batch_size=case.size.cells, graph=case.graph)
     ranks = sorted({0, case.ranks // 2, case.ranks - 1})
     results = [simulate(make, plan, rank=rank) for rank in ranks]
-    subject = make()
-    beside = sum(t.nbytes for t in (*tensors_of(subject.batch), *subject.module.parameters()))
+    batch_bytes = sum(t.nbytes for t in tensors_of(make().batch))
     worst = max(results, key=lambda result: result.peak_bytes)
     found = Simulated(
         peak_bytes=worst.peak_bytes,
-        decoder_bytes=worst.breakdown[ACTIVATIONS] + worst.breakdown[TEMPORARIES] - beside,
+        decoder_bytes=worst.breakdown[ACTIVATIONS] + worst.breakdown[TEMPORARIES] - batch_bytes,
         sent_bytes=max(_sent(result) for result in results),
     )
     seconds = time.perf_counter() - begin

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.decoders import Size
 from benchmarks.side_by_side.cases import Case
 from benchmarks.side_by_side.package_attention import use_package
+from benchmarks.side_by_side.sent_bytes import sent_bytes
 from lightning_amp.installing.install import install
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.simulation.byte_meter import sent_bytes
 from lightning_amp.techniques.data.gradient_sync import GradientSync
 
 NONZERO = 0.02

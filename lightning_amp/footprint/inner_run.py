@@ -167,7 +167,8 @@ class _Here(SingleDeviceStrategy):
     ) -> None:
         super().__init__(device=device)
         self._counter, self._fake, self.own_parts = counter, fake, run_settings.own_parts
-        self._frees, self._partial = run_settings.frees_gradients, run_settings.partial
+        self._frees, self._reducer = run_settings.frees_gradients, run_settings.reducer
+        self._reduce: Callable[[], None] | None = None
         self._last_gradients: LastGradients | None = None
 
     @property
@@ -199,6 +200,7 @@ class _Here(SingleDeviceStrategy):
             self.optimizers[0].add_param_group({"params": late})
         assert self.lightning_module is not None, "the Trainer sets the module before its optimizers"
         self._last_gradients = LastGradients(self.lightning_module, self.optimizers, allowed=self._frees)
+        self._reduce = None if self._reducer is None else self._reducer(self.lightning_module)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the training step, and report its start and end to the recorder."""
@@ -228,10 +230,9 @@ class _Here(SingleDeviceStrategy):
             return None
         with replacing(recorder, in_step=False), types_of_the_step(self.precision_plugin):
             found = super().backward(*args, **kwargs)
-        assert self.lightning_module is not None, "its step runs"
-        for parameter in map(self.lightning_module.get_parameter, self._partial):
-            if parameter.grad is None and parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
+        if self._reduce is not None:
+            with replacing(recorder, reducing=True):
+                self._reduce()
         return found
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:

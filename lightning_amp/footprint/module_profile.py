@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 SCHEMA = 1
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimiser state"
@@ -30,8 +31,13 @@ ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
 HELD = (PARAMETERS, GRADIENTS, STATE)
 """Kinds that a step keeps for the next one."""
 KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES)
-FORWARD, BACKWARD, OPTIMISER = "forward", "backward", "optimiser"
-PHASES = {FORWARD: "forward pass", BACKWARD: "backward pass", OPTIMISER: "optimiser's step"}
+FORWARD, BACKWARD, REDUCTION, OPTIMISER = "forward", "backward", "reduction", "optimiser"
+PHASES = {
+    FORWARD: "forward pass",
+    BACKWARD: "backward pass",
+    REDUCTION: "reduction of gradients",
+    OPTIMISER: "optimiser's step",
+}
 FAKE, REAL = "fake tensors", "a real step"
 BATCH = "batch"
 """Name of the tensors of the batch."""
@@ -92,7 +98,7 @@ class ModuleProfile:
             the optimizer step. `head`: logits, and tensors of their shape that the loss makes. `tensor`: the largest
             other tensor, and those of its shape in the same module. `saved`: all other activations and temporaries.
         by_kind: The peak by kind.
-        peak_phase: "forward", "backward" or "optimiser".
+        peak_phase: "forward", "backward", "reduction" or "optimiser".
         peak_module: Module that was running at the peak.
         modules: Bytes of each module at the peak, largest first.
         tensors: Tensors alive at the peak, largest first.
@@ -208,6 +214,14 @@ class Life:
     death: int | None = None
 
 
+class Passed(NamedTuple):
+    """A module whose forward has returned: its name, the last operator before that, and the bytes alive then."""
+
+    fqn: str
+    operator: int
+    n_bytes: int
+
+
 class Head(NamedTuple):
     """The last product with a parameter in a forward pass: its position, and the shape of its result."""
 
@@ -224,15 +238,7 @@ def summarize(lives: Sequence[Life], work: Sequence[tuple[str, str]], head: Head
         head: Head of the last forward pass; None if it had no product with a parameter.
         about: Further fields of ModuleProfile.
     """
-    assert work, "a step has operators"
-    _name_kinds(lives, work)
-    # bytes created minus bytes released at every operator; the running sum is the bytes alive, [kind, operator]
-    changes = np.zeros((len(KINDS), len(work) + 1), dtype=np.int64)
-    for life in lives:
-        row = KINDS.index(life.kind)
-        changes[row, life.birth] += life.n_bytes
-        changes[row, len(work) if life.death is None else min(life.death + 1, len(work))] -= life.n_bytes
-    by_kind = changes.cumsum(1)[:, : len(work)]
+    by_kind = bytes_over_time(lives, work)
     total = by_kind.sum(0)
     # the operator of the peak
     at = int(np.argmax(total))
@@ -268,6 +274,19 @@ def summarize(lives: Sequence[Life], work: Sequence[tuple[str, str]], head: Head
         added_bytes=added,
         **about,
     )
+
+
+def bytes_over_time(lives: Sequence[Life], work: Sequence[tuple[str, str]]) -> NDArray[np.int64]:
+    """Return the bytes alive at every operator, [kind, operator]; missing kinds of storages are set."""
+    assert work, "a step has operators"
+    _name_kinds(lives, work)
+    # bytes created minus bytes released at every operator; the running sum is the bytes alive
+    changes = np.zeros((len(KINDS), len(work) + 1), dtype=np.int64)
+    for life in lives:
+        row = KINDS.index(life.kind)
+        changes[row, life.birth] += life.n_bytes
+        changes[row, len(work) if life.death is None else min(life.death + 1, len(work))] -= life.n_bytes
+    return changes.cumsum(1)[:, : len(work)]
 
 
 def _name_kinds(lives: Iterable[Life], work: Sequence[tuple[str, str]]) -> None:

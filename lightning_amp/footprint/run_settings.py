@@ -1,9 +1,10 @@
 """Hold the settings of the training run that a profiled step belongs to."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
 
 from lightning_amp.footprint.copies.noted_values import Answers
@@ -32,8 +33,8 @@ class RunSettings:
         answers: What values decide in the forward pass (noted_values.py), by number of samples; filled when needed.
         frees_gradients: Whether the run frees the last step's gradients before `training_step`, where nothing reads
             them (last_gradients.py); a plain Trainer does not.
-        partial: Names of parameters of which every rank of a model axis has a part of the gradient: the ranks sum the
-            parts, zeros of those that do not reach the parameter.
+        reducer: Module with optimizers -> the reduction of its gradients over ranks, which is called after every
+            backward pass and counted; None leaves it out.
     """
 
     prepared: bool = False
@@ -49,7 +50,7 @@ class RunSettings:
     own_parts: Any = None
     answers: dict[int | None, Answers] | None = None
     frees_gradients: bool = False
-    partial: tuple[str, ...] = ()
+    reducer: Callable[[LightningModule], Callable[[], None]] | None = None
 
     @classmethod
     def of(cls, trainer: Trainer, *, prepared: bool, datamodule: LightningDataModule | None) -> "RunSettings":

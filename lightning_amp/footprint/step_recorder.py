@@ -31,9 +31,11 @@ from lightning_amp.footprint.module_profile import (
     GRADIENTS,
     OPTIMISER,
     PARAMETERS,
+    REDUCTION,
     STATE,
     Head,
     Life,
+    Passed,
 )
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
@@ -53,7 +55,8 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         work: Phase and module of every operator so far.
         operators: Their names.
         head: The last product with a parameter in a forward pass.
-        optimising: Whether the optimizer is updating parameters.
+        passed: Modules whose forward has returned outside of a backward pass, in order.
+        optimising, reducing: Whether the optimizer is updating parameters, or gradients are reduced over ranks.
         in_step: Whether `training_step` is running, and no backward pass of the Trainer or of `manual_backward`.
         factors: Last two dims of the second factors of products in forward passes, the smaller one first.
         trained: Parameters by name.
@@ -80,7 +83,8 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.operators = ["before the step"]
         self.head: Head | None = None
         self.factors: set[tuple[int, int]] = set()
-        self.optimising = self.in_step = self.frees_gradients = False
+        self.passed: list[Passed] = []
+        self.optimising = self.reducing = self.in_step = self.frees_gradients = False
         self.lengths: frozenset[int] = frozenset()
         self.returned: list[Life] = []
         self.went_back: set[str] = set()
@@ -222,7 +226,8 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
     def begins(self, func: Any, args: Any, read: Read) -> None:
         """Record the module and phase of the operator that runs now."""
         self._node = node = autograd_node()
-        phase = OPTIMISER if self.optimising and node is None else FORWARD if node is None else BACKWARD
+        outside = REDUCTION if self.reducing else OPTIMISER if self.optimising else FORWARD
+        phase = outside if node is None else BACKWARD
         fqn, order = self._place(node)
         if self.in_step and node is not None:
             self.went_back.add(fqn)
@@ -294,7 +299,9 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self._mark(self._running[-1][0])
 
     def _leave(self, *_: Any) -> None:
-        self._running.pop()
+        fqn, in_backward = self._running.pop()
+        if not in_backward:
+            self.passed.append(Passed(fqn, len(self.work) - 1, self.current))
         self._mark(self._running[-1][0] if self._running else "")
 
     def _mark(self, fqn: str, order: int = -1, *, made: int = 0) -> None:

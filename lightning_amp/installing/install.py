@@ -23,7 +23,7 @@ from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.forward_overrides import Override, Position, add_override, remove_override
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.sharding.splits import DryAxis
+from lightning_amp.sharding.splits import DryAxis, DryMesh
 from lightning_amp.techniques.contract.change import Change, check_forwards, check_hooks, check_parameters
 from lightning_amp.techniques.contract.protocol import find_decoders, is_decomposed, named_parts, part
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
@@ -31,7 +31,7 @@ from lightning_amp.techniques.put_methods import put_methods
 from lightning_amp.techniques.table import STRATEGIES, installer_of
 from lightning_amp.techniques.technique import Installer
 
-Mesh = DeviceMesh | DryAxis | None
+Mesh = DeviceMesh | DryMesh | DryAxis | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +115,11 @@ class Installed:
     def overridden(self) -> list[Overridden]:
         """Changes that override a module's forward."""
         return [change for change in self.changes if isinstance(change, Overridden)]
+
+    def partial_names(self, module: nn.Module) -> list[str]:
+        """Return the names of `partial` in the module."""
+        ids = set(map(id, self.partial))
+        return [name for name, parameter in module.named_parameters() if id(parameter) in ids]
 
     def undo(self) -> None:
         """Restore the original modules; repeated calls are allowed."""
@@ -216,13 +221,11 @@ def change_of(module: nn.Module, spec: Any, mesh: Mesh, *, strategy: str, fqn: s
     return made
 
 
-def install(
-    module: nn.Module, plan: Plan, mesh: DeviceMesh | None = None, *, within: Sequence[str] | None = None
-) -> Installed:
+def install(module: nn.Module, plan: Plan, mesh: Mesh = None, *, within: Sequence[str] | None = None) -> Installed:
     """Install a plan's rules in a module.
 
     Args:
-        mesh: Device mesh with the axes "data" and "model"; None on one device.
+        mesh: Mesh with the axes "data" and "model"; None on one device.
         within: Names of modules: install only rules for these and for modules inside them; None installs all rules.
 
     Raises:
@@ -248,7 +251,7 @@ def install(
 def install_rules(module: nn.Module, rules: Iterable[Rule], mesh: Mesh = None, chunks: Any = None) -> Installed:
     """Install rules that have techniques, as `install` does; if one raises, the module is unchanged.
 
-    `mesh`: as in `install`, or the model axis of a dry run.
+    `mesh`: as in `install`, or the model axis of a dry run alone.
     `chunks`: dictionary that caches plans of chunks, for rules installed in the module later.
     """
     targets = [(rule, fqn) for rule in rules for fqn in matched_names(rule, module)]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 from weakref import WeakValueDictionary
 
 from lightning_amp.errors import ShardError
@@ -20,7 +20,7 @@ class MeshAxis:
         size, rank: Number of ranks of the axis, and this process's rank among them.
         group: Process group; None in a dry run, in which nothing is sent.
         unknown: Action for an operator that cannot be computed on shards: raise an error, or gather its tensors.
-        sent: Collectives that this rank has issued over the axis; None if they are not counted.
+        sent: Collectives that this rank has issued over the axis; None for those of `SENT`.
     """
 
     name: str
@@ -32,18 +32,21 @@ class MeshAxis:
 
 
 class DryAxis:
-    """The model axis of a mesh as one rank sees it in a dry run, for code that takes a DeviceMesh.
+    """One axis of a mesh as one rank sees it in a dry run, for code that takes a DeviceMesh; copies share it.
 
     Args:
-        size, rank: As in MeshAxis.
+        size, rank, name: As in MeshAxis.
     """
 
-    def __init__(self, size: int, rank: int) -> None:
-        self.axis = MeshAxis("model", size, rank)
+    def __init__(self, size: int, rank: int, name: str = "model") -> None:
+        self.axis = MeshAxis(name, size, rank)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
 
     def __getitem__(self, name: str) -> "DryAxis":
         """Return the axis, the only one of its mesh."""
-        assert name == self.axis.name, "a dry run has one axis"
+        assert name == self.axis.name, "it is asked for as a mesh of one axis"
         return self
 
     def size(self) -> int:
@@ -56,6 +59,26 @@ class DryAxis:
 
     def get_group(self) -> None:
         """Return None: there are no other ranks."""
+
+
+class DryMesh:
+    """The mesh of a run as one rank sees it in a dry run; copies share it.
+
+    Args:
+        data, model: Ranks of each axis.
+        rank: The rank, row-major in (data, model).
+    """
+
+    def __init__(self, data: int, model: int, rank: int) -> None:
+        at_data, at_model = divmod(rank, model)
+        self._axes = {"data": DryAxis(data, at_data, "data"), "model": DryAxis(model, at_model)}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __getitem__(self, name: str) -> DryAxis:
+        """Return an axis."""
+        return self._axes[name]
 
 
 AXES_OF_STEP: list[MeshAxis] = []
@@ -191,8 +214,19 @@ MOVING: ContextVar[bool] = ContextVar("MOVING", default=False)
 """Whether these collectives redistribute a tensor to other splits."""
 
 
+# no part of an axis: a block that runs a second time must not have changed what it holds
+SENT: ContextVar[list[Sent] | None] = ContextVar("SENT", default=None)
+"""Collectives over axes that do not count their own; None if they are not counted."""
+
+
 def record(axis: MeshAxis, kind: str, n_bytes: int) -> None:
-    """Record a collective, if the axis counts them."""
-    if axis.sent is not None:
-        sent = Sent(kind, n_bytes, in_backward(), REASON.get(), axis.size, axis.name, MOVING.get())
-        axis.sent.append(sent)
+    """Record a collective, if they are counted."""
+    sent = SENT.get() if axis.sent is None else axis.sent
+    if sent is not None:
+        sent.append(Sent(kind, n_bytes, in_backward(), REASON.get(), axis.size, axis.name, MOVING.get()))
+
+
+def record_dry(mesh: Any, kind: str, n_bytes: int) -> None:
+    """Record a collective over an axis of a dry run."""
+    if isinstance(mesh, DryAxis):
+        record(mesh.axis, kind, n_bytes)

@@ -5,13 +5,13 @@ because consecutive keys need no copy. A profile has only their number F_k: they
 N - k, as on one chromosome, and otherwise spread over all anchors.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from lightning.pytorch import LightningModule
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -25,30 +25,34 @@ from lightning_amp.models.decoders.stratum_keys import Variant
 from lightning_amp.models.glue import GLUE
 from lightning_amp.models.inputs import HIC, GraphInputs, ModalityInputs, ModelInputs, StrataInputs
 from lightning_amp.profiling.profile import ModalityProfile, Profile
+from lightning_amp.techniques.hic.scores import nonzero_counts
 
 LEARNING_RATE = 2e-3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Subject:
-    """A module that calls `self.optimizers()` and `self.manual_backward(loss)` in its training step, and its batch."""
+    """A module without values, and its batch.
 
-    module: nn.Module
+    Attributes:
+        share: Share of the counts that are assumed not to be zero.
+    """
+
+    module: LightningModule
     batch: Any
+    share: float = nonzero_counts.ASSUMED.share
 
 
-class DecoderAlone(nn.Module):
+class DecoderAlone(LightningModule):
     """A decoder with a training step on given latents of cells and anchors, which get gradients.
 
     Args:
         shape: Sizes of the decoder; its name becomes the name of the child.
     """
 
-    optimizers: Callable[[], list[Optimizer]]
-    manual_backward: Callable[[Tensor], None]
-
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
+        self.automatic_optimization = False
         self.fqn = shape.fqn
         decoder = StratifiedDecoder(
             shape.dim,
@@ -69,32 +73,36 @@ class DecoderAlone(nn.Module):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Run forward, backward and update."""
-        (optimizer,) = self.optimizers()
-        cells = {name: batch[name] for name in ("batch", "library", "x")}
-        u, v = batch["u"].requires_grad_(), batch["v"].requires_grad_()
-        loss = self.get_submodule(self.fqn)(u, v, **cells)
+        optimizer = cast(Optimizer, self.optimizers())
+        loss = self.loss(batch)
         optimizer.zero_grad()
         self.manual_backward(loss)
         optimizer.step()
 
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the loss at the latents of cells and anchors in the batch."""
+        return self.decoded(batch, batch["v"].detach().requires_grad_())
 
-def decoder_subject(shape: DecoderShape, *, batch_size: int) -> Subject:
+    def decoded(self, batch: dict[str, Tensor], v: Tensor) -> Tensor:
+        """Return the decoder's loss at some latents of anchors."""
+        cells = {name: batch[name] for name in ("batch", "library", "x")}
+        # another tensor, so that a batch keeps no gradient for a next step
+        nll: Tensor = self.get_submodule(self.fqn)(batch["u"].detach().requires_grad_(), v, **cells)
+        return nll
+
+
+def decoder_subject(shape: DecoderShape, *, batch_size: int, kind: type[DecoderAlone] = DecoderAlone) -> Subject:
     """Return a module with only a decoder, and a batch of `batch_size` cells per rank."""
     with torch.device("meta"):
-        module = DecoderAlone(shape)
+        module = kind(shape)
         batch = _cells(batch_size, sum(shape.features))
         batch |= {"u": torch.empty(batch_size, shape.dim), "v": torch.empty(shape.anchors, shape.dim)}
     _give_nodes(module.get_submodule(shape.fqn), _nodes(shape.anchors, shape.features, shape.distances))
     return Subject(module=module, batch=batch)
 
 
-def reference_subject(
-    profile: Profile, *, batch_size: int, latent_dim: int, window: int | None, device: str = "meta"
-) -> Subject:
-    """Return the reference model for some data, and a batch of `batch_size` cells per rank and modality.
-
-    `device` is that of sparse counts: a counted step reads where they are.
-    """
+def reference_subject(profile: Profile, *, batch_size: int, latent_dim: int, window: int | None) -> Subject:
+    """Return the reference model for some data, and a batch of `batch_size` cells per rank and modality."""
     inputs = _inputs(profile)
     parts = [m.decomposition for m in profile.modalities if m.decomposition is not None]
     key = _key(any(one.attention for one in parts), any(one.full for one in parts))
@@ -107,12 +115,14 @@ def reference_subject(
     module.to("meta")
     for m in profile.modalities:
         if m.name == HIC and is_sparse(m.features, share_of(m)):
-            batch[HIC]["x"] = _sparse(m, batch_size, device)
+            batch[HIC]["x"] = _sparse(m, batch_size)
     # a number that the model reads
     module.seed = torch.zeros_like(module.seed, device="cpu")
     if inputs.strata is not None:
         _give_nodes(module.decoders[HIC], inputs.strata.nodes)
-    return Subject(module=module, batch=batch)
+    return Subject(
+        module=module, batch=batch, share=next((share_of(m) for m in profile.modalities if m.name == HIC), 1.0)
+    )
 
 
 def _key(attention: bool, full: bool) -> KeyKind:
@@ -128,12 +138,15 @@ def share_of(modality: ModalityProfile) -> float:
     return 1.0 if modality.zeros is None else 1.0 - modality.zeros
 
 
-def _sparse(modality: ModalityProfile, n: int, device: str) -> SparseCounts:
-    """Return sparse counts with as many entries as cells have on average, spread evenly."""
+def _sparse(modality: ModalityProfile, n: int) -> SparseCounts:
+    """Return sparse counts with as many entries as cells have on average, spread evenly.
+
+    They have values: a counted step reads where they are.
+    """
     size = n * modality.features
     entries = round(share_of(modality) * size)
     column, row = np.divmod(np.arange(entries) * size // max(entries, 1), n)
-    found = [torch.from_numpy(part).to(device) for part in (row, column, np.ones(entries, dtype=np.float32))]
+    found = [torch.from_numpy(part) for part in (row, column, np.ones(entries, dtype=np.float32))]
     return SparseCounts(found[0], found[1], found[2], (n, modality.features), host=(row, column))
 
 

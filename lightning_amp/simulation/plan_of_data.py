@@ -2,9 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, cast
-
-from lightning.pytorch import LightningModule
+from typing import Any
 
 from lightning_amp.costs.device_rates import Rates, budget_on
 from lightning_amp.costs.model_shape import check_sizes
@@ -23,21 +21,14 @@ from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import shown_if_long
 from lightning_amp.quantities import memory_of_ranks
-from lightning_amp.simulation.models_without_values import reference_subject, share_of
+from lightning_amp.simulation.models_without_values import reference_subject
 from lightning_amp.techniques.hic.scores import nonzero_counts
 from lightning_amp.techniques.table import parse_strategies
 
 
 @shown_if_long(PLANNING)
 def plan_of_data(
-    profile: Profile,
-    request: Mapping[str, Any],
-    *,
-    batch_size: int,
-    latent_dim: int,
-    window: int | None,
-    rates: Rates,
-    beyond_decoder: bool = True,
+    profile: Profile, request: Mapping[str, Any], *, batch_size: int, latent_dim: int, window: int | None, rates: Rates
 ) -> Plan:
     """Plan the reference model for some data.
 
@@ -47,14 +38,13 @@ def plan_of_data(
         batch_size: Cells per rank and modality.
         latent_dim, window: Options of the reference model.
         rates: Rates of one device.
-        beyond_decoder: Whether the policy may choose techniques beyond those of the decoder.
 
     Raises:
         PlanError: Sizes that no model can have, or the request cannot be planned.
     """
     check_sizes(profile, latent_dim=latent_dim, window=window)
-    subject = reference_subject(profile, batch_size=batch_size, latent_dim=latent_dim, window=window, device="cpu")
-    module, batch = cast(LightningModule, subject.module), subject.batch
+    subject = reference_subject(profile, batch_size=batch_size, latent_dim=latent_dim, window=window)
+    module, batch = subject.module, subject.batch
     asked, devices, strategies = request.get("device_memory"), request.get("devices", 1), request.get("strategies")
     node_devices = request.get("node_devices")
     rates = rates.on_nodes_of(node_devices)
@@ -76,7 +66,6 @@ def plan_of_data(
         model_parallel_size=request.get("model_parallel_size", "auto"),
         speeds=speeds_of_ranks(request.get("device_speeds"), devices),
         shared_statistics=devices > 1,
-        beyond_decoder=beyond_decoder,
         notes=tuple(notes),
     )
 
@@ -85,12 +74,11 @@ def plan_of_data(
         planned = make_step_plan(fewer, step, seen)
         return on_device(planned.plan, device, (planned.step or step).as_planned(planned.plan))
 
-    share = 1.0 if hic is None else share_of(hic)
-    with settings_of(rates.device_type), replacing(nonzero_counts.ASSUMED, share=share, in_counts=True):
+    with settings_of(rates.device_type), replacing(nonzero_counts.ASSUMED, share=subject.share, in_counts=True):
         seen = None if hic is not None else step.profiled(rates, shared_statistics=devices > 1)
         plan = made_for(made)
     sparse = "sparse" in plan.strategies or (hic is not None and isinstance(batch[HIC]["x"], SparseCounts))
-    assumed = map(Explanation, _assumed(plan, share, sparse=sparse))
+    assumed = map(Explanation, _assumed(plan, subject.share, sparse=sparse))
     return replace(plan, notes=(*plan.notes, *assumed, *budget_notes))
 
 

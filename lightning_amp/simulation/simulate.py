@@ -1,32 +1,24 @@
-"""Simulate a plan: compute the memory of a training step on every rank, with a module on fake tensors."""
+"""Simulate a plan: count the memory of a training step on every rank, with a module on fake tensors."""
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-from lightning_amp._torch import FakeStore
 from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.costs.model_shape import LATENT_DIM, profile_of_module
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.installing.describe_module import describe
-from lightning_amp.planning.plan.mesh_shape import MeshShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import track
-from lightning_amp.simulation.measured_step import MeasuredStep, PlannedRank, RankResult, Sizes
+from lightning_amp.simulation.count_rank import RankResult, count_rank, sizes_of_ranks
 from lightning_amp.simulation.models_without_values import Subject, decoder_subject, reference_subject
 from lightning_amp.simulation.parse_shape import ShapeRequest
 from lightning_amp.simulation.plan_of_data import plan_of_data
-from lightning_amp.techniques.hic.attention import rotary
 
 SCHEMA = 1
 MOST_MODEL_RANKS = 1024
@@ -86,29 +78,19 @@ class Simulation:
         }
 
 
-def simulate(
-    make: Callable[[], Subject],
-    plan: Plan,
-    *,
-    rank: int,
-    device_type: str = "cpu",
-    on_stratum: Callable[[], object] = lambda: None,
-) -> RankResult:
+def simulate(make: Callable[[], Subject], plan: Plan, *, rank: int, device_type: str = "cpu") -> RankResult:
     """Simulate the second training step of one rank, row-major in (data, model).
 
     Args:
         make: Builds the module and the batch, without values.
-        on_stratum: Called after every stratum, forward and backward.
 
     Raises:
-        PlanError: This process is already a rank of a process group.
         InstallError: The plan does not fit the module.
+        PlanError: The plan has a technique that is not simulated.
+        ModelError: The step raises an error.
     """
-    with fake_world(plan.mesh, rank=rank) as mesh, settings_of(device_type):
-        planned = PlannedRank(make(), plan, mesh)
-        # cached tables of an earlier simulation would not be counted
-        rotary.forget_kept()
-        return MeasuredStep(planned, budget_bytes=plan.budget_bytes, on_stratum=on_stratum).run(rank)
+    with settings_of(device_type):
+        return count_rank(make(), plan, rank, device_type=device_type)
 
 
 def simulate_plan(make: Callable[[], Subject], plan: Plan, *, device_type: str = "cpu") -> Simulation:
@@ -121,48 +103,17 @@ def simulate_plan(make: Callable[[], Subject], plan: Plan, *, device_type: str =
             f"a model axis of {plan.mesh.model:,} ranks is not supported; simulated are {MOST_MODEL_RANKS:,}"
             " or fewer: choose a smaller model_parallel_size, or fewer devices"
         )
-    # ranks of the data axis have different cells, but equally many
-    ranks = range(plan.mesh.model)
-    sizes = list[Sizes]()
-    for rank in track(ranks, description="building", total=len(ranks)):
-        with fake_world(plan.mesh, rank=rank) as mesh:
-            sizes.append(PlannedRank(make(), plan, mesh).sizes)
-    # reversed, so that the first rank of each size is kept
-    firsts = {size: rank for rank, size in reversed(list(enumerate(sizes)))}
-    n_strata = 2 * len(plan.strata_bytes) * len(firsts)
-    ticks = track(range(n_strata), description="simulating", total=n_strata)
-    done = {
-        size: simulate(make, plan, rank=rank, device_type=device_type, on_stratum=lambda: next(ticks, None))
-        for size, rank in sorted(firsts.items(), key=lambda item: item[1])
-    }
-    for _ in ticks:
-        pass
+    with settings_of(device_type):
+        subject = make()
+        # ranks of the data axis have different cells, but equally many
+        sizes = sizes_of_ranks(subject, plan)
+        # reversed, so that the first rank of each size is kept
+        firsts = sorted({size: rank for rank, size in reversed(list(enumerate(sizes)))}.values())
+        counted = track(firsts, description="simulating", total=len(firsts))
+        done = {sizes[rank]: count_rank(subject, plan, rank, device_type=device_type) for rank in counted}
     group = [done[size] for size in sizes]
     results = tuple(replace(result, rank=i) for i, result in enumerate(group * plan.mesh.data))
     return Simulation(plan=plan, ranks=results)
-
-
-@contextmanager
-def fake_world(shape: MeshShape, *, rank: int) -> Iterator[DeviceMesh]:
-    """Create the mesh with the axes "data" and "model" as seen by one rank (row-major), with fake collectives.
-
-    Raises:
-        PlanError: This process is already a rank of a real process group.
-    """
-    if dist.is_initialized():
-        raise PlanError(
-            f"cannot simulate in a process that is rank {dist.get_rank()!r} of {dist.get_world_size()!r}"
-            " already; a fake process group cannot exist together with a real one: simulate before training"
-            " starts, or in a separate process"
-        )
-    ranks, hook = shape.data * shape.model, sys.excepthook
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    try:
-        yield init_device_mesh("cpu", (shape.data, shape.model), mesh_dim_names=("data", "model"))
-    finally:
-        dist.destroy_process_group()
-        # torch adds "[rank0]:" to every line of tracebacks from now on, once more for every fake world
-        sys.excepthook = hook
 
 
 def request_decoder(asked: ShapeRequest, *, batch_size: int, **request: Any) -> tuple[Callable[[], Subject], Plan]:
@@ -193,10 +144,7 @@ def request_reference(
     rates: Rates = CPU_CORE,
     **request: Any,
 ) -> tuple[Callable[[], Subject], Plan]:
-    """Return a function that builds the reference model for some data, and its plan; see `plan_of_data`.
-
-    A policy chooses techniques of the decoder alone, which a simulation counts.
-    """
+    """Return a function that builds the reference model for some data, and its plan; see `plan_of_data`."""
     of_model: dict[str, Any] = {"latent_dim": LATENT_DIM if latent_dim is None else latent_dim, "window": window}
-    made = plan_of_data(profile, request, batch_size=batch_size, **of_model, rates=rates, beyond_decoder=False)
+    made = plan_of_data(profile, request, batch_size=batch_size, **of_model, rates=rates)
     return partial(reference_subject, profile, batch_size=batch_size, **of_model), made

@@ -122,11 +122,11 @@ def _strata(simulation: Simulation) -> str:
 
 def _communication(simulation: Simulation) -> str:
     worst = simulation.worst
-    sent, until = worst.comm_bytes, "in a step" if worst.failed_at is None else "until memory ends"
+    sent = worst.comm_bytes
     if not sent:
-        return f"nothing is handed to collectives {until}"
+        return "nothing is handed to collectives in a step"
     rows = [[kind, format_bytes(n).rjust(8)] for kind, n in sorted(sent.items(), key=lambda item: -item[1])]
-    return table(["collective", f"handed in by rank {worst.rank} {until}"], rows)
+    return table(["collective", f"handed in by rank {worst.rank} in a step"], rows)
 
 
 def _remedies(plan: Plan) -> str:

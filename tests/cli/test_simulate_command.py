@@ -110,6 +110,10 @@ def test_a_folder_of_data_is_simulated_with_the_reference_model(capsys, tmp_path
     assert found["comm_bytes"] == {}
     ahead = found["predicted_strata_bytes"][0] / found["strata_bytes"][0]
     assert ahead == pytest.approx(1, rel=0.05)
+    # the plan is that of a fit: where the decoder's techniques do not fit, others are added
+    less = json.loads(run(capsys, *words, "--device-memory", "4.1MiB", "--format", "json"))
+    assert (less["status"], less["strategies"]) == ("ok", ["replay"])
+    assert less["peak_bytes"] == [less["predicted_peak_bytes"]]
     words += ["--devices", "2", "--format", "json"]
     whole = json.loads(run(capsys, *words, "--strategies", "S1"))
     shared = json.loads(run(capsys, *words, "--strategies", "S1,S2"))
@@ -130,7 +134,7 @@ def test_where_memory_ends_the_text_says_what_may_help(capsys) -> None:
     assert "likelihood, recompute, stream strata; on one device too" in words_of
     assert "S2 feature parallel, S5 hidden-dimension parallel, domain parallel over nodes, " in words_of
     assert "strata parallel; from two devices on" in words_of
-    assert "until memory ends" in text
+    assert "nothing is handed to collectives in a step" in text
     assert "the plan predicts a peak of" in text
     assert max(map(len, text.splitlines())) <= 80
     text = run(capsys, *words, "--devices", "2", "--strategies", "S1,S2,S3,S4,S5")

@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_amp
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.planning.plan.mesh_shape import MeshShape
-from lightning_amp.simulation.simulate import fake_world
 from tests.optimised import Optimised
+from tests.techniques.sharded_cases import fake_mesh
 
 LOSSES = ("mse_loss", "binary_cross_entropy", "soft_margin_loss")
 
@@ -151,19 +150,20 @@ def test_fake_and_meta_tensors_count_as_real_ones(order: str, checkpointed: bool
 
 
 def test_shapes_that_a_wrapper_looks_for_on_fake_tensors_take_no_memory() -> None:
-    with fake_world(MeshShape(data=1, model=2), rank=0) as mesh:
-        x, y = (distribute_tensor(torch.ones(1000), mesh["model"], [Shard(0)]) for _ in range(2))
-        with LiveBytes() as live, LiveBytes():
-            # torch looks for the shape of an operator with other numbers anew
-            x.addcdiv_(y, y, value=0.1234)
-            assert live.peak == 0, "in place"
-            z = x * y
-            assert live.peak == live.current == 2000, "this rank's rows"
-            del z
+    mesh = fake_mesh(rank=0, ranks=2)
+    x, y = (distribute_tensor(torch.ones(1000), mesh["model"], [Shard(0)]) for _ in range(2))
+    with LiveBytes() as live, LiveBytes():
+        # torch looks for the shape of an operator with other numbers anew
+        x.addcdiv_(y, y, value=0.1234)
+        assert live.peak == 0, "in place"
+        z = x * y
+        assert live.peak == live.current == 2000, "this rank's rows"
+        del z
 
 
 def test_a_tensor_that_is_still_being_sent_counts_once() -> None:
-    with fake_world(MeshShape(data=1, model=2), rank=0) as mesh, LiveBytes() as live:
+    mesh = fake_mesh(rank=0, ranks=2)
+    with LiveBytes() as live:
         sum_ = functional.all_reduce(torch.ones(1000), "sum", mesh["model"])
         assert isinstance(sum_, functional.AsyncCollectiveTensor)
         assert live.peak == 8000, "the operand and the sum, and nothing for what waits for the sum"

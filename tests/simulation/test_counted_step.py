@@ -19,6 +19,7 @@ from lightning_amp.costs.model_shape import DecoderShape, profile_of_module
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.installing.describe_module import describe
+from lightning_amp.installing.install import install
 from lightning_amp.models.decoders.stratum_keys import ConvolutionKey
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.plan import Axes, Plan
@@ -26,9 +27,8 @@ from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.sizes import RankSizes
 from lightning_amp.planning.time.operator_costs import parts
 from lightning_amp.profiling.profile import GraphProfile, Profile
-from lightning_amp.simulation.measured_step import PlannedRank
 from lightning_amp.simulation.models_without_values import decoder_subject, reference_subject
-from lightning_amp.simulation.simulate import fake_world, simulate, simulate_plan
+from lightning_amp.simulation.simulate import simulate, simulate_plan
 from lightning_amp.techniques.hic.attention.install import chunk_attention, fuse_attention
 from lightning_amp.techniques.hic.rows import StreamStrata, chunk_buckets
 from lightning_amp.techniques.hic.scores.s4_key_first import key_first
@@ -37,6 +37,7 @@ from lightning_amp.techniques.hic.strata.stream import stream_strata
 from tests.each import FEW
 from tests.planning.profiles import hic, profile, rna
 from tests.planning.work_cases import CELLS, sent, shape, work
+from tests.techniques.sharded_cases import fake_mesh
 
 SIZES = {
     "higlue": {},
@@ -158,15 +159,15 @@ PAPER = {"variant": "paper", "chained": True, "n_batches": 2}
 def test_several_devices_do_what_is_counted(strategies: str, ranks: int, rank: int, changes: dict[str, Any]) -> None:
     sizes = shape(**({"anchors": 256, "dim": 32} | changes))
     prescribed = made(sizes, strategies, ranks)
-    with fake_world(prescribed.mesh, rank=rank) as mesh:
-        planned = PlannedRank(decoder_subject(sizes, batch_size=CELLS), prescribed, mesh)
-        batch = dict(planned.batch)
-        u, v = batch.pop("u").requires_grad_(), batch.pop("v").requires_grad_()
-        decoder = planned.module.get_submodule(sizes.fqn)
-        with FlopCounterMode(display=False) as products:
-            decoder(u, v, **batch).backward()
-        with OperatorCounter() as operators:
-            decoder(u, v, **batch).backward()
+    subject = decoder_subject(sizes, batch_size=CELLS)
+    install(subject.module, prescribed, fake_mesh(rank=rank, ranks=ranks))
+    batch = dict(subject.batch)
+    u, v = batch.pop("u").requires_grad_(), batch.pop("v").requires_grad_()
+    decoder = subject.module.get_submodule(sizes.fqn)
+    with FlopCounterMode(display=False) as products:
+        decoder(u, v, **batch).backward()
+    with OperatorCounter() as operators:
+        decoder(u, v, **batch).backward()
     counted = work(sizes, prescribed.axes, ranks=ranks)
     assert counted.flops == products.get_total_flops()
     assert counted.bytes == pytest.approx(operators.bytes, rel=0.06)

@@ -52,7 +52,6 @@ class PlanInputs:
         host_memory: Most bytes of host memory that the policy may take on a rank; None means any.
         shared_statistics: Whether ranks share batch statistics.
         steps: Requested technique that replaces the module's steps.
-        beyond_decoder: Whether the policy may choose techniques beyond those of a decoder.
         compile: Whether blocks are compiled; "auto" if it pays within `steps_of_run`.
         steps_of_run: Training steps of the run, at most.
         notes: What the predictions leave out.
@@ -74,7 +73,6 @@ class PlanInputs:
     host_memory: int | None = None
     shared_statistics: bool = False
     steps: DrySteps | None = None
-    beyond_decoder: bool = True
     compile: Literal["auto"] | bool = False
     steps_of_run: float = inf
     notes: tuple[str, ...] = ()
@@ -226,7 +224,7 @@ def _of_decoder(given: PlanInputs, step: StepOfModule) -> StepPlan:
         given.on_top_of(step),
         given.shape,
         budget=given.budget,
-        named=named if given.beyond_decoder or named is not None else (),
+        named=named,
         budget_named=given.memory_named,
     )
     return StepPlan(plan=with_memory(found.plan, given.memory), step=step, seen=found.seen)

@@ -42,7 +42,7 @@ from lightning_amp.sharding.own_parts import OwnParts
 from lightning_amp.sharding.splits import DryAxis
 from lightning_amp.techniques.contract.protocol import INSIDE, find_decoders
 from lightning_amp.techniques.data.batch_norm import statistics_bytes
-from lightning_amp.techniques.data.gradient_sync import gradient_sizes
+from lightning_amp.techniques.data.gradient_sync import gradient_sizes, zeros_for_parts
 from lightning_amp.techniques.table import (
     PREDICTIONS,
     STAGED,
@@ -227,10 +227,8 @@ class StepOfModule:
             whole = rules_in_order((*self._base, *rules))
             installed = install_rules(self.module, whole, self.axis, chunks=self._chunk_plans)
             undo.callback(installed.undo)
-            partial_ids = set(map(id, installed.partial))
-            named = self.module.named_parameters()
             run_settings = replace(
-                self._run_settings, partial=tuple(name for name, one in named if id(one) in partial_ids)
+                self._run_settings, reducer=partial(zeros_for_parts, installed.partial_names(self.module))
             )
             if self._steps is not None:
                 undo.callback(self._steps.put(self.module))

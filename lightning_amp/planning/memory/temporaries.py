@@ -108,8 +108,10 @@ def _making(s: RankSizes) -> KeyMakingBytes:
     if not s.attends:
         # bytes of a convolution; without a key block only the key's gradient
         return KeyMakingBytes(kept, left, alive, back=s.element * (4 if s.keyed else s.streamed) * s.latents)
-    # the gated value; or the products of gate and value [R, N, 2 d], before GELU and key exist
-    gate = max(0 if s.paper else s.latents, 2 * s.partial_products - 2 * s.latents)
+    # the gated value; or the products of gate and value [R, N, 2 d], before GELU and key exist, and on a CPU, where a
+    # reduce-scatter of gloo receives as much as it sends, those of the other ranks
+    products = (2 if s.launched else 4) * s.partial_products
+    gate = max(0 if s.paper else s.latents, products - 2 * s.latents)
     # three gradients [N, d] instead of the key; or those of gate and value from all ranks [R, N, 2 d] and their
     # products with the weights [R, N, d], after key, GELU, gate and value were freed
     gate_back = max(2 * s.latents, 3 * s.partial_products - 3 * s.latents)

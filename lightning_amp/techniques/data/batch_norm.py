@@ -30,7 +30,7 @@ from lightning_amp.footprint.forward_overrides import Override, Position, add_ov
 from lightning_amp.holding import replacing
 from lightning_amp.random_streams import isolated_random_streams
 from lightning_amp.sharding.normalise import batch_normalised
-from lightning_amp.sharding.splits import axis_of
+from lightning_amp.sharding.splits import DryAxis, axis_of
 from lightning_amp.techniques.contract.protocol import normalises_by_batch
 from lightning_amp.techniques.ranks.received import once
 
@@ -40,7 +40,7 @@ SHOWN = 3
 """Largest number of layers named in a message."""
 
 
-def share_batch_statistics(module: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
+def share_batch_statistics(module: nn.Module, mesh: DeviceMesh | DryAxis) -> Callable[[], None]:
     """Synchronize the statistics of every BatchNorm inside a module over the ranks.
 
     Args:
@@ -134,7 +134,7 @@ class SharedStatistics:
     An unpickled instance has no mesh and computes the layer's plain forward.
     """
 
-    def __init__(self, mesh: DeviceMesh | None) -> None:
+    def __init__(self, mesh: DeviceMesh | DryAxis | None) -> None:
         self._mesh = mesh
 
     def __call__(

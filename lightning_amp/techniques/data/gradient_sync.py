@@ -21,6 +21,9 @@ A bucket is reduced while the next one is filled. A gradient of `ALONE` bytes or
 buckets go first, so that small gradients are copied meanwhile. A model has hundreds of parameters, and each access to
 `.grad` creates a Python object: a reduction accesses each once.
 
+On a DryMesh nothing is sent (sharding/splits.py). Other ranks are then taken to reach what this one does, and if that
+is a partial parameter, all partial ones.
+
 Legend: P parameters, D and M ranks of the data and the model axis.
 Known limits: a user's tensor hook on a partial parameter receives the rank's partial gradient; parameters added to the
 module later are not averaged, and a fit refuses to train them; all gradients must lie on one device.
@@ -28,7 +31,7 @@ module later are not averaged, and a fit refuses to train them; all gradients mu
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +41,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_amp._torch import copy_each, flatten_each, unflatten_like
 from lightning_amp.errors import InstallError
+from lightning_amp.sharding.splits import DryMesh, record_dry
 from lightning_amp.techniques.ranks.collectives import wait_in_all_reduce
 
 MIB = 2**20
@@ -53,6 +57,17 @@ def gradient_sizes(parameters: Iterable[nn.Parameter]) -> tuple[int, ...]:
     return tuple(p.numel() * p.element_size() for p in parameters if p.requires_grad and p.dim())
 
 
+def zeros_for_parts(partial: Sequence[str], module: nn.Module) -> Callable[[], None]:
+    """Return what gives partial parameters that a rank did not reach its part of their gradients: zeros."""
+
+    def add() -> None:
+        for parameter in map(module.get_parameter, partial):
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+
+    return add
+
+
 class GradientSync:
     """Track which gradients have changed since the last reduction, and reduce these.
 
@@ -63,7 +78,7 @@ class GradientSync:
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
-        mesh: DeviceMesh,
+        mesh: DeviceMesh | DryMesh,
         *,
         partial: Iterable[nn.Parameter] = (),
         sharded: Iterable[nn.Parameter] = (),
@@ -89,6 +104,7 @@ class GradientSync:
         assert not self._partial & self._sharded, "a shard's gradient is whole"
         # groups are read from the axes when needed: a mesh can be deep-copied, a group cannot; mesh["data"] takes long
         self._data, self._model = mesh["data"], mesh["model"]
+        self._dry = isinstance(mesh, DryMesh)
         self._data_ranks, self._model_ranks = self._data.size(), 1 if model_ranks_differ else self._model.size()
         self._bucket_bytes = bucket_bytes
         self._copies = self._model_ranks if rounds_differently else 1
@@ -108,9 +124,9 @@ class GradientSync:
         return bool(self._parameters) and (self._data_ranks > 1 or crosses_model)
 
     @property
-    def _everyone(self) -> ProcessGroup:
-        """Process group of all ranks of the mesh."""
-        if self._model_ranks == 1:
+    def _everyone(self) -> ProcessGroup | None:
+        """Process group of all ranks of the mesh; None in a dry run."""
+        if self._model_ranks == 1 or self._dry:
             return self._data.get_group()
         if self._data_ranks == 1:
             return self._model.get_group()
@@ -158,17 +174,17 @@ class GradientSync:
             return
         grads = {i: grad for i in self._reached if (grad := self._parameters[i].grad) is not None}
         reached = self._agree(grads)
-        data = self._data.get_group()
-        others = self._partial | self._sharded
+        others, everyone = self._partial | self._sharded, self._data_ranks * self._model_ranks
         # in this order on every rank, because collectives are matched by their order
         kinds = (
-            ([i for i in reached if i in self._partial], self._everyone, 1),
-            ([i for i in reached if i not in others], self._everyone if self._copies > 1 else data, self._copies),
-            ([i for i in reached if i in self._sharded], data, 1),
+            ([i for i in reached if i in self._partial], True, 1),
+            ([i for i in reached if i not in others], self._copies > 1, self._copies),
+            ([i for i in reached if i in self._sharded], False, 1),
         )
-        for indices, ranks, copies in kinds:
-            if get_world_size(ranks) == 1:
+        for indices, over_model, copies in kinds:
+            if (everyone if over_model else self._data_ranks) == 1:
                 continue
+            ranks = self._everyone if over_model else self._data.get_group()
             travelling: deque[Callable[[], None]] = deque()
             for bucket in self._buckets(indices):
                 if len(travelling) == IN_FLIGHT:
@@ -213,6 +229,9 @@ class GradientSync:
         `grads` are those of this rank. A gradient that was reset to None after backward is not among them, and must not
         come back as zeros: optimisers skip None.
         """
+        if self._dry:
+            record_dry(self._data, "all_reduce", len(self._parameters))
+            return sorted(grads.keys() | (self._partial if grads.keys() & self._partial else set()))
         # one byte per parameter, combined by the maximum: which parameters are reached may depend on the data, and
         # ranks with different lists of collectives would deadlock
         words = bytearray(len(self._parameters))
@@ -252,16 +271,18 @@ class GradientSync:
                 filled += n_bytes
             yield bucket
 
-    def _send(self, bucket: list[Tensor], ranks: ProcessGroup, copies: int) -> Callable[[], None]:
+    def _send(self, bucket: list[Tensor], ranks: ProcessGroup | None, copies: int) -> Callable[[], None]:
         """Start to average a bucket over ranks; returns a function that waits and writes the result back."""
         alone = len(bucket) == 1 and bucket[0].is_contiguous()
         flat = bucket[0] if alone else flatten_each(bucket)
         # divided before the sum, as torch's own reducer does: half precision sums could overflow
         flat.div_(self._data_ranks * copies)
-        work = all_reduce(flat, group=ranks, async_op=True)
+        work = None if self._dry else all_reduce(flat, group=ranks, async_op=True)
+        record_dry(self._data, "all_reduce", flat.nbytes)
 
         def arrive() -> None:
-            wait_in_all_reduce(work)
+            if not self._dry:
+                wait_in_all_reduce(work)
             if not alone:
                 # one operator for all, because each has a launch cost
                 copy_each(bucket, unflatten_like(flat, bucket))

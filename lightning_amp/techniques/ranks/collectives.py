@@ -48,7 +48,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import functional_collectives as functional
 from lightning_amp.errors import ModelError
-from lightning_amp.sharding.collectives import start_adding_rows
+from lightning_amp.sharding.collectives import start_adding_rows, start_all_to_all
+from lightning_amp.sharding.splits import record_dry
 
 Result = TypeVar("Result")
 
@@ -106,6 +107,7 @@ def gather(mesh: DeviceMesh, part: Tensor) -> Tensor:
 def all_reduce(mesh: DeviceMesh, value: Tensor, op: str = "sum") -> Tensor:
     """Reduce over the ranks, without gradients; `op` is "sum" or "max"."""
     group, value = mesh.get_group(), value.contiguous()
+    record_dry(mesh, "all_reduce", value.nbytes)
     return value.clone() if group is None else _wait(functional.all_reduce(value, op, group))
 
 
@@ -113,6 +115,7 @@ def all_reduce(mesh: DeviceMesh, value: Tensor, op: str = "sum") -> Tensor:
 def all_gather(mesh: DeviceMesh, part: Tensor) -> Tensor:
     """Gather the block [R, ...] of all ranks' parts, without gradients."""
     group, part = mesh.get_group(), part.contiguous()
+    record_dry(mesh, "all_gather", part.nbytes)
     if group is None:
         return part.new_zeros(mesh.size(), *part.shape)
     # a new first dim, along which the parts are concatenated
@@ -123,9 +126,16 @@ def all_gather(mesh: DeviceMesh, part: Tensor) -> Tensor:
 def reduce_scatter(mesh: DeviceMesh, block: Tensor) -> Tensor:
     """Sum a block over the ranks, and return this rank's part, without gradients."""
     group = mesh.get_group()
+    record_dry(mesh, "reduce_scatter", block.nbytes)
     if group is None or dist.get_backend(group) == "gloo":
         return start_adding_rows(block, group)()
     return _wait(_REDUCE_SCATTER(block.contiguous(), "sum", 0, group))[0]
+
+
+def start_exchange(mesh: DeviceMesh, sent: Tensor, n_received: list[int], n_sent: list[int]) -> Tensor:
+    """Start an all-to-all of rows, as `start_all_to_all`."""
+    record_dry(mesh, "all_to_all", sent.nbytes)
+    return start_all_to_all(sent, n_received, n_sent, mesh.get_group())
 
 
 def _wait(value: Tensor) -> Tensor:

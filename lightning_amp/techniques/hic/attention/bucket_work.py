@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_amp._torch import past_threshold, softmax_backward
+from lightning_amp.footprint.equal_parts import leaves_out_equal
 from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, BucketRun
 from lightning_amp.techniques.hic.attention.rotary import from_pairs, rotary, to_pairs
@@ -43,7 +44,7 @@ class BucketWork:
         self._cast: dict[str, Tensor] = {}
         # without values, the second run of a shape needs no more memory
         same = {(run.n_buckets, run.own[1], run.near[1], run.outside): run for run in band.runs}
-        self.runs = list(same.values()) if q.is_meta else band.runs
+        self.runs = list(same.values()) if leaves_out_equal(q) else band.runs
         self._before, self._n_places = band.around[0], band.n_key_buckets + sum(band.around)
         # one more position than there are buckets: a query is rotated as a row of the next bucket
         self._rotary = rotary(self._dim, band.window, self._n_places + 1, dtype=self._dtype, like=q)
@@ -303,7 +304,7 @@ class BucketWork:
         if len(rows) <= most:
             return [(0, rows)]
         # without values, the second slab needs the same memory as all later ones
-        rows = rows[: 2 * most] if rows.is_meta else rows
+        rows = rows[: 2 * most] if leaves_out_equal(rows) else rows
         return list(zip(range(0, len(rows), most), torch.split(rows, most), strict=True))
 
     def _with_themselves(self, scores: Tensor, run: BucketRun, rows: slice | None) -> Tensor:

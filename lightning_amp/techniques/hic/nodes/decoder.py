@@ -47,7 +47,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import FeatureAnchor, PerAnchor
 from lightning_amp.sharding.attention.ring import ring_attention
-from lightning_amp.sharding.collectives import start_all_to_all, wait_for
+from lightning_amp.sharding.collectives import wait_for
 from lightning_amp.sharding.sharded_tensor import computed_in
 from lightning_amp.sharding.splits import axis_of
 from lightning_amp.techniques.checks.key import full_problem, rows_problem
@@ -87,7 +87,7 @@ def _exchange(rows: AnchorShards, sent: Tensor) -> Tensor:
     """Exchange a bucket with each neighbour; wait before reading the result."""
     own = rows.mesh.get_local_rank()
     sizes = [rows.window if abs(rank - own) == 1 else 0 for rank in range(len(rows.sizes))]
-    return start_all_to_all(sent, sizes, sizes, rows.mesh.get_group())
+    return collectives.start_exchange(rows.mesh, sent, sizes, sizes)
 
 
 State = tuple[Tensor, ...]

@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import PerVertex, Scalar
-from lightning_amp.sharding.collectives import start_all_to_all, wait_for
+from lightning_amp.sharding.collectives import wait_for
 from lightning_amp.techniques.checks.same_function import mismatch, shown
 from lightning_amp.techniques.contract.change import Change, hooks_of, hooks_within
 from lightning_amp.techniques.contract.protocol import Messages, is_vertex_encoder
@@ -178,7 +178,7 @@ class SharedVertices(nn.Module):
         return collectives.linear(self._propagate, self._propagate_back, x)
 
     def _propagate(self, x: Tensor) -> Tensor:
-        under_way = start_all_to_all(x[self.sent], self.n_received, self.n_sent, self.mesh.get_group())
+        under_way = collectives.start_exchange(self.mesh, x[self.sent], self.n_received, self.n_sent)
         out = torch.zeros_like(x)
         # messages between own vertices are summed while the ghosts' rows are in transit
         self._add(out, x, slice(0, self.n_inner))
@@ -189,7 +189,7 @@ class SharedVertices(nn.Module):
         ghosts = grad.new_zeros(sum(self.n_received), grad.shape[1])
         # gradients of ghosts first, because other ranks wait for them
         self._add(ghosts, grad, slice(self.n_inner, None), back=True)
-        under_way = start_all_to_all(ghosts, self.n_sent, self.n_received, self.mesh.get_group())
+        under_way = collectives.start_exchange(self.mesh, ghosts, self.n_sent, self.n_received)
         out = torch.zeros_like(grad)
         self._add(out, grad, slice(0, self.n_inner), back=True)
         return out.index_add_(0, self.sent, wait_for(under_way))

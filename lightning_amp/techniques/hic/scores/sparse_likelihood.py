@@ -41,6 +41,7 @@ from lightning_amp._torch import negate_each, softplus_backward, times_each, val
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.derivatives import first_only
 from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.footprint.equal_parts import leaves_out_equal
 from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.shapes import OwnCounts, OwnTable, Scalar
 from lightning_amp.techniques.checks.likelihood import likelihood_problem, likelihood_settings
@@ -148,8 +149,9 @@ def _sum(
     work = log_mu.new_empty(3, cells, runs[0].stop, dtype=dtype)
     totals = []
     for k, run in enumerate(runs):
-        # simulation: without values all full chunks are equal
-        if work.is_meta and 0 < k < len(runs) - 1:
+        # full chunks are equal; the last of them runs beside the sums of all others
+        if leaves_out_equal(work) and 0 < k < len(runs) - 2:
+            totals.append(work.new_empty(()))
             continue
         if len(runs) == 1:
             totals.append(_zeros(work, index, r, (cast(Tensor, theta), zi), form.least, gradients, others))

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_amp._torch import unseen
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.shapes import Scalar
@@ -285,8 +286,9 @@ class _Passed(NamedTuple):
 
 
 def _random_state() -> bytes:
-    # the CPU generator only: no synchronisation with a device
-    return torch.get_rng_state().numpy().tobytes()
+    # the CPU generator only: no synchronisation with a device; in a counted step its numbers are no fake ones
+    with unseen():
+        return torch.get_rng_state().numpy().tobytes()
 
 
 def _chained(strata: Iterable[nn.Module]) -> bool:

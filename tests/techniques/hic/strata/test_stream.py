@@ -16,6 +16,7 @@ from torch.func import functional_call
 from benchmarks.count_operators import OperatorCounter
 from lightning_amp.adapters.forms.adapted_decoder import AdaptedAttentionKey
 from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import capture
 from lightning_amp.installing.install import install
@@ -25,6 +26,7 @@ from lightning_amp.techniques.checks.decoder import decode_problem
 from lightning_amp.techniques.checks.key import rows_problem
 from lightning_amp.techniques.checks.likelihood import likelihood_problem
 from lightning_amp.techniques.hic.rows import StreamStrata
+from lightning_amp.techniques.hic.strata.stream import _random_state
 from lightning_amp.techniques.hic.strata.streamed_stratum import StreamedKey, streamed_key
 from lightning_amp.techniques.precomputed_gradients import gradients, leaf
 from tests.techniques.sharded_cases import Case, Model, assert_same, gradient, make_plan, reference, train
@@ -442,3 +444,9 @@ def test_there_are_fewer_operators() -> None:
             values(run, key)
         counts.append(counter.kernels)
     assert counts[1] <= counts[0] - 4
+
+
+def test_a_counted_step_that_draws_nothing_is_seen_to_draw_nothing() -> None:
+    """The state was read through a fake tensor, whose numbers are whatever lies there."""
+    with QuickFakes(valid=True):
+        assert len({_random_state() for _ in range(50)}) == 1
