@@ -9,7 +9,7 @@ all others.
 """
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -135,6 +135,11 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         """Return False, as LiveBytes does: torch's guard against Dynamo takes a tenth of a count."""
         return False
+
+    @cached_property
+    def avoid_device_init(self) -> bool:
+        """As torch's, which asks the driver again for every operator until CUDA is initialized."""
+        return bool(super().avoid_device_init)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator; torch's method does the same, behind a guard against Dynamo and a count of its calls."""
