@@ -288,6 +288,10 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
                 key += (type(value), value)
         return True
 
+    def new(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a new tensor, where no mode is active."""
+        return self._make(_Made(shape, stride, dtype, device), ())
+
     def _make(self, made: _Made, args: Any) -> Tensor:
         # modes are disabled during dispatch, so this is a plain meta tensor
         found = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
