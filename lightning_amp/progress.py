@@ -38,13 +38,16 @@ def _with_lines(iterable: Iterable[Item], description: str, total: int) -> Itera
 
 
 class _Work:
-    """Work of unknown length: after `LONG` seconds a bar that says what is counted, or one line without a terminal."""
+    """Work of unknown length: after `LONG` seconds a bar that says what is counted; without a terminal, lines of it."""
 
     def __init__(self, description: str) -> None:
         self._description, self._now, self._counts = description, "", 0
         self._bar: Any = None
         self._over, self._lock = False, Lock()
-        self._timer = Timer(LONG, self._show)
+        self._show_after(LONG)
+
+    def _show_after(self, seconds: float) -> None:
+        self._timer = Timer(seconds, self._show)
         self._timer.daemon = True
         self._timer.start()
 
@@ -67,6 +70,7 @@ class _Work:
                 return
             if not sys.stderr.isatty():
                 print(f"{self._text} ...", file=sys.stderr, flush=True)
+                self._show_after(SLOW)
                 return
             from rich.console import Console
             from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -77,9 +81,9 @@ class _Work:
             self._bar.start()
 
     def end(self) -> None:
-        self._timer.cancel()
         with self._lock:
             self._over = True
+            self._timer.cancel()
             if self._bar is not None:
                 self._bar.stop()
 

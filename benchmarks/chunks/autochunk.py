@@ -26,7 +26,8 @@ from benchmarks.page import ROOT, asked_tables, origin, show_tables, table
 from lightning_amp._torch import FakeTensorMode
 from lightning_amp.costs.device_rates import CPU_CORE, rates_for
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.graph.capture import Capture, Captures
+from lightning_amp.graph.capture import Capture
+from lightning_amp.graph.captures import Captures
 from lightning_amp.graph.peak import block_bytes
 from lightning_amp.graph.table import OPERATOR
 from lightning_amp.quantities import format_bytes

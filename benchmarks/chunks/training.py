@@ -22,7 +22,7 @@ from benchmarks.gpu.chunks import SquareLoss
 from benchmarks.page import table
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.graph.capture import Captures
+from lightning_amp.graph.captures import Captures
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes

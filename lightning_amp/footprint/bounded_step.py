@@ -36,6 +36,9 @@ class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
         StepOverBudget: Raised in the operator whose result exceeds the budget; names it, its module, and bytes by kind.
     """
 
+    # it counts tensors with values only
+    counts_repeated = False
+
     def __init__(self, module: nn.Module, budget_bytes: int) -> None:
         super().__init__(module)
         self._budget, self._bounded = budget_bytes, False

@@ -86,7 +86,8 @@ def run_two_steps(
                 f"cannot profile {type(module).__name__!r}, whose training_step was not called: the batch is"
                 " None, or on_train_batch_start returned -1; give a batch with which it is called"
             )
-    if taker is not None and not taker.whole:
+    if not counter.counting:
+        # stopped before the second step, as where notes are taken; nothing is recorded
         return recorder
     recorder.makes = StepMakes.of(batch, recorder.lives, recorder.work)
     recorder.foreseen = foresee(recorder, trainer.optimizers, fake, run_settings.averaged)
@@ -264,7 +265,7 @@ class _Count(Callback):
         self.recorder, self.unfrozen = recorder, list[torch.nn.Parameter]()
         self.answers, self.taker = answers, taker
         self.only_forward, self.n_batches = False, 2 * run_settings.batches
-        self._fake, self._entered, self._counting = fake, ExitStack(), False
+        self._fake, self._entered, self.counting = fake, ExitStack(), False
         self._datamodule = run_settings.datamodule
         n_before = 0 if answers is None else answers.n_before
         self._counted = n_before + self.n_batches - 1
@@ -316,7 +317,7 @@ class _Count(Callback):
             self._first.watch([*pl_module.parameters(), *pl_module.buffers(), *gradients, batch])
             self._counting_first.enter_context(self._first)
         if batch_idx == self._counted:
-            self._counting = True
+            self.counting = True
             # made again in this step, so that what code caches from step to step is counted
             getattr(self._fake, "cache", {}).clear()
             self.recorder.start(batch, trainer.optimizers)
@@ -328,7 +329,7 @@ class _Count(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Report the start of the optimizer step to the recorder; all gradients are complete here."""
-        if self._counting:
+        if self.counting:
             self.recorder.begin_optimiser()
 
     def on_train_batch_end(
@@ -338,6 +339,6 @@ class _Count(Callback):
         if batch_idx == self._counted_first:
             self._counting_first.close()
             self.recorder.first_bytes = self._first.peak
-        if self._counting:
+        if self.counting:
             self.recorder.hold_gradients()
             raise EnoughSeen

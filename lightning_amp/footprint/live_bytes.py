@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,35 @@ class _Ref(weakref.ref[torch.UntypedStorage]):
 
     __slots__ = ("key",)
     key: int
+
+
+class RepeatedResult(NamedTuple):
+    """A storage that an operator makes which does not run: its first tensor, or that one's layout if none is needed.
+
+    Attributes:
+        slot: Its number among those that are made.
+    """
+
+    slot: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    n_bytes: int
+    tensor: Tensor | None
+
+
+class Repeated(NamedTuple):
+    """An operator on fake tensors that does not run again, for it makes what it has made before.
+
+    Attributes:
+        given: Tensors that it reads and that no operator before it makes.
+        makes: Storages that it makes.
+        frees: Those without a tensor that are freed after it, by their numbers.
+    """
+
+    func: Any
+    given: Sequence[Tensor] = ()
+    makes: Sequence[RepeatedResult] = ()
+    frees: Sequence[int] = ()
 
 
 def named_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,6 +112,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         device_type: Count only memory of this type of device, such as "cuda"; None counts all.
     """
+
+    counts_repeated = True
+    """Whether it counts operators that do not run (`repeated`)."""
 
     def __init__(self, *, device_type: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -167,6 +199,23 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ends(func, args, kwargs, read, result)
         return result
 
+    def repeated(self, steps: Iterable[Repeated]) -> None:
+        """Count operators as if they ran."""
+        n_bytes = dict[int, int]()
+        for step in steps:
+            self.begins(step.func, (), ())
+            for one in step.makes:
+                if one.tensor is not None:
+                    self._count([one.tensor])
+                    continue
+                n_bytes[one.slot] = one.n_bytes
+                self._current += one.n_bytes
+                self._appears(one)
+            self._peak = max(self._peak, self.current)
+            for slot in step.frees:
+                self._current -= n_bytes[slot]
+                self._passes(slot)
+
     def made(self, func: Any, result: Any, given: Collection[int] = ()) -> None:
         """Count an operator's results; `given` has the ids of the storages that it received."""
         self._count(tensors_of(result), given)
@@ -237,6 +286,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _born(self, key: int, n_bytes: int, tensor: Tensor | None) -> None:
         """Hook: a storage counts from now on; `tensor` is its first tensor, None if there is none."""
+
+    def _appears(self, result: RepeatedResult) -> None:
+        """Hook: a storage of an operator that does not run counts from now on."""
+
+    def _passes(self, slot: int) -> None:
+        """Hook: such a storage is freed."""
 
     def _resized(self, key: int, n_bytes: int) -> None:
         """Hook: a counted storage has another size; its bytes are excluded from `current` during this call."""

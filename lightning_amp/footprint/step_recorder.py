@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from lightning_amp._torch import autograd_node, autograd_order
 from lightning_amp.data.batch import parts_in, tensors_in
 from lightning_amp.footprint.host_state import on_device
-from lightning_amp.footprint.live_bytes import LiveBytes, Read, storages_of, tensors_of, tensors_written
+from lightning_amp.footprint.live_bytes import LiveBytes, Read, RepeatedResult, storages_of, tensors_of, tensors_written
 from lightning_amp.footprint.module_profile import (
     ACTIVATIONS,
     BACKWARD,
@@ -103,6 +103,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self._orders: list[int] = [-1]
         self._owners: list[tuple[str, int]] = [("", -1)]
         self._of_key: dict[int, Life] = {}
+        self._of_slot: dict[int, Life] = {}
         self._weights: set[int] = set()
         self._now = Life()
         self._hooks: list[Any] = []
@@ -311,6 +312,15 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
             # it
             self._orders.append(max(self._orders[-1], autograd_order() - made))
             self._owners.append((fqn, order))
+
+    def _appears(self, result: RepeatedResult) -> None:
+        now, dtype = self._now, str(result.dtype).removeprefix("torch.")
+        life = Life(now.name, now.fqn, now.kind, result.shape, dtype, result.n_bytes, now.birth, now.order)
+        self.lives.append(life)
+        self._of_slot[result.slot] = life
+
+    def _passes(self, slot: int) -> None:
+        self._of_slot.pop(slot).death = len(self.work) - 1
 
     def _born(self, key: int, n_bytes: int, tensor: Tensor | None) -> None:
         now = self._now

@@ -45,11 +45,14 @@ from lightning_amp.footprint.copies.restore_state import forgetting, restoring_s
 from lightning_amp.footprint.forward_overrides import hooked
 from lightning_amp.footprint.run_again.own_checkpoints import CHECKPOINTS, watching_checkpoints
 from lightning_amp.graph.calls import Calls, CannotFollow, FollowedTensor, Recorder, empty_for, follow
-from lightning_amp.graph.guards import OPAQUE, PLAIN, described, first_change, settings_of, signature, state_of
+from lightning_amp.graph.guards import OPAQUE, PLAIN, described, first_change, settings_of, state_of
 from lightning_amp.graph.out_of_place import without_writes
 from lightning_amp.graph.rewrites import REWRITES
 from lightning_amp.holding import replacing
 from lightning_amp.random_streams import drawn_between, host_streams, set_host_streams
+
+DRAWS = "its forward draws from Python's or NumPy's random numbers"
+CHANGES_LIST = "its forward changes a list or a dictionary that it is called with"
 
 
 class CannotCapture(Exception):
@@ -93,20 +96,6 @@ class Capture:
     def arguments(self) -> list[Tensor]:
         """Return new tensors like the graph's arguments, fake in a fake mode."""
         return [fresh(node.meta["val"]) for node in self.nodes if node.op == "placeholder"]
-
-
-class Captures:
-    """Cache of captures by class and signature."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, Capture] = {}
-
-    def of(self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Capture:
-        """Return the capture for a call; it is made on the first call with its signature."""
-        key = signature(block, args, kwargs)
-        if key not in self._known:
-            self._known[key] = capture(block, args, kwargs, key=key)
-        return self._known[key]
 
 
 def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, key: Any) -> Capture:
@@ -158,7 +147,7 @@ def _trace(
         call_args, call_kwargs = tree_unflatten(given, spec)
         # a tensor and its views share one counter of writes
         versions = [tensor._version for tensor in tensors]
-        with _NoPython(tensors) as python, _watched(python):
+        with NoPython(tensors) as python, watched(python):
             results, found["output"] = tree_flatten(functional_call(twin, own, call_args, call_kwargs))
         if python.reason:
             raise CannotCapture(python.reason)
@@ -169,7 +158,7 @@ def _trace(
             raise CannotCapture(f"its forward replaces its parameter or buffer {replaced[0]!r}; write to it in place")
         left, form = tree_flatten((call_args, call_kwargs))
         if form != spec or any(new is not old for new, old in zip(left, given, strict=True)):
-            raise CannotCapture("its forward changes a list or a dictionary that it is called with")
+            raise CannotCapture(CHANGES_LIST)
         names = [*own, *(f"input {k}" for k in range(len(at)))]
         found["changed"] = tuple(
             name for name, tensor, old in zip(names, tensors, versions, strict=True) if tensor._version != old
@@ -190,7 +179,7 @@ def _trace(
             made.setdefault(id(given), alias(leaf) if leaf.requires_grad and id(given) not in own_ids else leaf)
         tensors = [made[id(t)] for t in given_tensors]
     # the forward runs with copies, so that other objects than tensors do not change
-    twin, objects = copy_of(block, fake), _copied(values)
+    twin, objects = copy_of(block, fake), copied_objects(values)
     held = {i: described(value, states=True) for i, value in objects.items()}
     before, drawn, seed = settings_of(twin), host_streams(), torch.get_rng_state()
     try:
@@ -198,7 +187,7 @@ def _trace(
         if before != (after := settings_of(twin)):
             raise CannotCapture(f"its forward changes the attribute {first_change(before, after)!r}")
         if drawn_between(drawn, host_streams()):
-            raise CannotCapture("its forward draws from Python's or NumPy's random numbers")
+            raise CannotCapture(DRAWS)
         # operators on fake tensors draw nothing, so the state changes only by a seed, which is not an operator
         if not torch.equal(seed, torch.get_rng_state()):
             raise CannotCapture("its forward sets the seed of torch's random numbers")
@@ -229,10 +218,10 @@ def _trace(
         "changed": found["changed"],
         "needs_grad": tuple(tensor.requires_grad for tensor in tensors),
         "calls": found["calls"],
-    }, partial(_runs_again, twin, state, given, spec, found["calls"])
+    }, partial(runs_again, twin, state, given, spec, found["calls"])
 
 
-def _runs_again(twin: nn.Module, state: Mapping[str, Tensor], values: Sequence[Any], spec: Any, calls: Calls) -> bool:
+def runs_again(twin: nn.Module, state: Mapping[str, Tensor], values: Sequence[Any], spec: Any, calls: Calls) -> bool:
     """Raise CannotCapture if a second run calls other functions, such as by the clock; return whether it keeps tensors.
 
     Its tensors are not fake, so that a forward that does something else with fake ones is detected too, except by
@@ -244,7 +233,17 @@ def _runs_again(twin: nn.Module, state: Mapping[str, Tensor], values: Sequence[A
     given = [*own.values(), *(empty[id(value)] for value in values if isinstance(value, Tensor))]
     drawn = host_streams()
     try:
-        return follow(lambda: functional_call(twin, own, args, kwargs), given, [calls], real=False)[1]
+        kept = follow(lambda: functional_call(twin, own, args, kwargs), given, [calls], real=False)[1]
+        if drawn_between(drawn, host_streams()):
+            raise CannotCapture(DRAWS)
+        if [id(t) for t in own.values()] != [id(empty[id(t)]) for t in state.values()] or [*state_of(twin)] != [*state]:
+            raise CannotCapture("its forward replaces a parameter or buffer; write to it in place")
+        left, form = tree_flatten((args, kwargs))
+        if form != spec or any(new is not empty.get(id(old), old) for new, old in zip(left, values, strict=True)):
+            raise CannotCapture(CHANGES_LIST)
+        return kept
+    except CannotCapture:
+        raise
     except CannotFollow as error:
         raise CannotCapture(f"its forward {error}: it reads a value that changes from call to call") from None
     except Exception as error:
@@ -255,7 +254,7 @@ def _runs_again(twin: nn.Module, state: Mapping[str, Tensor], values: Sequence[A
 
 
 @contextmanager
-def _watched(python: "_NoPython") -> Iterator[None]:
+def watched(python: "NoPython") -> Iterator[None]:
     """Refuse what belongs to each step: the number of the step or epoch, and logging; record reads of devices."""
     thread = get_ident()
 
@@ -286,7 +285,7 @@ def _watched(python: "_NoPython") -> Iterator[None]:
         replacing(FakeTensor, device=property(device, of_fake.fset)),
         replacing(fake_tensors, FakeTensor=FollowedTensor),
         # a graph has no checkpoint, so in chunks the block would keep what it does not keep by itself
-        watching_checkpoints(refuse(CHECKPOINTS, _watched)),
+        watching_checkpoints(refuse(CHECKPOINTS, watched)),
     ):
         yield
 
@@ -306,7 +305,7 @@ NUMBERS = (
 )
 
 
-class _NoPython(Recorder):
+class NoPython(Recorder):
     """Record functions; refuse tensor hooks, changes of requires_grad, and numbers read from tensors with values."""
 
     reason = ""
@@ -338,7 +337,7 @@ def _as_number(args: Any, kwargs: Any) -> bool:
     return any(isinstance(t, Tensor) and t.dim() == 0 and not isinstance(t, FakeTensor) for t in leaves)
 
 
-def _copied(values: Sequence[Any]) -> dict[int, Any]:
+def copied_objects(values: Sequence[Any]) -> dict[int, Any]:
     """Return copies of arguments that are objects, by position: writes must not reach the originals."""
     found, memo = dict[int, Any](), dict[int, Any]()
     for i, value in enumerate(values):

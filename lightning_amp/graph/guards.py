@@ -82,6 +82,21 @@ def signature(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     )
 
 
+def without_plain_settings(key: Any) -> Any:
+    """Return a signature without the values of plain attributes, such as the number of a layer; their classes stay."""
+    *before, settings, grad, dtype, autocast, same = key
+    kept = tuple(
+        (
+            *place,
+            kinds,
+            tuple(None if _first_of(kind) is PLAIN else v for kind, v in zip(kinds, values, strict=True)),
+            hooks,
+        )
+        for *place, kinds, values, hooks in settings
+    )
+    return *before, kept, grad, dtype, autocast, same
+
+
 def state_of(block: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers by name, in the order in which a graph takes them."""
     return _state_of(_modules_of(block))

@@ -14,10 +14,13 @@ from torchmetrics import Accuracy, MeanMetric
 
 import lightning_amp
 from lightning_amp.errors import ModelError
+from lightning_amp.footprint import inner_run
 from lightning_amp.footprint.bounded_step import users_line
+from lightning_amp.footprint.inner_run import EnoughSeen
 from lightning_amp.footprint.module_profile import KINDS, OPTIMISER, PARTS, ModuleProfile
-from lightning_amp.footprint.profile_module import profile_module
+from lightning_amp.footprint.profile_module import counted_step, profile_module
 from lightning_amp.footprint.run_settings import RunSettings
+from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.target_device import launches_operators, settings_of
 from tests.any_module import NAMES, QUIET, Meter, make
 from tests.optimised import Optimised
@@ -486,3 +489,19 @@ def test_on_a_gpu_optimizers_take_the_form_that_is_their_default_there(kind: Any
     assert counted("cuda") == counted("cuda", foreach=True) == counted("cpu", foreach=True)
     assert counted("cpu") == counted("cuda", foreach=False)
     assert counted("cpu") != counted("cuda")
+
+
+class LookedAt(Small):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        super().training_step(batch, batch_idx)
+        raise EnoughSeen
+
+
+@pytest.mark.parametrize(("kind", "times"), [(LookedAt, 0), (Small, 1)])
+def test_nothing_is_foreseen_of_a_step_that_is_only_looked_at(
+    kind: type[Small], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[Any]()
+    monkeypatch.setattr(inner_run, "foresee", lambda *args: asked.append(args) or ())
+    counted_step(kind(), small_batch(), None, StepRecorder)
+    assert len(asked) == times

@@ -136,3 +136,12 @@ def test_a_kernel_that_leaves_much_is_run_for_few_samples(monkeypatch: pytest.Mo
     assert near == pytest.approx(exact, rel=0.01)
     with settings_of("cuda"):
         assert profile_module(Recurrent(128), torch.randn(70, 40, 12)).peak_bytes < exact
+
+
+def test_the_driver_is_asked_once_for_all_operators_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[bool]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(asked.append(True)))
+    with quick_fakes.QuickFakes(valid=True):
+        for n in range(3, 6):
+            torch.sort(torch.empty(n))
+    assert asked == [True]

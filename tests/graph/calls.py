@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import tree_flatten, tree_leaves, tree_unflatten
 from lightning_amp.footprint.find_blocks import find_blocks
-from lightning_amp.graph import capture
+from lightning_amp.graph import capture, captures
 from lightning_amp.graph.guards import state_of
 from lightning_amp.techniques.checks import same_function
 from tests.any_module import make
@@ -27,7 +27,7 @@ class Called:
     kwargs: dict[str, Any]
 
 
-class Captures(capture.Captures):
+class Captures(captures.Captures):
     """With a run of what was captured."""
 
     @property

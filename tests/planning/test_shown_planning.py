@@ -1,4 +1,4 @@
-"""Claim: planning that takes seconds says what it counts, on standard error: a bar on a terminal, else a line; nothing
+"""Claim: planning that takes seconds says what it counts, on standard error: a bar on a terminal, else lines; nothing
 is shown of shorter work, without a progress bar, or twice.
 """
 
@@ -42,6 +42,16 @@ def test_one_line_says_what_is_counted_where_there_is_no_terminal(capsys: Any) -
     assert capsys.readouterr().err == "planning: 0 steps counted, now as it is, a batch of 600 ...\n"
     work(seconds=0.0)
     time.sleep(0.2)
+    assert capsys.readouterr().err == ""
+
+
+def test_long_work_says_again_what_is_counted(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(progress, "SLOW", 0.2)
+    work(seconds=0.35)
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first == "planning: 0 steps counted, now as it is, a batch of 600 ..."
+    assert others[-1] == "planning: 1 step counted, now with recompute ..."
+    time.sleep(0.5)
     assert capsys.readouterr().err == ""
 
 

@@ -115,6 +115,9 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         watches_saved: Whether to record block calls and saved tensors, which torch.func.grad does not support.
     """
 
+    # the time of an operator depends on its arguments
+    counts_repeated = False
+
     def __init__(
         self, module: nn.Module, rates: OperatorRates, stages: Collection[str] = (), *, watches_saved: bool = True
     ) -> None:

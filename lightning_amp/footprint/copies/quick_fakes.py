@@ -9,7 +9,7 @@ all others.
 """
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -138,6 +138,11 @@ class QuickFakes(SharedFakeMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         """Return False, as LiveBytes does: torch's guard against Dynamo takes a tenth of a count."""
         return False
+
+    @cached_property
+    def avoid_device_init(self) -> bool:
+        """As torch's, which asks the driver again for every operator until CUDA is initialized."""
+        return bool(super().avoid_device_init)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator; torch's method does the same, behind a guard against Dynamo and a count of its calls."""
@@ -299,6 +304,10 @@ class QuickFakes(SharedFakeMode):  # type: ignore[no-untyped-call]
                 # with its type: 1, 1.0 and True are equal as keys, but give results of different dtypes
                 key += (type(value), value)
         return True
+
+    def new(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a new tensor, where no mode is active."""
+        return self._make(_Made(shape, stride, dtype, device), ())
 
     def _make(self, made: _Made, args: Any) -> Tensor:
         # modes are disabled during dispatch, so this is a plain meta tensor

@@ -1,6 +1,7 @@
 """Capture the blocks of a training step, and compute their chunked forms; show the code that rules generate."""
 
 from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -11,7 +12,8 @@ from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.footprint.copies.fake_copy import copy_of
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
-from lightning_amp.graph.capture import Capture, Captures
+from lightning_amp.graph.capture import Capture
+from lightning_amp.graph.captures import Captures
 from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.forms import ChunkForms
 from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel
@@ -37,19 +39,23 @@ def block_tables(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool 
         if isinstance(capture, str):
             found.append(capture)
             continue
-        if capture.key not in known:
+        # blocks with different keys may share a graph
+        key = capture.graph or capture.key
+        if key not in known:
             # a graph holds no casts of autocast
             with call.precision():
                 made: Table | str = result_or_reason(table_of, capture) if capture.graph else capture.reason
-            known[capture.key] = same.setdefault(made, made)
-        found.append(known[capture.key])
+            known[key] = same.setdefault(made, made)
+        found.append(known[key])
     return found
 
 
 def _captured(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool = False) -> list[Capture | str]:
     """Return the capture of every call, or the reason why it was not captured."""
-    captures, fake = Captures(), QuickFakes()
+    captures, fake = Captures(follows=True), QuickFakes()
     found: list[Capture | str] = []
+    # copied as a whole, so that blocks that share an object, such as a configuration, still do
+    twin = cache(partial(copy_of, module, fake))
     for call in calls:
         if call.sparse:
             found.append("it is called with a tensor that is not dense")
@@ -57,7 +63,7 @@ def _captured(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool = F
         block = module.get_submodule(call.fqn)
         if any(parameter.is_meta for parameter in block.parameters()):
             # a block on the meta device is called with arguments of another device
-            block = copy_of(block, fake)
+            block = twin().get_submodule(call.fqn)
         if shared and any(map(normalises_by_batch, block.modules())):
             found.append("ranks exchange the statistics of a BatchNorm in it (share_batch_statistics)")
             continue
@@ -107,7 +113,7 @@ def code(step: StepToPlan, rules: Sequence[Rule]) -> str:
     found: dict[tuple[Any, ChunkBlock], tuple[str, dict[str, None]]] = {}
     for call, capture in zip(wanted, _captured(step.module, wanted), strict=True):
         assert not isinstance(capture, str), "a rule of chunk is for a block that can be captured"
-        key = capture.key, (spec := specs[call.fqn])
+        key = capture.graph, (spec := specs[call.fqn])
         if key not in found:
             costs = spec.costs(step.operator_rates())
             with call.precision():

@@ -9,7 +9,7 @@ reads a parameter after its update, as a checkpointed block can that detaches it
 reads. From then on, code outside of torch that reads `.grad` of a parameter gets an error.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_amp._torch import TorchDispatchMode
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.last_gradients import GradientReads
-from lightning_amp.footprint.live_bytes import storages_of, tensors_of
+from lightning_amp.footprint.live_bytes import Repeated, storages_of, tensors_of
 from lightning_amp.techniques.early_update.readers import refuse_readers
 from lightning_amp.techniques.own_step import update
 
@@ -154,15 +154,25 @@ class ReadsAfterUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return False, as LiveBytes does."""
         return False
 
+    counts_repeated = True
+
+    def repeated(self, steps: Iterable[Repeated]) -> None:
+        """Look at what operators read that do not run."""
+        for step in steps:
+            self._look(step.func, step.given)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, after a look at what it reads."""
+        self._look(func, (*args, *kwargs.values()) if kwargs else args)
+        return func(*args, **(kwargs or {}))
+
+    def _look(self, func: Any, given: Sequence[Any]) -> None:
         one = self._pass
         if one.updated and not (one.updating or one.problem):
-            for _, storage in storages_of(tensors_of((*args, *kwargs.values()) if kwargs else args)):
+            for _, storage in storages_of(tensors_of(given)):
                 key = self._of_storage.get(storage._cdata)
                 if key in one.updated:
                     one.problem = (
                         f"{func} reads {one.names.get(key or 0, '')!r} after its update, in the same backward pass, as"
                         f" a checkpointed block does that detaches it: {LEAVE_OUT}"
                     )
-        return func(*args, **(kwargs or {}))

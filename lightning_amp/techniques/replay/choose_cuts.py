@@ -29,6 +29,7 @@ from itertools import permutations
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 KEPT, AT_ONCE, ONE_BY_ONE = 0, 1, 2
@@ -172,13 +173,14 @@ def _ways(stretches: Stretches, kinds: Sequence[int], window: int) -> Ways:
 def _fastest(stretches: Stretches, bound: float, known: Ways, window: int) -> Cuts | None:
     k, unit = len(stretches.places), max(bound, 1) / PARTS
     ways, inside, held_on, took, needless = known
-    # the last column represents impossible states
-    time = np.full((k, PARTS + 2), np.inf)
+    # each row begins with impossible states: shifted by the bytes of a segment, a place's states are a part of its row
+    padded = np.full((k, 2 * (PARTS + 1)), np.inf)
+    time, shifted = padded[:, PARTS + 1 :], sliding_window_view(padded.reshape(-1), PARTS + 1)
     time[0, 0] = 0
     before = np.zeros((k, PARTS + 1, 3), int)
     held = np.arange(PARTS + 1)
     # rounded, so that a choice may exceed the bound by a few units, which `fastest` checks
-    more = np.rint(held_on / unit).astype(int)
+    more = np.minimum(np.rint(held_on / unit), PARTS + 1).astype(int)
     # the segment itself has to fit in addition to what is held
     room = np.where(needless, -1, (bound - inside) // unit)
     border = 0
@@ -187,19 +189,18 @@ def _fastest(stretches: Stretches, bound: float, known: Ways, window: int) -> Cu
         starts += border
         if not len(starts):
             continue
-        # [bytes held at q, p and way] -> bytes held at p; the last axis, which `argmin` reads, is contiguous
-        at = held[:, None] - more[starts, q, way]
-        at[(at < 0) | (at > room[starts, q, way])] = PARTS + 1
-        at += starts * (PARTS + 2)
-        found = time.take(at)
-        found += took[starts, q, way]
+        # [p and way, bytes held at q]
+        added = more[starts, q, way]
+        found = shifted[starts * padded.shape[1] + PARTS + 1 - added]
+        found += took[starts, q, way][:, None]
+        found[held > (added + room[starts, q, way])[:, None]] = np.inf
         # the first minimum, in the order of places and ways
-        best = found.argmin(1)
-        time[q, :-1] = found[held, best]
-        before[q] = np.stack([starts[best], at[held, best] - starts[best] * (PARTS + 2), way[best]], 1)
+        best = found.argmin(0)
+        time[q] = found[best, held]
+        before[q] = np.stack([starts[best], held - added[best], way[best]], 1)
         if q in stretches.borders:
             # all choices hold the same bytes after a border, so only the fastest one is continued
-            border, h, read = q, int(np.argmin(time[q, :-1])), int(np.rint(stretches.out[0, q] / unit))
+            border, h, read = q, int(np.argmin(time[q])), int(np.rint(stretches.out[0, q] / unit))
             fewest = min(read, PARTS), time[q, h], before[q, h].copy()
             time[q] = np.inf
             time[q, fewest[0]], before[q, fewest[0]] = fewest[1:]

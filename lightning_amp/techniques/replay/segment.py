@@ -5,20 +5,22 @@ An operator can run again if it is known which arguments it writes to and which 
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import OpOverload, version_of
+from lightning_amp._torch import OpOverload
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.noted_values import answers_now, decided_by_values
 from lightning_amp.footprint.live_bytes import COLLECTIVES, has_storage, places_written, tensors_of
 from lightning_amp.footprint.run_again.recompute_state import digests, same_digests
 from lightning_amp.sharding._torch import AUTOGRAD_AND_AUTOCAST, excluded_keys, force_dispatch_keys, included_keys
 from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, ONE_BY_ONE
+from lightning_amp.techniques.replay.on_fakes import replayed_on_fakes
+from lightning_amp.techniques.replay.recorded import Operator, Outside, Slot, StorageRef
 
 RETYPED = {
     torch.ops.aten.view.dtype,
@@ -116,73 +118,6 @@ ALLOCATIONS = {
     getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 }
 """Operators whose results are uninitialized."""
-Geometry = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
-"""Dtype, shape, strides and offset of a tensor in its storage."""
-
-
-@dataclass(frozen=True, slots=True)
-class StorageRef:
-    """A tensor made in the segment: the index of its storage, and its geometry."""
-
-    slot: int
-    geometry: Geometry
-
-
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class Outside:
-    """A tensor that the segment reads and did not make; `copied` if it is a copy made before a write."""
-
-    tensor: Tensor
-    copied: bool = False
-    source: "weakref.ref[Tensor] | None" = None
-    """The tensor that was read, whose version shows later writes; `tensor` is detached and has a separate version."""
-    version: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class Operator:
-    """One recorded operator.
-
-    Attributes:
-        at: Place among all operators of the step.
-        args, kwargs: Arguments, with a StorageRef or an Outside in place of every tensor.
-        grad: Whether gradients were enabled; kernels of recurrent layers return other results then.
-        draws: Generators that it draws from, or notes on fake tensors (noted_values.py), with their states.
-        results: Index of the storage of each result made in the segment; None for others.
-        reads, writes, makes: Indices of storages.
-    """
-
-    func: Any
-    at: int
-    args: Any
-    kwargs: Any
-    grad: bool
-    draws: list[tuple[Any, Any]]
-    results: list[int | None]
-    reads: frozenset[int]
-    writes: frozenset[int]
-    makes: frozenset[int]
-
-
-@dataclass(eq=False, slots=True)
-class Slot:
-    """A storage made in a segment.
-
-    Attributes:
-        storage: The storage, while it is alive.
-        n_bytes: Its size.
-        small: Whether another result of its operator is much larger, as for the statistics of a norm.
-        written: Whether a later operator has written to it.
-        version: Largest autograd version after a write.
-        dtypes: Dtypes of the tensors that recorded operators return in it.
-    """
-
-    storage: "weakref.ref[torch.UntypedStorage]"
-    n_bytes: int
-    small: bool = False
-    written: bool = False
-    version: int = 0
-    dtypes: set[torch.dtype] = field(default_factory=set)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -283,7 +218,8 @@ class Segment:
                 ends.setdefault(i, []).append(slot)
         # recorded below autograd and autocast, and replayed there: autocast would cast arguments a second time
         with torch.no_grad(), force_dispatch_keys(included_keys(), excluded_keys() | AUTOGRAD_AND_AUTOCAST):
-            for i, operator in enumerate(needed):
+            known = replayed_on_fakes(self.slots, needed, ends, keep, values, copies=self.kind == ONE_BY_ONE)
+            for i, operator in enumerate(() if known else needed):
                 # below autograd, so that no graph is made
                 torch.set_grad_enabled(operator.grad)
                 self._run(operator, values)
@@ -345,9 +281,8 @@ class Segment:
     def _run(self, operator: Operator, values: dict[tuple[int, torch.dtype], Tensor]) -> None:
         def tensor(one: StorageRef | Outside) -> Tensor:
             if type(one) is Outside:
-                read = None if one.copied or one.source is None else one.source()
-                if read is not None and version_of(read) != one.version:
-                    # changed after the step, such as by a hook before the backward pass
+                if one.was_changed:
+                    # after the step, such as by a hook before the backward pass
                     raise ModelError(CHANGED)
                 # copied, because the operator may write to it, and the next replay needs the old value
                 return copied(one.tensor) if one.copied and self.kind == ONE_BY_ONE else one.tensor

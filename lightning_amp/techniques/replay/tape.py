@@ -34,15 +34,13 @@ from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage, tensors_of
 from lightning_amp.footprint.run_again.recompute_state import digests
 from lightning_amp.techniques.replay.choose_cuts import KEPT, ONE_BY_ONE
+from lightning_amp.techniques.replay.on_fakes import made_by
+from lightning_amp.techniques.replay.recorded import Operator, Outside, Slot, StorageRef, geometry_of
 from lightning_amp.techniques.replay.segment import (
     CHANGED,
     Handle,
     Kept,
-    Operator,
-    Outside,
     Segment,
-    Slot,
-    StorageRef,
     copied,
     draws_of,
     how_of,
@@ -183,7 +181,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self._known.get(id(x.untyped_storage()))
         if found is None or found[0] is not self.segment or x.dtype not in found[0].slots[found[1]].dtypes:
             return None
-        return StorageRef(found[1], (x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset())))
+        return StorageRef(found[1], geometry_of(x))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator of the forward pass, and record it."""
@@ -226,21 +224,19 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._next()
             return found
         # a result in one of these storages is a view or was written in place
-        given, own = {id(t.untyped_storage()) for t in tensors}, set[int]()
+        given, read = {id(t.untyped_storage()) for t in tensors}, list[StorageRef | Outside]()
 
         def recorded(x: Tensor) -> StorageRef | Outside:
-            ref = self._ref(x)
-            if ref is None:
-                return self._outside(segment, x, written)
-            own.add(ref.slot)
-            return ref
+            read.append(self._ref(x) or self._outside(segment, x, written))
+            return read[-1]
 
         # before `_before_write`, which copies the tensors recorded here if the operator writes to their storage
         own_args, own_kwargs = mapped(args, recorded), mapped(kwargs, recorded)
         self._before_write(written)
         draws = draws_of(func, args, kwargs)
         found = func(*args, **kwargs)
-        results, new = self._results(segment, tensors_of(found), given)
+        returned = tensors_of(found)
+        results, new = self._results(segment, returned, given)
         own_writes = [(ref.slot, t) for t in written if (ref := self._ref(t)) is not None]
         for slot, tensor in own_writes:
             segment.slots[slot].written = True
@@ -255,9 +251,11 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     grad=torch.is_grad_enabled(),
                     draws=draws,
                     results=results,
-                    reads=frozenset(own),
+                    reads=frozenset(one.slot for one in read if type(one) is StorageRef),
                     writes=frozenset(slot for slot, _ in own_writes),
                     makes=frozenset(slot for slot in results if slot is not None),
+                    given=read,
+                    made=made_by(func, returned, results),
                 )
             )
         self._next()

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.graph.capture import Capture, Captures
+from lightning_amp.graph.capture import Capture
+from lightning_amp.graph.captures import Captures
 from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.regions.region import Region
 from lightning_amp.techniques.chunk.run.lower import lower, table_of

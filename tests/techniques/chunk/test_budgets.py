@@ -13,7 +13,7 @@ from benchmarks.chunks.models import GPT, Fused, Language
 from benchmarks.chunks.paper_models import KINDS
 from lightning_amp._torch import make_fx
 from lightning_amp.errors import ModelError, PlanError
-from lightning_amp.graph.capture import Captures
+from lightning_amp.graph.captures import Captures
 from lightning_amp.techniques.chunk.regions.choose_chunks import choose_chunks
 from lightning_amp.techniques.chunk.run.lower import BINDINGS, binding, table_of
 from tests.any_module import load

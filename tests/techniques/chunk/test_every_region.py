@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_amp
-from lightning_amp.graph.capture import Captures
+from lightning_amp.graph.captures import Captures
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.regions.region import written_over
 from lightning_amp.techniques.chunk.run.lower import lower, table_of

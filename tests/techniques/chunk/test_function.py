@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_amp.errors import ModelError
-from lightning_amp.graph.capture import Captures
+from lightning_amp.graph.captures import Captures
 from lightning_amp.techniques.chunk.regions.region import Region
 from lightning_amp.techniques.chunk.run.function import ChunkedRegion, Output
 from lightning_amp.techniques.chunk.run.lower import lower, table_of

@@ -21,7 +21,8 @@ from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.footprint.forward_overrides import Override, Position, add_override, overrides_of, remove_override
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.graph.capture import Capture, Captures
+from lightning_amp.graph.capture import Capture
+from lightning_amp.graph.captures import Captures
 from lightning_amp.graph.guards import signature
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, OverBudget
