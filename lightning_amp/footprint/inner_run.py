@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment  # type:
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
-from lightning_amp._torch import FakeTensor, FakeTensorMode
+from lightning_amp._torch import FakeTensor, FakeTensorMode, own_operators
 from lightning_amp.default_dtype import types_of_the_step
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.bounded_step import BoundedStep
@@ -232,7 +232,7 @@ class _Here(SingleDeviceStrategy):
         with replacing(recorder, in_step=False), types_of_the_step(self.precision_plugin):
             found = super().backward(*args, **kwargs)
         if self._reduce is not None:
-            with replacing(recorder, reducing=True):
+            with replacing(recorder, reducing=True), own_operators():
                 self._reduce()
         return found
 

@@ -212,11 +212,18 @@ AGREEMENT = 2
 """Bytes by which the ranks of a fit agree on their batches."""
 
 
-@pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategies", ["S1,S2,S4", "S1,S2,S3,S4,S5", "strata"])
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        "S2,replay",
+        *(pytest.param(one, marks=pytest.mark.full) for one in ("S1,S2,S4", "S1,S2,S3,S4,S5", "strata,replay")),
+    ],
+)
 def test_ranks_of_a_fit_hold_and_send_what_is_simulated(strategies: str, tmp_path) -> None:
-    """A pass that reaches no partial gradient, as that of a discriminator, had been taken to sum all of them."""
+    """A pass that reaches no partial gradient, as that of a discriminator, had been taken to sum all of them. Operators
+    with which ranks weight a loss and average gradients had moved the segments of a replay.
+    """
     synthesize(tmp_path / "data", cells=160, bins=30, strata=3, genes=20, seed=1)
     sizes: dict[str, Any] = {"batch_size": 4, "latent_dim": 8, "window": 8}
     found = simulate_plan(*request_reference(profile(tmp_path / "data"), **sizes, strategies=strategies, devices=2))

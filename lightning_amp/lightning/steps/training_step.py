@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import LBFGS, Optimizer
 
-from lightning_amp._torch import FakeTensor
+from lightning_amp._torch import FakeTensor, own_operators
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.default_dtype import types_of_the_step
 from lightning_amp.errors import DataError, ModelError
@@ -290,24 +290,28 @@ class TrainingStep:
         Raises:
             ModelError: The loss is a fake tensor that was kept from profiling.
         """
-        # parameters may have been unfrozen since
-        self._gradients.watch()
-        self._shards.check(loss)
-        if isinstance(loss, FakeTensor):
-            raise ModelError(NO_VALUES)
-        # where no label of this rank counts, its mean is nan, and its gradients are zeros
-        if self._finite is not None and not self._labels_left_out():
-            self._finite.check_loss(loss)
+        with own_operators():
+            # parameters may have been unfrozen since
+            self._gradients.watch()
+            self._shards.check(loss)
+            if isinstance(loss, FakeTensor):
+                raise ModelError(NO_VALUES)
+            # where no label of this rank counts, its mean is nan, and its gradients are zeros
+            if self._finite is not None and not self._labels_left_out():
+                self._finite.check_loss(loss)
         loss = self._precision.pre_backward(loss, self._module)
-        # weighted after `on_before_backward`, which receives the unweighted loss; averaging gives the mean over cells
-        share, units = self._share_of(loss), self._shards.units
+        with own_operators():
+            # weighted after `on_before_backward`, which receives the unweighted loss; averaging gives the mean over
+            # cells
+            share, units = self._share_of(loss), self._shards.units
         with types_of_the_step(self._precision), nullcontext() if units is None else units.backward(share):
             self._precision.backward(share, self._module, optimizer, *args, **kwargs)
-        if self._finite is not None:
-            self._finite.check_gradients()
-        # a rank that has run out of memory reports it here, before others wait for its gradients
-        self.before_averaging()
-        self._gradients.reduce()
+        with own_operators():
+            if self._finite is not None:
+                self._finite.check_gradients()
+            # a rank that has run out of memory reports it here, before others wait for its gradients
+            self.before_averaging()
+            self._gradients.reduce()
         return self._precision.post_backward(loss, self._module)
 
     @contextmanager
@@ -327,7 +331,8 @@ class TrainingStep:
             if not self._module.automatic_optimization:
                 if self._gradients.pending and not self._gradients.blocked:
                     rank_zero_warn(RAW_BACKWARD)
-                self._gradients.reduce_rest()
+                with own_operators():
+                    self._gradients.reduce_rest()
             # LBFGS reads the loss in its line search, and ranks must take the same number of steps
             is_read = isinstance(optimizer, LBFGS) and isinstance(loss, Tensor)
             if not is_read:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_amp._torch import TorchDispatchMode, autograd_node, version_of
+from lightning_amp._torch import TorchDispatchMode, are_own_operators, autograd_node, version_of
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage, tensors_of
 from lightning_amp.footprint.run_again.recompute_state import digests
@@ -186,8 +186,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator of the forward pass, and record it."""
         kwargs = kwargs or {}
-        # `_kept` detaches tensors, which is no operator of the step
-        if self._packing or autograd_node() is not None or func is torch.ops.prim.device.default:
+        # `_kept` detaches tensors, and ranks weight a loss and average gradients, which are no operators of the step
+        own = self._packing or are_own_operators()
+        if own or autograd_node() is not None or func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
         self._note_versions()
         how = how_of(func)
