@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -225,24 +224,6 @@ class SharedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __deepcopy__(self, _: dict[int, Any]) -> "SharedFakeMode":
         """Return itself."""
         return self
-
-
-_OWN: ContextVar[bool] = ContextVar("own", default=False)
-
-
-@contextmanager
-def own_operators() -> Iterator[None]:
-    """Mark the operators in this context as the library's: they are not part of the user's step, which places count."""
-    token = _OWN.set(True)
-    try:
-        yield
-    finally:
-        _OWN.reset(token)
-
-
-def are_own_operators() -> bool:
-    """Whether operators of now are in `own_operators`."""
-    return _OWN.get()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment  # type:
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
-from lightning_amp._torch import FakeTensor, FakeTensorMode, own_operators
+from lightning_amp._torch import FakeTensor, FakeTensorMode
 from lightning_amp.default_dtype import types_of_the_step
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.bounded_step import BoundedStep
@@ -32,6 +32,7 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.run_settings import RunSettings
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.holding import replacing
+from lightning_amp.own_operators import own_operators
 
 R = TypeVar("R", bound=StepRecorder)
 STEPS = 1000

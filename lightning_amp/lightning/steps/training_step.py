@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import LBFGS, Optimizer
 
-from lightning_amp._torch import FakeTensor, own_operators
+from lightning_amp._torch import FakeTensor
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.default_dtype import types_of_the_step
 from lightning_amp.errors import DataError, ModelError
@@ -43,6 +43,7 @@ from lightning_amp.lightning.consistency.same_parameters import refuse_new_param
 from lightning_amp.lightning.steps.loss_weight import CellWeight
 from lightning_amp.lightning.steps.mean_over_samples import warn_unless_mean
 from lightning_amp.lightning.steps.uneven_means import MeansOverLabels, warn_of_labels
+from lightning_amp.own_operators import own_operators
 from lightning_amp.techniques.contract.sharded_parameter import local
 from lightning_amp.techniques.data.gradient_sync import GradientSync
 

@@ -29,10 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_amp._torch import TorchDispatchMode, are_own_operators, autograd_node, version_of
+from lightning_amp._torch import TorchDispatchMode, autograd_node, version_of
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage, tensors_of
 from lightning_amp.footprint.run_again.recompute_state import digests
+from lightning_amp.own_operators import are_own_operators
 from lightning_amp.techniques.replay.choose_cuts import KEPT, ONE_BY_ONE
 from lightning_amp.techniques.replay.on_fakes import made_by
 from lightning_amp.techniques.replay.recorded import Operator, Outside, Slot, StorageRef, geometry_of
