@@ -89,7 +89,7 @@ def main() -> None:
     )
     write_as_it_grows(
         ROOT / "docs/paper/csimd.md",
-        "benchmarks.kernels.measured_operators",
+        "kernels.measured_operators",
         first,
         HEADER,
         rows(),
