@@ -88,12 +88,7 @@ def main() -> None:
         " SGD, of the batch and of three quarters of it."
     )
     write_as_it_grows(
-        ROOT / "docs/paper/csimd.md",
-        "kernels.measured_operators",
-        first,
-        HEADER,
-        rows(),
-        write=arguments.write,
+        ROOT / "docs/paper/csimd.md", "kernels.measured_operators", first, HEADER, rows(), write=arguments.write
     )
 
 
