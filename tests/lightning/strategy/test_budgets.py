@@ -185,14 +185,14 @@ def test_a_step_that_needs_values_says_so_in_words_and_runs_within_the_budget() 
     found, measured = run(Checked(), within(int(0.9 * peak)))
     assert found["steps"] == 3
     assert found["plan"].predicted_peak_bytes == measured <= 0.9 * peak
-    words = r"cannot be counted without values: .*run with values on a copy .*made a tensor .*allowed are"
-    words += r".*on_predicted_oom='warn'"
-    with pytest.raises(PlanError, match=words):
-        run(ByGradients(), within(peak // 2))
-    found, measured = run(ByGradients(), within(peak // 2, on_predicted_oom="warn"))
+    # what gradients decide is noted in whole steps of a copy, which may take more than the budget
+    _, peak = run(ByGradients())
+    found, measured = run(ByGradients(), within(int(0.9 * peak)))
     assert found["steps"] == 3
     assert found["plan"].strategies
-    assert measured < peak
+    assert found["plan"].predicted_peak_bytes == measured <= 0.9 * peak
+    with pytest.raises(PlanError, match=r"predicted to run out of memory .* requires at least"):
+        run(ByGradients(), within(peak // 2))
 
 
 def test_parameters_that_a_callback_unfreezes_are_counted_from_the_beginning() -> None:
