@@ -79,9 +79,6 @@ from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 from torch.optim import Optimizer
 
-# a process group of any size inside one process, whose collectives transfer nothing
-from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
-
 # a context that intercepts every operator: to count bytes, or to draw random numbers per cell
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 

@@ -1,20 +1,16 @@
 """Mark operators of the library that run within a user's step, so that places in the step do not depend on them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+
+from lightning_amp.holding import holding
 
 _OWN: ContextVar[bool] = ContextVar("own", default=False)
 
 
-@contextmanager
-def own_operators() -> Iterator[None]:
+def own_operators() -> AbstractContextManager[None]:
     """Mark the operators in this context as the library's: they are not part of the user's step, which places count."""
-    token = _OWN.set(True)
-    try:
-        yield
-    finally:
-        _OWN.reset(token)
+    return holding(_OWN, True)
 
 
 def are_own_operators() -> bool:

@@ -4,8 +4,7 @@ A chunk of attention or of a likelihood is computed as often as there are chunks
 needs a few of them, which takes a fraction of the time. A count whose operators are timed needs all.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 from torch import Tensor
@@ -21,8 +20,6 @@ def leaves_out_equal(like: Tensor) -> bool:
     return like.is_meta or (_BYTES_ALONE.get() and has_no_values(like))
 
 
-@contextmanager
-def counting_bytes_alone() -> Iterator[None]:
+def counting_bytes_alone() -> AbstractContextManager[None]:
     """Leave out parts with equal bytes within the block."""
-    with holding(_BYTES_ALONE, True):
-        yield
+    return holding(_BYTES_ALONE, True)

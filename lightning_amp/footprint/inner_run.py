@@ -296,9 +296,9 @@ class _Count(Callback):
             self._entered.enter_context(without_values())
             if self.answers is not None:
                 self._entered.enter_context(self.answers.given())
-        if self.answers is not None:
-            self.answers.begin_batch()
         taker, answers = self.taker, self.answers
+        if answers is not None:
+            answers.begin_batch()
         self.only_forward = not taker.whole if taker is not None else answers is not None and answers.before_count
         if batch_idx == 0 and self._limit is not None:
             # what was copied; forward passes without backward passes share the parameters
@@ -307,12 +307,13 @@ class _Count(Callback):
             bounded = BoundedStep(pl_module, max(0, self._limit - held))
             bounded.start(batch, trainer.optimizers)
             self._entered.callback(bounded.stop)
-        if self.taker is not None and batch_idx == 0:
-            self._entered.enter_context(self.taker.taking())
-        elif self.taker is not None:
-            self.taker.begin_batch()
-        if taker is not None and self.only_forward:
-            return
+        if taker is not None:
+            if batch_idx == 0:
+                self._entered.enter_context(taker.taking())
+            else:
+                taker.begin_batch()
+            if self.only_forward:
+                return
         if batch_idx == self._watched_from:
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
             self._first.watch([*pl_module.parameters(), *pl_module.buffers(), *gradients, batch])

@@ -332,6 +332,12 @@ def tensors_of(values: Any, found: list[Tensor] | None = None) -> list[Tensor]:
     return found
 
 
+def moved_bytes(read: Read, result: Any) -> int:
+    """Return the bytes of the dense tensors that an operator reads and makes."""
+    tensors = (*(tensor for tensor, _ in read), *tensors_of(result))
+    return sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided)
+
+
 def has_storage(tensor: Tensor) -> bool:
     """Whether a tensor has its own storage: it is neither a wrapper subclass nor sparse."""
     return type(tensor) in PLAIN and _layout_of(tensor) is torch.strided

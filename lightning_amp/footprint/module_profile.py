@@ -280,13 +280,17 @@ def bytes_over_time(lives: Sequence[Life], work: Sequence[tuple[str, str]]) -> N
     """Return the bytes alive at every operator, [kind, operator]; missing kinds of storages are set."""
     assert work, "a step has operators"
     _name_kinds(lives, work)
+    return np.stack([alive_bytes([life for life in lives if life.kind == kind], len(work)) for kind in KINDS])
+
+
+def alive_bytes(lives: Iterable[Life], n_operators: int) -> NDArray[np.int64]:
+    """Return the bytes alive at every operator, [operator]."""
     # bytes created minus bytes released at every operator; the running sum is the bytes alive
-    changes = np.zeros((len(KINDS), len(work) + 1), dtype=np.int64)
+    changes = np.zeros(n_operators + 1, dtype=np.int64)
     for life in lives:
-        row = KINDS.index(life.kind)
-        changes[row, life.birth] += life.n_bytes
-        changes[row, len(work) if life.death is None else min(life.death + 1, len(work))] -= life.n_bytes
-    return changes.cumsum(1)[:, : len(work)]
+        changes[life.birth] += life.n_bytes
+        changes[n_operators if life.death is None else min(life.death + 1, n_operators)] -= life.n_bytes
+    return changes.cumsum()[:n_operators]
 
 
 def _name_kinds(lives: Iterable[Life], work: Sequence[tuple[str, str]]) -> None:

@@ -9,9 +9,7 @@ submodule that called it.
 """
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,6 +34,7 @@ from lightning_amp.footprint.module_profile import (
     Head,
     Life,
     Passed,
+    alive_bytes,
 )
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
@@ -137,12 +136,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
     @property
     def most_bytes(self) -> int:
         """Most bytes of the recorded step, with what was foreseen, or of the first one."""
-        changes = Counter[int]()
-        for life in self.lives:
-            changes[life.birth] += life.n_bytes
-            if life.death is not None:
-                changes[life.death + 1] -= life.n_bytes
-        return max(self.first_bytes, *accumulate(changes[t] for t in range(len(self.work))))
+        return max(self.first_bytes, int(alive_bytes(self.lives, len(self.work)).max()))
 
     def inherit(self, before: LiveBytes) -> None:
         """Count what earlier steps have made and kept, as tensors of an earlier batch; not its batch itself."""

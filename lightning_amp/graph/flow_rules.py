@@ -169,10 +169,8 @@ def _of_positions(call: OperatorCall) -> Follows:
     if call.op in ("avg_pool2d", "max_pool2d"):
         sizes = [list(call.arguments[name] or ()) for name in ("kernel_size", "stride", "padding")]
         kernel, stride, padding = (size * 2 if len(size) == 1 else size for size in sizes)
-        disjoint = stride in ([], kernel) and not any(padding) and call.arguments.get("dilation", 1) in (1, [1], [1, 1])
-        whole = disjoint and all(
-            n == k * m for n, k, m in zip(call.shapes[0][-2:], kernel, call.result[-2:], strict=True)
-        )
+        tiles = stride in ([], kernel) and not any(padding) and call.arguments.get("dilation", 1) in (1, [1], [1, 1])
+        whole = tiles and all(n == k * m for n, k, m in zip(call.shapes[0][-2:], kernel, call.result[-2:], strict=True))
     else:
         nearest = call.op == "upsample_nearest2d" and call.arguments.get("output_size") is None
         # a factor of 1.4 makes two positions from two, and both copy the first

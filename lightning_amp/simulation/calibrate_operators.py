@@ -25,7 +25,7 @@ from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data, length_of, map_tensors, resized
 from lightning_amp.footprint.copies.no_side_effects import without_side_effects
 from lightning_amp.footprint.inner_run import run_two_steps
-from lightning_amp.footprint.live_bytes import tensors_of
+from lightning_amp.footprint.live_bytes import moved_bytes
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import lacks_values, profile_module
 from lightning_amp.footprint.run_settings import RunSettings
@@ -95,20 +95,20 @@ def calibrate_operators(
     sizes: list[int | None] = [None] if rows is None else [*sorted({-(-rows // parts) for parts in PARTS})]
     checked = None if rows is None or (part := round(CHECK * rows)) in sizes else part
     room, left_out = device_budget(device, node_ranks=1), list[str]()
-    for size in [*sizes, checked]:
-        # the copy of the module is counted with the step, the module itself stays
-        needs = profile_module(module, batch, batch_size=size, run_settings=run_settings).peak_bytes
-        needs += sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-        if needs > room:
-            left_out.append(f"{size} rows need {format_bytes(needs)}, and there are {format_bytes(room)}")
-            sizes, checked = [s for s in sizes if s != size], None if size == checked else checked
+    # the copy of the module is counted with the step, the module itself stays
+    own = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    for size in sorted({*sizes, *([] if checked is None else [checked])}, key=lambda n: -(n or 0)):
+        needs = own + profile_module(module, batch, batch_size=size, run_settings=run_settings).peak_bytes
+        if needs <= room:
+            # fewer rows need less
+            break
+        left_out.append(f"{size} rows need {format_bytes(needs)}, and there are {format_bytes(room)}")
+        sizes, checked = [s for s in sizes if s != size], None if size == checked else checked
     if not sizes:
         raise PlanError(
             f"the step of {name!r} cannot be measured here: {left_out[-1]}; use a smaller batch, or a device with more"
         )
-    base = OperatorRates(
-        matmul_flops=rates.matmul_flops, memory_bytes=rates.memory_bytes, overhead_seconds=rates.overhead_seconds
-    )
+    base = OperatorRates.of(replace(rates, operators=None))
     module.to(device)
     batch = map_tensors(batch, lambda _, tensor: tensor.to(device))
     # the check is measured like the others, and not used
@@ -262,7 +262,7 @@ class OperatorClock(StepRecorder):  # type: ignore[no-untyped-call]
     def ends(self, func: Any, args: Any, kwargs: Any, read: Any, result: Any) -> None:
         """Note the operator."""
         super().ends(func, args, kwargs, read, result)
-        moved = sum(t.nbytes for t in (*(t for t, _ in read), *tensors_of(result)) if t.layout is torch.strided)
         if not func.is_view:
+            moved = moved_bytes(read, result)
             call = func._opname, self._rates.predicted_seconds(func, args, kwargs, result, moved)
             self._timed.append((call, self._began, self._ended))

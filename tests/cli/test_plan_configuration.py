@@ -144,6 +144,18 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
+def written_for_processes(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> str:
+    """A configuration, whose module processes that are started find too."""
+    (folder / f"{module}.py").write_text(FILE)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{Path(__file__).parents[2]}")
+    (folder / "deep.yaml").write_text(
+        f"seed_everything: 1\nmodel:\n  class_path: {module}.Deep\ndata:\n  class_path: {module}.Rows\n"
+        "trainer:\n  accelerator: cpu\n"
+    )
+    return str(folder / "deep.yaml")
+
+
 def planned(words: list[str], capsys: Any) -> Plan:
     assert main([*words, "--format", "json"]) in (0, 3)
     return Plan.from_json(capsys.readouterr().out)

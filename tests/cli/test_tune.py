@@ -10,22 +10,15 @@ import pytest
 from lightning_amp.cli.commands import tune
 from lightning_amp.cli.main import main
 from lightning_amp.planning.plan.plan import Plan
-from tests.cli.test_plan_configuration import FILE, IGNORED
+from tests.cli.test_plan_configuration import IGNORED, written_for_processes
 
 pytestmark = IGNORED
 
 
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The command, for a configuration that processes it starts find too."""
-    (tmp_path / "deep_to_tune.py").write_text(FILE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
-    (tmp_path / "deep.yaml").write_text(
-        "seed_everything: 1\nmodel:\n  class_path: deep_to_tune.Deep\ndata:\n  class_path: deep_to_tune.Rows\n"
-        "trainer:\n  accelerator: cpu\n"
-    )
-    return ["tune", "--config", str(tmp_path / "deep.yaml"), "--devices", "1", "--out", str(tmp_path / "plan.json")]
+    config = written_for_processes(tmp_path, monkeypatch, "deep_to_tune")
+    return ["tune", "--config", config, "--devices", "1", "--out", str(tmp_path / "plan.json")]
 
 
 def test_the_fastest_plan_is_found_by_training(words: list[str], capsys: Any, monkeypatch: Any) -> None:

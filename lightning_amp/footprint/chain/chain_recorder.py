@@ -28,7 +28,7 @@ from lightning_amp._torch import (
 from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.chain.module_names import all_names, copied_blocks, modules_of
 from lightning_amp.footprint.find_blocks import find_blocks
-from lightning_amp.footprint.live_bytes import Read, storages_of, tensors_of
+from lightning_amp.footprint.live_bytes import Read, moved_bytes, storages_of, tensors_of
 from lightning_amp.footprint.module_profile import FORWARD, GRADIENTS, PARAMETERS, STATE, Life
 from lightning_amp.footprint.operator_rates import OperatorRates, times_now
 from lightning_amp.footprint.run_again.recompute_state import FirstPass, unrepeatable
@@ -278,7 +278,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self.took += [0.0] * (len(self.work) - len(self.took))
         if isinstance(generator := kwargs.get("generator"), torch.Generator):
             self._generators.add(generator)
-        moved = sum(t.nbytes for t in (*(t for t, _ in read), *made) if t.layout is torch.strided)
+        moved = moved_bytes(read, made)
         self.took[-1] = times_now() * self._rates.seconds(func, args, kwargs, result, moved)
         self.launch_seconds += times_now() * self._rates.overhead_seconds * (not func.is_view)
         if self._open is not None and self.work[-1][0] == FORWARD:

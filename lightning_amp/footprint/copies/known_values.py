@@ -126,6 +126,11 @@ def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
             )
 
 
+def in_a_count(tensor: Tensor) -> bool:
+    """Whether a tensor is a fake one of a counted step, which gets what the values of its batch decide."""
+    return getattr(getattr(tensor, "fake_mode", None), "valid", False)
+
+
 class OwnReads:
     """What a step reads and changes: buffers of a copied module, and `unowned` tensors of its attributes."""
 

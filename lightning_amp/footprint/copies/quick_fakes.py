@@ -105,11 +105,6 @@ MOST = 100_000
 """Number of entries above which the cache is cleared."""
 
 
-def in_a_count(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a fake one of a counted step, which gets what the values of its batch decide."""
-    return getattr(getattr(tensor, "fake_mode", None), "valid", False)
-
-
 class QuickFakes(SharedFakeMode):  # type: ignore[no-untyped-call]
     """A FakeTensorMode for one step or one graph, in which arguments of operators may also be real tensors.
 
@@ -186,9 +181,7 @@ class QuickFakes(SharedFakeMode):  # type: ignore[no-untyped-call]
         if real.requires_grad or real.is_meta or real.layout is not torch.strided or real.is_conj() or real.is_neg():
             return real
         fake, memory = self.from_tensor(real), real.untyped_storage()._cdata
-        if memory not in self.unowned:
-            self.unowned[memory] = Unowned(real)
-        self.unowned[memory].give(fake)
+        self.unowned.setdefault(memory, Unowned(real)).give(fake)
         return fake
 
     def _noted(self, func: Any, types: Any, args: Any) -> Any:

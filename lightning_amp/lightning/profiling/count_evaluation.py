@@ -26,7 +26,7 @@ from lightning_amp.footprint.copies.no_side_effects import without_side_effects
 from lightning_amp.footprint.copies.noted_values import Answers, NoteTaker
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.copies.take_notes import copy_with_values, notes_of, room_of_pass
-from lightning_amp.footprint.live_bytes import LiveBytes, Read, tensors_of
+from lightning_amp.footprint.live_bytes import LiveBytes, Read, moved_bytes
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.operator_rates import OperatorRates, times_now
 from lightning_amp.footprint.profile_module import lacks_values, profile_of
@@ -213,7 +213,7 @@ class _Timed(LiveBytes):  # type: ignore[no-untyped-call]
 
     def ends(self, func: Any, args: Any, kwargs: Any, read: Read, result: Any) -> None:
         """Add the time of an operator."""
-        moved = sum(t.nbytes for t in (*(t for t, _ in read), *tensors_of(result)) if t.layout is torch.strided)
+        moved = moved_bytes(read, result)
         self.seconds += times_now() * self._rates.seconds(func, args, kwargs, result, moved)
 
 

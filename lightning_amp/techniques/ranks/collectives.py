@@ -33,8 +33,8 @@ raise `RanksDiffer` in place of waiting.
 """
 
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -48,6 +48,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import functional_collectives as functional
 from lightning_amp.errors import ModelError
+from lightning_amp.holding import holding
 from lightning_amp.sharding.collectives import start_adding_rows, start_all_to_all
 from lightning_amp.sharding.splits import record_dry
 
@@ -175,14 +176,9 @@ class _LinearOnce(torch.autograd.Function):
 _TRIED: ContextVar[bool] = ContextVar("tried", default=False)
 
 
-@contextmanager
-def trying_a_pass() -> Iterator[None]:
+def trying_a_pass() -> AbstractContextManager[None]:
     """Context manager for a pass of all ranks whose errors are caught, after which the ranks go on together."""
-    token = _TRIED.set(True)
-    try:
-        yield
-    finally:
-        _TRIED.reset(token)
+    return holding(_TRIED, True)
 
 
 def is_tried() -> bool:

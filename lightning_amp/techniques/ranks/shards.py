@@ -38,8 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import has_no_values
 from lightning_amp.errors import InstallError
-from lightning_amp.footprint.copies.known_values import recipe_of
-from lightning_amp.footprint.copies.quick_fakes import in_a_count
+from lightning_amp.footprint.copies.known_values import in_a_count, recipe_of
 from lightning_amp.shapes import LogWeights, PerAnchor, PerCell
 from lightning_amp.techniques.ranks import collectives
 

@@ -16,7 +16,7 @@ from lightning_amp.lightning.profiling.loaders import loaders_of
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.modules.plan_decoder import with_rules_beyond
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.hic.attention.rotary import forget_kept
+from lightning_amp.techniques.hic.attention import rotary
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from tests.any_module import Meter
 from tests.lightning.strategy.strategy_cases import trainer_of
@@ -39,7 +39,7 @@ class Least(Meter):
         self.peaks: list[int] = []
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        forget_kept()
+        rotary._kept.cache_clear()
         self.live, self.at = LiveBytes(), max(1, batch_idx)
         super().on_train_batch_start(trainer, module, batch, batch_idx)
 

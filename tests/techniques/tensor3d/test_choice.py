@@ -33,7 +33,7 @@ from lightning_amp.techniques.tensor3d.grid_seconds import (
     sent_seconds,
 )
 from lightning_amp.techniques.tensor3d.layouts import with_axes_exchanged
-from tests.cli.test_plan_configuration import FILE, IGNORED
+from tests.cli.test_plan_configuration import IGNORED, written_for_processes
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
 from tests.techniques.tensor3d.cases import GPT, Trained
@@ -198,15 +198,7 @@ def test_a_policy_takes_it_where_others_do_not_fit_or_are_slow(tmp_path: Path) -
 
 @pytest.fixture
 def deep(tmp_path: Path, monkeypatch: Any) -> str:
-    """A configuration, also for processes that are started."""
-    (tmp_path / "deep_of_grid.py").write_text(FILE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[3]}")
-    (tmp_path / "deep.yaml").write_text(
-        "seed_everything: 1\nmodel:\n  class_path: deep_of_grid.Deep\ndata:\n  class_path: deep_of_grid.Rows\n"
-        "trainer:\n  accelerator: cpu\n"
-    )
-    return str(tmp_path / "deep.yaml")
+    return written_for_processes(tmp_path, monkeypatch, "deep_of_grid")
 
 
 @IGNORED

@@ -116,11 +116,6 @@ def _made(make: Callable[..., Any], *sizes: Any) -> Any:
 _kept = lru_cache(maxsize=KEPT)(_made)
 
 
-def forget_kept() -> None:
-    """Clear cached tables, masks and zeros, as in a new process."""
-    _kept.cache_clear()
-
-
 def to_pairs(
     x: Float[Tensor, "*rows dim"], *, out: Complex[Tensor, "*rows pair"] | None = None
 ) -> Complex[Tensor, "*rows pair"]:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lightning_amp._torch import has_no_values, tree_leaves, whole_of
 from lightning_amp.data.batch import datamodule_of
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.footprint.copies.quick_fakes import in_a_count
+from lightning_amp.footprint.copies.known_values import in_a_count
 from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.techniques.contract.protocol import is_decomposed
 
