@@ -39,7 +39,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_amp.costs.rule import Rule
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.techniques.contract.protocol import Units
@@ -54,7 +53,6 @@ from lightning_amp.techniques.fsdp._torch import (
 )
 from lightning_amp.techniques.fsdp.look import SWAPPED, WRITTEN, chosen_units, refuse
 from lightning_amp.techniques.fsdp.parameters import AddUp, Gather, ReachedParameters, shards_of, split_units
-from lightning_amp.techniques.fsdp.row import FullyShard
 from lightning_amp.techniques.put_methods import STEPS, put_methods
 from lightning_amp.techniques.ranks import collectives
 from lightning_amp.techniques.ranks.collectives import Agreement, is_tried
@@ -380,17 +378,3 @@ def _read_elsewhere(what: str) -> str:
         f" of it has read some ({what}). Call the block instead of reading its parameters, use the optimiser's"
         " weight_decay for a penalty on weights, or train with strategies='S1'"
     )
-
-
-def split_parameters(
-    model: nn.Module, rules: Sequence[Rule], mesh: DeviceMesh, groups_of: Callable[[int], DeviceMesh]
-) -> FullySharded:
-    """Shard a model's parameters over the ranks that average gradients, or within groups; `undo` restores them.
-
-    All rules must have the same spec, and all ranks must call `groups_of`. Raises as `FullySharded`.
-    """
-    spec = rules[0].spec
-    assert isinstance(spec, FullyShard), "rules of fsdp have this spec"
-    n = spec.shard_ranks or mesh.size()
-    groups = groups_of(n) if n < mesh.size() else None
-    return FullySharded(model, [rule.fqn for rule in rules], mesh, groups=groups, offload=spec.offload)

@@ -46,7 +46,7 @@ class FullyShard:
     Attributes:
         offload: Keep a rank's shards in host memory, and run the optimiser there.
         shard_ranks: Consecutive ranks over which they are sharded; each group of this size has all. None for all ranks.
-        host_memory: Most bytes of host memory that a rank's shards take; None for no bound.
+        host_memory: Most bytes of host memory that a rank's shards take; None for 80 % of what is free.
         host_bytes: Predicted bytes of host memory of a rank.
     """
 
@@ -237,7 +237,7 @@ ROW = Technique(
     contradictions=_contradictions,
     remark=_remark,
     validation=validation_bytes,
-    split_parameters="lightning_amp.techniques.fsdp.fully_sharded:split_parameters",
+    split_parameters="lightning_amp.techniques.fsdp.install:split_parameters",
     prediction=Prediction(
         add=add,
         kinds=(PARAMETERS, GRADIENTS, STATE),

@@ -12,10 +12,11 @@ from torchmetrics import MeanMetric
 
 import lightning_amp
 from lightning_amp import AMPStrategy, StratumMemoryMonitor
-from lightning_amp.errors import PlanError
+from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.lightning.strategy import strategy as strategy_module
 from lightning_amp.lightning.strategy.hardware import all_but_parameters_to, has_room
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.fsdp import install
 
 WIDTH = 32
 
@@ -88,6 +89,12 @@ def test_it_trains_as_without_and_goes_on_from_either_file(tmp_path: Path) -> No
     for strategy, path in (("auto", of_host), (on_host(), of_plain), (on_host(), of_host)):
         _, found = fitted(strategy, 9, ckpt_path=path)
         assert all(torch.equal(found[name], value) for name, value in whole.items()), (strategy, path)
+
+
+def test_a_host_without_room_ends_the_fit_before_anything_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "free_bytes", lambda: 0)
+    with pytest.raises(InstallError, match="host memory on this rank, and may have .*; free memory of the host"):
+        fitted(on_host(), 1)
 
 
 def test_the_policy_keeps_on_the_host_what_gpus_have_no_room_for() -> None:
