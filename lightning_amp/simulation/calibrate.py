@@ -13,8 +13,8 @@ What other processes take of a GPU counts as its context.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from textwrap import fill
 from typing import Any
@@ -24,6 +24,7 @@ from torch import nn
 
 from lightning_amp.costs.device_memory import DeviceMemory
 from lightning_amp.costs.device_rates import Rates
+from lightning_amp.costs.host_link import HostLink
 from lightning_amp.costs.model_shape import WINDOW_PER_STRATUM, DecoderShape, profile_of_module
 from lightning_amp.errors import PlanError
 from lightning_amp.installing.describe_module import describe
@@ -34,7 +35,7 @@ from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import techniques
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.simulation.calibrate_host import host_link_report, measure_host_link
+from lightning_amp.simulation.calibrate_host import host_link_report, measure_host_link, measure_nodes, nodes_report
 from lightning_amp.simulation.models_without_values import DecoderAlone
 from lightning_amp.techniques.rates_of import rates_of
 from lightning_amp.text_table import WIDTH, table
@@ -66,6 +67,7 @@ class Calibration:
     """Rates before and after, the step that they were fitted to, and another step as a check.
 
     `note` names the device whose rates `before` are, if this device is not in the table; else "".
+    `nodes`: the link to host memory of each NUMA node, of a GPU with several.
     """
 
     decoder: DecoderShape
@@ -75,6 +77,7 @@ class Calibration:
     fitted: Timing
     check: Timing
     note: str
+    nodes: Mapping[int, HostLink] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain values for JSON."""
@@ -123,7 +126,14 @@ def calibrate(
         for made, b, found, a in zip(plans, predicted, rounds, again, strict=True)
     ]
     return Calibration(
-        decoder=decoder, cells=cells, before=before, after=after, fitted=timings[0], check=timings[1], note=note
+        decoder=decoder,
+        cells=cells,
+        before=before,
+        after=after,
+        fitted=timings[0],
+        check=timings[1],
+        note=note,
+        nodes=measure_nodes(place) if place.type == "cuda" else {},
     )
 
 
@@ -156,6 +166,7 @@ def calibration_report(found: Calibration) -> str:
         fill(f"Measured is the best of {ROUNDS} rounds; the slowest took {apart} as long.", WIDTH),
         table(["rate", "before", "now"], numbers),
         *([] if after.host_link is None else [host_link_report(after.host_link, before)]),
+        *([nodes_report(found.nodes)] if found.nodes else []),
         *([_of_context(after.memory)] if after.memory is not None else []),
         *([found.note] if found.note else []),
     ]

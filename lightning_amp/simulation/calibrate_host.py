@@ -1,12 +1,16 @@
 """Measure the link between a device and host memory: each direction alone and both at once, of pinned and other memory.
 
 The best of several copies of one large buffer counts. Copies of a GPU run on streams of their own, as those of a step
-do. On a CPU a copy is one from memory to memory, no memory is pinned, and two copies run one after the other.
+do. On a CPU a copy is one from memory to memory, no memory is pinned, and two copies run one after the other. On a
+machine with several NUMA nodes, the link is measured from each node's memory too: a process that is not bound to the
+near one may have the far rate.
 """
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,13 +22,15 @@ from lightning_amp.text_table import table
 SIZES = {"cpu": 2**26, "cuda": 2**28}
 """Bytes of a copy: many times the processor's cache, and few milliseconds of a GPU's link."""
 ROUNDS, WARM_UP = 7, 2
+NODES = Path("/sys/devices/system/node")
+"""Where Linux lists NUMA nodes and their cores."""
 
 
 def measure_host_link(place: torch.device, *, size: int | None = None) -> HostLink:
     """Measure the link of a device.
 
-    On a machine with several NUMA nodes the memory is where the process runs: `numactl` chooses the node. Operators of
-    the host run on as many cores as torch has threads.
+    The memory is that of the NUMA node where the process runs. Operators of the host run on as many cores as torch has
+    threads.
 
     Args:
         place: The device.
@@ -50,6 +56,42 @@ def measure_host_link(place: torch.device, *, size: int | None = None) -> HostLi
         pageable_back=of_pageable[1],
         # two are read, one is written
         memory=3 * n / worked,
+    )
+
+
+def measure_nodes(place: torch.device, *, size: int | None = None) -> dict[int, HostLink]:
+    """Measure the link of a device from each NUMA node whose cores this process may use; nothing for fewer than two.
+
+    The arguments are those of `measure_host_link`.
+    """
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    listed = {int(path.parent.name[4:]): _cores(path.read_text()) for path in NODES.glob("node[0-9]*/cpulist")}
+    nodes = {node: cores & allowed for node, cores in sorted(listed.items()) if cores & allowed}
+    found = dict[int, HostLink]()
+    try:
+        for node, cores in nodes.items() if len(nodes) > 1 else ():
+            # memory lies where the thread runs that first writes to it
+            os.sched_setaffinity(0, cores)
+            found[node] = measure_host_link(place, size=size)
+    finally:
+        if len(nodes) > 1:
+            os.sched_setaffinity(0, allowed)
+    return found
+
+
+def _cores(listed: str) -> set[int]:
+    """Return the cores of a list such as "0-3,8"."""
+    ends = [part.partition("-") for part in listed.strip().split(",") if part]
+    return {core for first, _, last in ends for core in range(int(first), int(last or first) + 1)}
+
+
+def nodes_report(found: Mapping[int, HostLink]) -> str:
+    """Format the rates of pinned memory of NUMA nodes."""
+    rows = [[f"node {node}", _rate(one.out), _rate(one.back), _rate(one.both)] for node, one in found.items()]
+    nearest = max(found, key=lambda node: found[node].both)
+    return (
+        table(["memory of", "to the host", "to the device", "each, both at once"], rows)
+        + f"\n\nRun training on the nearest node: numactl --cpunodebind={nearest} --membind={nearest}"
     )
 
 

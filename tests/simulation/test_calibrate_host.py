@@ -1,7 +1,9 @@
 """Claim: a calibration measures the link to host memory in both directions, and plans use what its file has."""
 
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ from lightning_amp.costs.device_rates import CPU_CORE, DEVICES, Rates
 from lightning_amp.costs.host_link import HostLink
 from lightning_amp.errors import PlanError
 from lightning_amp.simulation import calibrate_host
-from lightning_amp.simulation.calibrate_host import host_link_report, measure_host_link
+from lightning_amp.simulation.calibrate_host import host_link_report, measure_host_link, measure_nodes, nodes_report
 from lightning_amp.techniques.offload.row import _exposed
 
 CPU = torch.device("cpu")
@@ -67,6 +69,26 @@ def test_a_copy_is_made_and_the_best_round_counts(monkeypatch: Any) -> None:
 def test_here() -> None:
     found = measure_host_link(CPU, size=2**20)
     assert found.both <= min(found.out, found.back)
+
+
+def test_the_memory_of_each_node_is_measured_from_its_cores(monkeypatch: Any, tmp_path: Path) -> None:
+    ran, allowed = list[set[int]](), {1, 2, 3, 9}
+    for node, cores in {"node0": "0-3\n", "node1": "8,9\n", "node2": "\n", "node10": "4-7\n"}.items():
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "cpulist").write_text(cores)
+    monkeypatch.setattr(calibrate_host, "NODES", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: ran.append(cores), raising=False)
+    links = iter([LINK, replace(LINK, both=20e9)])
+    monkeypatch.setattr(calibrate_host, "measure_host_link", lambda place, size: next(links))
+    found = measure_nodes(CPU)
+    assert list(found) == [0, 1]
+    # in the end the process may run where it could before
+    assert ran == [{1, 2, 3}, {9}, allowed]
+    assert "node 1" in nodes_report(found)
+    assert nodes_report(found).endswith("numactl --cpunodebind=1 --membind=1")
+    allowed = {1}
+    assert measure_nodes(CPU) == {}
 
 
 def test_a_file_of_rates_has_the_link_or_none() -> None:
