@@ -1,15 +1,10 @@
-"""Run a distributed technique's steps as rank 0 without other ranks: count memory and messages, choose a grid.
-
-One forward pass determines the layouts of all pairs (x, y). One dry run per pair measures what a rank computes, sends
-and allocates; the costs of grids follow from these runs (grid_seconds.py). The chosen grid is counted in its own run.
-"""
+"""Run a distributed technique's steps as rank 0 without other ranks: count memory and messages, complete its spec."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import wraps
 from importlib import import_module
-from math import prod
 from types import MethodType
 from typing import Any, cast
 
@@ -21,20 +16,12 @@ from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.installing.install import install_steps
 from lightning_amp.planning.plan.plan import Explanation, Plan
-from lightning_amp.quantities import format_bytes, format_seconds
+from lightning_amp.quantities import format_bytes
 from lightning_amp.sharding.splits import MeshAxis, Sent
 from lightning_amp.techniques.put_methods import STEPS, put_methods
 from lightning_amp.techniques.sharded_step import RUNNING
 from lightning_amp.techniques.table import STRATEGIES, targets_of, technique_of_steps
-from lightning_amp.techniques.tensor3d.grid_seconds import (
-    DryRun,
-    GridCost,
-    Message,
-    factorings,
-    grid_cost,
-    ranked,
-    sent_seconds,
-)
+from lightning_amp.techniques.tensor3d.grid_seconds import Message, sent_seconds
 
 MOST_SHOWN = 2
 """Number of operators named in a note, those that send most bytes first."""
@@ -147,10 +134,11 @@ class DrySteps:
                 self._looking = {}
 
         technique = import_module(STRATEGIES[self.name].steps)
-        if hasattr(technique, "on_grid"):
-            step, self.notes = choose_grid(self, technique, look, count, links)
-            self.chosen = True
-            return step
+        if hasattr(technique, "choose"):
+            found: CountedStep
+            found, notes = technique.choose(self, look, count, links)
+            self.notes, self.chosen = tuple(map(Explanation, notes)), True
+            return found
         self.choose_dims(batch, lambda: count().profile.peak_bytes, look)
         return None
 
@@ -229,130 +217,3 @@ def with_spec(plan: Plan, steps: DrySteps | None, why: str) -> Plan:
         raise PlanError(f"{steps.name} finds how it splits by a count of the first batch's step, {found}{hint}")
     rules = (replace(rule, spec=steps.spec) if rule.strategy == steps.name else rule for rule in plan.rules)
     return replace(plan, rules=tuple(rules))
-
-
-SHOWN = 5
-"""Number of grids listed in notes."""
-EVERY_PAIR = 15
-"""Up to this many pairs (x, y), as for 16 ranks, pairs with more ranks are run until they are clearly slower; if there
-are more pairs, until they are slower at all."""
-CLEARLY = 2.0
-TRIES = 4
-"""Most grids that are counted in their own run; a next one is tried only if the last unexpectedly does not fit."""
-
-Pair = tuple[int, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CountedRun:
-    """A dry run and the step that was counted in it."""
-
-    run: DryRun
-    step: CountedStep
-    sent: list[Sent]
-
-
-def choose_grid(
-    steps: "DrySteps",
-    technique: Any,
-    look: Callable[[Mapping[str, Callable[..., Any]]], None],
-    count: Callable[[], CountedStep],
-    links: Links,
-) -> tuple[CountedStep, tuple[str, ...]]:
-    """Set the grid and the model axis of `steps`; return the step with it, and notes on the choice.
-
-    Args:
-        technique: Module of a technique with `layouts` and `on_grid`.
-        look, count: Functions as in `DrySteps.choose`.
-
-    Raises:
-        AmpError: No grid supports the step.
-    """
-    spec = steps.spec
-    given = spec.sizes if spec.grid else None
-    ranks, budget = steps.run_ranks, steps.budget
-    grids = [grid for grid in factorings(ranks) if (grid[:3] == given if given else prod(grid[:3]) > 1 or ranks == 1)]
-    pairs = sorted({pair for x, y, *_ in grids for pair in ((x, y), (y, x))}, key=lambda p: (prod(p), p))
-    layouts: dict[Pair, str] = technique.layouts(pairs, look)
-
-    def counted(sizes: tuple[int, int, int], copies: int, own: str) -> CountedRun:
-        steps.spec = technique.on_grid(spec, sizes, own, exchanged=False)
-        steps.ranks, steps.run_ranks = steps.spec.model_ranks, prod(sizes) * copies
-        step = count()
-        of_axes = dict(zip(("x", "y", "z", "data"), (*sizes, copies), strict=True))
-        run = DryRun(sizes=of_axes, seconds=step.chain.seconds, messages=steps.messages(), profile=step.profile)
-        return CountedRun(run=run, step=step, sent=list(steps.sent))
-
-    # if z and the copies are not given, two of each show what they send
-    z, copies = (given[2], ranks // prod(given)) if given else (2, 2)
-    runs, costs, refused = dict[Pair, CountedRun](), list[GridCost](), list[AmpError]()
-    slower = CLEARLY if len(pairs) <= EVERY_PAIR else 1.0
-    # from few ranks of x and y to many, until more ranks make a batch clearly slower
-    for size in sorted({prod(pair) for pair in pairs}):
-        for pair in (pair for pair in pairs if prod(pair) == size):
-            try:
-                runs[pair] = counted((*pair, z), copies, layouts[pair])
-            except AmpError as error:
-                refused.append(error)
-        # all grids with this number of ranks of x and y, with either of them as the axis that splits features first
-        level = ranked(
-            [
-                grid_cost(runs[pair].run, z, copies, links, exchanged=exchanged)
-                for x, y, z, copies in grids
-                for exchanged, pair in ((False, (x, y)), (True, (y, x)))
-                if x * y == size and pair in runs
-            ],
-            budget,
-        )
-        costs = ranked([*costs, *level], budget)
-        fits = costs and (budget is None or costs[0].peak_bytes <= budget)
-        if fits and level and min(one.batch_seconds for one in level) > slower * costs[0].batch_seconds:
-            break
-    if not costs:
-        raise refused[0]
-    tried = list[tuple[int, GridCost, CountedRun]]()
-    # the cost of a grid is estimated from another grid's run, so candidates are counted in their own run
-    for cost in costs[:TRIES]:
-        found = runs[cost.roles]
-        if (found.run.sizes["z"], found.run.sizes["data"]) != (cost.sizes[2], cost.copies):
-            found = counted((*cost.roles, cost.sizes[2]), cost.copies, layouts[cost.roles])
-        # the profile is of the second step; the first one may need more memory
-        tried.append((found.step.profile.larger_peak_bytes, cost, found))
-        # grids that are not expected to fit are sorted by memory: the first one needs least
-        if budget is None or tried[-1][0] <= budget or cost.peak_bytes > budget:
-            break
-    fits = budget is None or tried[-1][0] <= budget
-    _, cost, found = tried[-1] if fits else min(tried, key=lambda one: one[0])
-    steps.spec = technique.on_grid(spec, cost.sizes, layouts[cost.roles], exchanged=cost.exchanged)
-    steps.ranks, steps.run_ranks = steps.spec.model_ranks, ranks
-    other = {"x": "y", "y": "x"} if cost.exchanged else {}
-    steps.sent[:] = [one._replace(axis=other.get(one.axis, one.axis)) for one in found.sent]
-    return found.step, tuple(map(Explanation, _notes(cost, costs, budget, n_grids=len(grids))))
-
-
-def _notes(chosen: GridCost, costs: list[GridCost], budget: int | None, *, n_grids: int) -> Iterator[str]:
-    """Yield the best grids, one per line, and why the chosen one was taken."""
-    exchanged = "; its layers split features over y where those of AxoNN do over x" if chosen.exchanged else ""
-    if n_grids == 1:
-        if exchanged:
-            yield f"tensor_grid={chosen.sizes}{exchanged}"
-        return
-    counted = {cost.sizes for cost in costs}
-    fitting = {cost.sizes for cost in costs if budget is None or cost.peak_bytes <= budget}
-    within = "" if budget is None else f", {len(fitting)} fit in {format_bytes(budget)}"
-    why = "takes least time for a batch" if fitting else "needs least memory"
-    yield f"{len(counted)} grids compared{within}: {chosen.sizes} {why}{exchanged}"
-    if len(counted) < n_grids:
-        most = max(x * y for x, y, _ in counted)
-        yield f"{n_grids - len(counted)} grids with x * y > {most} were not compared: {most} take longer than fewer"
-    shown, known = 0, set[object]()
-    for cost in [chosen, *costs]:
-        # grids that differ only by exchanging two axes of one node cost the same, and are listed once
-        same = {cost.sizes, (cost.roles, cost.sizes[2], cost.seconds)}
-        if not same & known and shown < SHOWN:
-            shown += 1
-            yield (
-                f"tensor_grid={cost.sizes}: {format_bytes(cost.peak_bytes)}, sends"
-                f" {format_bytes(cost.sent_bytes)}, {format_seconds(cost.batch_seconds)} a batch"
-            )
-        known |= same

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from torch import nn
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import InstallError

@@ -1,9 +1,6 @@
 """Install `tensor3d`: overrides of a module's steps for a dry run, sharded parameters (GridUnits) for a run."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -11,44 +8,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
-import lightning_amp.techniques.tensor3d.layout_rules  # noqa: F401  (registers the rules)
-from lightning_amp._torch import in_transform, is_compiled
-from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.footprint.live_bytes import tensors_of
-from lightning_amp.sharding._torch import (
-    AUTOGRAD_AND_AUTOCAST,
-    excluded_keys,
-    force_dispatch_keys,
-    included_keys,
-    skip_one_torch_function,
-)
-from lightning_amp.sharding.registry import shard_error
+from lightning_amp._torch import is_compiled
+from lightning_amp.errors import InstallError
+from lightning_amp.sharding._torch import skip_one_torch_function
 from lightning_amp.sharding.splits import MeshAxis
 from lightning_amp.techniques.contract.change import hooks_of
 from lightning_amp.techniques.put_methods import refuse_scripts
+from lightning_amp.techniques.tensor3d.choose_grid import choose as choose
 from lightning_amp.techniques.tensor3d.grid import Grid
-from lightning_amp.techniques.tensor3d.in_step import STRAY
-from lightning_amp.techniques.tensor3d.layouts import largest_rank, with_axes_exchanged, written
-from lightning_amp.techniques.tensor3d.plan_layouts import LayoutPlanner
+from lightning_amp.techniques.tensor3d.layouts import largest_rank
 from lightning_amp.techniques.tensor3d.reads_elsewhere import refuse_aliases, watch_hooks
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
 from lightning_amp.techniques.tensor3d.units import GridUnits
 
-NO_GRADIENT = "does not require grad"
-"""Part of torch's error message for a backward pass without anything to differentiate."""
 _GRIDS: dict[Any, Grid] = {}
 """Grids by the ranks of the run; cached, because process groups are never freed."""
-Pair = tuple[int, int]
-
-
-class LookedAt(ModelError):
-    """Raised once layouts are computed, because the rest of the step need not run; caught in this file."""
 
 
 def install(module: LightningModule, spec: TensorParallel3D, mesh: DeviceMesh | MeshAxis) -> dict[str, Any]:
@@ -86,55 +64,6 @@ def install(module: LightningModule, spec: TensorParallel3D, mesh: DeviceMesh | 
 
     made = (configure_optimizers, training_step, on_after_backward)
     return {function.__name__: MethodType(function, module) for function in made}
-
-
-def layouts(pairs: Sequence[Pair], look: Callable[[Mapping[str, Callable[..., Any]]], None]) -> dict[Pair, str]:
-    """Compute layouts for numbers of ranks of x and y, by one forward pass of a copy of the step.
-
-    `look` runs the step once with overrides of the module's methods.
-    """
-    found = dict[Pair, str]()
-
-    def training_step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
-        step = MethodType(type(module).training_step, module)
-        planners = {(x, y): LayoutPlanner(list(module.named_parameters()), {"x": x, "y": y}) for x, y in pairs}
-        # the backward pass of a step with manual optimisation is skipped
-        vars(module)["manual_backward"] = lambda *args, **kwargs: None
-        try:
-            with ExitStack() as stack:
-                stack.enter_context(_Unhooked())
-                for planner in planners.values():
-                    stack.enter_context(planner)
-                stack.enter_context(force_dispatch_keys(included_keys(), excluded_keys() | AUTOGRAD_AND_AUTOCAST))
-                step(*args, **kwargs)
-        except RuntimeError as error:
-            if NO_GRADIENT not in str(error):
-                raise
-            raise ModelError(STRAY) from error
-        finally:
-            del vars(module)["manual_backward"]
-        found.update({pair: written(planner) for pair, planner in planners.items()})
-        raise LookedAt
-
-    with suppress(LookedAt):
-        look({"training_step": training_step})
-    return found
-
-
-class _Unhooked(TorchFunctionMode):
-    """Ignore registrations of hooks on tensors, because nothing is differentiated in this pass."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.register_hook, Tensor.retain_grad):
-            return RemovableHandle(OrderedDict())
-        if in_transform() and any(isinstance(t, nn.Parameter) for t in tensors_of((args, kwargs))):
-            raise shard_error(func, [args], "it is called inside a transform of torch.func, such as vmap")
-        return func(*args, **(kwargs or {}))
-
-
-def on_grid(spec: TensorParallel3D, sizes: tuple[int, int, int], layouts: str, *, exchanged: bool) -> TensorParallel3D:
-    """Return the spec for a grid, with layouts for (x, y), or for (y, x) if they are exchanged."""
-    return replace(spec, grid="x".join(map(str, sizes)), layouts=with_axes_exchanged(layouts) if exchanged else layouts)
 
 
 def split_parameters(

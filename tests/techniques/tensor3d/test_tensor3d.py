@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader
 
 from lightning_amp import AMPStrategy
 from lightning_amp.lightning.checkpoints.write_checkpoint import convert_checkpoint
-from lightning_amp.lightning.profiling import dry_steps
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.sharding.owners import Owners
 from lightning_amp.sharding.splits import Split, Splits
+from lightning_amp.techniques.tensor3d import choose_grid
 from lightning_amp.techniques.tensor3d.grid import Grid as RankGrid
 from lightning_amp.techniques.tensor3d.grid_seconds import GridCost
 from lightning_amp.techniques.tensor3d.parameters import GridParameter
@@ -137,7 +137,7 @@ def on_grids(rank: int, ranks: int, rows: list[tuple[str, Grid]]) -> dict[Any, A
     def as_planned(costs: list[GridCost], budget: int | None) -> list[GridCost]:
         return [cost for cost in costs if not cost.exchanged]
 
-    with patch.object(dry_steps, "ranked", as_planned):
+    with patch.object(choose_grid, "ranked", as_planned):
         return {
             (name, grid): run(CASES[name], grid, rank, ranks, **(CACHED if (name, grid) == ("gpt", (1, 1, 2)) else {}))
             for name, grid in rows
