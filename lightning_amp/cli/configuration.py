@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from lightning_amp.cli.request import OF_DATA, rates_asked, refuse, request_of
+from lightning_amp.cli.request import OF_DATA, rates_of_request, refuse, request_of
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.progress import shown_if_long
@@ -117,7 +117,7 @@ def _plan_of_step(
     speeds = getattr(arguments, "device_speeds", None) or options.get("device_speeds")
     # what a fit would measure is not known here
     request["device_speeds"] = None if speeds == "measure" else speeds
-    rates = rates_asked(requested, run_settings.precision)
+    rates = rates_of_request(requested, run_settings.precision)
     made = plan_of_module(
         module,
         batch,
@@ -130,8 +130,8 @@ def _plan_of_step(
     code = made.code() if getattr(arguments, "show_code", False) else ""
     plan, found = made.plan, made.answers()
     answers, said = ({}, ()) if found is None else (found.to_dict(), found.said)
-    if (asked := getattr(arguments, "largest", None)) is not None:
-        name, dim = _dimension(asked)
+    if (given := getattr(arguments, "largest", None)) is not None:
+        name, dim = _dimension(given)
         length = made.largest(name, dim)
         said = (*said, f"the largest length of dimension {dim} of {name!r} that fits: {length or 'none'}")
         answers["largest_length"] = {"tensor": name, "dim": dim, "length": length}
@@ -165,20 +165,20 @@ def _checked(name: str, value: Any, strategies: Any) -> Any:
 
 def _requested(arguments: argparse.Namespace, options: dict[str, Any]) -> argparse.Namespace:
     """Return the options of the command line, completed with those of the configuration's AMPStrategy."""
-    asked = argparse.Namespace(**vars(arguments))
+    given = argparse.Namespace(**vars(arguments))
     # either option replaces both of the file: with the file's strategies, a new policy would have no effect
     chosen = arguments.policy is not None or arguments.strategies is not None
     others = {"policy", "strategies"} if chosen else set()
     others |= {"rates"} if arguments.device is not None else set()
     # the grid sets the model axis: a new grid replaces the model_parallel_size of the configuration
     others |= {"model_parallel_size"} if getattr(arguments, "tensor_grid", None) is not None else set()
-    asked.plan = None if chosen else options.get("plan")
+    given.plan = None if chosen else options.get("plan")
     for name in {"device_memory", "policy", "strategies", "model_parallel_size", "rates"} - others:
-        if getattr(asked, name) is None:
-            setattr(asked, name, options.get(name))
-    if asked.model_parallel_size is not None:
-        asked.model_parallel_size = str(asked.model_parallel_size)
-    return asked
+        if getattr(given, name) is None:
+            setattr(given, name, options.get(name))
+    if given.model_parallel_size is not None:
+        given.model_parallel_size = str(given.model_parallel_size)
+    return given
 
 
 EXAMPLE = "my.model:Net --batch 4x3x32x32 --batch 4:int64"

@@ -75,7 +75,7 @@ def latent_dim(arguments: argparse.Namespace) -> int:
     return LATENT_DIM if arguments.latent_dim is None else int(arguments.latent_dim)
 
 
-def rates_asked(arguments: argparse.Namespace, precision: str = "32-true") -> "Rates":
+def rates_of_request(arguments: argparse.Namespace, precision: str = "32-true") -> "Rates":
     """Return the rates in the file of `--rates`, else of `--device` at a precision, else of one CPU core."""
     from lightning_amp.costs.device_rates import CPU_CORE, Rates, products_under, rates_for
 
@@ -106,7 +106,7 @@ def read(arguments: argparse.Namespace) -> "Profile":
     return profile(arguments.data_dir, setting=arguments.setting, attention=attention[arguments.keys])
 
 
-def decoder_asked(arguments: argparse.Namespace) -> "ShapeRequest | None":
+def decoder_of_request(arguments: argparse.Namespace) -> "ShapeRequest | None":
     """Return the decoder of `--shape`; None if a data directory is given."""
     from lightning_amp.simulation.parse_shape import EXAMPLE, parse_shape
 
@@ -129,8 +129,8 @@ def decoder_asked(arguments: argparse.Namespace) -> "ShapeRequest | None":
     return found
 
 
-def refuse(arguments: argparse.Namespace, asked: str, options: dict[str, str], why: str) -> None:
-    """Raise if options are given that do not apply together with `asked`."""
+def refuse(arguments: argparse.Namespace, name: str, options: dict[str, str], why: str) -> None:
+    """Raise if options are given that do not apply together with `name`."""
     given = [name for name, attribute in options.items() if getattr(arguments, attribute) is not None]
     if given:
-        raise PlanError(f"{asked} cannot be used with {', '.join(given)}, {why}; leave them out")
+        raise PlanError(f"{name} cannot be used with {', '.join(given)}, {why}; leave them out")

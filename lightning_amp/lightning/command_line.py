@@ -241,7 +241,7 @@ SHOWN = 5
 """Largest number of checkpoints listed in an error message."""
 
 
-def find_checkpoint(asked: str, trainer: Trainer, same_configuration: Callable[[Path], bool]) -> str:
+def find_checkpoint(given: str, trainer: Trainer, same_configuration: Callable[[Path], bool]) -> str:
     """Return the path of the requested checkpoint; words that Lightning can resolve, and paths, are returned unchanged.
 
     Args:
@@ -257,28 +257,28 @@ def find_checkpoint(asked: str, trainer: Trainer, same_configuration: Callable[[
         "hpc": trainer._checkpoint_connector._hpc_resume_path is not None,
     }
     # paths that may be remote or in a registry are resolved by Lightning
-    if known.get(asked, ":" in asked or Path(asked).exists()):
-        return asked
+    if known.get(given, ":" in given or Path(given).exists()):
+        return given
     found, others = set(_own(trainer)), set[str]()
     # checkpoints in the numbered runs of the first logger
     for logger in trainer.loggers[:1]:
         runs = Path(logger.save_dir or trainer.default_root_dir, str(logger.name))
         for path in runs.glob("*/checkpoints/*.ckpt"):
             (found if same_configuration(path.parent.parent) else others).add(str(path))
-    if asked == "last" and found:
+    if given == "last" and found:
         return max(found, key=_written)
     why = {
         "last": "fit has written no checkpoint of this model and this data",
         "best": "which one is best is known to the run of fit alone",
         "hpc": "there is no checkpoint of a run that a cluster interrupted",
-    }.get(asked, "there is no such file")
+    }.get(given, "there is no such file")
     listed = "No checkpoint was found: run `lightning-amp fit` with this configuration and without --ckpt_path first"
     if found | others:
         newest = sorted(found or others, key=_written, reverse=True)
         whose = "this configuration" if found else "other configurations"
         more = f" and {len(newest) - SHOWN} more" if len(newest) > SHOWN else ""
         listed = f"Found of {whose}: {', '.join(map(repr, newest[:SHOWN]))}{more}. Name one by its path"
-    raise PlanError(f"--ckpt_path {asked!r}: {why}. {listed}")
+    raise PlanError(f"--ckpt_path {given!r}: {why}. {listed}")
 
 
 def _own(trainer: Trainer) -> Iterator[str]:

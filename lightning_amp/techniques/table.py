@@ -134,9 +134,9 @@ def label(strategy: str) -> str:
     return title if strategy in title.split() else f"{strategy} {title}"
 
 
-def without_blocks(strategies: Iterable[str], asked: Iterable[Spec]) -> list[str]:
+def without_blocks(strategies: Iterable[str], specs: Iterable[Spec]) -> list[str]:
     """Leave out strategies of both strata and blocks that are requested for blocks: they restrict no decoder choice."""
-    kinds = set(map(type, asked))
+    kinds = set(map(type, specs))
 
     def is_for_blocks(row: Technique) -> bool:
         found = [row.installers[kind] for kind in row.specs if kind in kinds and kind in row.installers]
@@ -170,22 +170,24 @@ def conflicts(strategies: Collection[str]) -> Iterator[str]:
                 yield f"{one} and {other} cannot be together: {row.no_decoder}"
 
 
-def parse_strategies(asked: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:
+def parse_strategies(strategies: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:
     """Parse strategy ids, given as a list or as "S1,S3"; returns them sorted, without duplicates, and always with S1.
 
     Raises:
         PlanError: An id is not in the library, or cannot be combined with a technique that replaces steps.
     """
-    if not isinstance(asked, str | list | tuple):
-        raise PlanError(f"strategies={asked!r} is not supported; allowed is a list such as ['S1', 'S3'], or 'S1,S3'")
-    parts = asked.split(",") if isinstance(asked, str) else list(asked)
+    if not isinstance(strategies, str | list | tuple):
+        raise PlanError(
+            f"strategies={strategies!r} is not supported; allowed is a list such as ['S1', 'S3'], or 'S1,S3'"
+        )
+    parts = strategies.split(",") if isinstance(strategies, str) else list(strategies)
     known = {strategy.lower(): strategy for strategy in STRATEGIES}
     texts = [str(part).strip() for part in parts if str(part).strip()]
     ids = [known.get(text.lower(), text) for text in texts]
     unknown = [i for i in ids if i not in STRATEGIES]
     if unknown or not ids:
         raise PlanError(
-            f"strategies={asked!r} is not supported: {unknown or 'nothing'!r} is not in the library; allowed"
+            f"strategies={strategies!r} is not supported: {unknown or 'nothing'!r} is not in the library; allowed"
             f" are {', '.join(STRATEGIES)}, as a list or separated by commas"
         )
     found = in_order({"S1", *ids})

@@ -17,9 +17,9 @@ from lightning_amp.cli.configuration import (
 from lightning_amp.cli.request import (
     BATCH_SIZE,
     add_request,
-    decoder_asked,
+    decoder_of_request,
     latent_dim,
-    rates_asked,
+    rates_of_request,
     read,
     refuse,
     request_of,
@@ -111,7 +111,7 @@ def _run(arguments: argparse.Namespace) -> int:
     request = request_of(arguments)
     check_request(**request)
     request["device_speeds"] = arguments.device_speeds
-    requested, rates = decoder_asked(arguments), rates_asked(arguments)
+    requested, rates = decoder_of_request(arguments), rates_of_request(arguments)
     if requested is None:
         profile, of_model = read(arguments), {"latent_dim": latent_dim(arguments), "window": arguments.window}
         # imported late: torch takes seconds to import
@@ -141,7 +141,7 @@ def _recommend(arguments: argparse.Namespace) -> int:
     refuse(arguments, "--recommend-devices", DECIDED, "which it decides, or cannot use")
     if arguments.data_dir is None:
         raise PlanError("--recommend-devices requires DIR, the folder of the data; name it")
-    rates = rates_asked(arguments)
+    rates = rates_of_request(arguments)
     # of several devices, so that NCCL's buffers count
     requested = None if arguments.device_memory is None else parse_bytes(arguments.device_memory)
     budget = budget_on(rates, requested, 2)[0]

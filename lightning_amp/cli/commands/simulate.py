@@ -8,8 +8,8 @@ from lightning_amp.cli.commands.calibrate import check_target
 from lightning_amp.cli.configuration import add_configuration, plan_of_configuration
 from lightning_amp.cli.request import (
     add_request,
-    decoder_asked,
-    rates_asked,
+    decoder_of_request,
+    rates_of_request,
     read,
     refuse,
     request_of,
@@ -58,7 +58,7 @@ def _run(arguments: argparse.Namespace) -> None:
     refuse(arguments, "a data directory or --shape", {"--tensor-grid": "tensor_grid"}, "which is of --config FILE.yaml")
     request = request_of(arguments)
     check_request(**request)
-    requested, rates = decoder_asked(arguments), rates_asked(arguments)
+    requested, rates = decoder_of_request(arguments), rates_of_request(arguments)
     if arguments.plot is not None:
         check_target("--plot", arguments.plot, "memory.png", overwrite=True)
     source = requested or read(arguments)

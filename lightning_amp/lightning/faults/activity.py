@@ -47,7 +47,7 @@ class Fault:
     rank: int
     host: str  # machine and process
     what: str  # what happened, as the rest of a sentence
-    asked: bool = False  # whether the user has interrupted the run, and waits
+    interrupted: bool = False  # whether the user has interrupted the run, and waits
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}) {self.what}"

@@ -9,8 +9,8 @@
 
 After a report, a rank has `GRACE_S` to raise an error itself, as it does in a broken collective. Then its detector ends
 the process, because a main thread that waits in a collective cannot be interrupted. After an interrupt by the user, the
-time is `ASKED_GRACE_S`. A rank that has raised by then has `lost_after` seconds for its callbacks and loggers. Ranks
-that finish report so. Time in which the process itself was paused does not count, because it could not receive.
+time is `INTERRUPTED_GRACE_S`. A rank that has raised by then has `lost_after` seconds for its callbacks and loggers.
+Ranks that finish report so. Time in which the process itself was paused does not count, because it could not receive.
 
 The process group's store cannot carry this: it does not say that a client has ended, so that a killed rank would be
 silent for `lost_after`; and when rank 0, which serves it, ends, every other client prints a stack of torch's C++ code.
@@ -38,7 +38,7 @@ from lightning_amp.lightning.faults.activity import Doing, Fault, text_of, this_
 from lightning_amp.lightning.faults.link import Link
 
 GRACE_S = 3.0
-ASKED_GRACE_S = 0.5
+INTERRUPTED_GRACE_S = 0.5
 CAUSE_S = 3.0
 """Seconds for which a rank whose collective broke waits for a report of the cause."""
 EXIT_STATUS = 1
@@ -166,7 +166,7 @@ class Detector:
         while not self._over.is_set():
             before = time.monotonic()
             # more often after a fault, because `_is_due` then uses fractions of a second
-            ready = self._selector.select(self._tick if self.fault is None else ASKED_GRACE_S / 4)
+            ready = self._selector.select(self._tick if self.fault is None else INTERRUPTED_GRACE_S / 4)
             gap = time.monotonic() - before
             if gap > PAUSE_TICKS * self._tick:
                 # the process was paused: it could not receive, and other ranks may have been paused too
@@ -189,7 +189,7 @@ class Detector:
     def _is_due(self) -> bool:
         """Whether the grace period of the main thread is over; the user's code may catch what it has raised."""
         waited = time.monotonic() - self._learned
-        grace = ASKED_GRACE_S if self.fault is not None and self.fault.asked else GRACE_S
+        grace = INTERRUPTED_GRACE_S if self.fault is not None and self.fault.interrupted else GRACE_S
         return waited > grace and (waited > self._lost_after or not self._look().unwinding)
 
     def _accept(self) -> None:

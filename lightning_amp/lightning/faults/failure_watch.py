@@ -50,7 +50,7 @@ class FailureWatch:
         # whether an optimiser may have changed only some of the parameters so far
         self._stepping = False
         # whether SIGTERM has arrived in the meantime
-        self._asked_to_end = False
+        self._ends_soon = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy of the strategy, without the detector."""
@@ -146,7 +146,7 @@ class FailureWatch:
         An optimiser's step that has begun is completed first, because a callback may save a checkpoint.
         """
         connector = trainer._signal_connector
-        self._asked_to_end = False
+        self._ends_soon = False
 
         def end(signum: int, frame: FrameType | None) -> None:
             if connector.received_sigterm:
@@ -158,7 +158,7 @@ class FailureWatch:
             if callable(before) and before is not signal.default_int_handler:
                 before(signum, frame)  # type: ignore[arg-type]
             if self._stepping:
-                self._asked_to_end = True
+                self._ends_soon = True
                 return
             raise SIGTERMException(launchers.STATUS_OF_SIGTERM)
 
@@ -183,8 +183,8 @@ class FailureWatch:
             output = step(interruptible)
         finally:
             self._stepping = False
-        if self._asked_to_end:
-            self._asked_to_end = False
+        if self._ends_soon:
+            self._ends_soon = False
             raise SIGTERMException(launchers.STATUS_OF_SIGTERM)
         return output
 
@@ -242,7 +242,7 @@ class FailureWatch:
             signalled = isinstance(exception, SIGTERMException)
             what = f"{'received SIGTERM' if signalled else 'was interrupted'} {doing}"
         own = activity.Fault(
-            rank=rank, host=activity.this_host(), what=what, asked=isinstance(exception, KeyboardInterrupt)
+            rank=rank, host=activity.this_host(), what=what, interrupted=isinstance(exception, KeyboardInterrupt)
         )
         self._detector.tell(own)
         if not of_all:

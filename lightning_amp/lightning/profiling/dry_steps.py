@@ -59,7 +59,7 @@ class DrySteps:
         self.axis = MeshAxis("model", ranks, 0, None, sent=self.sent)
 
     @classmethod
-    def asked(
+    def of_request(
         cls, strategies: Iterable[str], options: Any, ranks: int, *, run_ranks: int, budget: int | None = None
     ) -> "DrySteps | None":
         """Create the dry steps of the requested technique that has its own steps, with the user's options; else None.
@@ -68,10 +68,10 @@ class DrySteps:
             PlanError: An option is not supported, or a grid does not divide the ranks of the run.
         """
         name = technique_of_steps(strategies)
-        if not name or (asked := STRATEGIES[name].options) is None:
+        if not name or (options_of := STRATEGIES[name].options) is None:
             return None
         ((_, spec),) = targets_of(name, None)  # type: ignore[arg-type]
-        spec, chosen = asked(spec, options)
+        spec, chosen = options_of(spec, options)
         needed = getattr(spec, "ranks", 1)
         if run_ranks % needed:
             raise PlanError(

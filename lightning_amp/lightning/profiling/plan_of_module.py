@@ -95,7 +95,7 @@ class _Planner:
         self._requested = requested_specs(self._ids if strategies else (), given)
         self._shares = options.get("share_batch_statistics") is not False
         self._counting, self._on_decoders = False, list[str]()
-        self._steps = DrySteps.asked(
+        self._steps = DrySteps.of_request(
             self._ids,
             given,
             self._devices if self._size == "auto" else self._size,

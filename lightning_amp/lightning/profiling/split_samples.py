@@ -55,7 +55,7 @@ def with_split_samples(
         n = ranks if row.data_axis else node_ranks
         if not row.steps or n < 2 or not (row.data_axis or whole.fits is False):
             continue
-        dry = DrySteps.asked((name,), SimpleNamespace(), node_ranks, run_ranks=ranks, budget=whole.budget_bytes)
+        dry = DrySteps.of_request((name,), SimpleNamespace(), node_ranks, run_ranks=ranks, budget=whole.budget_bytes)
         assert dry is not None, "it has steps"
         counted = step.with_steps(dry)
         try:
@@ -118,7 +118,7 @@ def with_split_evaluation(
         if not row.steps or row.data_axis or node_ranks < 2:
             continue
         options = SimpleNamespace()
-        dry = DrySteps.asked((name,), options, node_ranks, run_ranks=whole.mesh.ranks, budget=whole.budget_bytes)
+        dry = DrySteps.of_request((name,), options, node_ranks, run_ranks=whole.mesh.ranks, budget=whole.budget_bytes)
         assert dry is not None, "it has steps"
         try:
             plan = evaluation.split(dry, partial(base, name, dry), rates, notes)

@@ -108,7 +108,7 @@ class PlanningContext:
             return None
         size = request.model_parallel_size
         ranks = strategy.num_processes if size == "auto" else size
-        return DrySteps.asked(strategies, request, ranks, run_ranks=strategy.world_size, budget=self.budget)
+        return DrySteps.of_request(strategies, request, ranks, run_ranks=strategy.world_size, budget=self.budget)
 
     @property
     def data(self) -> SingleCellDataModule | None:

@@ -44,7 +44,7 @@ def compilable(module: nn.Module) -> dict[str, nn.Module]:
 
 def blocks_to_compile(
     module: nn.Module,
-    asked: Literal["auto"] | bool,
+    option: Literal["auto"] | bool,
     others: Collection[str],
     *,
     shared: bool,
@@ -55,7 +55,7 @@ def blocks_to_compile(
     """Return the rules for the blocks to compile, and one sentence why these, or why none.
 
     Args:
-        asked: The option: all blocks, or, with "auto", only if launches bind and compilation pays in this run.
+        option: As given: all blocks, or, with "auto", only if launches bind and compilation pays in this run.
         others: Techniques of the plan that compiled blocks do not support.
         shared: Whether ranks share batch statistics.
         budgeted: Whether the user has named a budget.
@@ -63,16 +63,16 @@ def blocks_to_compile(
         steps: Training steps of the run.
 
     Raises:
-        PlanError: `asked` is True, and nothing can be compiled.
+        PlanError: `option` is True, and nothing can be compiled.
     """
     blocks = compilable(module)
     why = UNKNOWN_BYTES if budgeted else _why_not(module, blocks, others, shared=shared)
     if not (why or blocks):
         why = "the module has no blocks with submodules outside of what its user has compiled; blocks= names them"
-    if why and asked is True:
+    if why and option is True:
         raise PlanError(f"compile=True is not supported: {why}. Or set compile=False")
     reason = "requested by the user"
-    if asked == "auto":
+    if option == "auto":
         kinds = len({type(block).forward for block in blocks.values()})
         why, reason = (why, "") if why or chain is None else _pays(chain, blocks, steps, COMPILE_SECONDS * kinds)
         if not reason:

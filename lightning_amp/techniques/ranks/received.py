@@ -13,18 +13,18 @@ from typing import Any, TypeVar
 from lightning_amp.holding import holding
 
 T = TypeVar("T")
-_asked: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("asked", default=None)
+_through: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("through", default=None)
 
 
 def once(receive: Callable[[], T]) -> T:
     """Return `receive()`; in a recomputed block, the value that was received at the same place of the first pass."""
-    through = _asked.get()
+    through = _through.get()
     return receive() if through is None else through(receive)
 
 
 def nothing_kept() -> AbstractContextManager[None]:
     """Context manager for computation inside a pass that is not part of it."""
-    return holding(_asked, None)
+    return holding(_through, None)
 
 
 def first_pass(received: list[Any]) -> AbstractContextManager[None]:
@@ -34,7 +34,7 @@ def first_pass(received: list[Any]) -> AbstractContextManager[None]:
         received.append(receive())
         return received[-1]
 
-    return holding(_asked, keep)
+    return holding(_through, keep)
 
 
 def second_pass(received: list[Any]) -> AbstractContextManager[None]:
@@ -47,4 +47,4 @@ def second_pass(received: list[Any]) -> AbstractContextManager[None]:
             return value
         return receive()
 
-    return holding(_asked, again)
+    return holding(_through, again)

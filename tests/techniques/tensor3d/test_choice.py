@@ -64,7 +64,7 @@ def seen_on(
     budget: int | None = None,
 ) -> tuple[Any, ProfiledStep]:
     options = SimpleNamespace(tensor_grid=grid)
-    steps = DrySteps.asked(("S1", "tensor3d"), options, 1, run_ranks=ranks, budget=budget)
+    steps = DrySteps.of_request(("S1", "tensor3d"), options, 1, run_ranks=ranks, budget=budget)
     assert steps is not None
     step = StepOfModule(module, lambda: batch, run_settings=RunSettings(), steps=steps)
     return steps, step.profiled(rates)

@@ -100,7 +100,7 @@ class Flow:
         summed: Rows of the run whose results are summed over the pieces.
         wanted: Rows that cut rows read in pieces and that are not cut themselves so far, with the dim.
         whole: Rows that every piece reads completely.
-        asked: Rows of `wanted` whose other readers have not been checked.
+        unchecked: Rows of `wanted` whose other readers have not been checked.
         passed: The first row of the run so far.
     """
 
@@ -110,7 +110,7 @@ class Flow:
         self.summed: dict[int, int] = {}
         self.wanted: dict[int, int] = {}
         self.whole: dict[int, int] = {}
-        self.asked: list[int] = []
+        self.unchecked: list[int] = []
         self._changes: list[tuple[dict[int, int], int, int | None]] = []
         """Previous value of every change, to undo the changes for a row that cannot be cut."""
         self._next: list[int] = []
@@ -174,7 +174,7 @@ class Flow:
 
     def _try(self, i: int, dim: int) -> bool:
         """Cut or sum a row and the rows that this requires; if not possible, undo everything and return False."""
-        n_changes, n_asked = len(self._changes), len(self.asked)
+        n_changes, n_unchecked = len(self._changes), len(self.unchecked)
         if self._add(i, dim):
             return True
         while len(self._changes) > n_changes:
@@ -183,7 +183,7 @@ class Flow:
                 rows.pop(k, None)
             else:
                 rows[k] = before
-        del self.asked[n_asked:]
+        del self.unchecked[n_unchecked:]
         return False
 
     def _set(self, rows: dict[int, int], i: int, dim: int | None) -> None:
@@ -233,22 +233,22 @@ class Flow:
             self._note(i)
         return self._read(row, dims) and self._readers(i)
 
-    def _read(self, row: OperatorRow, asked: dict[int, int]) -> bool:
+    def _read(self, row: OperatorRow, dims: dict[int, int]) -> bool:
         """Mark a row's arguments as wanted along their dims, or as read whole; return False if that conflicts."""
         # by argument position and not by row: `x @ x` reads one row along its rows and whole, which rules out a cut
         for k, j in enumerate(row.inputs):
             inside = j in self.cut
             if j in self.summed:
                 return False
-            if k in asked:
-                if self.cut.get(j, self.wanted.get(j, asked[k])) != asked[k] or j in self.whole:
+            if k in dims:
+                if self.cut.get(j, self.wanted.get(j, dims[k])) != dims[k] or j in self.whole:
                     return False
                 if not inside:
-                    self._set(self.wanted, j, asked[k])
-                    self.asked.append(j)
+                    self._set(self.wanted, j, dims[k])
+                    self.unchecked.append(j)
                     self._note(j)
                     # an operator with several results is cut with all their readers, or not at all
-                    if j in self.block.several and not self._add(j, asked[k]):
+                    if j in self.block.several and not self._add(j, dims[k]):
                         return False
             elif inside or j in self.wanted:
                 return False
@@ -282,8 +282,8 @@ class Flow:
 
     def _join(self) -> None:
         """Cut other readers of wanted rows inside the run as well, where possible."""
-        while self.asked:
-            j = self.asked.pop()
+        while self.unchecked:
+            j = self.unchecked.pop()
             for reader in self.block.readers[j] if j in self.wanted else ():
                 passed = self.passed <= reader <= self.last
                 if passed and reader not in self.cut and reader not in self.summed:

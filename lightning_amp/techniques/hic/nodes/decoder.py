@@ -145,9 +145,9 @@ class HaloAttention(_OwnAnchors):
         """Return rows of the own buckets [first, last)."""
         length = len(state) // (1 + len(self.outer))
         own, *pieces = (state[i : i + length] for i in range(0, len(state), length))
-        asked = {j: piece for j, piece in zip(self.outer, pieces, strict=True) if first <= j < last}
+        inside = {j: piece for j, piece in zip(self.outer, pieces, strict=True) if first <= j < last}
         buckets = range(max(first, self.inside.start), min(last, self.inside.stop))
-        return self._in_order(asked, self._inside(own, buckets))
+        return self._in_order(inside, self._inside(own, buckets))
 
     def _inside(self, state: State, buckets: range) -> list[Tensor]:
         return [self.inner.attend(state, buckets.start, buckets.stop)] if buckets else []

@@ -140,7 +140,7 @@ class _Stream:
     def run(self, own: range, *, workers: int) -> Tensor:
         """Run all own strata, and return their negative log-likelihood."""
         v = self.inputs.v
-        workers = workers_for(self.strata[own.start : own.stop], v, asked=workers)
+        workers = workers_for(self.strata[own.start : own.stop], v, most=workers)
         if not self.chained:
             run_in_order(lambda k: self._pass(k, v, None), own, self._add, workers=workers)
         elif len(own):

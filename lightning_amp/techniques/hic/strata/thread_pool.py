@@ -29,8 +29,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def workers_for(modules: Iterable[nn.Module], like: Tensor, *, asked: int) -> int:
-    """Number of modules that may run concurrently: at most `asked`, and at most the number of threads."""
+def workers_for(modules: Iterable[nn.Module], like: Tensor, *, most: int) -> int:
+    """Number of modules that may run concurrently: at most `most`, and at most the number of threads."""
     parts = [part for module in modules for part in module.modules()]
     alone = (
         like.device.type != "cpu"
@@ -39,7 +39,7 @@ def workers_for(modules: Iterable[nn.Module], like: Tensor, *, asked: int) -> in
         or len(set(map(id, parts))) < len(parts)
         or any(isinstance(part, AnyDropout) and part.training for part in parts)
     )
-    return 1 if alone else max(1, min(asked, torch.get_num_threads()))
+    return 1 if alone else max(1, min(most, torch.get_num_threads()))
 
 
 def run_in_order(

@@ -206,18 +206,18 @@ def test_half_precision_products() -> None:
 
 def test_what_threads_would_change_runs_alone() -> None:
     linear, like = nn.Linear(2, 2), torch.ones(2)
-    assert workers_for([linear, nn.Linear(2, 2)], like, asked=2) == 2
-    assert workers_for([linear], like, asked=5) == 3, "no more than threads"
-    assert workers_for([linear], like.to("meta"), asked=2) == 1
-    assert workers_for([linear, linear], like, asked=2) == 1, "a shared module"
-    assert workers_for([nn.Dropout(0.1)], like, asked=2) == 1
-    assert workers_for([nn.Dropout(0.1).eval()], like, asked=2) == 2
+    assert workers_for([linear, nn.Linear(2, 2)], like, most=2) == 2
+    assert workers_for([linear], like, most=5) == 3, "no more than threads"
+    assert workers_for([linear], like.to("meta"), most=2) == 1
+    assert workers_for([linear, linear], like, most=2) == 1, "a shared module"
+    assert workers_for([nn.Dropout(0.1)], like, most=2) == 1
+    assert workers_for([nn.Dropout(0.1).eval()], like, most=2) == 2
     with LiveBytes():
-        assert workers_for([linear], like, asked=2) == 1
+        assert workers_for([linear], like, most=2) == 1
     with torch.device("cpu"):
-        assert workers_for([linear], like, asked=2) == 1
+        assert workers_for([linear], like, most=2) == 1
     torch.set_num_threads(1)
-    assert workers_for([linear], like, asked=2) == 1
+    assert workers_for([linear], like, most=2) == 1
 
 
 def test_results_are_taken_in_order_and_few_wait() -> None:
