@@ -173,9 +173,9 @@ def _train_sharded(module: Blocks, mesh: DeviceMesh, *, offload: bool) -> Found:
         sharded.before_update()
         optimizer.step()
         sharded.after_update()
-    places = {local(parameter.shard).device for parameter in sharded.parameters}
+    places = {local(parameter.shard).device for parameter in sharded.sharded}
     assert not offload or places == {torch.device("cpu")}, f"rows lie on {places!r}"
-    for parameter in sharded.parameters:
+    for parameter in sharded.sharded:
         parameter.restore()
     sharded.undo()
     return _values(module)

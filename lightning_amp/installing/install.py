@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from importlib import import_module
 from itertools import accumulate
 from types import MethodType
 from typing import Any
@@ -28,7 +27,7 @@ from lightning_amp.techniques.contract.change import Change, check_forwards, che
 from lightning_amp.techniques.contract.protocol import find_decoders, is_decomposed, named_parts, part
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
 from lightning_amp.techniques.put_methods import put_methods
-from lightning_amp.techniques.table import STRATEGIES, installer_of
+from lightning_amp.techniques.table import STRATEGIES, installer_of, own_steps
 from lightning_amp.techniques.technique import Installer
 
 Mesh = DeviceMesh | DryMesh | DryAxis | None
@@ -338,5 +337,5 @@ def matched_names(rule: Rule, module: nn.Module) -> list[str]:
 
 def install_steps(module: LightningModule, name: str, spec: Spec, mesh: Any) -> Callable[[], None]:
     """Replace a module's steps by those of a technique; return an undo."""
-    changed: dict[str, Any] = import_module(STRATEGIES[name].steps).install(module, spec, mesh)
+    changed: dict[str, Any] = own_steps(name).load().install(module, spec, mesh)
     return put_methods(module, changed)

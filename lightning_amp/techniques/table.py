@@ -28,7 +28,7 @@ from lightning_amp.techniques.recompute.row import ROW as RECOMPUTE
 from lightning_amp.techniques.replay.row import ROW as REPLAY
 from lightning_amp.techniques.sequence.row import ROW as SEQUENCE
 from lightning_amp.techniques.stage_search import StageSearch
-from lightning_amp.techniques.technique import Installer, Prediction, Target, Technique, function_at
+from lightning_amp.techniques.technique import Installer, OwnSteps, Prediction, Target, Technique, function_at
 from lightning_amp.techniques.tensor3d.row import ROW as TENSOR3D
 
 STRATEGIES: dict[str, Technique] = {
@@ -202,17 +202,23 @@ def technique_of_steps(strategies: Iterable[str]) -> str:
 
 def works_with(name: str) -> tuple[str, ...]:
     """Return the strategies that can be combined with `name`, which replaces steps."""
-    return in_order(
-        {*STRATEGIES[name].works_with, *(other for other, row in STRATEGIES.items() if row.works_in_any_steps)}
-    )
+    in_any = (other for other, row in STRATEGIES.items() if row.works_in_any_steps)
+    return in_order({*own_steps(name).works_with, *in_any})
 
 
 def why_not_with(name: str, other: str) -> str:
     """Return why `other` cannot be combined with `name`, which replaces steps, and what to do instead."""
-    row, others = STRATEGIES[name], [one for one in works_with(name) if one != "S1"]
+    reasons, others = own_steps(name).not_with, [one for one in works_with(name) if one != "S1"]
     less = f"with {' and '.join(others)}, and with more ranks of the model axis (model_parallel_size)"
     less = f"a rank holds less {less if others else 'on more ranks'}"
-    return row.not_with.get(other, f"it is not supported together with {name}; {{less}}").replace("{less}", less)
+    return reasons.get(other, f"it is not supported together with {name}; {{less}}").replace("{less}", less)
+
+
+def own_steps(name: str) -> OwnSteps:
+    """Return the steps of a technique that replaces those of a module."""
+    found = STRATEGIES[name].steps
+    assert found is not None, f"{name} replaces steps"
+    return found
 
 
 def refuse_combinations(strategies: Iterable[str]) -> None:

@@ -81,6 +81,31 @@ class Installer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OwnSteps:
+    """Replacements of a LightningModule's steps, and what they can be combined with.
+
+    Gradients of these steps are averaged over the model axis too, unless the units of the technique's
+    `split_parameters` reduce them.
+
+    Attributes:
+        module: Module whose `install(module, spec, mesh)` returns the replacements, by name.
+        works_with: Other techniques that it can be combined with.
+        not_with: By other technique, why it cannot be combined and what to do instead. "{less}" stands for advice on
+            how a rank holds less; techniques not listed have a general reason.
+        uncounted: What to do if the first step cannot be counted.
+    """
+
+    module: str
+    works_with: tuple[str, ...] = ()
+    not_with: Mapping[str, str] = field(default_factory=dict)
+    uncounted: str
+
+    def load(self) -> Any:
+        """Import and return the module."""
+        return import_module(self.module)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Technique:
     """One row of the table.
 
@@ -109,8 +134,8 @@ class Technique:
         options: (spec, request) -> the spec with these, and whether they determine it fully. May raise PlanError.
         contradictions: (specs of its rules, ranks that average gradients) -> one sentence for each contradiction.
         remark: (requested spec, whether the device is not the host's CPU) -> what users should know, or "".
-        split_parameters: For a technique that shards parameters over the data axis, without `steps`:
-            "module:function" that does so, (model, rules, mesh, groups_of) -> units.
+        split_parameters: For a technique that shards parameters over the ranks that average gradients:
+            "module:function" that does so, (model, rules, mesh of these ranks, groups_of=, fitting=) -> Units.
         evaluation: (bytes, rates of the device) -> the spec with which a module stays within these bytes also in steps
             without gradients; None for techniques of training steps only.
         validation: For a technique that shards parameters: (profiled step, its spec, profile of the validation step on
@@ -120,14 +145,8 @@ class Technique:
             forward of blocks, or outside of them.
         runs_compiled: Whether its plan was counted with compiled modules, so that no batch may run them uncompiled.
         registered: Whether it was added by `register_technique`.
-        steps: Module whose `install(module, spec, mesh)` returns replacements of a LightningModule's steps, by name; ""
-            if it replaces none. Gradients of these steps are averaged over the model axis too, unless the units of its
-            `split_parameters` reduce them.
+        steps: What replaces a LightningModule's steps; None if it replaces none.
         works_in_any_steps: Whether it works with all techniques with `steps`, because it does not change steps.
-        works_with: For a technique with `steps`: other techniques that it can be combined with.
-        not_with: For a technique with `steps`: by other technique, why it cannot be combined and what to do instead.
-            "{less}" stands for advice on how a rank holds less; techniques not listed have a general reason.
-        without_step: For a technique with `steps`: what to do if the first step cannot be counted.
         shape_after: For a registered technique: (shape of the model, ranks of the model axis) -> shape for the memory
             model; None leaves its savings out.
     """
@@ -161,11 +180,8 @@ class Technique:
     beside_compiled: bool = False
     runs_compiled: bool = False
     registered: bool = False
-    steps: str = ""
+    steps: OwnSteps | None = None
     works_in_any_steps: bool = False
-    works_with: tuple[str, ...] = ()
-    not_with: Mapping[str, str] = field(default_factory=dict)
-    without_step: str = ""
     shape_after: Callable[[ModelShape, int], ModelShape] | None = None
 
 

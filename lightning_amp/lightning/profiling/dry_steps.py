@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import wraps
-from importlib import import_module
 from types import MethodType
 from typing import Any, cast
 
@@ -20,7 +19,7 @@ from lightning_amp.quantities import format_bytes
 from lightning_amp.sharding.splits import MeshAxis, Sent
 from lightning_amp.techniques.put_methods import STEPS, put_methods
 from lightning_amp.techniques.sharded_step import RUNNING
-from lightning_amp.techniques.table import STRATEGIES, targets_of, technique_of_steps
+from lightning_amp.techniques.table import STRATEGIES, own_steps, targets_of, technique_of_steps
 from lightning_amp.techniques.tensor3d.grid_seconds import Message, sent_seconds
 
 MOST_SHOWN = 2
@@ -83,7 +82,7 @@ class DrySteps:
     def put(self, module: LightningModule) -> Callable[[], None]:
         """Replace the module's steps; return an undo."""
         if self._looking:
-            technique = import_module(STRATEGIES[self.name].steps)
+            technique = own_steps(self.name).load()
             if hasattr(technique, "refuse"):
                 technique.refuse(module)
             looks = {
@@ -133,7 +132,7 @@ class DrySteps:
             finally:
                 self._looking = {}
 
-        technique = import_module(STRATEGIES[self.name].steps)
+        technique = own_steps(self.name).load()
         if hasattr(technique, "choose"):
             found: CountedStep
             found, notes = technique.choose(self, look, count, links)
@@ -148,7 +147,7 @@ class DrySteps:
         Raises:
             ShardError: No spec supports the step.
         """
-        technique = import_module(STRATEGIES[self.name].steps)
+        technique = own_steps(self.name).load()
         # without a grid, all options are counted: which dims save most memory follows only from a count
         options = technique.options(batch, self.spec, self.ranks, look)
         peaks, refused = list[tuple[int, Spec]](), list[str]()
@@ -213,7 +212,7 @@ def with_spec(plan: Plan, steps: DrySteps | None, why: str) -> Plan:
     if not steps.chosen and (why or not (row.data_axis and given)):
         found = f"which fails: {why}" if why else "and none is counted in this run"
         # a grid alone does not decide how layers are sharded
-        hint = "" if why and row.data_axis else f". {row.without_step}"
+        hint = "" if why and row.data_axis else f". {own_steps(steps.name).uncounted}"
         raise PlanError(f"{steps.name} finds how it splits by a count of the first batch's step, {found}{hint}")
     rules = (replace(rule, spec=steps.spec) if rule.strategy == steps.name else rule for rule in plan.rules)
     return replace(plan, rules=tuple(rules))

@@ -1,7 +1,6 @@
 """Install what a plan distributes over ranks: shared batch statistics and sharded parameters."""
 
 from collections.abc import Callable
-from importlib import import_module
 
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
@@ -11,10 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
+from lightning_amp.techniques.contract.protocol import Units
 from lightning_amp.techniques.data.batch_norm import share_batch_statistics
 from lightning_amp.techniques.data.row import ShareBatchStatistics
-from lightning_amp.techniques.ranks.collectives import Agreement
 from lightning_amp.techniques.table import STRATEGIES, technique_of_steps
 from lightning_amp.techniques.technique import function_at
 
@@ -51,39 +49,20 @@ def shard_fully(
     """
     if fn == TrainerFn.PREDICTING:
         return shards
-    name = technique_of_steps(plan.strategies)
-    split = getattr(import_module(STRATEGIES[name].steps), "split_parameters", None) if name else None
-    if split is not None:
-        # a technique with its own steps that shards parameters too
-        agreement = Agreement(mesh, name)
-
-        def agree(what: str) -> None:
-            agreement.on(what)
-            agreement.look()
-
-        units = split(model, plan.spec_of(name), mesh, fitting=fn == TrainerFn.FITTING, agree=agree)
-        undo.append(units.undo)
-        own = tuple(
-            ShardedParameter(
-                whole=one.parameter, shard=one.parameter, module=model, name=one.name, parts=one, version=0
-            )
-            for one in units.parameters
-        )
-        return Shards(model, own, units=units)
-    splitting = [name for name in plan.strategies if STRATEGIES[name].split_parameters]
-    if not splitting:
+    name = next((name for name in plan.strategies if STRATEGIES[name].split_parameters), "")
+    if not name:
         return shards
-    (name,) = splitting
     rules = [rule for rule in plan.rules if rule.strategy == name]
-    units = function_at(STRATEGIES[name].split_parameters)(model, rules, mesh, groups_of)
+    split = function_at(STRATEGIES[name].split_parameters)
+    units: Units = split(model, rules, mesh, groups_of=groups_of, fitting=fn == TrainerFn.FITTING)
     undo.append(units.undo)
-    return Shards(model, (*shards.sharded, *units.parameters), shards.partial, units=units)
+    return Shards(model, (*shards.sharded, *units.sharded), shards.partial, units=units)
 
 
 def check_split(plan: Plan, fn: TrainerFn | None) -> None:
     """Raise a PlanError if parameters have no values and the plan's shards would not get any."""
     name = technique_of_steps(plan.strategies)
-    splits = name and hasattr(import_module(STRATEGIES[name].steps), "split_parameters")
+    splits = name and STRATEGIES[name].split_parameters
     if not splits or fn == TrainerFn.PREDICTING:
         raise PlanError(
             "the module's parameters have no values (device 'meta', or left so by a fit with tensor3d), and"

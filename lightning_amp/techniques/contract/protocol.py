@@ -22,6 +22,7 @@ from lightning_amp._torch import AnyBatchNorm
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor
+from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
 
 
 class StandIn:
@@ -257,11 +258,13 @@ class Units:
     """Interface of sharded parameters that training steps, checkpoints and optimisers use.
 
     Attributes:
+        sharded: The sharded parameters.
         groups: Mesh with the axes "replicate" and "shard" if groups of ranks have the same shards; else None.
         offload: Whether this rank's shards lie in host memory.
         deferred: Whether the module came without values, so that no rank may ever hold all of them.
     """
 
+    sharded: tuple[ShardedParameter, ...] = ()
     groups: DeviceMesh | None = None
     offload: bool = False
     deferred: bool = False

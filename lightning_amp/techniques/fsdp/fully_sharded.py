@@ -77,7 +77,7 @@ class FullySharded(Units):
     """A module whose parameters are sharded, until `undo`.
 
     Attributes:
-        parameters: Sharded parameters; others, which have 0 dimensions, are replicated.
+        sharded: The sharded parameters; others, which have 0 dimensions, are replicated.
         groups, offload: As the arguments.
 
     Args:
@@ -92,8 +92,6 @@ class FullySharded(Units):
         InstallError: A parameter cannot be sharded, or a name matches no unit; the module is unchanged.
     """
 
-    parameters: tuple[ShardedParameter, ...]
-
     def __init__(
         self,
         module: nn.Module,
@@ -107,7 +105,7 @@ class FullySharded(Units):
         # a gradient in host memory cannot be set on a parameter on the device
         self._shows = not offload or mesh.device_type == "cpu"
         refuse(module, units, by_hand=self._shows)
-        self.parameters, self.groups, self.offload = (), groups, offload
+        self.sharded, self.groups, self.offload = (), groups, offload
         self._module: Any = module
         self._mesh, self._agreement = mesh, Agreement(mesh, "fsdp")
         self._depth, self._begun, self._looks = 0, False, LOOKS
@@ -122,9 +120,9 @@ class FullySharded(Units):
         over = mesh if groups is None else groups["replicate", "shard"]
         self._split([*units.values(), module], over, offload=offload)
         among = mesh if groups is None else groups["shard"]
-        self.parameters = tuple(shards_of(self._places, among))
+        self.sharded = tuple(shards_of(self._places, among))
         # kept to detect assignments to .data, which change neither the object nor its version
-        self._storages = [parameter.shard.untyped_storage() for parameter in self.parameters]
+        self._storages = [parameter.shard.untyped_storage() for parameter in self.sharded]
         # after sharding: hooks of units must see the gathered parameters
         self._watch({**units, "": module})
         # Torch allocates the tensors of gathered parameters once, and they must not be inference tensors, although a
@@ -190,15 +188,15 @@ class FullySharded(Units):
         """Restore the module, without a collective; may be called twice."""
         while self._undo:
             self._undo.pop()()
-        if not self.parameters:
+        if not self.sharded:
             return
         forget_step(self._module)
         self._shown = []
-        for parameter in self.parameters:
+        for parameter in self.sharded:
             if parameter.dropped:
                 parameter.restore_own()
         self._put_back()
-        self.parameters = ()
+        self.sharded = ()
 
     def _split(self, units: Sequence[nn.Module], mesh: DeviceMesh, *, offload: bool) -> None:
         """Shard the parameters of units with torch, the root's last; raises an InstallError if torch does."""
@@ -221,7 +219,7 @@ class FullySharded(Units):
         begin_gathered(self._module)
         self._root.gathered()
         self._hide_gradients()
-        for parameter in self.parameters if self._shows else ():
+        for parameter in self.sharded if self._shows else ():
             whole = parameter.module._parameters[parameter.name]
             if whole is not None and not is_split(whole):
                 whole.grad = parameter.shard.grad
@@ -315,7 +313,7 @@ class FullySharded(Units):
         """Raise a ModelError for writes into gathered parameters; with `by_value` this is a collective."""
         names = watch.written()
         if by_value:
-            names += [parameter.name for parameter in self.parameters if _differs(parameter)]
+            names += [parameter.name for parameter in self.sharded if _differs(parameter)]
             found = torch.tensor(float(bool(names)), device=self._mesh.device_type)
             if collectives.all_reduce(self._mesh, found, "max") and not names:
                 names = ["a parameter of no block"]
@@ -328,7 +326,7 @@ class FullySharded(Units):
 
     def _refuse_replaced(self) -> None:
         """Raise a ModelError for rows whose `.data` was assigned: for a DTensor that changes nothing."""
-        for parameter, storage in zip(self.parameters, self._storages, strict=True):
+        for parameter, storage in zip(self.sharded, self._storages, strict=True):
             if parameter.shard.untyped_storage() is not storage:
                 raise ModelError(
                     f"under fsdp something was assigned to the .data of {parameter.name!r}, which does not reach the"
@@ -338,7 +336,7 @@ class FullySharded(Units):
 
     def _refuse_old(self, loss: Tensor) -> None:
         """Raise a ModelError for a loss that reads a parameter from before sharding, by a reference in user code."""
-        replaced = {id(parameter.whole): parameter.name for parameter in self.parameters}
+        replaced = {id(parameter.whole): parameter.name for parameter in self.sharded}
         found = next((replaced[id(leaf)] for leaf, _ in leaves_of(loss) if id(leaf) in replaced), None)
         if found is not None:
             raise ModelError(

@@ -14,11 +14,11 @@ from lightning_amp.techniques.host_memory.limit import free_bytes
 
 
 def split_parameters(
-    model: nn.Module, rules: Sequence[Rule], mesh: DeviceMesh, groups_of: Callable[[int], DeviceMesh]
+    model: nn.Module, rules: Sequence[Rule], mesh: DeviceMesh, *, groups_of: Callable[[int], DeviceMesh], fitting: bool
 ) -> FullySharded:
-    """Shard a model's parameters over the ranks that average gradients, or within groups; `undo` restores them.
+    """Shard a model's parameters over the ranks that average gradients, or within groups, as `Units` describe it.
 
-    All rules must have the same spec, and all ranks must call `groups_of`.
+    All rules must have the same spec, and all ranks must call `groups_of`. `fitting` changes nothing.
 
     Raises:
         InstallError: As `FullySharded`; or the rows are to lie in host memory, and too little is free.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_amp.errors import PlanError
-from lightning_amp.techniques.technique import Technique
+from lightning_amp.techniques.technique import OwnSteps, Technique
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,13 +80,15 @@ ROW = Technique(
     specs=(SequenceParallel,),
     targets=lambda shape: [("", SequenceParallel(dims=""))],
     model_axis=True,
-    steps="lightning_amp.techniques.sequence.install",
-    works_with=("fsdp",),
-    not_with={
-        "tensor3d": "z of a grid splits samples: leave 'sequence' out, and give strategies='tensor3d' with"
-        " sequence_dim, such as {'ids': 1, 'labels': 1}"
-    },
+    steps=OwnSteps(
+        module="lightning_amp.techniques.sequence.install",
+        works_with=("fsdp",),
+        not_with={
+            "tensor3d": "z of a grid splits samples: leave 'sequence' out, and give strategies='tensor3d' with"
+            " sequence_dim, such as {'ids': 1, 'labels': 1}"
+        },
+        uncounted="Name the dims, as in AMPStrategy(sequence_dim={'ids': 1})",
+    ),
     option_names=("sequence_dim", "sequence_sizes", "sequence_grid"),
     options=requested_spec,
-    without_step="Name the dims, as in AMPStrategy(sequence_dim={'ids': 1})",
 )

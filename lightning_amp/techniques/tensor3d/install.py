@@ -1,6 +1,6 @@
 """Install `tensor3d`: overrides of a module's steps for a dry run, sharded parameters (GridUnits) for a run."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -13,11 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_amp._torch import is_compiled
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import InstallError
 from lightning_amp.sharding._torch import skip_one_torch_function
 from lightning_amp.sharding.splits import MeshAxis
 from lightning_amp.techniques.contract.change import hooks_of
 from lightning_amp.techniques.put_methods import refuse_scripts
+from lightning_amp.techniques.ranks.collectives import Agreement
 from lightning_amp.techniques.tensor3d.choose_grid import choose as choose
 from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.layouts import largest_rank
@@ -67,9 +69,19 @@ def install(module: LightningModule, spec: TensorParallel3D, mesh: DeviceMesh | 
 
 
 def split_parameters(
-    module: nn.Module, spec: TensorParallel3D, mesh: DeviceMesh, *, fitting: bool, agree: Callable[[str], None]
+    module: nn.Module, rules: Sequence[Rule], mesh: DeviceMesh, *, groups_of: Callable[[int], DeviceMesh], fitting: bool
 ) -> GridUnits:
-    """Shard a module's parameters, equal on all ranks, over the grid; in a fit, once optimisers exist."""
+    """Shard a module's parameters, equal on all ranks, over the grid; in a fit, once optimisers exist.
+
+    `groups_of` is not used: a grid has groups of its own.
+    """
+    spec, agreement = rules[0].spec, Agreement(mesh, "tensor3d")
+    assert isinstance(spec, TensorParallel3D), "rules of tensor3d have this spec"
+
+    def agree(what: str) -> None:
+        agreement.on(what)
+        agreement.look()
+
     if mesh.size() % spec.ranks:
         raise InstallError(
             f"the plan has a grid of {spec.grid} ranks for {mesh.size()} ranks, which are no multiple of it; make it"

@@ -7,7 +7,7 @@ from typing import Any
 from lightning_amp.errors import PlanError
 from lightning_amp.quantities import parse_bytes
 from lightning_amp.techniques.sequence import row as sequence_row
-from lightning_amp.techniques.technique import Technique
+from lightning_amp.techniques.technique import OwnSteps, Technique
 
 OVERLAP = "all_reduce,reduce_scatter,all_gather"
 """Collectives that may overlap with computation."""
@@ -97,6 +97,15 @@ def requested_spec(spec: TensorParallel3D, request: Any) -> tuple[TensorParallel
     return found, False
 
 
+NOT_WITH = {
+    "fsdp": "z of a grid shards parameters, gradients and optimiser state; give tensor_grid=(1, 1, z) for it alone",
+    "pipeline": "a stage has whole blocks, and every rank of a grid has a part of each block; a larger tensor_grid"
+    " makes a rank hold less",
+    "chunk": "it captures a block as a graph of whole tensors, which has neither a rank's parts nor the gathers of"
+    " its parameters; {less}",
+    "logits": "it takes whole rows of logits, and a grid splits them over classes, where no rank has them whole",
+    "replay": "it runs operators on whole tensors again, and a rank of a grid has parts; {less}",
+}
 ROW = Technique(
     title="3D tensor parallel",
     shrinks="parameters, gradients, optimiser state and features to those of a rank",
@@ -104,17 +113,12 @@ ROW = Technique(
     targets=lambda shape: [("", TensorParallel3D())],
     model_axis=True,
     data_axis=True,
-    steps="lightning_amp.techniques.tensor3d.install",
-    not_with={
-        "fsdp": "z of a grid shards parameters, gradients and optimiser state; give tensor_grid=(1, 1, z) for it alone",
-        "pipeline": "a stage has whole blocks, and every rank of a grid has a part of each block; a larger tensor_grid"
-        " makes a rank hold less",
-        "chunk": "it captures a block as a graph of whole tensors, which has neither a rank's parts nor the gathers of"
-        " its parameters; {less}",
-        "logits": "it takes whole rows of logits, and a grid splits them over classes, where no rank has them whole",
-        "replay": "it runs operators on whole tensors again, and a rank of a grid has parts; {less}",
-    },
+    steps=OwnSteps(
+        module="lightning_amp.techniques.tensor3d.install",
+        not_with=NOT_WITH,
+        uncounted="Give a grid (tensor_grid=), or a plan of a fit (plan=)",
+    ),
+    split_parameters="lightning_amp.techniques.tensor3d.install:split_parameters",
     option_names=("tensor_grid", "tensor_overlap", "tensor_cache", "sequence_dim"),
     options=requested_spec,
-    without_step="Give a grid (tensor_grid=), or a plan of a fit (plan=)",
 )

@@ -20,6 +20,7 @@ import lightning_amp.sharding.ops  # noqa: F401  (registers the operators)
 from lightning_amp.errors import ModelError
 from lightning_amp.sharding.collectives import reduce_now
 from lightning_amp.techniques.contract.protocol import Units
+from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
 from lightning_amp.techniques.deferred import DEFERRED, DROPPED
 from lightning_amp.techniques.put_methods import STEPS, put_methods
 from lightning_amp.techniques.sequence.split_batch import HowToSplit, read_dims
@@ -67,6 +68,13 @@ class GridUnits(Units):
             GridParameter(parameter, grid, splits[name], name=name, in_step=self._in_step)
             for name, parameter in module.named_parameters()
         ]
+        # as checkpoints and optimisers see them: a rank's shard has the place of the parameter
+        self.sharded = tuple(
+            ShardedParameter(
+                whole=one.parameter, shard=one.parameter, module=module, name=one.name, parts=one, version=0
+            )
+            for one in self.parameters
+        )
         of = {id(one.parameter): one for one in self.parameters}
         self._places = [
             (child, name, of[id(parameter)])

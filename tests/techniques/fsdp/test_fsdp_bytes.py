@@ -191,7 +191,7 @@ def as_an_accelerator(rank: int, ranks: int) -> float:
     named = mock.patch("torch._C._get_privateuse1_backend_name", mock.Mock(return_value="cpu"))
     vars(module)["training_step"] = named(module.training_step)
     steps(module, x, sharded)
-    for parameter in sharded.parameters:
+    for parameter in sharded.sharded:
         parameter.restore()
     sharded.undo()
     pairs = zip(module.parameters(), plain.parameters(), strict=True)
@@ -206,7 +206,7 @@ def copied(rank: int, ranks: int) -> list[str]:
         with pytest.raises(ModelError) as error:
             copy.deepcopy(given)
         said.append(str(error.value))
-    for parameter in sharded.parameters:
+    for parameter in sharded.sharded:
         parameter.restore()
     sharded.undo()
     twin = copy.deepcopy(module)
