@@ -254,7 +254,7 @@ def _plain(value: Any, seen: dict[int, Any], depth: int) -> Any:
     if group is OPAQUE or depth == 0 or (group is FunctionType and not holds_something(value)):
         return kind, _Same(value)
     fixed = getattr(of, "__dataclass_params__", None)
-    # a frozen dataclass is compared by its contents, such as a `Like` of another step
+    # a frozen dataclass is compared by its contents, such as a `TensorLike` of another step
     same = of if fixed is not None and fixed.frozen else seen.setdefault(id(value), _Same(value))
     held = [(name, _plain(item, seen, depth - 1)) for name, item in _contents(value)]
     # for the comparison after a capture: a number that the forward draws would become a constant of the graph

@@ -15,7 +15,7 @@ Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Like:
+class TensorLike:
     """Metadata of a tensor; `same` is equal for all uses of one tensor in a call."""
 
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Like:
 
 
 def likeness(values: Any) -> Any:
-    """Replace every tensor in nested values by a `Like`, or by None if it is not dense."""
+    """Replace every tensor in nested values by a `TensorLike`, or by None if it is not dense."""
     first: dict[int, int] = {}
 
     def like(value: Any) -> Any:
@@ -41,7 +41,7 @@ def likeness(values: Any) -> Any:
         if value.layout is not torch.strided:
             return None
         shape = tuple(value.shape), tuple(value.stride()), value.dtype, value.device
-        return Like(*shape, value.requires_grad, first.setdefault(id(value), len(first)))
+        return TensorLike(*shape, value.requires_grad, first.setdefault(id(value), len(first)))
 
     # a subclass must not see that its strides are read: a product that `logits` has put off would be computed
     with disable_torch_function():
@@ -69,10 +69,10 @@ class BlockCall:
 
     Attributes:
         fqn: Name of the block.
-        args: Positional arguments, with a `Like` in place of every tensor.
+        args: Positional arguments, with a `TensorLike` in place of every tensor.
         kwargs: Keyword arguments, likewise.
         autocast: Result of `autocast_now`.
-        sparse: Whether an argument is a tensor that is not dense, which a `Like` cannot describe.
+        sparse: Whether an argument is a tensor that is not dense, which a `TensorLike` cannot describe.
     """
 
     fqn: str
@@ -94,11 +94,11 @@ class BlockCall:
         )
 
     def arguments(self, fake: FakeTensorMode) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return args and kwargs with fake tensors in place of every `Like`."""
+        """Return args and kwargs with fake tensors in place of every `TensorLike`."""
         made: dict[int, Tensor] = {}
 
         def tensor(value: Any) -> Any:
-            if not isinstance(value, Like):
+            if not isinstance(value, TensorLike):
                 return value
             if value.same not in made:
                 made[value.same] = value.make()

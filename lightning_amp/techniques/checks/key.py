@@ -49,14 +49,14 @@ def channels_problem(key: nn.Module, dim: int, *ranks: list[int]) -> str:
         dim: D.
         ranks: Channels of every rank that is tested; equal on all ranks, so that all get the same result.
     """
-    return _problem(key, dim, "channels", [(slice(None), channels) for channels in ranks])
+    return _why_not_our_key(key, dim, "channels", [(slice(None), channels) for channels in ranks])
 
 
 def rows_problem(key: nn.Module, dim: int) -> str:
     """Describe why a key with attention cannot run on some anchors only, except in its attention; "" if it can."""
     # both halves: a key that sums preceding rows would not change the first half
     half = ROWS // 2
-    return _problem(key, dim, "anchors", [(slice(half),), (slice(half, None),)])
+    return _why_not_our_key(key, dim, "anchors", [(slice(half),), (slice(half, None),)])
 
 
 @torch.no_grad()
@@ -89,7 +89,7 @@ def attention_form(key: nn.Module) -> tuple[bool, bool] | None:
     return None
 
 
-def _problem(key: nn.Module, dim: int, things: str, parts: Sequence[Index]) -> str:
+def _why_not_our_key(key: nn.Module, dim: int, things: str, parts: Sequence[Index]) -> str:
     if hooks := hooked([key]):
         return f"has {hooks!r}, which would see a part of its values"
     alone = _alone(key)

@@ -82,7 +82,7 @@ def refuse(module: nn.Module, units: Mapping[str, nn.Module], *, by_hand: bool =
                 f" rank calls, {LEAVE_OUT}"
             )
     for name, parameter in module.named_parameters():
-        found = _problem(parameter, values=values)
+        found = _why_not_split(parameter, values=values)
         if found:
             raise InstallError(f"fsdp cannot split the parameter {name!r} over the ranks, which {found}, {LEAVE_OUT}")
     taken: set[int] = set()
@@ -99,7 +99,7 @@ def refuse(module: nn.Module, units: Mapping[str, nn.Module], *, by_hand: bool =
             )
 
 
-def _problem(parameter: Tensor, *, values: bool) -> str:
+def _why_not_split(parameter: Tensor, *, values: bool) -> str:
     """Describe why a parameter cannot be sharded and what to do, as the end of a message; "" if it can be sharded."""
     if is_split(parameter):
         return "is a DTensor already: give the module whole parameters"
