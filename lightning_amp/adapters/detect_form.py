@@ -292,7 +292,7 @@ def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
                 cases.append(_case(family.small(module, layout, sizes), seen))
         problems = []
         for form in family.forms(small.module, seen):
-            problems.append(_first_difference(family, cases, form))
+            problems.append(_why_other(family, cases, form))
             if not problems[-1]:
                 return form
     # a form whose log-probability agrees gives the more helpful message
@@ -320,7 +320,7 @@ def _case(small: Small, seen: Form, *, training: bool = True) -> _Case:
     return small, training, x, dict(_results(small, total))
 
 
-def _first_difference(family: _Family, cases: Sequence[_Case], form: Form) -> str:
+def _why_other(family: _Family, cases: Sequence[_Case], form: Form) -> str:
     """Describe the first difference between a form and the copies; "" if there is none."""
     try:
         for small, training, x, expected in cases:

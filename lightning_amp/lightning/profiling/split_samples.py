@@ -30,7 +30,7 @@ SLOW_SECONDS = 0.5
 
 def samples_may_be_split(whole: Plan, seen: ProfiledStep) -> bool:
     """Whether no plan fits, or the plan has more than data parallelism and takes much longer than computation."""
-    slow = set(whole.strategies) > {"S1"} and _seconds_per_batch(whole) - seen.seconds > max(seen.seconds, SLOW_SECONDS)
+    slow = set(whole.strategies) > {"S1"} and _batch_seconds(whole) - seen.seconds > max(seen.seconds, SLOW_SECONDS)
     return whole.fits is False or slow
 
 
@@ -72,7 +72,7 @@ def with_split_samples(
                     with suppress(AmpError):
                         made.append(plan_module(without, seen, named=more, count=counted.count))
             if fitting := [plan for plan in made if plan.fits]:
-                found.append((name, min(fitting, key=_seconds_per_batch), counted))
+                found.append((name, min(fitting, key=_batch_seconds), counted))
                 continue
             least = min(made, key=lambda plan: plan.predicted_peak_bytes)
             why = f"{', '.join(least.strategies)} needs {format_bytes(least.predicted_peak_bytes)} on as many ranks"
@@ -81,16 +81,16 @@ def with_split_samples(
         whole = replace(whole, notes=(*whole.notes, Explanation(why)))
     if not found:
         return whole, step
-    name, best, counted = min(found, key=lambda one: _seconds_per_batch(one[1]))
+    name, best, counted = min(found, key=lambda one: _batch_seconds(one[1]))
     # a plan that splits samples or layers must be faster by more than the tie margin
-    if whole.fits and _seconds_per_batch(best) * TIE > _seconds_per_batch(whole):
+    if whole.fits and _batch_seconds(best) * TIE > _batch_seconds(whole):
         return whole, step
     if whole.fits:
-        why = f"{', '.join(whole.strategies)} takes {_seconds_per_batch(whole) / _seconds_per_batch(best):.1f} times as long"
+        why = f"{', '.join(whole.strategies)} takes {_batch_seconds(whole) / _batch_seconds(best):.1f} times as long"
     else:
         why = f"every plan that leaves samples whole needs {format_bytes(whole.predicted_peak_bytes)} or more"
     slower = (
-        f"{other} takes {_seconds_per_batch(plan) / _seconds_per_batch(best):.1f} times as long"
+        f"{other} takes {_batch_seconds(plan) / _batch_seconds(best):.1f} times as long"
         for other, plan, _ in found
         if other != name
     )
@@ -126,22 +126,22 @@ def with_split_evaluation(
             plan = evaluation.split(dry, partial(base, name, dry), rates, notes)
             why = f"{name} needs {format_bytes(plan.predicted_peak_bytes)} on as many ranks"
             if plan.fits and whole.fits:
-                why = f"{name} takes {_seconds_per_batch(plan) / _seconds_per_batch(whole):.2f} times as long as whole samples in chunks"
+                why = f"{name} takes {_batch_seconds(plan) / _batch_seconds(whole):.2f} times as long as whole samples in chunks"
             if plan.fits:
                 found.append(plan)
         except AmpError as error:
             why = f"{name} is not possible: {error}"
         found = [replace(one, notes=(*one.notes, Explanation(why))) for one in found]
         whole = replace(whole, notes=(*whole.notes, Explanation(why)))
-    best = min(found, key=_seconds_per_batch, default=whole)
+    best = min(found, key=_batch_seconds, default=whole)
     # samples are split if that is faster by more than the tie margin
     return (
         whole
-        if whole.fits and _seconds_per_batch(best) * TIE > _seconds_per_batch(whole)
+        if whole.fits and _batch_seconds(best) * TIE > _batch_seconds(whole)
         else replace(best, policy=whole.policy)
     )
 
 
-def _seconds_per_batch(plan: Plan) -> float:
+def _batch_seconds(plan: Plan) -> float:
     """Seconds of a step per batch and rank: a model group of M ranks reads one batch, so a rank counts 1 / M of it."""
     return (plan.predicted_step_seconds or inf) * plan.mesh.model
