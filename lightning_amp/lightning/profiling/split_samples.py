@@ -126,7 +126,8 @@ def with_split_evaluation(
             plan = evaluation.split(dry, partial(base, name, dry), rates, notes)
             why = f"{name} needs {format_bytes(plan.predicted_peak_bytes)} on as many ranks"
             if plan.fits and whole.fits:
-                why = f"{name} takes {_batch_seconds(plan) / _batch_seconds(whole):.2f} times as long as whole samples in chunks"
+                ratio = _batch_seconds(plan) / _batch_seconds(whole)
+                why = f"{name} takes {ratio:.2f} times as long as whole samples in chunks"
             if plan.fits:
                 found.append(plan)
         except AmpError as error:
