@@ -4,8 +4,8 @@
 
 ResNet-101 of torchvision on 100 images of 3 x 128 x 128 within 2 GiB is the case of Rockmate's README; ViT-B (12
 layers, torchvision) and a U-Net with attention (diffusers) have 16 images. Plain SGD in float32. Budgets are sizes, or
-shares of the plain peak. Each row: the plan's peak, the meter's in the second step of a fit, processor seconds of a step
-by those of a plain one, and the difference of all parameters and buffers to plain training. Needs torchvision,
+shares of the plain peak. Each row: the plan's peak, the meter's in the second step of a fit, processor time of a step
+by that of a plain one, and the difference of all parameters and buffers to plain training. Needs torchvision,
 diffusers, 5 GiB and an hour. Rockmate itself runs on GPUs only.
 """
 
