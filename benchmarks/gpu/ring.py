@@ -20,6 +20,7 @@ from benchmarks.gpu.device import median_seconds
 from benchmarks.gpu.runner import Work, first_line
 from lightning_amp.sharding.attention.blocks import block_backward, block_forward, kernel_of, merged
 from lightning_amp.sharding.attention.ring import seen_of
+from lightning_amp.sharding.attention.written_out import Block
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FORMS = ("all", "causal", "masked", "added")
@@ -78,7 +79,7 @@ def compared(work: Work, dtype: torch.dtype, form: str, dim: int, rows: int) -> 
         "form": form,
         "features": dim,
         "rows": rows,
-        "kernel": kernel_of(first, first, mask, causal).name,
+        "kernel": kernel_of(Block(first, first, first, mask, causal, 1.0)).name,
         "error": _error(own, exact),
         "torchs_error": _error(torchs, exact),
     }
@@ -103,16 +104,15 @@ def virtual_ring(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor | N
 
         so_far: tuple[Tensor, Tensor] | None = None
         for columns, square, seen in blocks():
-            found = block_forward(local[0], _of(k, columns), _of(v, columns), seen, square, scale)
+            found = block_forward(Block(local[0], _of(k, columns), _of(v, columns), seen, square, scale))
             so_far = found if so_far is None else merged(*so_far, *found)
         assert so_far is not None, "the own columns are seen"
         out, log_sums = so_far[0].to(q.dtype), so_far[1]
         total = torch.zeros_like(local[0])
         for columns, square, seen in blocks():
-            given = local[1], local[0], _of(k, columns), _of(v, columns), out, log_sums, seen, square, scale
-            for whole, part in zip(
-                (total, _of(of_k, columns), _of(of_v, columns)), block_backward(*given), strict=True
-            ):
+            block = Block(local[0], _of(k, columns), _of(v, columns), seen, square, scale)
+            added = block_backward(block, local[1], out, log_sums)
+            for whole, part in zip((total, _of(of_k, columns), _of(of_v, columns)), added, strict=True):
                 whole += part
         results.append(out)
         of_q.append(total)
@@ -132,8 +132,9 @@ def timed(work: Work, dtype: torch.dtype, shape: tuple[int, ...], *, causal: boo
     scale = shape[3] ** -0.5
 
     def block() -> None:
-        out, sums = block_forward(q, k, v, None, causal, scale)
-        block_backward(grad, q, k, v, out, sums, None, causal, scale)
+        whole = Block(q, k, v, None, causal, scale)
+        out, sums = block_forward(whole)
+        block_backward(whole, grad, out, sums)
 
     seconds = partial(median_seconds, device=work.device, most=10, within=1.0)
     own, torchs = seconds(block), seconds(partial(plain, q, k, v, grad, None, causal))

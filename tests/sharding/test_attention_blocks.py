@@ -15,6 +15,7 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.sharding.attention import blocks, fused, ring, written_out
 from lightning_amp.sharding.attention.blocks import EFFICIENT, FLASH, ON_CPU, WRITTEN_OUT, BlockKernel
+from lightning_amp.sharding.attention.written_out import Block
 from lightning_amp.sharding.splits import MeshAxis
 from tests.each import each
 
@@ -40,7 +41,7 @@ def last_rows(q: Tensor, k: Tensor, causal: bool) -> Tensor | None:
 
 def flash(q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, *, scale: float) -> tuple[Any, ...]:
     aligned(q, k, v)
-    out, sums = written_out.forward(q, k, v, last_rows(q, k, causal), False, scale)
+    out, sums = written_out.forward(Block(q, k, v, last_rows(q, k, causal), False, scale))
     return out, sums, None, None, q.shape[2], k.shape[2], torch.zeros(2), torch.zeros(()), torch.zeros(0)
 
 
@@ -51,7 +52,7 @@ def flash_back(
     assert of[:5] == (None, None, q.shape[2], k.shape[2], 0.0)
     assert sums.is_contiguous()
     assert sums.shape == q.shape[:3]
-    return written_out.backward(grad, q, k, v, out, sums, last_rows(q, k, of[5]), False, scale)
+    return written_out.backward(Block(q, k, v, last_rows(q, k, of[5]), False, scale), grad, out, sums)
 
 
 def efficient(
@@ -60,7 +61,7 @@ def efficient(
     aligned(q, k, v)
     check_bias(bias, q, k)
     assert sums
-    out, found = written_out.forward(q, k, v, bias, causal, scale)
+    out, found = written_out.forward(Block(q, k, v, bias, causal, scale))
     # the softmax of a row that sees nothing
     out, found = (
         x.masked_fill((found == -math.inf).view(*found.shape, *[1] * (x.dim() - 3)), math.nan) for x in (out, found)
@@ -88,7 +89,7 @@ def efficient_back(
     assert sums.shape[2] == -(-n // 32) * 32
     assert (sums[..., n:] == math.inf).all()
     assert of[2:4] == (0.0, [True, True, True, False])
-    return *written_out.backward(grad, q, k, v, out, sums[..., :n], bias, of[4], scale), None  # type: ignore[return-value]
+    return *written_out.backward(Block(q, k, v, bias, of[4], scale), grad, out, sums[..., :n]), None  # type: ignore[return-value]
 
 
 def check_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> None:
@@ -141,10 +142,11 @@ def test_all_kernels_compute_the_same(stand_ins: None, monkeypatch: pytest.Monke
             monkeypatch.setattr(blocks, "kernel_of", lambda *of, kernel=kernel: kernel)
             monkeypatch.setattr(blocks, "_check", lambda *of, **how: None)
             given = [x.contiguous() if kernel is ON_CPU else x for x in (q, k, v)]
-            out, sums = blocks.block_forward(*given, mask, causal, 0.4)
+            block = Block(*given, mask, causal, 0.4)
+            out, sums = blocks.block_forward(block)
             # of two such blocks
             more = sums.masked_fill(sums == -math.inf, 0) + math.log(2)
-            back = blocks.block_backward(grad, *given, out / 2, more, mask, causal, 0.4)
+            back = blocks.block_backward(block, grad, out / 2, more)
             results.append((out, sums, *back))
         for found in results[1:]:
             torch.testing.assert_close(found, results[0], rtol=1e-11, atol=1e-12)
@@ -217,25 +219,26 @@ def test_without_values_the_kernel_is_that_of_the_target(device: str) -> None:
         with FakeTensorMode(), settings_of("cuda"):
             q, k, v = empty(33, m, dtype, device)
             mask = torch.empty(33, m, dtype=torch.bool, device=device) if masked else None
-            assert blocks.kernel_of(q, k, mask, causal) is kernel
+            block = Block(q, k, v, mask, causal, 0.5)
+            assert blocks.kernel_of(block) is kernel
             if device == "cuda" and (masked or kernel is WRITTEN_OUT):
                 # torch's Python code for slices and `~` requires CUDA
                 continue
             with Called() as called:
-                out, sums = blocks.block_forward(q, k, v, mask, causal, 0.5)
-                back = blocks.block_backward(out, q, k, v, out, sums, mask, causal, 0.5)
+                out, sums = blocks.block_forward(block)
+                back = blocks.block_backward(block, out, out, sums)
             name = names.get(kernel)
             assert called.names == ([name, f"{name}_backward"] if name else [])
             assert [x.shape for x in (out, *back)] == [x.shape for x in (q, q, k, v)]
             assert sums.shape == q.shape[:3]
             assert sums.dtype == torch.promote_types(dtype, FLOAT)
     with FakeTensorMode(), settings_of("cuda"):
-        assert blocks.kernel_of(*empty(3, 3, HALF, device, dim=264)[:2], None, False) is EFFICIENT
+        assert blocks.kernel_of(Block(*empty(3, 3, HALF, device, dim=264), None, False, 0.5)) is EFFICIENT
 
 
 def test_tensors_with_values_have_the_kernel_of_their_device() -> None:
     with settings_of("cuda"):
-        assert blocks.kernel_of(*empty(3, 3, FLOAT, "cpu")[:2], None, False) is ON_CPU
+        assert blocks.kernel_of(Block(*empty(3, 3, FLOAT, "cpu"), None, False, 0.5)) is ON_CPU
 
 
 def test_a_fused_block_holds_no_scores() -> None:
@@ -243,8 +246,8 @@ def test_a_fused_block_holds_no_scores() -> None:
     with FakeTensorMode(), settings_of("cuda"):
         q, k, v = empty(n, n, HALF, "cpu", dim=64)
         with LiveBytes() as live:
-            out, sums = blocks.block_forward(q, k, v, None, False, 0.5)
-            blocks.block_backward(out, q, k, v, out, sums, None, False, 0.5)
+            out, sums = blocks.block_forward(Block(q, k, v, None, False, 0.5))
+            blocks.block_backward(Block(q, k, v, None, False, 0.5), out, out, sums)
     # the result and its copy in another memory order, its gradient's copy, three gradients, and sums in float32
     assert live.peak < 6.2 * q.nbytes
 
@@ -254,9 +257,9 @@ def test_what_is_no_number_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "ON_CPU", WRITTEN_OUT)
     q, k, v = torch.randn(3, 1, 1, 4, 4)
     q[..., 0, :] = torch.nan
-    out, sums = blocks.block_forward(q, k, v, None, False, 0.5)
+    out, sums = blocks.block_forward(Block(q, k, v, None, False, 0.5))
     merged, _ = blocks.merged(out, sums, out, sums)
-    grad = blocks.block_backward(out, q, k, v, out, sums, None, False, 0.5)[0]
+    grad = blocks.block_backward(Block(q, k, v, None, False, 0.5), out, out, sums)[0]
     for found in (out, merged, grad):
         assert found[..., 0, :].isnan().all()
     assert merged[..., 1:, :].isfinite().all()
@@ -267,8 +270,8 @@ def test_products_hold_the_scores_of_some_rows(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(written_out, "MOST_SCORES", 800 * 20)
     q, k, v, grad = torch.randn(4, 1, 1, 800, 4)
     with LiveBytes() as live:
-        out, sums = blocks.block_forward(q, k, v, None, False, 0.5)
-        blocks.block_backward(grad, q, k, v, out, sums, None, False, 0.5)
+        out, sums = blocks.block_forward(Block(q, k, v, None, False, 0.5))
+        blocks.block_backward(Block(q, k, v, None, False, 0.5), grad, out, sums)
     assert live.peak < 4 * 800 * 800 / 4
 
 

@@ -24,16 +24,16 @@ from lightning_amp._torch import has_no_values, multiplies_in_tf32, unseen
 from lightning_amp.errors import ShardError
 from lightning_amp.footprint.target_device import device_type_of
 from lightning_amp.sharding.attention import fused, written_out
-from lightning_amp.sharding.attention.written_out import finite, wide
+from lightning_amp.sharding.attention.written_out import Block, finite, wide
 
 
 class BlockKernel(NamedTuple):
     """How a block is computed.
 
     Attributes:
-        forward: (q, k, v, mask, causal, scale) -> (out, log_sums).
-        backward: (grad, q, k, v, out, log_sums, mask, causal, scale) -> gradients of q, k and v, where `out` and
-            `log_sums` are those of all blocks.
+        forward: Block -> (out, log_sums).
+        backward: (block, grad, out, log_sums) -> gradients of q, k and v, where `out` and `log_sums` are those of all
+            blocks.
     """
 
     name: str
@@ -52,8 +52,9 @@ MOST_FEATURES = 256
 """Most features of a head in the flash kernel."""
 
 
-def kernel_of(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> BlockKernel:
+def kernel_of(block: Block) -> BlockKernel:
     """Return the kernel that computes a block."""
+    q, k, _, mask, causal, _ = block
     device = device_type_of(q) if has_no_values(q) else q.device.type
     if device in ("cpu", "meta"):
         return ON_CPU
@@ -66,25 +67,20 @@ def kernel_of(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> BlockK
     return EFFICIENT if newer or q.dtype != torch.bfloat16 else WRITTEN_OUT
 
 
-def block_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def block_forward(block: Block) -> tuple[Tensor, Tensor]:
     """Compute attention of one block and its `log_sums`; fully masked rows are 0 and minus infinity.
 
-    Args:
-        q, k, v: [batch, head, row, dim]; all have the same dim; heads of keys and values may be shared by several of
-            queries.
-        mask: Mask that is added to the scores; a boolean mask is True where attended.
-        causal: Whether row i attends to columns up to i; there is no mask then.
+    Heads of its keys and values may be shared by several of its queries.
 
     Raises:
         ShardError: The first block of a CUDA kernel differs from the written-out one.
     """
-    k, v = (_repeated(x, q.shape[1]) for x in (k, v))
-    kernel = kernel_of(q, k, mask, causal)
+    block = _of_all_heads(block)
+    q, mask = block.q, block.mask
+    kernel = kernel_of(block)
     if kernel in (FLASH, EFFICIENT) and not has_no_values(q):
-        _check(kernel, q, masked=mask is not None, causal=causal)
-    out, log_sums = kernel.forward(q, k, v, mask, causal, scale)
+        _check(kernel, q, masked=mask is not None, causal=block.causal)
+    out, log_sums = kernel.forward(block)
     log_sums = log_sums.to(wide(q))
     if mask is None:
         return out, log_sums
@@ -93,29 +89,20 @@ def block_forward(
     return out.masked_fill(blind[..., None], 0), log_sums.masked_fill(blind, -math.inf)
 
 
-def block_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def block_backward(block: Block, grad: Tensor, out: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return a block's gradients of its queries, keys and values; `out` and `log_sums` are those of all blocks."""
-    kernel, n, heads = kernel_of(q, k, mask, causal), k.shape[1], q.shape[1]
-    k, v = (_repeated(x, heads) for x in (k, v))
-    of_q, of_k, of_v = kernel.backward(grad, q, k, v, out, finite(log_sums), mask, causal, scale)
+    n, heads = block.k.shape[1], block.q.shape[1]
+    of_q, of_k, of_v = kernel_of(block).backward(_of_all_heads(block), grad, out, finite(log_sums))
     if n != heads:
         of_k, of_v = (x.unflatten(1, (n, heads // n)).sum(2) for x in (of_k, of_v))
     return of_q, of_k, of_v
 
 
-def _repeated(x: Tensor, heads: int) -> Tensor:
-    """Return keys or values with so many heads; each of theirs is that of as many following ones."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+def _of_all_heads(block: Block) -> Block:
+    """Return a block with as many heads of keys and values as of queries; each of theirs is that of as many."""
+    k, v = block.k, block.v
+    again = block.q.shape[1] // k.shape[1]
+    return block if again == 1 else block._replace(k=k.repeat_interleave(again, 1), v=v.repeat_interleave(again, 1))
 
 
 def merged(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,12 +156,12 @@ def difference(
         mask = (torch.rand(2, 1, n, columns, generator=generator) < 0.7).to(device)
         # a row without a column is the caller's to handle
         mask[..., 0] = True
-    of_q, of_k, of_v, of_grad = (x.double() for x in (q, k, v, grad))
-    exact_out, exact_sums = written_out.forward(of_q, of_k, of_v, mask, causal, scale)
+    block = Block(q, k, v, mask, causal, scale)
+    wider = block._replace(q=q.double(), k=k.double(), v=v.double())
+    exact_out, exact_sums = written_out.forward(wider)
     # other blocks have as much weight, and another result
     out, log_sums = (exact_out / 2).to(dtype), exact_sums + math.log(2)
-    exact = written_out.backward(of_grad, of_q, of_k, of_v, out.double(), log_sums, mask, causal, scale)
-    back = kernel.backward(grad, q, k, v, out, log_sums.to(wide(q)), mask, causal, scale)
-    found = *kernel.forward(q, k, v, mask, causal, scale), *back
+    exact = written_out.backward(wider, grad.double(), out.double(), log_sums)
+    found = *kernel.forward(block), *kernel.backward(block, grad, out, log_sums.to(wide(q)))
     pairs = zip(found, (exact_out, exact_sums, *exact), strict=True)
     return max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)

@@ -27,7 +27,7 @@ from lightning_amp._torch import (
     flash_on_cuda,
     flash_on_cuda_back,
 )
-from lightning_amp.sharding.attention.written_out import additive
+from lightning_amp.sharding.attention.written_out import Block, additive
 
 FEATURES, COLUMNS = 8, 16
 """Alignment of features and of a bias, in elements."""
@@ -36,51 +36,31 @@ ROWS = 1 if torch.version.hip else 32
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def cpu_forward(block: Block) -> tuple[Tensor, Tensor]:
     """Return the result of a block and the logarithms of its sums, by the flash kernel for CPUs."""
+    q, k, v, mask, causal, scale = block
     out, log_sums = attend_on_cpu(q, k, v, 0.0, causal, attn_mask=additive(mask, q.dtype), scale=scale)
     return out, log_sums
 
 
-def cpu_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> Gradients:
+def cpu_backward(block: Block, grad: Tensor, out: Tensor, log_sums: Tensor) -> Gradients:
     """Return the gradients of queries, keys and values, by the flash kernel for CPUs."""
+    q, k, v, mask, causal, scale = block
     bias = additive(mask, q.dtype)
     of_q, of_k, of_v = attend_on_cpu_back(grad, q, k, v, out, log_sums, 0.0, causal, attn_mask=bias, scale=scale)
     return of_q, of_k, of_v
 
 
-def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def flash_forward(block: Block) -> tuple[Tensor, Tensor]:
     """Return the result of a block and the logarithms of its sums, by the flash kernel for CUDA."""
+    q, k, v, _, causal, scale = block
     out, log_sums, *_ = flash_on_cuda(*map(_aligned, (q, k, v)), 0.0, causal, scale=scale)
     return out.narrow(3, 0, q.shape[3]), log_sums
 
 
-def flash_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> Gradients:
+def flash_backward(block: Block, grad: Tensor, out: Tensor, log_sums: Tensor) -> Gradients:
     """Return the gradients of queries, keys and values, by the flash kernel for CUDA."""
+    q, k, v, _, causal, scale = block
     seed = _no_dropout(q)
     given = (*map(_aligned, (q, k, v)), _rows_first(out), log_sums.contiguous())
     sizes = q.shape[2], k.shape[2]
@@ -89,27 +69,17 @@ def flash_backward(
     return of_q, of_k, of_v
 
 
-def efficient_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def efficient_forward(block: Block) -> tuple[Tensor, Tensor]:
     """Return the result of a block and the logarithms of its sums, by the memory-efficient kernel for CUDA."""
+    q, k, v, mask, causal, scale = block
     bias = _bias(mask, q, k)
     out, log_sums, *_ = attend_on_cuda(*map(_aligned, (q, k, v)), bias, True, 0.0, causal, scale=scale)
     return out.narrow(3, 0, q.shape[3]), log_sums.narrow(2, 0, q.shape[2])
 
 
-def efficient_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> Gradients:
+def efficient_backward(block: Block, grad: Tensor, out: Tensor, log_sums: Tensor) -> Gradients:
     """Return the gradients of queries, keys and values, by the memory-efficient kernel for CUDA."""
+    q, k, v, mask, causal, scale = block
     seed, bias, wanted = _no_dropout(q), _bias(mask, q, k), [True, True, True, False]
     # as in the forward pass: a row that is not there has no weight
     log_sums = F.pad(log_sums, (0, -log_sums.shape[2] % ROWS), value=math.inf).contiguous()

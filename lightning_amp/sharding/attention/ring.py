@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_amp.derivatives import first_only
 from lightning_amp.sharding._torch import never_compiled
 from lightning_amp.sharding.attention.blocks import block_backward, block_forward, merged
+from lightning_amp.sharding.attention.written_out import Block
 from lightning_amp.sharding.collectives import ring
 from lightning_amp.sharding.splits import MeshAxis
 
@@ -81,7 +82,7 @@ class _Ring(torch.autograd.Function):
                 arrive = ring(held, [_with_rows(t, n) for t in (k, v)], axis, distance)
             how = seen_of(mask, causal, rows[own_place], columns[at], q.device)
             if how is not None:
-                found, own = block_forward(q, held[0], held[1], how[1], how[0], scale)
+                found, own = block_forward(Block(q, held[0], held[1], how[1], how[0], scale))
                 out, log_sums = (found, own) if out is None else merged(out, log_sums, found, own)
             if arrive is not None:
                 held = arrive()
@@ -109,7 +110,7 @@ class _Ring(torch.autograd.Function):
             arrive = ring(held, shapes, axis, distance) if step + 1 < size else None
             how, found = seen_of(mask, causal, rows[own_place], columns[at], q.device), list[Tensor]()
             if how is not None:
-                found = [*block_backward(grad, q, held[0], held[1], out, log_sums, how[1], how[0], scale)]
+                found = [*block_backward(Block(q, held[0], held[1], how[1], how[0], scale), grad, out, log_sums)]
             if arrive_sums is not None:
                 sums = arrive_sums()
             if found:

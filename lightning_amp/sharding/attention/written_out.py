@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,10 +11,29 @@ MOST_SCORES = 2**24
 """Most scores in memory at a time."""
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+class Block(NamedTuple):
+    """One block of attention.
+
+    Attributes:
+        q, k, v: [batch, head, row, dim]; all have the same dim.
+        mask: Mask that is added to the scores; a boolean mask is True where attended.
+        causal: Whether row i attends to columns up to i; there is no mask then.
+        scale: Factor of the scores.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    causal: bool
+    scale: float
+
+
+def forward(block: Block) -> tuple[Tensor, Tensor]:
     """Return the result of a block, and the logarithms of its sums of exponentials."""
+    q, k, v, *_, scale = block
     parts = list[tuple[Tensor, Tensor]]()
-    for rows, bias in _runs(q, k, mask, causal):
+    for rows, bias in _runs(block):
         scores = _scores(q[..., rows, :], k, bias, scale)
         sums = scores.logsumexp(-1)
         parts.append(((scores - finite(sums)[..., None]).exp().to(v.dtype) @ v, sums))
@@ -21,20 +41,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, 
     return out, log_sums
 
 
-def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(block: Block, grad: Tensor, out: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of a block's queries, keys and values; `out` and `log_sums` are those of all blocks."""
+    q, k, v, *_, scale = block
     of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for rows, bias in _runs(q, k, mask, causal):
+    for rows, bias in _runs(block):
         own, of_out = q[..., rows, :], grad[..., rows, :]
         # with the logarithms of all blocks, these are weights of the full row
         weights = (_scores(own, k, bias, scale) - log_sums[..., rows, None]).exp()
@@ -64,8 +75,9 @@ def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
 
 
-def _runs(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Iterator[tuple[slice, Tensor | None]]:
-    """Yield slices of rows with the bias of their scores; a causal block has no mask."""
+def _runs(block: Block) -> Iterator[tuple[slice, Tensor | None]]:
+    """Yield slices of rows with the bias of their scores."""
+    q, k, _, mask, causal, _ = block
     n, columns = q.shape[-2], k.shape[-2]
     most = max(1, MOST_SCORES // max(1, math.prod(q.shape[:-2]) * columns))
     for first in range(0, max(1, n), most):

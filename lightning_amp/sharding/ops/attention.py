@@ -22,6 +22,7 @@ from torch import Tensor
 from lightning_amp.derivatives import first_only
 from lightning_amp.sharding.attention.blocks import block_backward, block_forward
 from lightning_amp.sharding.attention.grid import grid_attention, heads_over
+from lightning_amp.sharding.attention.written_out import Block
 from lightning_amp.sharding.collectives import reduce_now
 from lightning_amp.sharding.dispatch.by_rule import by_rule, with_whole
 from lightning_amp.sharding.ops.random import kept
@@ -47,7 +48,7 @@ class _SplitColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, axis: MeshAxis) -> Tensor:
-        found, own = block_forward(q, k, v, mask, False, scale)
+        found, own = block_forward(Block(q, k, v, mask, False, scale))
         # relative to the maximum of all ranks, exponentials do not overflow
         top = reduce_now(own, axis, torch.distributed.ReduceOp.MAX)
         top = torch.where(torch.isfinite(top), top, 0)
@@ -64,7 +65,8 @@ class _SplitColumns(torch.autograd.Function):
         q, k, v, mask, out, log_sums = ctx.saved_tensors
         scale, axis = ctx.of
         grad = reduce_now(grad, axis)
-        return (*block_backward(grad, q, k, v, out, log_sums, mask, False, scale), None, None, None)
+        block = Block(q, k, v, mask, False, scale)
+        return (*block_backward(block, grad, out, log_sums), None, None, None)
 
 
 @operator("scaled_dot_product_attention")
