@@ -15,6 +15,7 @@ from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import techniques
+from lightning_amp.progress import track
 from lightning_amp.quantities import format_seconds
 from lightning_amp.text_table import table
 
@@ -53,7 +54,7 @@ def _run(arguments: argparse.Namespace) -> None:
             " two devices or more"
         )
     rows, best, least = list[tuple[str, ...]](), None, inf
-    for name, more in requested:
+    for name, more in track(requested, description="training under a plan", total=len(requested)):
         made = _planned([*words, *more])
         seconds, why = _measured(made, arguments)
         # per batch: each data-parallel rank reads one
