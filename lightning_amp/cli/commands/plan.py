@@ -79,8 +79,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from lightning_amp.costs.model_shape import profile_of_module, shape_of_decoder
+    from lightning_amp.planning.base.plan_request import check_request
     from lightning_amp.planning.modules.on_device import OF_DECODER, Device, on_device
-    from lightning_amp.planning.policies.make_plan import check_request, plan
+    from lightning_amp.planning.policies.make_plan import plan
     from lightning_amp.planning.reports.plan_report import plan_as_json, plan_report, profile_report
 
     if arguments.show_code and arguments.format == "json":

@@ -31,8 +31,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    from lightning_amp.planning.base.plan_request import check_request
     from lightning_amp.planning.modules.on_device import OF_DECODER, Device, on_device
-    from lightning_amp.planning.policies.make_plan import check_request
     from lightning_amp.planning.reports.plan_report import plan_report
     from lightning_amp.profiling.profile import Profile
 

@@ -11,10 +11,10 @@ from lightning_amp.costs.model_shape import DecoderShape, ModelShape, profile_of
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.module_profile import KINDS, ModuleProfile, Moment, TensorBytes
+from lightning_amp.planning.base.rules import remarks, with_requested
 from lightning_amp.planning.modules.candidates import draft
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.policies.build_rules import remarks, with_requested
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit, fsdp_host_bytes, fsdp_peak_bytes
 from lightning_amp.techniques.fsdp.row import (
