@@ -1,5 +1,6 @@
 """Claim: the plan of a data directory is the plan of a fit of the reference model on it, to the byte."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import AmpError
 from lightning_amp.planning.plan.plan import Plan
 from tests.lightning.strategy.strategy_cases import trainer_of
+from tests.planning.profiles import hic, profile, rna
 from tests.ranks import run_ranks
 
 CELLS = 4
@@ -73,3 +75,19 @@ def test_a_directory_has_the_plan_of_its_fit(data_dir: Path, tmp_path: Path, ran
                     assert planned[name] == pytest.approx(one[name], rel=1e-3)
                     planned[name] = one[name]
             assert planned == one, request
+
+
+@pytest.mark.long
+def test_a_faster_plan_that_fits_is_found_where_closed_forms_assume_dense_counts() -> None:
+    sparse = replace(hic(anchors=2600, strata=8), nonzero=60_000)
+    data = profile(sparse, replace(rna(), features=500))
+    plan = lightning_amp.plan(data, batch_size=512, device_memory="75MiB", latent_dim=8, window=40)
+    assert plan.strategies == ("S4", "fused", "sparse", "stream")
+    assert plan.fits
+    # by closed forms it exceeds this budget, and a slower plan would be taken
+    table = {one.strategies: one for one in plan.candidates}
+    assert (
+        plan.predicted_step_seconds
+        == table[plan.strategies].step_seconds
+        < table["sdpa", "sparse", "stream"].step_seconds
+    )
