@@ -11,6 +11,8 @@ from lightning_amp import GLUE, AMPStrategy, SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import AmpError
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.simulation.parse_shape import parse_shape
+from lightning_amp.simulation.simulate import request_decoder, simulate_plan
 from tests.lightning.strategy.strategy_cases import trainer_of
 from tests.planning.profiles import hic, profile, rna
 from tests.ranks import run_ranks
@@ -75,6 +77,19 @@ def test_a_directory_has_the_plan_of_its_fit(data_dir: Path, tmp_path: Path, ran
                     assert planned[name] == pytest.approx(one[name], rel=1e-3)
                     planned[name] = one[name]
             assert planned == one, request
+
+
+@pytest.mark.parametrize(
+    ("sizes", "request_"),
+    [
+        ("anchors=300,dim=16,strata=4,batch=8,window=40", {}),
+        ("anchors=300,dim=16,strata=4,batch=1,window=40", {"devices": 2, "strategies": "S2,S4,sparse"}),
+        ("anchors=300,dim=16,strata=4,batch=8,key=convolution", {"devices": 2, "strategies": "strata"}),
+    ],
+)
+def test_the_plan_of_a_shape_has_the_bytes_of_its_simulation(sizes: str, request_: dict[str, Any]) -> None:
+    make, plan = request_decoder(parse_shape(sizes), batch_size=CELLS, **request_)
+    assert plan.predicted_peak_bytes == max(simulate_plan(make, plan).peak_bytes)
 
 
 @pytest.mark.long

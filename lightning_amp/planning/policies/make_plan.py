@@ -4,13 +4,11 @@ Policy "auto" compares all legal plans (auto.py), "paper" is AMP's fixed mapping
 plan than the mapping, a note compares peak and time of both.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.costs.model_shape import ModelShape, reference_shape
-from lightning_amp.costs.ordered_runs import speeds_of_ranks
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.base.base_plan import (
     plan_of,
@@ -21,49 +19,36 @@ from lightning_amp.planning.base.base_plan import (
 )
 from lightning_amp.planning.base.choose_mesh import check_divides, choose_mesh, model_ranks_of
 from lightning_amp.planning.base.plan_request import PlanRequest, plan_request
-from lightning_amp.planning.base.rules import with_memory, with_speeds
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.mesh_shape import MeshShape
 from lightning_amp.planning.plan.plan import Axes, Candidate, Explanation, Plan
 from lightning_amp.planning.policies.auto import LOCAL_ATTENTION_ONLY, candidates
-from lightning_amp.planning.policies.build_rules import decide_balance, rules_of_decoder, with_strata_by_speed
+from lightning_amp.planning.policies.build_rules import decide_balance, rules_of_decoder
 from lightning_amp.planning.policies.paper import mapped
 from lightning_amp.planning.time.step_seconds import decoder_seconds, on_device, predicted_times
 from lightning_amp.profiling.profile import Profile
-from lightning_amp.quantities import format_bytes, format_seconds, memory_of_ranks
+from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.table import STRATEGIES, conflicts
 
 COMPILED = "the prediction is that of strata that are not compiled: torch's compiler decides what is fused and kept"
 
 
 def plan(
-    profile: Profile,
-    *,
-    devices: int = 1,
-    device_memory: str | int | Sequence[str | int] | None = None,
-    batch_size: int = 64,
-    shape: ModelShape | None = None,
-    rates: Rates = CPU_CORE,
-    device_speeds: str | Sequence[float] | None = None,
-    **asked: Any,
+    profile: Profile, *, batch_size: int = 64, shape: ModelShape | None = None, rates: Rates = CPU_CORE, **asked: Any
 ) -> Plan:
     """Make a plan by closed forms alone.
 
     Args:
         batch_size: Cells per rank and modality.
         shape: The model; None means the reference model with its default sizes.
-        device_speeds: Speed of every device in any unit, by which strata are distributed; None means equal speeds.
         **asked: As of `plan_request`, as are the others.
 
     Raises:
         PlanError: An argument is not allowed, or this number of devices cannot run the strategies.
     """
     shape = on_device(shape or reference_shape(profile, batch_size=batch_size), rates)
-    request = plan_request(profile, shape, device_memory=device_memory, rates=rates, devices=devices, **asked)
-    speeds = speeds_of_ranks(device_speeds, devices)
-    made = plan_of_decoder(request) if shape.decoder else plan_without_decoder(request)
-    made = with_strata_by_speed(with_speeds(made, speeds), shape, speeds)
-    return with_memory(made, () if device_memory is None else memory_of_ranks(device_memory, devices))
+    request = plan_request(profile, shape, rates=rates, **asked)
+    return plan_of_decoder(request) if shape.decoder else plan_without_decoder(request)
 
 
 def plan_of_decoder(request: PlanRequest) -> Plan:
