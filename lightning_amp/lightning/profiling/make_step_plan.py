@@ -123,7 +123,23 @@ def make_step_plan(given: PlanInputs, step: StepOfModule | None, seen: ProfiledS
     """
     if given.shape.decoder:
         assert step is not None, "it is counted with the decoder's techniques"
-        return _of_decoder(given, step)
+        asked, named = split_by_decoder(given.strategies, policy=given.policy)
+        found, seen = plan_decoder(
+            lambda budget: base_plan(given, asked, given.model_parallel_size, steps=given.steps, budget=budget),
+            given.on_top_of(step),
+            given.shape,
+            budget=given.budget,
+            named=named,
+            budget_named=given.memory_named,
+        )
+    else:
+        found, step, seen = _without_decoder(given, step, seen)
+    return StepPlan(plan=with_memory(found, given.memory), step=step, seen=seen)
+
+
+def _without_decoder(
+    given: PlanInputs, step: StepOfModule | None, seen: ProfiledStep | None
+) -> tuple[Plan, StepOfModule | None, ProfiledStep]:
     assert seen is not None, "the step of a module without a decoder is profiled first"
     asked, named = split_by_planner(given.strategies, policy=given.policy)
     size, stages = model_axis_size(given.model_parallel_size, asked, seen, policy=given.policy)
@@ -144,7 +160,7 @@ def make_step_plan(given: PlanInputs, step: StepOfModule | None, seen: ProfiledS
             node_ranks=given.node_devices or given.devices,
             rates=given.rates,
         )
-    return StepPlan(plan=with_memory(found, given.memory), step=step, seen=seen)
+    return found, step, seen
 
 
 def base_plan(
@@ -222,16 +238,3 @@ def without_compiled(plan: Plan) -> Plan:
     if len(rules) == len(plan.rules):
         return plan
     return replace(plan, rules=rules, strategies=tuple(name for name in plan.strategies if name != COMPILE))
-
-
-def _of_decoder(given: PlanInputs, step: StepOfModule) -> StepPlan:
-    asked, named = split_by_decoder(given.strategies, policy=given.policy)
-    found = plan_decoder(
-        lambda budget: base_plan(given, asked, given.model_parallel_size, steps=given.steps, budget=budget),
-        given.on_top_of(step),
-        given.shape,
-        budget=given.budget,
-        named=named,
-        budget_named=given.memory_named,
-    )
-    return StepPlan(plan=with_memory(found.plan, given.memory), step=step, seen=found.seen)

@@ -6,6 +6,7 @@ from functools import partial
 
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.lightning.consistency.replicas import decide_on_one_rank
+from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.profiling.make_step_plan import (
     PlanInputs,
@@ -58,7 +59,8 @@ def resolve_plan(
         if requested is None or strategies is not None:
             made = _plan_of_decoder if facts.read[1].decoder else _plan_of_module
             return compiled(made_for(lambda less: made_with(made, less)))
-        return compiled(compared(predict_anew(requested, facts), facts, facts.step))
+        again = base_rules.with_memory(predict_anew(requested, facts), facts.memory)
+        return compiled(compared(again, facts, facts.step))
 
     def compiled(found: Plan) -> Plan:
         seen = facts.profiled[0]
@@ -75,7 +77,7 @@ def resolve_plan(
         return compared(found.plan, fewer, found.step)
 
     def compared(found: Plan, facts: PlanningContext, step: StepOfModule | None) -> Plan:
-        found = with_validation(base_rules.with_memory(found, facts.memory), facts)
+        found = with_validation(found, facts)
         return on_device(found, facts.device, facts.as_planned(found, step))
 
     try:
@@ -137,7 +139,7 @@ def _of_evaluation(
     return with_split_evaluation(
         whole,
         evaluation,
-        base=lambda name, dry: base_plan(given, ["S1", name], dry.ranks, steps=dry, uncounted=facts.profiled[1]),
+        base=lambda name, dry: _without_step(facts, given, ["S1", name], dry),
         node_ranks=facts.strategy.num_processes,
         rates=rates,
         notes=notes,
@@ -156,9 +158,13 @@ def _plan_of_decoder(facts: PlanningContext, given: PlanInputs) -> StepPlan:
     return StepPlan(plan=_evaluated(_without_step(facts, given, requested), facts, named or None))
 
 
-def _without_step(facts: PlanningContext, given: PlanInputs, asked: Sequence[str] | None) -> Plan:
-    """Make the plan that needs no count of a step, with these strategies."""
-    return base_plan(given, asked, given.model_parallel_size, steps=facts.steps, uncounted=facts.profiled[1])
+def _without_step(
+    facts: PlanningContext, given: PlanInputs, asked: Sequence[str] | None, split: DrySteps | None = None
+) -> Plan:
+    """Make the plan that needs no count of a step, with these strategies, or with this technique that splits it."""
+    size, steps = (given.model_parallel_size, facts.steps) if split is None else (split.ranks, split)
+    made = base_plan(given, asked, size, steps=steps, uncounted=facts.profiled[1])
+    return base_rules.with_memory(made, facts.memory)
 
 
 def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
@@ -241,8 +247,8 @@ def _decoder_again(plan: Plan, facts: PlanningContext) -> Plan:
         except AmpError as error:
             why = str(error)
         else:
-            facts.keep_profiled(found.seen)
-            return found.plan
+            facts.keep_profiled(found[1])
+            return found[0]
     beyond = [rule.fqn for rule in plan.rules if rule.strategy in PREDICTIONS and not is_of_decoder(rule)]
     note = f"what {', '.join(beyond)} save beyond the decoder is not predicted: {why}"
     return replace(plan, diagnosis=None, notes=(*plan.notes, *[note] * bool(beyond)))

@@ -44,18 +44,6 @@ OnTopOf = Callable[[tuple[Rule, ...], int], tuple[ProfiledStep, Count]]
 rules."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderPlan:
-    """The plan of a module with a decoder, and the step with the techniques of its decoder.
-
-    Attributes:
-        seen: The step; None if it could not be counted, and the plan has the closed forms' prediction.
-    """
-
-    plan: Plan
-    seen: ProfiledStep | None
-
-
 def plan_decoder(
     make: Make,
     on_top_of: OnTopOf,
@@ -64,13 +52,17 @@ def plan_decoder(
     budget: int | None,
     named: tuple[str, ...] | None = None,
     budget_named: bool = True,
-) -> DecoderPlan:
+) -> tuple[Plan, ProfiledStep | None]:
     """Plan a module with a decoder.
 
     Args:
         shape: Sizes of the module.
         named: Techniques beyond the decoder that the user requested; None leaves all techniques to the policy.
         budget_named: Whether the user set the budget; if not, requested techniques are applied as much as possible.
+
+    Returns:
+        The plan, and the step with the techniques of its decoder; None if it could not be counted, and the plan has
+        the closed forms' prediction.
 
     Raises:
         AmpError: A requested technique is not possible, or the step cannot be counted, which it requires.
@@ -82,15 +74,15 @@ def plan_decoder(
         if named:
             raise
         note = f"the peak is that of closed forms, for the step was not counted: {error}"
-        return DecoderPlan(plan=replace(whole, notes=(*whole.notes, note)), seen=None)
+        return replace(whole, notes=(*whole.notes, note)), None
     found = [first.planned(budget, named=named, budget_named=budget_named)]
     if named is None and budget is not None:
         other = _other(first, make, on_top_of, shape, budget)
         found += [] if other is None else [other.planned(budget, named=named, budget_named=budget_named)]
-    fitting = [one for one in found if budget is None or one.plan.predicted_peak_bytes <= budget]
+    fitting = [one for one in found if budget is None or one[0].predicted_peak_bytes <= budget]
     if fitting:
-        return min(fitting, key=lambda one: _seconds_of_a_batch(one.plan))
-    return min(found, key=lambda one: one.plan.predicted_peak_bytes)
+        return min(fitting, key=lambda one: _seconds_of_a_batch(one[0]))
+    return min(found, key=lambda one: one[0].predicted_peak_bytes)
 
 
 def split_by_decoder(
@@ -106,11 +98,11 @@ def split_by_decoder(
     return [name for name in strategies if name not in beyond], beyond
 
 
-def predict_decoder_again(given: Plan, on_top_of: OnTopOf, shape: ModelShape) -> DecoderPlan:
+def predict_decoder_again(given: Plan, on_top_of: OnTopOf, shape: ModelShape) -> tuple[Plan, ProfiledStep]:
     """Predict a given plan again, whose bytes are those of closed forms, by a count of the step."""
     counted = _Counted.of(given, on_top_of, shape)
     found = plan_again(given, counted.seen, count=counted.count)
-    return DecoderPlan(plan=counted.joined(found, extra_seconds=0.0), seen=counted.seen)
+    return counted.joined(found, extra_seconds=0.0), counted.seen
 
 
 def _other(first: "_Counted", make: Make, on_top_of: OnTopOf, shape: ModelShape, budget: int) -> "_Counted | None":
@@ -181,7 +173,9 @@ class _Counted:
         """Peak of a rank without further techniques."""
         return as_it_is(self.seen, self.whole.gradient_ranks).peak_bytes
 
-    def planned(self, budget: int | None, *, named: tuple[str, ...] | None, budget_named: bool) -> DecoderPlan:
+    def planned(
+        self, budget: int | None, *, named: tuple[str, ...] | None, budget_named: bool
+    ) -> tuple[Plan, ProfiledStep]:
         """Plan the rest of the step as of any module."""
         # without a budget any step fits, and no technique is searched for that saves memory
         base = replace(self.whole, budget_bytes=sys.maxsize if budget is None else budget)
@@ -189,7 +183,7 @@ class _Counted:
         found = replace(found, budget_bytes=budget)
         plain = as_it_is(self.seen, self.whole.gradient_ranks).seconds
         extra = (found.predicted_step_seconds or plain) - plain
-        return DecoderPlan(plan=self.joined(found, extra_seconds=extra), seen=self.seen)
+        return self.joined(found, extra_seconds=extra), self.seen
 
     def joined(self, found: Plan, *, extra_seconds: float) -> Plan:
         """Return the plan of the whole step with the decoder's shares."""
