@@ -11,9 +11,9 @@ from lightning_amp.costs.ordered_runs import speeds_of_ranks
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.planning.base.plan_request import check_request
 from lightning_amp.planning.modules.plan_module import Counted
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.policies.make_plan import check_request
 
 # registers how profiles and plans are printed
 from lightning_amp.planning.reports import module_report, plan_report  # noqa: F401

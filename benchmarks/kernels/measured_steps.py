@@ -12,12 +12,12 @@ from math import exp, log
 
 from benchmarks.page import ROOT, origin, paragraph, table, write_part
 from lightning_amp.costs.device_rates import Rates, rates_for
-from lightning_amp.costs.model_shape import shape_of_decoder
 from lightning_amp.planning.plan.mesh_shape import MeshShape
 from lightning_amp.planning.plan.plan import Axes
 from lightning_amp.planning.time.step_seconds import decoder_seconds, on_device
 from lightning_amp.quantities import format_seconds
 from lightning_amp.simulation.parse_shape import parse_shape
+from tests.planning.profiles import shape_of_decoder
 
 PAGE, PART = ROOT / "docs" / "reports" / "gpu.md", "kernels.measured_steps"
 MEASURED = {

@@ -11,11 +11,11 @@ from itertools import product
 
 from benchmarks.page import table
 from benchmarks.paper.runs import ALL, COARSE, FINE, OURS, WINDOW, Form, Setting, make_plan, without
-from lightning_amp.costs.model_shape import shape_of_decoder
 from lightning_amp.planning.memory.kept_tensors import made_of_terms
 from lightning_amp.planning.memory.peak_model import estimate
 from lightning_amp.planning.plan.plan import Axes, Plan
 from lightning_amp.planning.sizes import RankSizes
+from tests.planning.profiles import shape_of_decoder
 
 GB = 1e9
 KEYED = 31

@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from lightning_amp._torch import has_no_values
 from lightning_amp.adapters.detect_form import adapted
 from lightning_amp.adapters.first_batch import FirstBatch, Snapshot
-from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder, NotDetected
-from lightning_amp.adapters.forms.higlue import lacks, resembles
+from lightning_amp.adapters.forms.adapted_decoder import LISTS, AdaptedDecoder, NotDetected
+from lightning_amp.adapters.forms.higlue import TABLE, lacks, resembles
 from lightning_amp.adapters.forms.multires import MultiResDecoder, resembles_multires
 from lightning_amp.adapters.lazy_distribution import LazyDistribution
 from lightning_amp.errors import InstallError, ModelError
@@ -113,6 +113,9 @@ def adapt(module: nn.Module, *, needed: bool = True) -> Adapted:
     """
     found = Adapted()
     for fqn, child in module.named_modules():
+        # most modules have none of these, which all decoders of this shape have at least one of
+        if not any(hasattr(child, name) for name in (*LISTS, TABLE)):
+            continue
         try:
             if not (resembles(child) or resembles_multires(child)):
                 missing = lacks(child)

@@ -90,14 +90,6 @@ def rates_of_request(arguments: argparse.Namespace, precision: str = "32-true") 
     return rates_for(arguments.device, products=products_under(precision))
 
 
-def with_memory_of_device(request: dict[str, Any], rates: "Rates") -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the request with what tensors may take of a named device, and a note if its memory was not given."""
-    from lightning_amp.costs.device_rates import budget_on
-
-    memory, notes = budget_on(rates, request["device_memory"], request["devices"])
-    return request | {"device_memory": memory}, notes
-
-
 def read(arguments: argparse.Namespace) -> "Profile":
     """Profile the data directory of the command line."""
     from lightning_amp.profiling.read_profile import profile

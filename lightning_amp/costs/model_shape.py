@@ -309,17 +309,3 @@ def attention_of(decoder: DecoderShape) -> dict[str, Any]:
     """Return a profile's fields on a decoder's attention."""
     window = decoder.window if decoder.attention and not decoder.full else None
     return {"attention": decoder.attention, "full": decoder.full, "window": window, "known_from": decoder.known_from}
-
-
-def shape_of_decoder(decoder: DecoderShape, *, batch_size: int) -> ModelShape:
-    """Return the model that `lightning-amp simulate --shape` builds: a decoder, and latents of cells and anchors."""
-    features, strata = sum(decoder.features), len(decoder.features)
-    floats = sum(decoder.strata_weights) + strata
-    batch = 4 * (batch_size * (features + 1 + decoder.dim) + decoder.anchors * decoder.dim) + 8 * batch_size
-    return ModelShape(
-        decoder=decoder,
-        batch_size=batch_size,
-        parameter_bytes=4 * floats,
-        buffer_bytes=8 * features,
-        base_activation_bytes=batch,
-    )

@@ -26,6 +26,7 @@ from lightning_amp.footprint.bounded_step import BoundedStep
 from lightning_amp.footprint.confirm_count import StepMakes
 from lightning_amp.footprint.copies.fake_copy import make_fake, without_values
 from lightning_amp.footprint.copies.noted_values import Answers, NoteTaker
+from lightning_amp.footprint.equal_parts import counting_bytes_alone
 from lightning_amp.footprint.foreseen import foresee
 from lightning_amp.footprint.last_gradients import LastGradients
 from lightning_amp.footprint.live_bytes import LiveBytes
@@ -270,7 +271,7 @@ class _Count(Callback):
         self._datamodule = run_settings.datamodule
         n_before = 0 if answers is None else answers.n_before
         self._counted = n_before + self.n_batches - 1
-        self._first, self._counting_first = LiveBytes(), ExitStack()
+        self._first, self._counting_first, self._before = LiveBytes(), ExitStack(), ExitStack()
         self._counted_first = n_before + run_settings.batches - 1
         # a memory of earlier batches counts
         self._watched_from = 0 if n_before else self._counted_first
@@ -279,6 +280,7 @@ class _Count(Callback):
     def close(self) -> None:
         """Stop recording, and leave the fake mode."""
         self._counting_first.close()
+        self._before.close()
         self._entered.close()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -292,6 +294,8 @@ class _Count(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Enter the fake mode on the first batch, and start to record on the counted batches."""
         if batch_idx == 0 and self._fake is not None:
+            # operators before the counted batch are not timed
+            self._before.enter_context(counting_bytes_alone())
             self._entered.enter_context(self._fake)
             self._entered.enter_context(without_values())
             if self.answers is not None:
@@ -319,6 +323,7 @@ class _Count(Callback):
             self._first.watch([*pl_module.parameters(), *pl_module.buffers(), *gradients, batch])
             self._counting_first.enter_context(self._first)
         if batch_idx == self._counted:
+            self._before.close()
             self.counting = True
             # made again in this step, so that what code caches from step to step is counted
             getattr(self._fake, "cache", {}).clear()

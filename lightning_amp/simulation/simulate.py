@@ -6,19 +6,16 @@ from functools import partial
 from typing import Any
 
 from lightning_amp.costs.device_rates import CPU_CORE, Rates
-from lightning_amp.costs.model_shape import LATENT_DIM, profile_of_module
-from lightning_amp.data.batch import tensors_in
+from lightning_amp.costs.model_shape import LATENT_DIM
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.target_device import settings_of
-from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import track
 from lightning_amp.simulation.count_rank import RankResult, count_rank, sizes_of_ranks
 from lightning_amp.simulation.models_without_values import Subject, decoder_subject, reference_subject
 from lightning_amp.simulation.parse_shape import ShapeRequest
-from lightning_amp.simulation.plan_of_data import plan_of_data
+from lightning_amp.simulation.plan_of_data import plan_of_data, plan_of_shape
 
 SCHEMA = 1
 MOST_MODEL_RANKS = 1024
@@ -116,23 +113,21 @@ def simulate_plan(make: Callable[[], Subject], plan: Plan, *, device_type: str =
     return Simulation(plan=plan, ranks=results)
 
 
-def request_decoder(asked: ShapeRequest, *, batch_size: int, **request: Any) -> tuple[Callable[[], Subject], Plan]:
+def request_decoder(
+    asked: ShapeRequest, *, batch_size: int, rates: Rates = CPU_CORE, **request: Any
+) -> tuple[Callable[[], Subject], Plan]:
     """Return a function that builds a decoder alone, and its plan.
 
     Args:
         batch_size: Cells per rank, if the sizes do not include them.
-        **request: As in `make_plan.plan`.
+        **request: As in `plan_of_shape`.
 
     Raises:
         PlanError: No plan is possible for the request.
     """
     batch_size = batch_size if asked.batch_size is None else asked.batch_size
-    make = partial(decoder_subject, asked.decoder, batch_size=batch_size)
-    subject = make()
-    shape = describe(
-        subject.module, batch_size=batch_size, base_activation_bytes=sum(t.nbytes for t in tensors_in(subject.batch))
-    )
-    return make, make_plan(profile_of_module(shape), batch_size=batch_size, shape=shape, **request)
+    made = plan_of_shape(asked.decoder, request, batch_size=batch_size, rates=rates)
+    return partial(decoder_subject, asked.decoder, batch_size=batch_size), made
 
 
 def request_reference(

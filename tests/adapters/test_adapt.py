@@ -22,7 +22,8 @@ from lightning_amp.adapters.adapt import adapt
 from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
 from lightning_amp.adapters.lazy_distribution import LazyDistribution, LazyLogProb
 from lightning_amp.errors import AmpError, PlanError
-from lightning_amp.installing.describe_module import describe, with_unsupported
+from lightning_amp.installing.describe_decoder import with_unsupported
+from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
 from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor
 from lightning_amp.lightning.strategy.strategy import AMPStrategy

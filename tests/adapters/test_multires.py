@@ -20,7 +20,8 @@ from lightning_amp.adapters.adapt import adapt
 from lightning_amp.adapters.forms.multires import MultiResDecoder
 from lightning_amp.errors import AmpError, InstallError, ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.installing.describe_module import describe, with_unsupported
+from lightning_amp.installing.describe_decoder import with_unsupported
+from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
 from lightning_amp.techniques.contract.protocol import find_decoders
 from tests.adapters.foreign_cases import differences, possible, trained, values

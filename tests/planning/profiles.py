@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from lightning_amp.costs.model_shape import ModelShape, reference_shape
+from lightning_amp.costs.model_shape import DecoderShape, ModelShape, reference_shape
 from lightning_amp.profiling.profile import DecompositionProfile, GraphProfile, ModalityProfile, Profile
 
 
@@ -49,3 +49,17 @@ def profile(*modalities: ModalityProfile) -> Profile:
 
 def shape(batch_size: int = 256, **changes: int | None) -> ModelShape:
     return reference_shape(profile(), batch_size=batch_size, **changes)
+
+
+def shape_of_decoder(decoder: DecoderShape, *, batch_size: int) -> ModelShape:
+    """The model of `lightning-amp plan --shape`: a decoder, and latents of cells and anchors."""
+    features, strata = sum(decoder.features), len(decoder.features)
+    floats = sum(decoder.strata_weights) + strata
+    batch = 4 * (batch_size * (features + 1 + decoder.dim) + decoder.anchors * decoder.dim) + 8 * batch_size
+    return ModelShape(
+        decoder=decoder,
+        batch_size=batch_size,
+        parameter_bytes=4 * floats,
+        buffer_bytes=8 * features,
+        base_activation_bytes=batch,
+    )

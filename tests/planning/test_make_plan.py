@@ -10,10 +10,10 @@ import pytest
 from lightning_amp.costs.model_shape import ModelShape, reference_shape
 from lightning_amp.diagnosis import ATTENTION_DECODER, HEAVY_DECOMPOSITION, HIGH_INPUT_DIMENSIONALITY, SIGNALS
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.base.rules import with_shared_statistics
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.mesh_shape import MeshShape
 from lightning_amp.planning.plan.plan import Axes, Plan
-from lightning_amp.planning.policies.build_rules import with_shared_statistics
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import plan_report, profile_report
 from lightning_amp.quantities import parse_bytes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_amp.costs.device_rates import CPU_CORE, Links, Rates, rates_for
-from lightning_amp.costs.model_shape import DecoderShape, ModelShape, reference_shape, shape_of_decoder
+from lightning_amp.costs.model_shape import DecoderShape, ModelShape, reference_shape
 from lightning_amp.costs.ordered_runs import deal
 from lightning_amp.planning import sizes
 from lightning_amp.planning.memory.peak_model import predict
@@ -22,7 +22,7 @@ from lightning_amp.planning.sizes import RankSizes, Strata, Term, same_strata
 from lightning_amp.planning.time.collectives import gradient_numbers, region_traffic
 from lightning_amp.planning.time.step_seconds import decoder_seconds, on_device, step_seconds, stratum_seconds
 from lightning_amp.techniques.hic.rows import StreamStrata, block_cells
-from tests.planning.profiles import hic, profile, rna
+from tests.planning.profiles import hic, profile, rna, shape_of_decoder
 from tests.planning.work_cases import CELLS, shape, stratum_work, work
 
 SLOW = Links(intra_bandwidth=1e3, inter_bandwidth=1e3, latency=1.0, ranks_per_node=8)

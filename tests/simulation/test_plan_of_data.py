@@ -1,5 +1,7 @@
 """Claim: the plan of a data directory is the plan of a fit of the reference model on it, to the byte."""
 
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +9,21 @@ import pytest
 
 import lightning_amp
 from lightning_amp import GLUE, AMPStrategy, SingleCellDataModule
+from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import AmpError
+from lightning_amp.footprint import inner_run
+from lightning_amp.footprint.equal_parts import counting_bytes_alone
+from lightning_amp.footprint.run_settings import UNDER_AMP
+from lightning_amp.holding import replacing
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
+from lightning_amp.lightning.profiling.step_of_ranks import on_top_of
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.simulation.parse_shape import parse_shape
+from lightning_amp.simulation.simulate import request_decoder, simulate_plan
+from lightning_amp.techniques.hic.scores import nonzero_counts
 from tests.lightning.strategy.strategy_cases import trainer_of
+from tests.planning.profiles import hic, profile, rna
 from tests.ranks import run_ranks
 
 CELLS = 4
@@ -73,3 +86,57 @@ def test_a_directory_has_the_plan_of_its_fit(data_dir: Path, tmp_path: Path, ran
                     assert planned[name] == pytest.approx(one[name], rel=1e-3)
                     planned[name] = one[name]
             assert planned == one, request
+
+
+@pytest.mark.parametrize(
+    ("sizes", "request_"),
+    [
+        ("anchors=300,dim=16,strata=4,batch=8,window=40", {}),
+        ("anchors=300,dim=16,strata=4,batch=1,window=40", {"devices": 2, "strategies": "S2,S4,sparse"}),
+        ("anchors=300,dim=16,strata=4,batch=8,key=convolution", {"devices": 2, "strategies": "strata"}),
+    ],
+)
+def test_the_plan_of_a_shape_has_the_bytes_of_its_simulation(sizes: str, request_: dict[str, Any]) -> None:
+    make, plan = request_decoder(parse_shape(sizes), batch_size=CELLS, **request_)
+    assert plan.predicted_peak_bytes == max(simulate_plan(make, plan).peak_bytes)
+
+
+@pytest.mark.parametrize("strategies", ["S1,S4,fused,sparse,stream", "S1,sparse"])
+def test_parts_that_the_first_step_leaves_out_change_nothing(monkeypatch: pytest.MonkeyPatch, strategies: str) -> None:
+    """Of chunks with equal bytes a few are run before the counted step, whose operators are timed."""
+    make, plan = request_decoder(
+        parse_shape("anchors=6000,dim=8,strata=2,batch=40,window=16"), batch_size=CELLS, strategies=strategies
+    )
+    rules = [rule for rule in plan.rules if rule.strategy != "S1"]
+    entered, found = list[bool](), list[tuple[int, ...]]()
+
+    def watched() -> AbstractContextManager[None]:
+        entered.append(True)
+        return counting_bytes_alone()
+
+    for counting in (watched, nullcontext):
+        monkeypatch.setattr(inner_run, "counting_bytes_alone", counting)
+        subject = make()
+        step = StepOfModule(subject.module, lambda batch=subject.batch: batch, run_settings=UNDER_AMP)
+        with replacing(nonzero_counts.ASSUMED, share=subject.share, in_counts=True):
+            seen = on_top_of(step, rules, 1, rates=CPU_CORE)[0].profile
+        found.append((seen.first_bytes, seen.left_bytes, seen.peak_bytes))
+    assert entered
+    assert found[0] == found[1]
+    assert found[0][-1] == plan.predicted_peak_bytes
+
+
+@pytest.mark.long
+def test_a_faster_plan_that_fits_is_found_where_closed_forms_assume_dense_counts() -> None:
+    sparse = replace(hic(anchors=2600, strata=8), nonzero=60_000)
+    data = profile(sparse, replace(rna(), features=500))
+    plan = lightning_amp.plan(data, batch_size=512, device_memory="75MiB", latent_dim=8, window=40)
+    assert plan.strategies == ("S4", "fused", "sparse", "stream")
+    assert plan.fits
+    # by closed forms it exceeds this budget, and a slower plan would be taken
+    table = {one.strategies: one for one in plan.candidates}
+    assert (
+        plan.predicted_step_seconds
+        == table[plan.strategies].step_seconds
+        < table["sdpa", "sparse", "stream"].step_seconds
+    )

@@ -24,7 +24,7 @@ from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.policies.build_rules import with_speeds
+from lightning_amp.planning.policies.build_rules import with_strata_by_speed
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile
@@ -297,7 +297,7 @@ def test_a_fast_rank_is_predicted_to_need_the_memory_of_its_strata() -> None:
     """It had been that of ranks of one speed, of which each has two."""
     decoder, known = shape(), describe(decoder_subject(shape(), batch_size=BATCH).module, batch_size=BATCH)
     equal = planned(decoder, "S1,strata", ranks=2)
-    made = with_speeds(equal, known, (1.0, 0.3))
+    made = with_strata_by_speed(equal, known, (1.0, 0.3))
     (spec,) = [rule.spec for rule in made.rules if rule.strategy == "strata"]
     assert spec.ends == "3,4"
     step = simulate_plan(lambda: decoder_subject(decoder, batch_size=BATCH), made)

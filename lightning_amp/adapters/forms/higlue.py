@@ -37,7 +37,8 @@ from lightning_amp.adapters.forms.adapted_decoder import (
 from lightning_amp.models.decoders.stratum import ZINB
 from lightning_amp.models.decoders.stratum_keys import LocalAttention
 
-BINARY_TABLES = {"scale": "scale_lin", "bias": "bias"}
+TABLE = "scale_lin"
+BINARY_TABLES = {"scale": TABLE, "bias": "bias"}
 COUNT_TABLES = BINARY_TABLES | {"log_theta": "log_theta", "zi_logits": "zi_logits"}
 S = TypeVar("S", bound=AdaptedStratum)
 TABLES = (*COUNT_TABLES.values(), "ber_logits")
@@ -75,14 +76,14 @@ class Form:
 
 def resembles(module: nn.Module, names: tuple[str, ...] = LISTS) -> bool:
     """Whether a module has `scale_lin` and all `names`, which no other kind of module would have by chance."""
-    has_table = isinstance(getattr(module, "scale_lin", None), nn.Parameter)
+    has_table = isinstance(getattr(module, TABLE, None), nn.Parameter)
     return has_table and all(hasattr(module, name) for name in names)
 
 
 def lacks(module: nn.Module) -> list[str]:
     """Return the missing parts of a module that has at least half of them; empty if it has fewer, or all."""
     layers = (ATTENTION_LISTS["value"], CONVOLUTION_LISTS["pairs"])
-    parts = {name: hasattr(module, name) for name in (*LISTS, "scale_lin")}
+    parts = {name: hasattr(module, name) for name in (*LISTS, TABLE)}
     parts[" or ".join(layers)] = any(hasattr(module, name) for name in layers)
     missing = [name for name, there in parts.items() if not there]
     return missing if 2 * len(missing) <= len(parts) else []

@@ -1,11 +1,10 @@
 """`lightning-amp plan`: print a plan, or with `--recommend-devices` the number of devices that pays.
 
-For `--shape`, neither imports torch.
+The latter does not import torch.
 """
 
 import argparse
 import json
-from dataclasses import replace
 
 from lightning_amp.cli.configuration import (
     add_configuration,
@@ -23,7 +22,6 @@ from lightning_amp.cli.request import (
     read,
     refuse,
     request_of,
-    with_memory_of_device,
 )
 from lightning_amp.errors import DoesNotFitError, PlanError
 
@@ -78,9 +76,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from lightning_amp.costs.model_shape import profile_of_module, shape_of_decoder
-    from lightning_amp.planning.modules.on_device import OF_DECODER, Device, on_device
-    from lightning_amp.planning.policies.make_plan import check_request, plan
+    from lightning_amp.planning.base.plan_request import check_request
     from lightning_amp.planning.reports.plan_report import plan_as_json, plan_report, profile_report
 
     if arguments.show_code and arguments.format == "json":
@@ -112,21 +108,18 @@ def _run(arguments: argparse.Namespace) -> int:
     check_request(**request)
     request["device_speeds"] = arguments.device_speeds
     requested, rates = decoder_of_request(arguments), rates_of_request(arguments)
-    if requested is None:
+    cells, of_data = request.pop("batch_size"), ""
+    # torch takes seconds to import, and mistakes are reported before
+    if requested is not None:
+        from lightning_amp.simulation.plan_of_data import plan_of_shape
+
+        made = plan_of_shape(requested.decoder, request, batch_size=requested.batch_size or cells, rates=rates)
+    else:
         profile, of_model = read(arguments), {"latent_dim": latent_dim(arguments), "window": arguments.window}
-        # imported late: torch takes seconds to import
         from lightning_amp.simulation.plan_of_data import plan_of_data
 
-        cells = request.pop("batch_size")
         made = plan_of_data(profile, request, batch_size=cells, **of_model, rates=rates)
         of_data = f"{profile_report(profile)}\n\n"
-    else:
-        device = Device.of(rates.memory, request["device_memory"], request["devices"])
-        request, notes = with_memory_of_device(request, rates)
-        request["batch_size"] = requested.batch_size or request["batch_size"]
-        shape = shape_of_decoder(requested.decoder, batch_size=request["batch_size"])
-        made = on_device(plan(profile_of_module(shape), **request, shape=shape, rates=rates), device, OF_DECODER)
-        made, of_data = replace(made, notes=(*made.notes, *notes)), ""
     print(plan_as_json(made, {}) if arguments.format == "json" else f"{of_data}{plan_report(made)}")
     return NOTHING_FITS if made.fits is False else 0
 

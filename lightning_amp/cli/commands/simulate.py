@@ -6,15 +6,7 @@ from pathlib import Path
 
 from lightning_amp.cli.commands.calibrate import check_target
 from lightning_amp.cli.configuration import add_configuration, plan_of_configuration
-from lightning_amp.cli.request import (
-    add_request,
-    decoder_of_request,
-    rates_of_request,
-    read,
-    refuse,
-    request_of,
-    with_memory_of_device,
-)
+from lightning_amp.cli.request import add_request, decoder_of_request, rates_of_request, read, refuse, request_of
 from lightning_amp.data.files.directory import written_aside
 
 
@@ -31,8 +23,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from lightning_amp.planning.modules.on_device import OF_DECODER, Device, on_device
-    from lightning_amp.planning.policies.make_plan import check_request
+    from lightning_amp.planning.base.plan_request import check_request
     from lightning_amp.planning.reports.plan_report import plan_report
     from lightning_amp.profiling.profile import Profile
 
@@ -71,10 +62,7 @@ def _run(arguments: argparse.Namespace) -> None:
         of_model = {"latent_dim": arguments.latent_dim, "window": arguments.window}
         make, plan = request_reference(source, **of_model, **request, rates=rates)
     else:
-        device = Device.of(rates.memory, request["device_memory"], request["devices"])
-        request, _ = with_memory_of_device(request, rates)
         make, plan = request_decoder(source, **request, rates=rates)
-        plan = on_device(plan, device, OF_DECODER)
     simulation = simulate_plan(make, plan, device_type=rates.device_type)
     if arguments.plot is not None:
         with written_aside(Path(arguments.plot)) as aside:

@@ -18,11 +18,14 @@ from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.profiling.split_samples import samples_may_be_split, with_split_samples
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.profiling.step_of_ranks import on_top_of
+from lightning_amp.planning.base.base_plan import plan_without_decoder
+from lightning_amp.planning.base.plan_request import plan_request
+from lightning_amp.planning.base.rules import with_memory, with_requested, with_speeds
 from lightning_amp.planning.modules.plan_decoder import OnTopOf, plan_decoder, split_by_decoder
 from lightning_amp.planning.modules.plan_module import model_axis_size, plan_module, split_by_planner
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.policies.build_rules import with_memory, with_requested, with_speeds
-from lightning_amp.planning.policies.make_plan import plan as make_plan
+from lightning_amp.planning.policies.build_rules import with_requested_specs, with_strata_by_speed
+from lightning_amp.planning.policies.make_plan import plan_of_decoder
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.techniques.compile.choose import NAME as COMPILE
 from lightning_amp.techniques.compile.choose import UNKNOWN_BYTES, blocks_to_compile
@@ -120,7 +123,23 @@ def make_step_plan(given: PlanInputs, step: StepOfModule | None, seen: ProfiledS
     """
     if given.shape.decoder:
         assert step is not None, "it is counted with the decoder's techniques"
-        return _of_decoder(given, step)
+        asked, named = split_by_decoder(given.strategies, policy=given.policy)
+        found, seen = plan_decoder(
+            lambda budget: base_plan(given, asked, given.model_parallel_size, steps=given.steps, budget=budget),
+            given.on_top_of(step),
+            given.shape,
+            budget=given.budget,
+            named=named,
+            budget_named=given.memory_named,
+        )
+    else:
+        found, step, seen = _without_decoder(given, step, seen)
+    return StepPlan(plan=with_memory(found, given.memory), step=step, seen=seen)
+
+
+def _without_decoder(
+    given: PlanInputs, step: StepOfModule | None, seen: ProfiledStep | None
+) -> tuple[Plan, StepOfModule | None, ProfiledStep]:
     assert seen is not None, "the step of a module without a decoder is profiled first"
     asked, named = split_by_planner(given.strategies, policy=given.policy)
     size, stages = model_axis_size(given.model_parallel_size, asked, seen, policy=given.policy)
@@ -141,7 +160,7 @@ def make_step_plan(given: PlanInputs, step: StepOfModule | None, seen: ProfiledS
             node_ranks=given.node_devices or given.devices,
             rates=given.rates,
         )
-    return StepPlan(plan=with_memory(found, given.memory), step=step, seen=seen)
+    return found, step, seen
 
 
 def base_plan(
@@ -165,20 +184,24 @@ def base_plan(
     Raises:
         PlanError: The request cannot be planned.
     """
-    made = make_plan(
+    shape, launches = given.shape, given.rates.launches
+    request = plan_request(
         given.data,
+        shape,
         devices=given.devices,
         device_memory=given.budget if budget is None else budget,
         policy=given.policy,
         strategies=None if strategies is None else list(strategies),
-        batch_size=given.shape.batch_size,
         model_parallel_size=size,
-        shape=given.shape,
         rates=given.rates,
         node_devices=given.node_devices,
     )
-    made = with_requested(made, given.requested, given.shape, launches=given.rates.launches)
-    made = with_speeds(with_spec(made, steps, uncounted), given.shape, given.speeds)
+    if shape.decoder:
+        made = with_requested_specs(plan_of_decoder(request), given.requested, shape, launches=launches)
+        made = with_strata_by_speed(made, shape, given.speeds)
+    else:
+        made = with_requested(plan_without_decoder(request), given.requested, shape, launches=launches)
+    made = with_speeds(with_spec(made, steps, uncounted), given.speeds)
     return replace(made, notes=(*made.notes, *given.notes))
 
 
@@ -215,16 +238,3 @@ def without_compiled(plan: Plan) -> Plan:
     if len(rules) == len(plan.rules):
         return plan
     return replace(plan, rules=rules, strategies=tuple(name for name in plan.strategies if name != COMPILE))
-
-
-def _of_decoder(given: PlanInputs, step: StepOfModule) -> StepPlan:
-    asked, named = split_by_decoder(given.strategies, policy=given.policy)
-    found = plan_decoder(
-        lambda budget: base_plan(given, asked, given.model_parallel_size, steps=given.steps, budget=budget),
-        given.on_top_of(step),
-        given.shape,
-        budget=given.budget,
-        named=named,
-        budget_named=given.memory_named,
-    )
-    return StepPlan(plan=with_memory(found.plan, given.memory), step=step, seen=found.seen)

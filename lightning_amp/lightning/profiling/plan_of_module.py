@@ -25,9 +25,9 @@ from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, StepPla
 from lightning_amp.lightning.profiling.module_plan import ModulePlan
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
+from lightning_amp.planning.base.rules import without_shared_statistics
 from lightning_amp.planning.modules.on_device import Device, made_for, on_device
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.policies.build_rules import without_shared_statistics
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import shown_if_long
 from lightning_amp.quantities import memory_of_ranks

@@ -10,7 +10,8 @@ from lightning_amp.costs import model_shape
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
-from lightning_amp.installing.describe_module import describe, unpredicted, with_unsupported
+from lightning_amp.installing.describe_decoder import unpredicted, with_unsupported
+from lightning_amp.installing.describe_module import describe
 from lightning_amp.models.glue import GLUE
 from lightning_amp.planning.time.step_seconds import on_device
 from lightning_amp.profiling.profile import Profile
@@ -44,10 +45,17 @@ def read_shape(
     data = data if isinstance(data, SingleCellDataModule) else None
     if data_dir is None and data is not None:
         data_dir = data.data_dir
-    shape = _shape(module, batch_size=batch_size, queries=queries)
-    notes = unpredicted(module, shape)
+    reference = isinstance(module, GLUE)
+    shape = describe(module, batch_size=batch_size, optimizer_slots=RMSPROP_SLOTS if reference else ADAM_SLOTS)
+    notes = list[str]()
+    if shape.decoder:
+        shape, notes = with_unsupported(module, shape), unpredicted(module, shape)
+        # the reference model's activations outside its strata are known from its data
+        shape = shape if reference else model_shape.with_counts(shape)
+        decoder = replace(shape.decoder, threads=torch.get_num_threads(), queries=queries)
+        shape = on_device(replace(shape, decoder=decoder), rates)
     if data_dir is None and profile is None:
-        return model_shape.profile_of_module(shape), on_device(shape, rates), notes
+        return model_shape.profile_of_module(shape), shape, notes
     if profile is None:
         profile = read_profile(data_dir, setting=getattr(data, "setting", None))  # type: ignore[arg-type]
     # only loaded modalities count, and they are decomposed only if the module has a decomposed decoder
@@ -67,13 +75,4 @@ def read_shape(
         network = model_shape.NetworkShape(**{name: settings[name] for name in names})
         dim = shape.decoder.dim or int(settings.get("latent_dim", model_shape.LATENT_DIM))
         shape = model_shape.outside_strata(shape, network, profile, latent_dim=dim)
-    return profile, on_device(shape, rates), notes
-
-
-def _shape(module: nn.Module, *, batch_size: int, queries: int | None) -> ModelShape:
-    reference = isinstance(module, GLUE)
-    slots = RMSPROP_SLOTS if reference else ADAM_SLOTS
-    shape = with_unsupported(module, describe(module, batch_size=batch_size, optimizer_slots=slots))
-    # the reference model's activations outside its strata are known from its data
-    shape = shape if reference else model_shape.with_counts(shape)
-    return replace(shape, decoder=replace(shape.decoder, threads=torch.get_num_threads(), queries=queries))
+    return profile, shape, notes

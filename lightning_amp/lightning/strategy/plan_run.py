@@ -6,6 +6,7 @@ from functools import partial
 
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.lightning.consistency.replicas import decide_on_one_rank
+from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.profiling.make_step_plan import (
     PlanInputs,
@@ -19,13 +20,14 @@ from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.largest_rank import for_largest_rank
 from lightning_amp.lightning.strategy.validation_of_fit import with_validation
-from lightning_amp.planning.memory.peak_model import predict
+from lightning_amp.planning.base import rules as base_rules
+from lightning_amp.planning.base.base_plan import kept_bytes
 from lightning_amp.planning.modules.on_device import made_for, on_device
 from lightning_amp.planning.modules.plan_decoder import predict_decoder_again, split_by_decoder
 from lightning_amp.planning.modules.plan_module import plan_again, split_by_planner
-from lightning_amp.planning.plan.plan import Axes, Plan
-from lightning_amp.planning.policies import build_rules
-from lightning_amp.planning.time.step_seconds import predicted_times
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.policies.build_rules import ends_of
+from lightning_amp.planning.policies.make_plan import predicted_fields
 from lightning_amp.progress import shown_if_long
 from lightning_amp.techniques.table import EVALUATED, PREDICTIONS, STRATEGIES, in_order, is_of_decoder
 
@@ -57,7 +59,8 @@ def resolve_plan(
         if requested is None or strategies is not None:
             made = _plan_of_decoder if facts.read[1].decoder else _plan_of_module
             return compiled(made_for(lambda less: made_with(made, less)))
-        return compiled(compared(predict_anew(requested, facts), facts, facts.step))
+        again = base_rules.with_memory(predict_anew(requested, facts), facts.memory)
+        return compiled(compared(again, facts, facts.step))
 
     def compiled(found: Plan) -> Plan:
         seen = facts.profiled[0]
@@ -74,7 +77,7 @@ def resolve_plan(
         return compared(found.plan, fewer, found.step)
 
     def compared(found: Plan, facts: PlanningContext, step: StepOfModule | None) -> Plan:
-        found = with_validation(build_rules.with_memory(found, facts.memory), facts)
+        found = with_validation(found, facts)
         return on_device(found, facts.device, facts.as_planned(found, step))
 
     try:
@@ -91,10 +94,10 @@ def resolve_plan(
             f" has {strategy.world_size} ranks; make a plan for as many, or change `devices` of the Trainer"
         )
     if not request.share_batch_statistics:
-        plan = build_rules.without_shared_statistics(plan)
+        plan = base_rules.without_shared_statistics(plan)
     own = None if facts.data is None else facts.data.balance
     balance = request.balance_cells if own is None else own
-    return plan if balance == "auto" else build_rules.with_balance(plan, balance=bool(balance))
+    return plan if balance == "auto" else base_rules.with_balance(plan, balance=bool(balance))
 
 
 def _plan_of_module(facts: PlanningContext, given: PlanInputs) -> StepPlan:
@@ -136,7 +139,7 @@ def _of_evaluation(
     return with_split_evaluation(
         whole,
         evaluation,
-        base=lambda name, dry: base_plan(given, ["S1", name], dry.ranks, steps=dry, uncounted=facts.profiled[1]),
+        base=lambda name, dry: _without_step(facts, given, ["S1", name], dry),
         node_ranks=facts.strategy.num_processes,
         rates=rates,
         notes=notes,
@@ -155,9 +158,13 @@ def _plan_of_decoder(facts: PlanningContext, given: PlanInputs) -> StepPlan:
     return StepPlan(plan=_evaluated(_without_step(facts, given, requested), facts, named or None))
 
 
-def _without_step(facts: PlanningContext, given: PlanInputs, asked: Sequence[str] | None) -> Plan:
-    """Make the plan that needs no count of a step, with these strategies."""
-    return base_plan(given, asked, given.model_parallel_size, steps=facts.steps, uncounted=facts.profiled[1])
+def _without_step(
+    facts: PlanningContext, given: PlanInputs, asked: Sequence[str] | None, split: DrySteps | None = None
+) -> Plan:
+    """Make the plan that needs no count of a step, with these strategies, or with this technique that splits it."""
+    size, steps = (given.model_parallel_size, facts.steps) if split is None else (split.ranks, split)
+    made = base_plan(given, asked, size, steps=steps, uncounted=facts.profiled[1])
+    return base_rules.with_memory(made, facts.memory)
 
 
 def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
@@ -204,26 +211,24 @@ def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) 
 def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     """Update a given plan with the prediction and budget of this run; its old ones belong to another model."""
     (profile, shape, notes), (rates, note) = facts.read, facts.rates
-    # the axes of a plan describe a decoder; without one `plan_again` below replaces this prediction
-    axes = plan.axes if shape.decoder else Axes()
-    notes = notes + note + build_rules.too_few_cells(profile, plan.mesh, shape.batch_size)
-    notes += build_rules.remarks({rule.strategy: rule.spec for rule in plan.rules}, launches=rates.launches)
+    notes = notes + note + base_rules.too_few_cells(profile, plan.mesh, shape.batch_size)
+    notes += base_rules.remarks({rule.strategy: rule.spec for rule in plan.rules}, launches=rates.launches)
     if shape.batch_norms:
         # the plan may come from a model without batch normalisation
-        plan = build_rules.with_shared_statistics(plan)
-    predicted = predict(shape, plan.strategies, model_ranks=plan.mesh.model, axes=axes, ends=build_rules.ends_of(plan))
+        plan = base_rules.with_shared_statistics(plan)
+    if shape.decoder:
+        fields = predicted_fields(shape, plan.strategies, plan.axes, plan.mesh, rates, ends=ends_of(plan))
+    else:
+        # `plan_again` below replaces them
+        fields = kept_bytes(shape, plan.strategies, plan.mesh)
     again = replace(
         plan,
         batch_size=shape.batch_size,
-        predicted_base_bytes=predicted.base_bytes,
-        predicted_stratum_bytes=predicted.mean_stratum_bytes,
-        predicted_peak_bytes=predicted.peak_bytes,
-        strata_bytes=predicted.strata_bytes,
         budget_bytes=facts.budget,
         on_device=None,
         notes=(*(note for note in plan.notes if note not in notes), *notes),
         candidates=(),
-        **predicted_times(shape, axes, plan.mesh, rates),
+        **fields,
     )
     if shape.decoder:
         return _decoder_again(again, facts)
@@ -242,8 +247,8 @@ def _decoder_again(plan: Plan, facts: PlanningContext) -> Plan:
         except AmpError as error:
             why = str(error)
         else:
-            facts.keep_profiled(found.seen)
-            return found.plan
+            facts.keep_profiled(found[1])
+            return found[0]
     beyond = [rule.fqn for rule in plan.rules if rule.strategy in PREDICTIONS and not is_of_decoder(rule)]
     note = f"what {', '.join(beyond)} save beyond the decoder is not predicted: {why}"
     return replace(plan, diagnosis=None, notes=(*plan.notes, *[note] * bool(beyond)))

@@ -26,14 +26,13 @@ from itertools import accumulate, pairwise
 from math import isqrt
 
 from lightning_amp.costs.model_shape import ModelShape
-from lightning_amp.errors import PlanError
+from lightning_amp.planning.base.base_plan import shape_with
 from lightning_amp.planning.memory.kept_tensors import latent_terms, table_numbers
 from lightning_amp.planning.memory.temporaries import CELLS, KEY, MAKING, backward_peak, forward_peak
 from lightning_amp.planning.plan.plan import Axes
 from lightning_amp.planning.sizes import Counted, RankSizes, Term, strata_of, widest
 from lightning_amp.planning.time.step_seconds import strata_ends
 from lightning_amp.techniques.hic.rows import AGAIN, RETAINED, STREAMED
-from lightning_amp.techniques.table import STRATEGIES
 
 INDEX_BYTES = 8
 """Bytes of the int64 index of an anchor, a vertex or one end of an edge."""
@@ -179,14 +178,7 @@ def predict(
         PlanError: `shape_after` of a registered strategy did not return a shape.
     """
     chosen = tuple(strategies)
-    for strategy in chosen:
-        after = STRATEGIES[strategy].shape_after
-        shape = shape if after is None else after(shape, model_ranks)
-        if not isinstance(shape, ModelShape):
-            raise PlanError(
-                f"shape_after of {strategy} returned {shape!r}; allowed is a ModelShape: return"
-                " dataclasses.replace(shape, ...) with the sizes that it changes"
-            )
+    shape = shape_with(shape, chosen, model_ranks)
     return estimate(shape, axes or Axes.of(chosen), model_ranks=model_ranks, wide_layers="S2" in chosen, ends=ends)
 
 

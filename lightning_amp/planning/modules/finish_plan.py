@@ -14,11 +14,11 @@ from dataclasses import replace
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.footprint.module_profile import ACTIVATIONS, PHASES, ModuleProfile
+from lightning_amp.planning.base.rules import BY_USER
 from lightning_amp.planning.modules.candidates import Compared, advice
 from lightning_amp.planning.modules.min_memory_plan import LEAST, missing
 from lightning_amp.planning.plan.mesh_shape import MeshShape
 from lightning_amp.planning.plan.plan import Axes, Explanation, ModuleDiagnosis, Plan
-from lightning_amp.planning.policies.build_rules import BY_USER
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.data.row import DataParallel
 from lightning_amp.techniques.host_memory.limit import host_bytes_of

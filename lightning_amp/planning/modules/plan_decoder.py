@@ -2,8 +2,8 @@
 
     1. make the policy's plan of the decoder for the budget (policies/make_plan.py)
     2. count the step with the techniques of that plan, and plan the rest as of any module (plan_module.py)
-    3. if more than the decoder's techniques is needed, do the same with a leaner plan of the decoder: the faster of
-       both is taken, or if neither fits, the one that requires less
+    3. do the same with a leaner plan of the decoder if the count exceeds the budget, or with a faster one if the closed
+       forms had predicted more than was counted: the faster of both is taken, or if neither fits, the leaner
 
 Steps are counted as one rank of the model axis, the fullest, with all rules of the decoder.
 """
@@ -22,6 +22,7 @@ from lightning_amp.planning.modules.candidates import as_it_is
 from lightning_amp.planning.modules.min_memory_plan import LEAST
 from lightning_amp.planning.modules.plan_module import Count, plan_again, plan_module
 from lightning_amp.planning.plan.plan import Axes, Candidate, Plan
+from lightning_amp.planning.policies.auto import TIE
 from lightning_amp.planning.time.step_seconds import decoder_seconds
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.table import (
@@ -35,24 +36,12 @@ from lightning_amp.techniques.table import (
 
 AT_ONCE = Links(intra_bandwidth=inf, inter_bandwidth=inf, latency=0.0, ranks_per_node=1)
 TRIES = 3
-"""Number of leaner plans of the decoder that are counted until one fits."""
+"""Number of other plans of the decoder that are counted, until one fits and none is faster."""
 Make = Callable[[int | None], Plan]
 """Maps a budget in bytes to the plan of the decoder alone, by closed forms; no plan fits 1 byte, so it needs least."""
 OnTopOf = Callable[[tuple[Rule, ...], int], tuple[ProfiledStep, Count]]
 """(rules of the decoder, ranks of the model axis) -> the step that is counted so, and what counts it with further
 rules."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderPlan:
-    """The plan of a module with a decoder, and the step with the techniques of its decoder.
-
-    Attributes:
-        seen: The step; None if it could not be counted, and the plan has the closed forms' prediction.
-    """
-
-    plan: Plan
-    seen: ProfiledStep | None
 
 
 def plan_decoder(
@@ -63,13 +52,17 @@ def plan_decoder(
     budget: int | None,
     named: tuple[str, ...] | None = None,
     budget_named: bool = True,
-) -> DecoderPlan:
+) -> tuple[Plan, ProfiledStep | None]:
     """Plan a module with a decoder.
 
     Args:
         shape: Sizes of the module.
         named: Techniques beyond the decoder that the user requested; None leaves all techniques to the policy.
         budget_named: Whether the user set the budget; if not, requested techniques are applied as much as possible.
+
+    Returns:
+        The plan, and the step with the techniques of its decoder; None if it could not be counted, and the plan has
+        the closed forms' prediction.
 
     Raises:
         AmpError: A requested technique is not possible, or the step cannot be counted, which it requires.
@@ -81,15 +74,15 @@ def plan_decoder(
         if named:
             raise
         note = f"the peak is that of closed forms, for the step was not counted: {error}"
-        return DecoderPlan(plan=replace(whole, notes=(*whole.notes, note)), seen=None)
+        return replace(whole, notes=(*whole.notes, note)), None
     found = [first.planned(budget, named=named, budget_named=budget_named)]
-    if named is None and budget is not None and first.peak_bytes > budget:
-        leaner = _leaner(first, make, on_top_of, shape, budget)
-        found += [leaner.planned(budget, named=named, budget_named=budget_named)] if leaner is not None else []
-    fitting = [one for one in found if budget is None or one.plan.predicted_peak_bytes <= budget]
+    if named is None and budget is not None:
+        other = _other(first, make, on_top_of, shape, budget)
+        found += [] if other is None else [other.planned(budget, named=named, budget_named=budget_named)]
+    fitting = [one for one in found if budget is None or one[0].predicted_peak_bytes <= budget]
     if fitting:
-        return min(fitting, key=lambda one: _seconds_of_a_batch(one.plan))
-    return min(found, key=lambda one: one.plan.predicted_peak_bytes)
+        return min(fitting, key=lambda one: _seconds_of_a_batch(one[0]))
+    return min(found, key=lambda one: one[0].predicted_peak_bytes)
 
 
 def split_by_decoder(
@@ -105,29 +98,38 @@ def split_by_decoder(
     return [name for name in strategies if name not in beyond], beyond
 
 
-def predict_decoder_again(given: Plan, on_top_of: OnTopOf, shape: ModelShape) -> DecoderPlan:
+def predict_decoder_again(given: Plan, on_top_of: OnTopOf, shape: ModelShape) -> tuple[Plan, ProfiledStep]:
     """Predict a given plan again, whose bytes are those of closed forms, by a count of the step."""
     counted = _Counted.of(given, on_top_of, shape)
     found = plan_again(given, counted.seen, count=counted.count)
-    return DecoderPlan(plan=counted.joined(found, extra_seconds=0.0), seen=counted.seen)
+    return counted.joined(found, extra_seconds=0.0), counted.seen
 
 
-def _leaner(first: "_Counted", make: Make, on_top_of: OnTopOf, shape: ModelShape, budget: int) -> "_Counted | None":
-    """Return the first leaner plan of the decoder whose count fits, or the leanest; None if `first` is the leanest."""
-    found, tried = first, {_choices(first.whole)}
+def _other(first: "_Counted", make: Make, on_top_of: OnTopOf, shape: ModelShape, budget: int) -> "_Counted | None":
+    """Count what the closed forms choose when they are off by what the last count has shown.
+
+    Returns:
+        A faster plan of the decoder that fits, if `first` fits; else the first that fits, or the leanest; None if there
+        is no other.
+    """
+    last, tried, best = first, {_choices(first.whole)}, first
     for limit in (*[None] * TRIES, 1):
-        # what lies outside hardly changes with the plan, so the decoder's budget is smaller by what the count exceeds
-        whole = make(limit or max(1, budget - (found.peak_bytes - found.whole.predicted_peak_bytes)))
+        if limit is not None and best.peak_bytes <= budget:
+            break
+        # what lies outside hardly changes with the plan, so the decoder's budget differs by what the count does
+        whole = make(limit or max(1, budget - (last.peak_bytes - last.whole.predicted_peak_bytes)))
         if _choices(whole) in tried:
             continue
         tried.add(_choices(whole))
+        if best.peak_bytes <= budget and _seconds_of_a_batch(best.whole) <= TIE * _seconds_of_a_batch(whole):
+            break
         try:
-            found = _Counted.of(whole, on_top_of, shape)
+            last = _Counted.of(whole, on_top_of, shape)
         except AmpError:
             break
-        if found.peak_bytes <= budget:
-            break
-    return None if found is first else found
+        if last.peak_bytes <= budget or best.peak_bytes > budget:
+            best = last
+    return None if best is first else best
 
 
 def _choices(plan: Plan) -> tuple[object, ...]:
@@ -171,7 +173,9 @@ class _Counted:
         """Peak of a rank without further techniques."""
         return as_it_is(self.seen, self.whole.gradient_ranks).peak_bytes
 
-    def planned(self, budget: int | None, *, named: tuple[str, ...] | None, budget_named: bool) -> DecoderPlan:
+    def planned(
+        self, budget: int | None, *, named: tuple[str, ...] | None, budget_named: bool
+    ) -> tuple[Plan, ProfiledStep]:
         """Plan the rest of the step as of any module."""
         # without a budget any step fits, and no technique is searched for that saves memory
         base = replace(self.whole, budget_bytes=sys.maxsize if budget is None else budget)
@@ -179,7 +183,7 @@ class _Counted:
         found = replace(found, budget_bytes=budget)
         plain = as_it_is(self.seen, self.whole.gradient_ranks).seconds
         extra = (found.predicted_step_seconds or plain) - plain
-        return DecoderPlan(plan=self.joined(found, extra_seconds=extra), seen=self.seen)
+        return self.joined(found, extra_seconds=extra), self.seen
 
     def joined(self, found: Plan, *, extra_seconds: float) -> Plan:
         """Return the plan of the whole step with the decoder's shares."""

@@ -1,6 +1,6 @@
 """Plan a module from the profile of its step: diagnose it, choose techniques, and add them to a data-parallel plan.
 
-The plan without a profile (policies/make_plan.py) comes first: S1, batch statistics, and registered techniques. The
+The plan without a profile (base/base_plan.py) comes first: S1, batch statistics, and registered techniques. The
 other techniques are chosen by the bytes of the step. A plan with rules that change modules is then counted again with
 the rules installed, which is nearly exact. If the count exceeds the budget, the plans are compared once more, with the
 excess added to the prediction for these techniques.
@@ -14,6 +14,7 @@ from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, NoRoomToCountError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.planning.base.choose_mesh import check_divides
 from lightning_amp.planning.modules.candidates import TRIES, Compared, as_it_is, compare, draft
 from lightning_amp.planning.modules.finish_plan import (
     diagnose_module,
@@ -27,7 +28,6 @@ from lightning_amp.planning.modules.finish_plan import (
 from lightning_amp.planning.modules.min_memory_plan import leanest_counted
 from lightning_amp.planning.modules.plan_stages import predicted_again, stages_requested, with_stages
 from lightning_amp.planning.plan.plan import Candidate, Plan
-from lightning_amp.planning.policies.make_plan import check_divides
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.stage_search import OPEN, StageOptions
 from lightning_amp.techniques.table import PREDICTIONS, in_order, is_of_decoder, parse_strategies, stage_search

@@ -40,7 +40,7 @@ from typing import Any
 from lightning_amp.costs.device_rates import CPU_CORE, Rates, collective_seconds
 from lightning_amp.costs.model_shape import DecoderShape, ModelShape
 from lightning_amp.costs.ordered_runs import deal
-from lightning_amp.costs.rule import Spec
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.mesh_shape import MeshShape
 from lightning_amp.planning.plan.plan import Axes
@@ -48,7 +48,6 @@ from lightning_amp.planning.sizes import RankSizes, Strata, Term, strata_of
 from lightning_amp.planning.time.collectives import Collective, gradient_numbers, region_traffic, stratum_traffic
 from lightning_amp.planning.time.operator_costs import PARTS, Part, spine, there_and_back
 from lightning_amp.techniques.hic.rows import AGAIN, STREAMED, FusedAttention, StrataParallel, StreamStrata
-from lightning_amp.techniques.table import STRATEGIES
 
 PYTHON = {AGAIN: 160, STREAMED: 95, "fused": 45, "sdpa": 75, "sparse": 40}
 """Time of views and Python code that a choice adds to a stratum, in kernels that take as long.
@@ -238,18 +237,17 @@ def rest_seconds(shape: ModelShape, mesh: MeshShape, rates: Rates) -> float | No
     )
 
 
-def settle(strategy: str, spec: Spec, shape: ModelShape, axes: Axes, mesh: MeshShape) -> Spec:
-    """Fill in the options of a spec that depend on the mesh; other specs, and ends that are set, do not change."""
+def settle(rule: Rule, shape: ModelShape, axes: Axes, mesh: MeshShape) -> Rule:
+    """Fill in the options of a rule's spec that depend on the mesh; other specs, and ends that are set, are kept."""
+    spec, sizes = rule.spec, RankSizes(decoder=shape.decoder, axes=axes, k=0, cells=shape.batch_size, ranks=mesh.model)
     match spec:
         case StrataParallel(ends=""):
-            return replace(spec, ends=",".join(map(str, strata_ends(shape, axes, ranks=mesh.model))))
-        case FusedAttention() | StreamStrata():
-            sizes = RankSizes(decoder=shape.decoder, axes=axes, k=0, cells=shape.batch_size, ranks=mesh.model)
-            if isinstance(spec, FusedAttention):
-                return replace(spec, keep=sizes.keeps_weights)
-            return replace(spec, workers=sizes.side_by_side)
-    own = STRATEGIES[strategy].settle
-    return spec if own is None else own(spec, shape, mesh.model)
+            spec = replace(spec, ends=",".join(map(str, strata_ends(shape, axes, ranks=mesh.model))))
+        case FusedAttention():
+            spec = replace(spec, keep=sizes.keeps_weights)
+        case StreamStrata():
+            spec = replace(spec, workers=sizes.side_by_side)
+    return rule if spec is rule.spec else replace(rule, spec=spec)
 
 
 def strata_ends(shape: ModelShape, axes: Axes, *, ranks: int, speeds: tuple[float, ...] = ()) -> tuple[int, ...]:

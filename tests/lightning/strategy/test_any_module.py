@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torchmetrics import MeanMetric
 
 import lightning_amp
-from lightning_amp.costs.model_shape import profile_of_module, shape_of_decoder
+from lightning_amp.costs.model_shape import profile_of_module
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
@@ -28,6 +28,7 @@ from lightning_amp.simulation.parse_shape import parse_shape
 from tests.any_module import Meter, make
 from tests.each import BEFORE_A_RELEASE
 from tests.lightning.strategy.strategy_cases import Batches, Small, fitted, same
+from tests.planning.profiles import shape_of_decoder
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]

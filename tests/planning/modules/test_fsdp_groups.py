@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from lightning_amp.costs.device_rates import CPU_CORE, rates_for
-from lightning_amp.costs.model_shape import DecoderShape, ModelShape, profile_of_module, shape_of_decoder
+from lightning_amp.costs.model_shape import DecoderShape, ModelShape, profile_of_module
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.module_profile import KINDS, ModuleProfile, Moment, TensorBytes
+from lightning_amp.planning.base.rules import remarks, with_requested
 from lightning_amp.planning.modules.candidates import draft
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.policies.build_rules import remarks, with_requested
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit, fsdp_host_bytes, fsdp_peak_bytes
 from lightning_amp.techniques.fsdp.row import (
@@ -29,6 +29,7 @@ from lightning_amp.techniques.fsdp.row import (
 )
 from tests.planning.modules.facts import with_units
 from tests.planning.modules.test_plan_of_a_module import NAMES, base, chain, profiled, seen
+from tests.planning.profiles import shape_of_decoder
 
 NET = ModelShape(batch_size=4, parameter_bytes=1000, base_activation_bytes=0, blocks=("net.0", "net.2"))
 

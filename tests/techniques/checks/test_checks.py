@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_amp.errors import InstallError
-from lightning_amp.installing.describe_module import _needed, describe
+from lightning_amp.installing.describe_decoder import _needed
+from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, FullAttention, LocalAttention
 from lightning_amp.techniques.checks.key import full_problem, reach_of

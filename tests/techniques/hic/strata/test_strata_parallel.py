@@ -16,7 +16,7 @@ from lightning_amp.costs.model_shape import reference_shape
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install
-from lightning_amp.planning.policies.build_rules import with_speeds
+from lightning_amp.planning.policies.build_rules import with_strata_by_speed
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.techniques.hic.rows import StrataParallel, StreamStrata
 from lightning_amp.techniques.hic.strata.thread_pool import run_in_order, workers_for
@@ -87,7 +87,7 @@ def test_a_slow_rank_has_fewer_strata() -> None:
     shape = reference_shape(data, batch_size=made.batch_size)
 
     def ends(*speeds: float) -> str:
-        rules = with_speeds(made, shape, speeds).rules
+        rules = with_strata_by_speed(made, shape, speeds).rules
         return next(rule.spec.ends for rule in rules if isinstance(rule.spec, StrataParallel))
 
     assert ends() == ends(1.0, 1.0) == "5,9"
