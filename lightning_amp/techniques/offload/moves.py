@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import FakeTensor, counter_of, fake_like, shares_version, unseen, version_of, whole_of
+from lightning_amp._torch import FakeTensor, counter_of, shares_version, tensor_on, unseen, version_of, whole_of
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage, storages_of
 from lightning_amp.techniques.offload.copies import Copies
@@ -201,7 +201,7 @@ class Moves:
         with unseen(), torch.no_grad():
             self._copies.finish(left.device)
             copy = memory.untyped_storage()
-            pairs = [(_view(storage, *part, left.device), _view(copy, *part, memory.device)) for part in left.parts]
+            pairs = [(tensor_on(storage, *part, left.device), tensor_on(copy, *part, memory.device)) for part in left.parts]
             # bit by bit: NaN is equal to itself
             return not all(torch.equal(_bits(here), _bits(there.to(left.device))) for here, there in pairs)
 
@@ -273,7 +273,7 @@ class Moves:
             if storage is None:
                 storage = self._bring(left)
             self._arrive(left)
-            found = _view(storage, kept.dtype, kept.geometry, left.device)
+            found = tensor_on(storage, kept.dtype, kept.geometry, left.device)
             # a storage that has not left may have been written since
             if left.trip and left.digest is not None and left.digest[:2] == (kept.dtype, kept.geometry):
                 self._digests.append((left.digest[2], self._copies.digest(found)))
@@ -338,17 +338,6 @@ class Moves:
 def _geometry(x: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Return the offset, size and strides of a tensor on its storage, as `set_` takes them."""
     return int(x.storage_offset()), tuple(x.shape), tuple(x.stride())
-
-
-def _view(storage: Any, dtype: torch.dtype, geometry: Any, device: torch.device) -> Tensor:
-    """Return a tensor on a storage."""
-    empty = torch.empty(0, dtype=dtype, device=device)
-    if not isinstance(empty, FakeTensor):
-        return empty.set_(storage, *geometry)
-    # fake tensors keep arguments of operators in a cache, which would hold the storage
-    with unseen():
-        on_meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, *geometry)
-        return fake_like(vars(empty), on_meta, device)
 
 
 def _bits(x: Tensor) -> Tensor:

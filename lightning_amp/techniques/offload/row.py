@@ -58,7 +58,7 @@ class Offload:
 
 def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     """Let tensors that autograd saves leave for host memory, as many as the budget requires."""
-    # blocks that run again, and split parameters, save tensors as before
+    # blocks and operators that run again, and split parameters, save tensors as before
     rules = tuple(rule for rule in draft.targets if not splits_parameters(rule))
     others = dict.fromkeys(rule.strategy for rule in rules if not runs_again(rule))
     if others:

@@ -1,6 +1,7 @@
 """Define the entry of replay in the table of techniques: its spec, and the predicted peak and time with it."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
@@ -28,6 +29,8 @@ class ReplayOperators:
         window: Bytes of tensors saved before it that a replay for one tensor also makes.
         keeps: Places of operators that do not run again; their results are kept: "12,30".
     """
+
+    again: ClassVar[bool] = True
 
     ends: str
     views: bool = True

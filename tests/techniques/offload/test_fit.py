@@ -226,7 +226,6 @@ def test_an_accelerator_takes_it_by_name_with_a_window() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 def test_what_is_not_supported_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for names, why in (
-        ("replay,offload", "offload is not possible: it is not supported together with replay"),
         ("sequence,offload", "offload and sequence cannot be together"),
     ):
         with pytest.raises(AmpError, match=why):
