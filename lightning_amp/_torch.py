@@ -202,10 +202,10 @@ def tensor_on(storage: torch.UntypedStorage, dtype: torch.dtype, geometry: Any, 
     """Return a tensor on a storage; `geometry` has its offset, size and strides, as `set_` takes them."""
     empty = torch.empty(0, dtype=dtype, device=device)
     if not isinstance(empty, FakeTensor):
-        return empty.set_(storage, *geometry)  # type: ignore[call-overload, no-any-return]
+        return empty.set_(storage, *geometry)
     # fake tensors keep arguments of operators in a cache, which would hold the storage
     with unseen():
-        on_meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, *geometry)  # type: ignore[call-overload]
+        on_meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, *geometry)
         return fake_like(vars(empty), on_meta, device)
 
 

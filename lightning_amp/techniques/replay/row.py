@@ -72,6 +72,9 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     cuts = replays.choose(None if budget is None else budget - rest)
     if isinstance(cuts, str):
         return cuts
+    if not cuts.segments:
+        # nothing has to run again beside another technique
+        return draft
     saved = stretches.all_saved - cuts.n_bytes
     n = sum(kind != KEPT for _, kind in cuts.segments)
     seconds = cuts.seconds + RECORDED * int(stretches.places[-1])

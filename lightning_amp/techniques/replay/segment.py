@@ -216,9 +216,9 @@ class Segment:
         keep = {handle.ref.slot for handle in handles}
         needed = self._needed(keep, values)
         # before any operator runs, so that a count has the same bytes; what left last comes first
-        for one in dict.fromkeys(one for operator in reversed(needed) for one in reversed(operator.given)):
-            if type(one) is Outside:
-                one.come_back()
+        read = (one for operator in reversed(needed) for one in reversed(operator.given) if type(one) is Outside)
+        for outside in dict.fromkeys(read):
+            outside.come_back()
         # a replay holds no more than the forward pass: storages are freed after the last operator that reads them
         last = {slot: i for i, operator in enumerate(needed) for slot in operator.reads | operator.makes}
         ends: dict[int, list[int]] = {}

@@ -172,11 +172,12 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(kept, Handle):
             return kept.segment.value(kept)
         if self._around is not None:
-            found: Tensor = self._around[1](kept)
-            return found
-        if version_of(kept.tensor) != kept.version:
+            back: Tensor = self._around[1](kept)
+            return back
+        tensor: Tensor = kept.tensor
+        if version_of(tensor) != kept.version:
             raise ModelError(CHANGED)
-        return kept.tensor
+        return tensor
 
     def _digest_saved(self) -> None:
         """Compute digests of saved tensors, after the next operator, which may be the one that makes them."""

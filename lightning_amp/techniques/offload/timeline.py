@@ -1,0 +1,212 @@
+"""Define a training step as a line of moments on which tensors are saved and asked for, and what it takes with them on
+the host.
+
+Each part of what autograd keeps (a tensor, or several that are treated alike) has one of three ways:
+
+    KEEP     it stays on the device
+    HOST     it leaves when it is saved, and comes back when the backward pass asks for it
+    AGAIN    it is freed, and its operators run again when the backward pass asks for it
+
+Copies of a direction run one after the other, beside the computation. As in `Moves`, at most W bytes wait for their
+copy to the host, and at most W bytes come back before anything asks for them; the device waits where more would.
+"""
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+KEEP, HOST, AGAIN = 0, 1, 2
+WAYS = KEEP, HOST, AGAIN
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """Copies between a device and its host.
+
+    Attributes:
+        out, back: Bytes per second of each direction.
+        window: W, bytes.
+        beside: Whether copies run beside the computation, as on a GPU.
+    """
+
+    out: float
+    back: float
+    window: float
+    beside: bool = True
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Timeline:
+    """A step, and the parts of what autograd keeps in it.
+
+    Attributes:
+        live: [moment] bytes on the device if all parts are kept.
+        freed: [way, part, moment] bytes that a way of a part frees.
+        n_bytes: [part] bytes that a part moves to the host, and back.
+        saved, asked: [part] seconds from the begin of a step in which all parts are kept.
+        again: [part] seconds of its operators; inf if they cannot run again.
+        seconds: Seconds of that step.
+    """
+
+    live: Array
+    freed: Array
+    n_bytes: Array
+    saved: Array
+    asked: Array
+    again: Array
+    seconds: float
+
+    def peak(self, ways: Sequence[int]) -> float:
+        """Return the most bytes on the device, without those on their way."""
+        return float(self.bytes_of(ways).max())
+
+    def bytes_of(self, ways: Sequence[int]) -> Array:
+        """Return [moment] the bytes on the device."""
+        found: Array = self.live - self.freed[np.asarray(ways, int), np.arange(len(ways))].sum(0)
+        return found
+
+    @cached_property
+    def _events(self) -> list[tuple[float, bool, int]]:
+        # asked before saved at the same time, as of tensors that a backward pass inside the step reads
+        saved = [(float(at), True, i) for i, at in enumerate(self.saved)]
+        asked = [(float(at), False, i) for i, at in enumerate(self.asked)]
+        return sorted(saved + asked)
+
+    def took(self, ways: Sequence[int], link: Link) -> float:
+        """Return the seconds of the step; inf if a part that cannot run again should."""
+        waited, sizes = 0.0, self.n_bytes.tolist()
+        out_ends = back_ends = queued = ahead = 0.0
+        queue, gone, arrives = deque[tuple[float, float]](), list[int](), dict[int, float]()
+        for clock, saves, i in self._events:
+            if ways[i] == AGAIN and not saves:
+                waited += float(self.again[i])
+            if ways[i] != HOST:
+                continue
+            now, size = clock + waited, sizes[i]
+            if not link.beside:
+                waited += size / (link.out if saves else link.back)
+            elif saves:
+                out_ends = max(out_ends, now) + size / link.out
+                queue.append((out_ends, size))
+                queued += size
+                gone.append(i)
+                while queued > link.window:
+                    end, first = queue.popleft()
+                    queued -= first
+                    waited = max(waited, end - clock)
+            else:
+                if i in arrives:
+                    ahead -= size
+                else:
+                    arrives[i] = back_ends = max(back_ends, now) + size / link.back
+                waited = max(waited, arrives[i] - clock)
+                now = clock + waited
+                for other in reversed(gone):
+                    if other in arrives:
+                        continue
+                    if ahead + sizes[other] > link.window:
+                        break
+                    ahead += sizes[other]
+                    arrives[other] = back_ends = max(back_ends, now) + sizes[other] / link.back
+                while gone and gone[-1] in arrives:
+                    gone.pop()
+        return self.seconds + waited
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SavedTensors:
+    """Storages that a counted step could have on the host, and its bytes while all are on the device.
+
+    Attributes:
+        live: [moment] bytes on the device; a moment is one operator.
+        sizes: Bytes of all storages that may leave, by number.
+        number: [storage] of those whose leaving frees something: the number,
+        n_bytes: the size,
+        place: the place among the operators that a replay counts,
+        gone, back: where it would be away: at the moments gone <= t < back,
+        saved, asked: and seconds from the begin of the step.
+        seconds: Seconds of the step.
+    """
+
+    live: Array
+    sizes: Array
+    number: Array
+    n_bytes: Array
+    place: Array
+    gone: Array
+    back: Array
+    saved: Array
+    asked: Array
+    seconds: float
+
+    def at_least(self, n_bytes: int) -> "SavedTensors":
+        """Return those of at least so many bytes, numbered without the others."""
+        large = self.sizes >= n_bytes
+        some = large[self.number]
+        names = ("number", "n_bytes", "place", "gone", "back", "saved", "asked")
+        kept = {name: getattr(self, name)[some] for name in names}
+        kept["number"] = (np.cumsum(large) - 1)[kept["number"]]
+        return replace(self, sizes=self.sizes[large], **kept)
+
+    @cached_property
+    def _spans(self) -> tuple[Array, Array]:
+        """[span] most bytes of moments between which no storage leaves or comes back, and their first moments."""
+        first = np.unique(np.concatenate([[0], self.gone, self.back]))
+        first = first[first < len(self.live)]
+        return np.maximum.reduceat(self.live, first), first
+
+    def away(self, which: Sequence[int], until: Array | None = None) -> Array:
+        """Return [span] the bytes of some storages where they are away; each at most until a moment."""
+        _, first = self._spans
+        some, found = np.asarray(which, int), np.zeros(len(first) + 1)
+        back = self.back[some] if until is None else np.minimum(self.back[some], until)
+        gone = np.minimum(self.gone[some], back)
+        np.add.at(found, np.searchsorted(first, gone), self.n_bytes[some])
+        np.add.at(found, np.searchsorted(first, back), -self.n_bytes[some])
+        return found.cumsum()[:-1]
+
+    def peak(self, which: Sequence[int]) -> float:
+        """Return the most bytes on the device if these storages leave."""
+        return float((self._spans[0] - self.away(which)).max())
+
+    def timeline(
+        self, groups: Sequence[Sequence[int]], freed_again: Array | None = None, again: Array | None = None
+    ) -> Timeline:
+        """Return the timeline of groups of storages, whose operators run again in so many seconds."""
+        n = len(groups)
+        host = np.stack([self.away(group) for group in groups])
+        freed_again = np.zeros_like(host) if freed_again is None else freed_again
+        empty = [not len(group) for group in groups]
+        return Timeline(
+            live=self._spans[0],
+            freed=np.stack([0 * host, host, freed_again]),
+            n_bytes=np.array([self.n_bytes[list(group)].sum() for group in groups], float),
+            saved=np.array(
+                [0.0 if no else self.saved[list(group)].max() for group, no in zip(groups, empty, strict=True)]
+            ),
+            asked=np.array(
+                [self.seconds if no else self.asked[list(group)].min() for group, no in zip(groups, empty, strict=True)]
+            ),
+            again=np.full(n, np.inf) if again is None else again,
+            seconds=self.seconds,
+        )
+
+    def took(self, which: Collection[int], link: Link) -> float:
+        """Return the seconds of the step if these storages leave."""
+        n = len(self.number)
+        line = Timeline(
+            live=self.live[:1],
+            freed=np.zeros((3, n, 1)),
+            n_bytes=self.n_bytes,
+            saved=self.saved,
+            asked=self.asked,
+            again=np.full(n, np.inf),
+            seconds=self.seconds,
+        )
+        return line.took([HOST if i in which else KEEP for i in range(n)], link)
