@@ -11,7 +11,6 @@ Copies of a direction run one after the other, beside the computation. As in `Mo
 copy to the host, and at most W bytes come back before anything asks for them; the device waits where more would.
 """
 
-from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -82,7 +81,8 @@ class Timeline:
         """Return the seconds of the step; inf if a part that cannot run again should."""
         waited, sizes = 0.0, self.n_bytes.tolist()
         out_ends = back_ends = queued = ahead = 0.0
-        queue, gone, arrives = deque[tuple[float, float]](), list[int](), dict[int, float]()
+        # the ends of copies that the device has not waited for, storages that left, and when those on their way arrive
+        queue, gone, arrives = dict[int, float](), list[int](), dict[int, float]()
         for clock, saves, i in self._events:
             if ways[i] == AGAIN and not saves:
                 waited += float(self.again[i])
@@ -93,22 +93,26 @@ class Timeline:
                 waited += size / (link.out if saves else link.back)
             elif saves:
                 out_ends = max(out_ends, now) + size / link.out
-                queue.append((out_ends, size))
+                queue[i] = out_ends
                 queued += size
                 gone.append(i)
                 while queued > link.window:
-                    end, first = queue.popleft()
-                    queued -= first
-                    waited = max(waited, end - clock)
+                    first = next(iter(queue))
+                    queued -= sizes[first]
+                    waited = max(waited, queue.pop(first) - clock)
             else:
-                if i in arrives:
+                if i in queue:
+                    # it is still there, until its copy has ended
+                    queued -= size
+                    arrives[i] = queue.pop(i)
+                elif i in arrives:
                     ahead -= size
                 else:
                     arrives[i] = back_ends = max(back_ends, now) + size / link.back
                 waited = max(waited, arrives[i] - clock)
                 now = clock + waited
                 for other in reversed(gone):
-                    if other in arrives:
+                    if other in arrives or other in queue:
                         continue
                     if ahead + sizes[other] > link.window:
                         break
