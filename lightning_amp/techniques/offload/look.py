@@ -164,24 +164,22 @@ def _saved(module: LightningModule, batch: Any, *, rates: OperatorRates, **optio
     clock = np.concatenate([[0], np.cumsum(found.seconds), np.full(n - len(found.seconds), sum(found.seconds))])
     # a storage that is used from the device, or is freed only then, frees nothing by leaving
     rows = [
-        (number, one.life.n_bytes, one.place, one.life.death + 1, one.back, clock[one.saved + 1], clock[one.back])
+        (number, one.life.n_bytes, one.place, one.saved, one.life.death + 1, one.back)
         for number, one in sorted(found.trips.items())
         if one.back is not None and one.life.death is not None and one.life.death + 1 < one.back
     ]
-    number, n_bytes, place, gone, back, saved, asked = np.array(rows, float).reshape(-1, 7).T
-    gone, back = gone.astype(int), back.astype(int)
+    number, n_bytes, place, saved_at, gone, back = np.array(rows, int).reshape(-1, 6).T
     more = np.zeros(n + 1)
     np.add.at(more, gone, n_bytes)
     np.add.at(more, back, -n_bytes)
     return SavedTensors(
         live=live + more.cumsum()[:-1],
         sizes=np.array(moves.candidates),
-        number=number.astype(int),
-        n_bytes=n_bytes,
-        place=place.astype(int),
+        clock=clock,
+        number=number,
+        n_bytes=n_bytes.astype(float),
+        place=place,
+        saved_at=saved_at,
         gone=gone,
         back=back,
-        saved=saved,
-        asked=asked,
-        seconds=float(clock[-1]),
     )

@@ -28,8 +28,11 @@ LEAST_BYTES = 2**20
 """Smaller tensors stay: they are many, and hold little."""
 SMALLEST_SHARE = 2**-10
 """In a small step, tensors below this share of what leaves stay instead."""
-AHEAD = 2
-"""Storages as large as the largest one that may be on their way at once, on a device whose copies run beside it."""
+AHEADS = 2, 1, 0
+"""Storages as large as the largest one that may be on their way at once, on a device whose copies run beside it; fewer
+where the budget asks for it."""
+TRIES = 8
+"""Most choices that are made to find one that keeps a bound with what is on its way."""
 GROUPS = 32
 """Most groups of storages, saved one after the other, that are chosen from; single ones are left out afterwards."""
 COUNTS = 5
@@ -100,7 +103,8 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
         beyond = seen.peak_bytes(draft.ranks) - seen.peak_bytes(1) if replays else draft.peak_bytes - plain
         within = None if budget is None else budget - beyond
         fits = replays and within is not None and plain <= within
-        made = None if fits else _Leaving(look, rules, spec, seen, plain).least(within)
+        key = "leaves", tuple((rule.fqn, rule.spec) for rule in rules), within
+        made = None if fits else look.once(key, lambda: _Leaving(look, rules, spec, seen, plain).least(within))
     except AmpError as error:
         return str(error)
     if made is None or plain <= made.found.peak_bytes:
@@ -161,22 +165,40 @@ class _Leaving:
         if not len(self._saved.number):
             return None
         if within is None:
-            return self._counted(self._all())
-        tried, aim = dict[tuple[int, ...], _Made](), within - self._more
+            return self._counted(self._all(), self._aheads[0])
+        tried, aim = dict[Any, _Made](), within - self._more
         for _ in range(COUNTS):
-            which = self._chosen(aim)
-            if tuple(which) in tried or not which:
+            which, ahead = self._fitting(aim)
+            if (tuple(which), ahead) in tried or not which:
                 break
-            made = tried[tuple(which)] = self._counted(which)
+            made = tried[tuple(which), ahead] = self._counted(which, ahead)
             if (over := made.found.peak_bytes - within) <= 0:
                 return made
-            # such as those on their way
             aim -= over
-        last = self._counted(self._all())
-        fitting = [one for one in (*tried.values(), last) if one.found.peak_bytes <= within]
+        some = [*tried.values(), self._counted(self._all(), AHEADS[-1])]
+        fitting = [one for one in some if one.found.peak_bytes <= within]
         if fitting:
             return min(fitting, key=lambda one: one.seconds)
-        return min((*tried.values(), last), key=lambda one: (one.found.peak_bytes, one.found.left_bytes))
+        return min(some, key=lambda one: (one.found.peak_bytes, one.found.left_bytes))
+
+    def _fitting(self, bound: float) -> tuple[list[int], int]:
+        """Return storages whose leaving is predicted to keep a bound, and how many may be on their way at once."""
+        for ahead in self._aheads:
+            aim = bound
+            for _ in range(TRIES):
+                which = self._chosen(aim)
+                over = self._saved.peak(which, self._window(which, ahead)) - bound
+                if over <= 0:
+                    return which, ahead
+                aim -= over
+        return which, ahead
+
+    @property
+    def _aheads(self) -> tuple[int, ...]:
+        return AHEADS if self._seen.rates.launches else AHEADS[-1:]
+
+    def _window(self, which: list[int], ahead: int) -> int:
+        return ahead * int(max(self._saved.n_bytes[which], default=0))
 
     def _all(self) -> list[int]:
         """Return all storages, or the first for which the host has room."""
@@ -189,7 +211,7 @@ class _Leaving:
         group = np.minimum((share * GROUPS).astype(int), GROUPS - 1)
         groups = [np.nonzero(group == one)[0].tolist() for one in np.unique(group)]
         largest = max(saved.n_bytes[some].sum() for some in groups)
-        link = link_of(self._seen, AHEAD * largest)
+        link = link_of(self._seen, AHEADS[0] * largest)
         ways = choose_ways(saved.timeline(groups), aim, link, host=inf if room is None else room)
         which = [i for some, way in zip(groups, ways, strict=True) if way == HOST for i in some]
         # of the last ones, which come back first, no more than needed
@@ -199,9 +221,8 @@ class _Leaving:
                 which = fewer
         return which
 
-    def _counted(self, which: list[int]) -> _Made:
-        saved, ahead = self._saved, AHEAD if self._seen.rates.launches else 0
-        window = ahead * int(max(saved.n_bytes[which], default=0))
+    def _counted(self, which: list[int], ahead: int) -> _Made:
+        saved, window = self._saved, self._window(which, ahead)
         spec = replace(self._spec, leaves=written(saved.number[which].tolist()), window=window)
         seconds = saved.took({*which}, link_of(self._seen, window)) - saved.seconds
         return _Made(spec=spec, found=self._look.count(self._rules, spec), seconds=seconds)

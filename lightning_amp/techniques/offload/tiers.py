@@ -74,7 +74,7 @@ class Tiers:
         part_of = np.searchsorted([part.end for part in parts[:-1]], saved.place - 1, "right")
         groups = [np.nonzero(part_of == i)[0].tolist() for i in range(len(parts))]
         freed = [
-            part.share * saved.away(group, saved.back[group].min() if part.kind == AT_ONCE and group else None)
+            part.share * saved.away(group, back=saved.back[group].min() if part.kind == AT_ONCE and group else 2**62)
             for part, group in zip(parts, groups, strict=True)
         ]
         timeline = saved.timeline(

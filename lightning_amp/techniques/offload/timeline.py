@@ -129,31 +129,30 @@ class SavedTensors:
 
     Attributes:
         live: [moment] bytes on the device; a moment is one operator.
+        clock: [moment + 1] seconds before each moment, and of the step.
         sizes: Bytes of all storages that may leave, by number.
         number: [storage] of those whose leaving frees something: the number,
         n_bytes: the size,
         place: the place among the operators that a replay counts,
-        gone, back: where it would be away: at the moments gone <= t < back,
-        saved, asked: and seconds from the begin of the step.
-        seconds: Seconds of the step.
+        saved_at: the moment at which autograd saves it,
+        gone, back: and where it would be away: at the moments gone <= t < back.
     """
 
     live: Array
+    clock: Array
     sizes: Array
     number: Array
     n_bytes: Array
     place: Array
+    saved_at: Array
     gone: Array
     back: Array
-    saved: Array
-    asked: Array
-    seconds: float
 
     def at_least(self, n_bytes: int) -> "SavedTensors":
         """Return those of at least so many bytes, numbered without the others."""
         large = self.sizes >= n_bytes
         some = large[self.number]
-        names = ("number", "n_bytes", "place", "gone", "back", "saved", "asked")
+        names = ("number", "n_bytes", "place", "saved_at", "gone", "back")
         kept = {name: getattr(self, name)[some] for name in names}
         kept["number"] = (np.cumsum(large) - 1)[kept["number"]]
         return replace(self, sizes=self.sizes[large], **kept)
@@ -161,43 +160,88 @@ class SavedTensors:
     @cached_property
     def _spans(self) -> tuple[Array, Array]:
         """[span] most bytes of moments between which no storage leaves or comes back, and their first moments."""
-        first = np.unique(np.concatenate([[0], self.gone, self.back]))
+        first = np.unique(np.concatenate([[0], self.saved_at + 1, self.gone, self.back]))
         first = first[first < len(self.live)]
         return np.maximum.reduceat(self.live, first), first
 
-    def away(self, which: Sequence[int], until: Array | None = None) -> Array:
-        """Return [span] the bytes of some storages where they are away; each at most until a moment."""
+    def away(self, which: Sequence[int], gone: Array | int = 0, back: Array | int = 2**62) -> Array:
+        """Return [span] the bytes of some storages where they are away; not before `gone`, and not after `back`."""
         _, first = self._spans
         some, found = np.asarray(which, int), np.zeros(len(first) + 1)
-        back = self.back[some] if until is None else np.minimum(self.back[some], until)
-        gone = np.minimum(self.gone[some], back)
-        np.add.at(found, np.searchsorted(first, gone), self.n_bytes[some])
-        np.add.at(found, np.searchsorted(first, back), -self.n_bytes[some])
+        ends = np.minimum(self.back[some], back)
+        begins = np.minimum(np.maximum(self.gone[some], gone), ends)
+        np.add.at(found, np.searchsorted(first, begins), self.n_bytes[some])
+        np.add.at(found, np.searchsorted(first, ends), -self.n_bytes[some])
         return found.cumsum()[:-1]
 
-    def peak(self, which: Sequence[int]) -> float:
-        """Return the most bytes on the device if these storages leave."""
-        return float((self._spans[0] - self.away(which)).max())
+    def peak(self, which: Sequence[int], window: float = 0) -> float:
+        """Return the most bytes on the device if these storages leave, at most W bytes at once in each direction."""
+        late = self._in_flight(which, window) if window else (0, 2**62)
+        return float((self._spans[0] - self.away(which, *late)).max())
+
+    def _in_flight(self, which: Sequence[int], window: float) -> tuple[Array, Array]:
+        """Return before which moment each of some storages is still on the device, and when it begins to come back."""
+        some, queued, ahead = sorted(which), 0.0, 0.0
+        gone, back = dict.fromkeys(some, 0), dict.fromkeys(some, 2**62)
+        queue, left, came = dict[int, float](), list[int](), set[int]()
+        moments = [(int(self.saved_at[i]), True, i) for i in some] + [(int(self.back[i]), False, i) for i in some]
+        for moment, saves, i in sorted(moments):
+            size = float(self.n_bytes[i])
+            if saves:
+                queue[i] = size
+                queued += size
+                left.append(i)
+                while queued > window:
+                    first = next(iter(queue))
+                    gone[first] = moment + 1
+                    queued -= queue.pop(first)
+                continue
+            if i in queue:
+                # it has never been away
+                queued -= queue.pop(i)
+                gone[i] = moment
+            elif i in came:
+                ahead -= size
+            came.add(i)
+            for other in reversed(left[: left.index(i)]):
+                if other in came or other in queue:
+                    continue
+                if ahead + self.n_bytes[other] > window:
+                    break
+                ahead += float(self.n_bytes[other])
+                back[other] = moment
+                came.add(other)
+        return np.array([gone[i] for i in which], int), np.array([back[i] for i in which], int)
+
+    @property
+    def _saved(self) -> Array:
+        found: Array = self.clock[self.saved_at + 1]
+        return found
+
+    @property
+    def _asked(self) -> Array:
+        found: Array = self.clock[self.back]
+        return found
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return float(self.clock[-1])
 
     def timeline(
         self, groups: Sequence[Sequence[int]], freed_again: Array | None = None, again: Array | None = None
     ) -> Timeline:
         """Return the timeline of groups of storages, whose operators run again in so many seconds."""
-        n = len(groups)
         host = np.stack([self.away(group) for group in groups])
-        freed_again = np.zeros_like(host) if freed_again is None else freed_again
-        empty = [not len(group) for group in groups]
+        # a group without storages neither leaves nor comes back
+        whole = [list(group) for group in groups]
         return Timeline(
             live=self._spans[0],
-            freed=np.stack([0 * host, host, freed_again]),
-            n_bytes=np.array([self.n_bytes[list(group)].sum() for group in groups], float),
-            saved=np.array(
-                [0.0 if no else self.saved[list(group)].max() for group, no in zip(groups, empty, strict=True)]
-            ),
-            asked=np.array(
-                [self.seconds if no else self.asked[list(group)].min() for group, no in zip(groups, empty, strict=True)]
-            ),
-            again=np.full(n, np.inf) if again is None else again,
+            freed=np.stack([0 * host, host, np.zeros_like(host) if freed_again is None else freed_again]),
+            n_bytes=np.array([self.n_bytes[group].sum() for group in whole]),
+            saved=np.array([self._saved[group].max(initial=0.0) for group in whole]),
+            asked=np.array([self._asked[group].min(initial=self.seconds) for group in whole]),
+            again=np.full(len(whole), np.inf) if again is None else again,
             seconds=self.seconds,
         )
 
@@ -208,8 +252,8 @@ class SavedTensors:
             live=self.live[:1],
             freed=np.zeros((3, n, 1)),
             n_bytes=self.n_bytes,
-            saved=self.saved,
-            asked=self.asked,
+            saved=self._saved,
+            asked=self._asked,
             again=np.full(n, np.inf),
             seconds=self.seconds,
         )

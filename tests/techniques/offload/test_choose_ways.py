@@ -29,11 +29,10 @@ def step(n: int, seed: int, *, nested: bool = True) -> Timeline:
         number=np.arange(n),
         n_bytes=n_bytes.astype(float),
         place=saved_at,
+        clock=np.array([0, *clock]),
+        saved_at=saved_at,
         gone=gone,
         back=back,
-        saved=clock[saved_at],
-        asked=clock[back - 1],
-        seconds=float(clock[-1]),
     )
     each = [[i] for i in range(n)]
     # an operator that runs again reads something that is kept
@@ -118,16 +117,15 @@ def test_small_storages_are_left_out_and_the_others_numbered_again() -> None:
         place=np.arange(4),
         gone=np.array([0, 0, 1, 1]),
         back=np.array([3, 2, 2, 3]),
-        saved=np.arange(4.0),
-        asked=np.arange(4.0),
-        seconds=4.0,
+        saved_at=np.zeros(4, int),
+        clock=np.arange(4.0),
     )
     large = saved.at_least(10)
     assert large.number.tolist() == [0, 2]
     assert large.peak([]) == 500
     assert large.peak([0]) == 400
     assert large.peak([0, 1]) == 200
-    assert large.away([0, 1], 2).max() == 400
+    assert large.away([0, 1], back=2).max() == 400
 
 
 def test_numbers_are_written_as_ranges() -> None:
