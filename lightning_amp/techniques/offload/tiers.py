@@ -15,7 +15,7 @@ from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.techniques.offload.choose_ways import choose_ways
 from lightning_amp.techniques.offload.timeline import AGAIN, KEEP, Link, SavedTensors
-from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, KEPT, Cuts, Part, Replays, Stretches
+from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, KEPT, Cuts, Part, Replays, Stretches, fastest
 from lightning_amp.techniques.replay.row import ReplayOperators
 
 ROOMS = 0.25, 0.5, 0.75
@@ -62,7 +62,8 @@ class Tiers:
         stretches = self.stretches
         if bound is None or isinstance(stretches, str):
             return self._replays.choose(bound)
-        cuts = self._replays.choose(int(bound + self._room * max(0, stretches.all_saved - bound)))
+        more = int(bound + self._room * max(0, stretches.all_saved - bound))
+        cuts = fastest(stretches, more) or self._replays.choose(more)
         if isinstance(cuts, str):
             return cuts
         # as it is counted with both, so that places are those of the segments
@@ -82,7 +83,8 @@ class Tiers:
         )
         link = link_of(self._seen, max(timeline.n_bytes, default=0.0))
         aim = timeline.peak([KEEP] * len(parts)) - (stretches.all_saved - bound)
-        ways = choose_ways(timeline, aim, link)
+        room = getattr(self._seen.requested.get("offload"), "host_memory", None)
+        ways = choose_ways(timeline, aim, link, host=np.inf if room is None else room)
         runs = [way == AGAIN for way in ways]
         chosen = [
             part if again else replace(part, kind=KEPT, keeps=(), seconds=0.0, share=0.0)
