@@ -47,7 +47,7 @@ def choose_ways(timeline: Timeline, bound: float, link: Link, *, host: float = f
 class _Choice:
     def __init__(self, timeline: Timeline, bound: float, link: Link, host: float) -> None:
         self._timeline, self._bound, self._link, self._host = timeline, bound, link, host
-        n = len(timeline.n_bytes)
+        n = len(timeline.again)
         self._ways = [
             [way for way in WAYS if way in (KEEP, HOST) or timeline.again[i] < float("inf")] for i in range(n)
         ]
@@ -60,10 +60,7 @@ class _Choice:
         return self._known[key]
 
     def fits(self, ways: Sequence[int]) -> bool:
-        return self._timeline.peak(ways) <= self._bound and self._host_bytes(ways) <= self._host
-
-    def _host_bytes(self, ways: Sequence[int]) -> float:
-        return float(sum(n for n, way in zip(self._timeline.n_bytes, ways, strict=True) if way == HOST))
+        return self._timeline.peak(ways) <= self._bound and self._timeline.host_bytes(ways) <= self._host
 
     def begins(self) -> Iterator[list[int]]:
         """Yield where greedy choices begin: all parts are kept, or, of few parts, all but one."""
@@ -88,7 +85,7 @@ class _Choice:
                 if gain <= 0:
                     continue
                 after = [*ways[:i], way, *ways[i + 1 :]]
-                if way == HOST and self._host_bytes(after) > self._host:
+                if way == HOST and self._timeline.host_bytes(after) > self._host:
                     continue
                 more = max(self.took(after) - before, FREE * timeline.seconds)
                 # of those that fit at once, the one that takes least

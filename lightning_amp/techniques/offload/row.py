@@ -28,10 +28,10 @@ LEAST_BYTES = 2**20
 """Smaller tensors stay: they are many, and hold little."""
 SMALLEST_SHARE = 2**-10
 """In a small step, tensors below this share of what leaves stay instead."""
-AHEADS = 2, 1, 0
-"""Storages as large as the largest one that may be on their way at once, on a device whose copies run beside it; fewer
-where the budget asks for it."""
-TRIES = 8
+AHEADS = 2, 4, 1, 0
+"""Storages as large as the largest one that may be on their way at once, on a device whose copies run beside it;
+those that take the fewest seconds within the budget are chosen."""
+TRIES = 5
 """Most choices that are made to find one that keeps a bound with what is on its way."""
 GROUPS = 32
 """Most groups of storages, saved one after the other, that are chosen from; single ones are left out afterwards."""
@@ -183,15 +183,21 @@ class _Leaving:
 
     def _fitting(self, bound: float) -> tuple[list[int], int]:
         """Return storages whose leaving is predicted to keep a bound, and how many may be on their way at once."""
+        fitting, tried = list[tuple[float, list[int], int]](), list[tuple[float, list[int], int]]()
         for ahead in self._aheads:
             aim = bound
             for _ in range(TRIES):
-                which = self._chosen(aim)
-                over = self._saved.peak(which, self._window(which, ahead)) - bound
+                which = self._chosen(aim, ahead)
+                window = self._window(which, ahead)
+                over = self._saved.peak(which, window) - bound
+                tried.append((over, which, ahead))
                 if over <= 0:
-                    return which, ahead
+                    fitting.append((self._saved.took({*which}, link_of(self._seen, window)), which, ahead))
+                    break
                 aim -= over
-        return which, ahead
+            if fitting and fitting[-1][0] <= self._saved.seconds:
+                break
+        return min(fitting or tried)[1:]
 
     @property
     def _aheads(self) -> tuple[int, ...]:
@@ -205,13 +211,12 @@ class _Leaving:
         room = inf if self._spec.host_memory is None else self._spec.host_memory
         return np.nonzero(np.cumsum(self._saved.n_bytes) <= room)[0].tolist()
 
-    def _chosen(self, aim: float) -> list[int]:
+    def _chosen(self, aim: float, ahead: int) -> list[int]:
         saved, room = self._saved, self._spec.host_memory
         share = np.cumsum(saved.n_bytes) / saved.n_bytes.sum()
         group = np.minimum((share * GROUPS).astype(int), GROUPS - 1)
         groups = [np.nonzero(group == one)[0].tolist() for one in np.unique(group)]
-        largest = max(saved.n_bytes[some].sum() for some in groups)
-        link = link_of(self._seen, AHEADS[0] * largest)
+        link = link_of(self._seen, ahead * saved.n_bytes.max())
         ways = choose_ways(saved.timeline(groups), aim, link, host=inf if room is None else room)
         which = [i for some, way in zip(groups, ways, strict=True) if way == HOST for i in some]
         # of the last ones, which come back first, no more than needed

@@ -18,8 +18,9 @@ from lightning_amp.techniques.offload.timeline import AGAIN, KEEP, Link, SavedTe
 from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, KEPT, Cuts, Part, Replays, Stretches, fastest
 from lightning_amp.techniques.replay.row import ReplayOperators
 
-ROOMS = 0.25, 0.5, 0.75
-"""Room beyond the bound for which replay chooses stretches, as shares of what it would have to free."""
+ROOMS = 0.25, 0.5, 0.75, 1.0
+"""Room beyond the bound for which replay chooses stretches, as shares of what it would have to free; with all of it
+nothing runs again."""
 
 
 def link_of(seen: ProfiledStep, window: float) -> Link:
@@ -62,6 +63,8 @@ class Tiers:
         stretches = self.stretches
         if bound is None or isinstance(stretches, str):
             return self._replays.choose(bound)
+        if self._room == 1:
+            return Cuts(parts=(), n_bytes=stretches.all_saved)
         more = int(bound + self._room * max(0, stretches.all_saved - bound))
         cuts = fastest(stretches, more) or self._replays.choose(more)
         if isinstance(cuts, str):
@@ -81,8 +84,11 @@ class Tiers:
         timeline = saved.timeline(
             groups, np.stack(freed), np.array([np.inf if part.kind == KEPT else part.seconds for part in parts])
         )
-        link = link_of(self._seen, max(timeline.n_bytes, default=0.0))
-        aim = timeline.peak([KEEP] * len(parts)) - (stretches.all_saved - bound)
+        # what is on its way needs room too
+        at = int(saved.live.argmax())
+        window = self._seen.rates.launches * 2 * saved.n_bytes[(saved.gone <= at) & (at < saved.back)].max(initial=0.0)
+        link = link_of(self._seen, window)
+        aim = timeline.peak([KEEP] * len(parts)) - (stretches.all_saved - bound) - window
         room = getattr(self._seen.requested.get("offload"), "host_memory", None)
         ways = choose_ways(timeline, aim, link, host=np.inf if room is None else room)
         runs = [way == AGAIN for way in ways]

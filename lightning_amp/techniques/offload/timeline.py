@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 
 KEEP, HOST, AGAIN = 0, 1, 2
 WAYS = KEEP, HOST, AGAIN
+COPIES = 128
+"""Most copies of a timeline, up to its groups."""
 Array = NDArray[Any]
 
 
@@ -47,14 +49,17 @@ class Timeline:
     Attributes:
         live: [moment] bytes on the device if all parts are kept.
         freed: [way, part, moment] bytes that a way of a part frees.
-        n_bytes: [part] bytes that a part moves to the host, and back.
-        saved, asked: [part] seconds from the begin of a step in which all parts are kept.
+        part: [copy] the part that a copy to the host, and back, belongs to.
+        n_bytes: [copy] its bytes.
+        saved, asked: [copy] when it may begin, and has to be back: seconds from the begin of a step in which all parts
+            are kept.
         again: [part] seconds of its operators; inf if they cannot run again.
         seconds: Seconds of that step.
     """
 
     live: Array
     freed: Array
+    part: Array
     n_bytes: Array
     saved: Array
     asked: Array
@@ -77,16 +82,23 @@ class Timeline:
         asked = [(float(at), False, i) for i, at in enumerate(self.asked)]
         return sorted(saved + asked)
 
+    def host_bytes(self, ways: Sequence[int]) -> float:
+        """Return the bytes that leave."""
+        found: float = self.n_bytes[np.asarray(ways, int)[self.part] == HOST].sum()
+        return found
+
     def took(self, ways: Sequence[int], link: Link) -> float:
         """Return the seconds of the step; inf if a part that cannot run again should."""
-        waited, sizes = 0.0, self.n_bytes.tolist()
+        waited, sizes, part, ran = 0.0, self.n_bytes.tolist(), self.part.tolist(), set[int]()
         out_ends = back_ends = queued = ahead = 0.0
         # the ends of copies that the device has not waited for, storages that left, and when those on their way arrive
         queue, gone, arrives = dict[int, float](), list[int](), dict[int, float]()
         for clock, saves, i in self._events:
-            if ways[i] == AGAIN and not saves:
-                waited += float(self.again[i])
-            if ways[i] != HOST:
+            way = ways[part[i]]
+            if way == AGAIN and not saves and part[i] not in ran:
+                ran.add(part[i])
+                waited += float(self.again[part[i]])
+            if way != HOST:
                 continue
             now, size = clock + waited, sizes[i]
             if not link.beside:
@@ -233,15 +245,21 @@ class SavedTensors:
     ) -> Timeline:
         """Return the timeline of groups of storages, whose operators run again in so many seconds."""
         host = np.stack([self.away(group) for group in groups])
-        # a group without storages neither leaves nor comes back
-        whole = [list(group) for group in groups]
+        # neighbours of a group are copied together where they are many
+        share = np.cumsum(self.n_bytes) * COPIES // max(self.n_bytes.sum(), 1)
+        copies = [
+            (i, [one for one in group if share[one] == at])
+            for i, group in enumerate(groups)
+            for at in np.unique(share[list(group)])
+        ]
         return Timeline(
             live=self._spans[0],
             freed=np.stack([0 * host, host, np.zeros_like(host) if freed_again is None else freed_again]),
-            n_bytes=np.array([self.n_bytes[group].sum() for group in whole]),
-            saved=np.array([self._saved[group].max(initial=0.0) for group in whole]),
-            asked=np.array([self._asked[group].min(initial=self.seconds) for group in whole]),
-            again=np.full(len(whole), np.inf) if again is None else again,
+            part=np.array([i for i, _ in copies], int),
+            n_bytes=np.array([self.n_bytes[some].sum() for _, some in copies]),
+            saved=np.array([self._saved[some].max() for _, some in copies]),
+            asked=np.array([self._asked[some].min() for _, some in copies]),
+            again=np.full(len(groups), np.inf) if again is None else again,
             seconds=self.seconds,
         )
 
@@ -251,6 +269,7 @@ class SavedTensors:
         line = Timeline(
             live=self.live[:1],
             freed=np.zeros((3, n, 1)),
+            part=np.arange(n),
             n_bytes=self.n_bytes,
             saved=self._saved,
             asked=self._asked,

@@ -83,6 +83,7 @@ def test_copies_beside_the_computation_take_no_time_and_others_wait() -> None:
     line = Timeline(
         live=np.zeros(1),
         freed=np.zeros((3, 3, 1)),
+        part=np.arange(3),
         n_bytes=n_bytes,
         saved=saved,
         asked=asked,
