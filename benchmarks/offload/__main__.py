@@ -1,12 +1,12 @@
-"""Bytes of device and host of steps whose activations wait on the host, predicted and measured, beside recompute.
+"""Bytes of device and host of steps whose activations wait on the host or run again, predicted and measured.
 
-    python -m benchmarks.offload [--only NAME ...] [--share 0.75]
+    python -m benchmarks.offload [--only NAME ...] [--share 0.6]
 
-For each module: the peak of a plain step; that of `offload` by name, and under a budget, predicted by the plan and
-measured by the meter in the second step of a real fit; bytes of the pool on the host, predicted and measured; bytes
-that leave in a step; the peak of `recompute`; the largest difference of parameters and buffers to a plain fit after
-three steps. On a CPU, whose memory is the host's: bytes and numbers are those of a device, times are not. Modules of
-timm and transformers are left out where these are not installed. About three minutes.
+For each module, with `recompute` and `offload` by name, and with `replay`, `offload` and both under a budget: the peak,
+predicted by the plan and measured by the meter in the second step of a real fit; bytes of the pool on the host,
+predicted and measured; bytes that leave in a step; the largest difference of parameters and buffers to a plain fit
+after three steps. On a CPU, whose memory is the host's: bytes and numbers are those of a device, times are not. Modules
+of timm and transformers are left out where these are not installed. About six minutes.
 """
 
 import argparse
@@ -48,13 +48,13 @@ class Gpt2(Trained):
 
 
 class Vit(Trained):
-    """A small ViT of timm, with stochastic depth."""
+    """A ViT of timm, with stochastic depth."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "vit_tiny_patch16_224", *, depth: int = 4, img_size: int = 64) -> None:
         super().__init__()
         import timm
 
-        self.net = timm.create_model("vit_tiny_patch16_224", depth=4, img_size=64, num_classes=10, drop_path_rate=0.1)
+        self.net = timm.create_model(name, depth=depth, img_size=img_size, num_classes=10, drop_path_rate=0.1)
 
     def loss(self, batch: Tensor) -> Tensor:
         """Of classes that the images have by their mean."""
@@ -93,22 +93,25 @@ def fit(case: Case, strategy: Any) -> tuple[LightningModule, OnHost, Any]:
     return module, meter, getattr(trainer.strategy, "plan", None)
 
 
-def row(name: str, budget: int | None, plain: tuple[LightningModule, OnHost, Any]) -> list[str]:
+def row(name: str, names: str, budget: int | None, plain: tuple[LightningModule, OnHost, Any]) -> list[str]:
     """Cells of one fit."""
     whole = plain[1].live.peak
-    module, meter, plan = fit(CASES[name], AMPStrategy(strategies="offload", device_memory=budget))
-    (spec,) = (rule.spec for rule in plan.rules if rule.strategy == "offload")
+    begin = [name, names, "none" if budget is None else format_bytes(budget), format_bytes(whole)]
+    try:
+        module, meter, plan = fit(CASES[name], AMPStrategy(strategies=names, device_memory=budget))
+    except AmpError as error:
+        reason = "not possible" if "not possible" in str(error) else str(error).partition(";")[0]
+        return [*begin, f"refused: {reason}" if "refused" not in reason else reason]
+    specs = [rule.spec for rule in plan.rules if rule.strategy == "offload"]
     return [
-        name,
-        "none" if budget is None else format_bytes(budget),
-        format_bytes(whole),
+        *begin,
         f"{plan.predicted_peak_bytes:,}",
         f"{meter.live.peak:,}",
         f"{meter.live.peak / whole:.0%}",
-        f"{spec.host_bytes:,}",
+        f"{sum(spec.host_bytes for spec in specs):,}",
         f"{meter.host_bytes:,}",
         f"{meter.moved_bytes:,}",
-        str(spec.leaves),
+        str(sum(len(spec.numbers) for spec in specs)),
         f"{difference(module, plain[0]):g}",  # type: ignore[arg-type]
     ]
 
@@ -117,33 +120,24 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument(
-        "--share", type=float, default=0.75, help="budget of a second fit, as a share of the plain peak"
-    )
+    parser.add_argument("--share", type=float, default=0.6, help="budget of further fits, as a share of the plain peak")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
-    header = ["module", "budget", "plain", "device, predicted", "measured", "of plain", "host, predicted", "measured"]
-    header += ["moved", "tensors", "difference", "recompute"]
+    header = ["module", "techniques", "budget", "plain", "device, predicted", "measured", "of plain"]
+    header += ["host, predicted", "measured", "moved", "tensors", "difference"]
     print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")
     for name in asked.only:
         plain = fit(CASES[name], "auto")
-        try:
-            again = fit(CASES[name], AMPStrategy(strategies="recompute"))[1].live.peak
-            beside = f"{again / plain[1].live.peak:.0%}"
-        except AmpError:
-            beside = "not possible"
-        for budget in (None, int(asked.share * plain[1].live.peak)):
-            try:
-                cells = row(name, budget, plain)
-            except AmpError as error:
-                cells = [
-                    name,
-                    format_bytes(budget or 0),
-                    format_bytes(plain[1].live.peak),
-                    str(error).partition(";")[0],
-                ]
-                cells += [""] * (len(header) - 1 - len(cells))
-            print("| " + " | ".join([*cells, beside]) + " |", flush=True)
+        budget = int(asked.share * plain[1].live.peak)
+        for names, bound in (
+            ("recompute", None),
+            ("offload", None),
+            ("replay", budget),
+            ("offload", budget),
+            ("replay,offload", budget),
+        ):
+            cells = row(name, names, bound, plain)
+            print("| " + " | ".join([*cells, *[""] * (len(header) - len(cells))]) + " |", flush=True)
 
 
 if __name__ == "__main__":

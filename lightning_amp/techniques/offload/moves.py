@@ -22,18 +22,19 @@ at once. Exactness depends on these rules:
 
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import FakeTensor, counter_of, fake_like, shares_version, unseen, version_of, whole_of
+from lightning_amp._torch import FakeTensor, shares_version, tensor_on, unseen, version_of, whole_of
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage, storages_of
 from lightning_amp.techniques.offload.copies import Copies
-from lightning_amp.techniques.offload.host_pool import Buffer, HostPool
+from lightning_amp.techniques.offload.entries import Handle, Kept, Left, Numbered, Watcher, geometry_of
+from lightning_amp.techniques.offload.host_pool import HostPool
 
 CHANGED = (
     "offload: a tensor was changed in place after the forward pass had saved it for the backward pass, which would fail"
@@ -47,121 +48,34 @@ DAMAGED = (
 )
 
 
-class Kept:
-    """A saved tensor that stays."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, x: Tensor) -> None:
-        # without its node, to which the node's saved tensor would refer
-        self.tensor, self.version = x.detach(), version_of(x)
-
-
-class Left:
-    """A storage that was copied to the host.
-
-    Attributes:
-        number: Its place in the order of leaving.
-        here: Weak reference to the storage on the device, the first or the last that came back.
-        back: The storage that came back, while saved tensors of it have not been asked for.
-        arrival: Event after its copy to the device; None if there is nothing to wait for.
-        ahead: Whether it is on its way back and nothing has asked for it.
-        alive, unread: Saved tensors that exist; those of them that were not asked for on this trip.
-        trip: How often it came back.
-        parts: Types and geometries of its saved tensors.
-        ended: Whether its buffer was given back.
-        digest: Type, geometry and digest of its first saved tensor, in the first step.
-    """
-
-    def __init__(self, moves: "Moves", step: list["weakref.ref[Left]"], x: Tensor, buffer: Buffer) -> None:
-        storage = x.untyped_storage()
-        self.moves, self.step, self.number = moves, step, len(step)
-        self.n_bytes, self.device, self.buffer = storage.nbytes(), x.device, buffer
-        self.here: weakref.ref[Any] = weakref.ref(storage)
-        self.watched = Version(x)
-        self.parts = set[tuple[torch.dtype, Any]]()
-        self.back: Any = None
-        self.arrival: Any = None
-        self.digest: tuple[torch.dtype, Any, Tensor] | None = None
-        self.ahead = self.ended = False
-        self.alive = self.unread = self.trip = 0
-
-    def on_device(self) -> Any:
-        """Return the storage if it is on the device."""
-        storage = self.here()
-        # `fully_shard` empties storages that others refer to
-        return storage if storage is not None and storage.nbytes() == self.n_bytes else None
-
-
-class Version:
-    """Version counter of a tensor, without its memory."""
-
-    __slots__ = ("counter", "saved")
-
-    def __init__(self, x: Tensor) -> None:
-        self.counter, self.saved = counter_of(x), version_of(x)
-
-    @property
-    def changed(self) -> bool:
-        """Whether the tensor was written to since."""
-        return version_of(self.counter) != self.saved
-
-
-class Handle:
-    """What autograd keeps in place of a tensor that left."""
-
-    __slots__ = ("dtype", "geometry", "left", "read", "version")
-
-    def __init__(self, left: Left, x: Tensor) -> None:
-        self.left, self.read = left, -1
-        left.alive += 1
-        left.unread += 1
-        self.dtype, self.version = x.dtype, Version(x)
-        self.geometry = _geometry(x)
-        left.parts.add((self.dtype, self.geometry))
-
-    def is_read(self) -> None:
-        """Note that the tensor was asked for; the last one of its storage ends the storage's stay."""
-        left = self.left
-        left.unread -= self.read != left.trip
-        self.read = left.trip
-        if not left.unread:
-            left.moves.drop(left)
-
-    def __del__(self) -> None:
-        # during any statement, so that the pool takes the buffer later
-        left = self.left
-        left.alive -= 1
-        self.is_read()
-        if not left.alive:
-            left.moves.gone.append(left)
-
-
 class Moves:
     """The storages of a module's training steps that are on the host.
 
     Attributes:
         pool: Host memory.
-        sizes: Bytes of the storages that left in the last step, in this order.
+        candidates: Bytes of the storages of the last step that may leave, by their numbers.
+        sizes: Bytes of the storages that left in it, in this order.
         came_bytes: Bytes that came back since it began.
         gone: Storages of which no saved tensor exists.
+        watcher: What is told of the storages in a count.
 
     Args:
         least_bytes: Smaller storages stay.
-        most: Number of storages of a step that leave, the first that are saved; None for all.
+        leaves: Numbers of the storages of a step that leave; None for all.
         window: W, bytes.
         limit: Most bytes of host memory; None for no limit.
     """
 
-    def __init__(self, *, least_bytes: int, most: int | None, window: int, limit: int | None) -> None:
+    def __init__(self, *, least_bytes: int, leaves: Collection[int] | None, window: int, limit: int | None) -> None:
         self.pool = HostPool(limit)
-        self.sizes = list[int]()
+        self.candidates, self.sizes = list[int](), list[int]()
         self.came_bytes = 0
         self.gone = deque[Left]()
-        self._least, self._most, self._window = least_bytes, most, window
+        self.watcher: Watcher | None = None
+        self._least, self._leaves, self._window = least_bytes, leaves, window
         self._copies = Copies()
         self._stays: set[int] = set()
-        self._known: dict[int, Left] = {}
+        self._known: dict[int, Numbered] = {}
         self._step = list[weakref.ref[Left]]()
         # storages whose copy may not have ended, oldest first
         self._queue: OrderedDict[Left, Any] = OrderedDict()
@@ -182,7 +96,7 @@ class Moves:
             if not self._copies.same(digests):
                 raise ModelError(DAMAGED)
         self._stays = {id(storage) for _, storage in storages_of(held)}
-        self._known, self._step, self.sizes, self.came_bytes = {}, [], [], 0
+        self._known, self._step, self.candidates, self.sizes, self.came_bytes = {}, [], [], [], 0
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
@@ -191,7 +105,8 @@ class Moves:
 
     def left_of(self, x: Tensor) -> Left | None:
         """Return the entry of a tensor's storage if it was copied in this step."""
-        return self._known.get(id(x.untyped_storage())) if has_storage(x) else None
+        known = self._known.get(id(x.untyped_storage())) if has_storage(x) else None
+        return None if known is None else known.left
 
     def differs(self, left: Left) -> bool:
         """Whether a storage on the device has other values than its copy, where tensors of it were saved."""
@@ -201,7 +116,9 @@ class Moves:
         with unseen(), torch.no_grad():
             self._copies.finish(left.device)
             copy = memory.untyped_storage()
-            pairs = [(_view(storage, *part, left.device), _view(copy, *part, memory.device)) for part in left.parts]
+            pairs = [
+                (tensor_on(storage, *part, left.device), tensor_on(copy, *part, memory.device)) for part in left.parts
+            ]
             # bit by bit: NaN is equal to itself
             return not all(torch.equal(_bits(here), _bits(there.to(left.device))) for here, there in pairs)
 
@@ -219,34 +136,44 @@ class Moves:
         key, n_bytes = id(storage), storage.nbytes()
         if n_bytes < self._least or not n_bytes or key in self._stays:
             return None
-        left = self._known.get(key)
-        if left is not None and left.alive and not left.ended and left.here() is storage:
-            if not shares_version(left.watched.counter, x):
-                # parts of a storage with counters of their own, as of `unsafe_chunk`: the other part was copied
-                # before this one was written
-                return None
-            if not left.watched.changed:
-                return left
-        if self._most is not None and len(self._step) >= self._most:
+        known = self._known.get(key)
+        if known is not None and known.here() is storage and not shares_version(known.watched.counter, x):
+            # parts of a storage with counters of their own, as of `unsafe_chunk`: the other part was copied before
+            # this one was written
             return None
-        real = not isinstance(x, FakeTensor)
-        buffer = self.pool.take(n_bytes, real=real, pinned=x.device.type == "cuda")
-        left = Left(self, self._step, x, buffer)
-        self._step.append(weakref.ref(left))
-        self.sizes.append(n_bytes)
-        done = self._copies.out(x, buffer) if real else None
-        if real and self._compares and x.is_contiguous():
-            # not of the whole storage, of which other parts may be written while it is copied
-            left.digest = x.dtype, _geometry(x), self._copies.digest(x)
-        known = self._known
+        if known is None or known.here() is not storage or known.watched.changed:
+            known = self._number(x, key)
+        if known.left is not None and known.left.alive and not known.left.ended:
+            return known.left
+        return self._send(known, x) if self._leaves is None or known.number in self._leaves else None
+
+    def _number(self, x: Tensor, key: int) -> Numbered:
+        """Give a storage a number."""
+        storage, known = x.untyped_storage(), self._known
 
         def forget(_: object) -> None:
             known.pop(key, None)
 
         # the key may be another storage's when this one is freed
-        left.here, known[key] = weakref.ref(storage, forget), left
+        known[key] = found = Numbered(len(self.candidates), x, weakref.ref(storage, forget))
+        self.candidates.append(storage.nbytes())
+        if self.watcher is not None:
+            self.watcher.saves(found.number, storage)
+        return found
+
+    def _send(self, known: Numbered, x: Tensor) -> Left:
+        """Start the copy of a storage to the host."""
+        storage, real = x.untyped_storage(), not isinstance(x, FakeTensor)
+        buffer = self.pool.take(storage.nbytes(), real=real, pinned=x.device.type == "cuda")
+        known.left = left = Left(self, self._step, known, x, buffer)
+        self._step.append(weakref.ref(left))
+        self.sizes.append(left.n_bytes)
+        done = self._copies.out(x, buffer) if real else None
+        if real and self._compares and x.is_contiguous():
+            # not of the whole storage, of which other parts may be written while it is copied
+            left.digest = x.dtype, geometry_of(x), self._copies.digest(x)
         self._queue[left] = storage, done
-        self._queued += n_bytes
+        self._queued += left.n_bytes
         while self._queued > self._window:
             self._let_go(next(iter(self._queue)))
         return left
@@ -273,7 +200,7 @@ class Moves:
             if storage is None:
                 storage = self._bring(left)
             self._arrive(left)
-            found = _view(storage, kept.dtype, kept.geometry, left.device)
+            found = tensor_on(storage, kept.dtype, kept.geometry, left.device)
             # a storage that has not left may have been written since
             if left.trip and left.digest is not None and left.digest[:2] == (kept.dtype, kept.geometry):
                 self._digests.append((left.digest[2], self._copies.digest(found)))
@@ -308,12 +235,14 @@ class Moves:
         left.trip += 1
         left.unread = left.alive
         self.came_bytes += left.n_bytes
+        if self.watcher is not None:
+            self.watcher.comes(left.number, storage)
         return storage
 
     def _look_ahead(self, left: Left) -> None:
         """Start the copies of storages that left before this one, up to W bytes."""
-        for number in range(left.number - 1, -1, -1):
-            other = left.step[number]()
+        for place in range(left.place - 1, -1, -1):
+            other = left.step[place]()
             if other is None or not other.alive or other.on_device() is not None:
                 continue
             if self._ahead + other.n_bytes > self._window:
@@ -333,22 +262,6 @@ class Moves:
             if left in self._queue:
                 self._let_go(left)
             self.pool.give(left.buffer)
-
-
-def _geometry(x: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Return the offset, size and strides of a tensor on its storage, as `set_` takes them."""
-    return int(x.storage_offset()), tuple(x.shape), tuple(x.stride())
-
-
-def _view(storage: Any, dtype: torch.dtype, geometry: Any, device: torch.device) -> Tensor:
-    """Return a tensor on a storage."""
-    empty = torch.empty(0, dtype=dtype, device=device)
-    if not isinstance(empty, FakeTensor):
-        return empty.set_(storage, *geometry)
-    # fake tensors keep arguments of operators in a cache, which would hold the storage
-    with unseen():
-        on_meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, *geometry)
-        return fake_like(vars(empty), on_meta, device)
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -1,15 +1,16 @@
 """Define the entry of offload in the table of techniques: its spec, its options, and the predicted peak and time.
 
-The tensors that are saved first leave, as many as the budget requires. They come back last, so that their copies have
-the most computation beside them; those saved last would be asked for at once. Copies of a direction run one after the
-other, beside the pass. What they take longer than the pass is added to the step's time.
+Storages leave that are away where the peak is, as many as the budget requires; those whose copies the computation hides
+first. Beside `replay`, stretches of the step are kept, run again or leave, whichever takes less time (tiers.py).
 """
 
-from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import partial
 from math import inf
 from typing import Any
+
+import numpy as np
 
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule, runs_again, splits_parameters
@@ -17,6 +18,9 @@ from lightning_amp.errors import AmpError
 from lightning_amp.footprint.module_profile import ACTIVATIONS
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.host_memory.limit import with_requested
+from lightning_amp.techniques.offload.choose_ways import choose_ways
+from lightning_amp.techniques.offload.tiers import ROOMS, Tiers, link_of
+from lightning_amp.techniques.offload.timeline import HOST, SavedTensors
 from lightning_amp.techniques.technique import Installer, Prediction, Technique
 
 NAME = "offload"
@@ -24,12 +28,15 @@ LEAST_BYTES = 2**20
 """Smaller tensors stay: they are many, and hold little."""
 SMALLEST_SHARE = 2**-10
 """In a small step, tensors below this share of what leaves stay instead."""
-FORWARD = 1 / 3
-"""Share of a step's time in the forward pass: the backward pass has two products for each of its products."""
-AHEAD = 2
-"""Storages as large as the largest one that may be on their way at once, on a device whose copies run beside it."""
-COUNTS = 6
-"""Most steps that are counted to find how many tensors leave."""
+AHEADS = 2, 4, 1, 0
+"""Storages as large as the largest one that may be on their way at once, on a device whose copies run beside it;
+those that take the fewest seconds within the budget are chosen."""
+TRIES = 5
+"""Most choices that are made to find one that keeps a bound with what is on its way."""
+GROUPS = 32
+"""Most groups of storages, saved one after the other, that are chosen from; single ones are left out afterwards."""
+COUNTS = 5
+"""Most steps that are counted to find which tensors leave."""
 ON_CPU = "a CPU's memory is the host's, so that nothing would be free; strategies='offload' copies there nevertheless"
 UNPROVED = "its copies have not run on a GPU yet, so that it is used by name only; name it in strategies"
 
@@ -39,8 +46,9 @@ class Offload:
     """Tensors that autograd saves in the training step wait in host memory for the backward pass.
 
     Attributes:
-        leaves: Number of storages of a step that leave, the first that are saved; None for all.
-        least_bytes: Smaller storages stay.
+        leaves: Storages of a step that leave, as numbers in the order in which autograd saves those that may:
+            "0-11,14"; None for all.
+        least_bytes: Smaller storages stay, and have no number.
         window: W, the most bytes that are on their way in a direction; 0 copies at once.
         host_memory: Most bytes of host memory that a rank takes; None for 80 % of what is free, shared by the ranks of
             a node.
@@ -48,44 +56,65 @@ class Offload:
         moved_bytes: Predicted bytes that leave in a step, and come back.
     """
 
-    leaves: int | None = None
+    leaves: str | None = None
     least_bytes: int = LEAST_BYTES
     window: int = 0
     host_memory: int | None = None
     host_bytes: int = 0
     moved_bytes: int = 0
 
+    @property
+    def numbers(self) -> frozenset[int] | None:
+        """The numbers of `leaves`."""
+        if self.leaves is None:
+            return None
+        ends = [part.split("-") for part in self.leaves.split(",") if part]
+        return frozenset(n for part in ends for n in range(int(part[0]), int(part[-1]) + 1))
+
+
+def written(numbers: list[int]) -> str:
+    """Return sorted numbers in the text form of a plan."""
+    parts = list[list[int]]()
+    for n in numbers:
+        if parts and n == parts[-1][-1] + 1:
+            parts[-1][1:] = [n]
+        else:
+            parts.append([n])
+    return ",".join("-".join(map(str, part)) for part in parts)
+
 
 def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     """Let tensors that autograd saves leave for host memory, as many as the budget requires."""
-    # blocks that run again, and split parameters, save tensors as before
+    # blocks and operators that run again, and split parameters, save tensors as before
     rules = tuple(rule for rule in draft.targets if not splits_parameters(rule))
     others = dict.fromkeys(rule.strategy for rule in rules if not runs_again(rule))
     if others:
         return f"it is not supported together with {' and '.join(others)}"
-    if budget is not None and draft.peak_bytes <= budget:
-        budget = None
     look, spec = seen.facts.get(NAME), seen.requested.get(NAME)
     if look is None:
         return "the step was not counted with it"
     assert isinstance(spec, Offload), "the step is counted with it by name only"
-    step = _Step(look, rules, spec)
+    replays = any(rule.strategy == "replay" for rule in rules)
+    if budget is not None and draft.peak_bytes <= budget and not replays:
+        budget = None
     try:
-        step.plain_bytes = look.plain_bytes(rules) if rules else seen.peak_bytes(1)
-        step.choose_sizes(ahead=AHEAD if seen.rates.launches else 0)
-        if not step.sizes:
-            return "autograd saves nothing but parameters, the batch and small tensors"
-        # what other ranks hold is not in the count
-        within = None if budget is None else step.plain_bytes - (draft.peak_bytes - budget)
-        found = step.with_leaves(step.fewest(within))
+        plain = look.plain_bytes(rules) if rules else seen.peak_bytes(1)
+        # what other ranks hold is not in the count; of replays the draft has none
+        beyond = seen.peak_bytes(draft.ranks) - seen.peak_bytes(1) if replays else draft.peak_bytes - plain
+        within = None if budget is None else budget - beyond
+        fits = replays and within is not None and plain <= within
+        key = "leaves", tuple((rule.fqn, rule.spec) for rule in rules), within
+        made = None if fits else look.once(key, lambda: _Leaving(look, rules, spec, seen, plain).least(within))
     except AmpError as error:
         return str(error)
-    saved = step.plain_bytes - found.peak_bytes
-    if saved <= 0:
-        return "the peak is elsewhere"
-    seconds = max(LEAST_SECONDS, _exposed(seen, found.left_bytes, found.came_bytes))
-    n = found.n_left
-    spec = replace(step.spec, leaves=n, host_bytes=found.host_bytes, moved_bytes=found.left_bytes)
+    if made is None or plain <= made.found.peak_bytes:
+        if replays:
+            # which is the fastest by itself
+            return replace(draft, peak_bytes=plain + beyond)
+        return "the peak is elsewhere" if made else "autograd saves nothing but parameters, the batch and small tensors"
+    found, saved, n = made.found, plain - made.found.peak_bytes, made.found.n_left
+    seconds = max(LEAST_SECONDS, made.seconds)
+    spec = replace(made.spec, host_bytes=found.host_bytes, moved_bytes=found.left_bytes)
     why = (
         f"predicted: {n} tensor{'s' * (n > 1)} wait{'s' * (n == 1)} on the host, which takes"
         f" {format_bytes(found.host_bytes)} there and keeps {format_bytes(saved)} less on the device;"
@@ -94,72 +123,123 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     held = seen.held_bytes if draft.held_bytes is None else draft.held_bytes
     return replace(
         draft,
-        peak_bytes=max(draft.peak_bytes - saved, held),
+        peak_bytes=max(found.peak_bytes + beyond, held),
         seconds=draft.seconds + seconds,
         targets=(*draft.targets, Rule(strategy=NAME, fqn="", spec=spec, why=why, saves_bytes=saved)),
     )
 
 
-class _Step:
-    """Counts of a step from which storages leave.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Made:
+    """Which storages leave, the count of the step, and the seconds that they add to it."""
 
-    Attributes:
-        spec: The spec without the number of storages.
-        plain_bytes: Peak without the technique.
-        sizes: Bytes of the storages that may leave, in the order in which they are saved.
+    spec: Offload
+    found: Any
+    seconds: float
+
+
+class _Leaving:
+    """Storages of a step that may leave.
+
+    Args:
+        look: Counts of the step.
+        rules: Rules of other techniques.
+        spec: The requested spec.
+        seen: The profiled step.
+        plain: Peak without the technique.
     """
 
-    def __init__(self, look: Any, rules: tuple[Rule, ...], spec: Offload) -> None:
-        self._look, self._rules, self.spec = look, rules, spec
-        self.plain_bytes, self.sizes = 0, list[int]()
+    def __init__(self, look: Any, rules: tuple[Rule, ...], spec: Offload, seen: ProfiledStep, plain: int) -> None:
+        self._look, self._rules, self._seen = look, rules, seen
+        every: SavedTensors = look.saved(rules)
+        least = min(LEAST_BYTES, max(1, int(SMALLEST_SHARE * every.sizes.sum())))
+        self._saved, self._spec = every.at_least(least), replace(spec, least_bytes=least)
+        # the count has what is foreseen, too
+        self._more = max(0.0, plain - self._saved.peak([]))
 
-    def choose_sizes(self, *, ahead: int) -> None:
-        """Find the storages that may leave; up to `ahead` of the largest may be on their way at once."""
-        every = self._look.sizes(self._rules)
-        least = min(LEAST_BYTES, max(1, int(SMALLEST_SHARE * sum(every))))
-        self.sizes = [size for size in every if size >= least]
-        self.spec = replace(self.spec, least_bytes=least, window=ahead * max(self.sizes, default=0))
+    def least(self, within: int | None) -> _Made | None:
+        """Return the fewest seconds of leaving that keep the peak within a bound, else the least peak.
 
-    def with_leaves(self, n: int) -> Any:
-        """Return the counted step from which the first `n` storages leave."""
-        return self._look.count(self._rules, replace(self.spec, leaves=n))
-
-    def _peak_bytes(self, n: int) -> int:
-        found: int = self.with_leaves(n).peak_bytes
-        return found
-
-    def fewest(self, within: int | None) -> int:
-        """Return the fewest storages whose leaving keeps the peak within a bound; all if it is None, or never met."""
-        host = inf if self.spec.host_memory is None else self.spec.host_memory
-        totals = [0, *accumulate(self.sizes)]
-        # as many as the host has room for
-        low, high = 0, max(n for n, total in enumerate(totals) if total <= host)
-        if within is None or (peak := self._peak_bytes(high)) > within:
-            return high
-        below, above = self.plain_bytes, peak
+        None for the bound lets all leave.
+        """
+        if not len(self._saved.number):
+            return None
+        if within is None:
+            return self._counted(self._all(), self._aheads[0])
+        tried, aim = dict[Any, _Made](), within - self._more
         for _ in range(COUNTS):
-            if high - low <= 1:
+            which, ahead = self._fitting(aim)
+            if (tuple(which), ahead) in tried or not which:
                 break
-            # between the two, by the bytes that leave
-            share = (below - within) / max(1, below - above)
-            bytes_gone = totals[low] + share * (totals[high] - totals[low])
-            middle = min(max(bisect_left(totals, bytes_gone), low + 1), high - 1)
-            peak = self._peak_bytes(middle)
-            if peak <= within:
-                high, above = middle, peak
-            else:
-                low, below = middle, peak
-        return high
+            made = tried[tuple(which), ahead] = self._counted(which, ahead)
+            if (over := made.found.peak_bytes - within) <= 0:
+                return made
+            aim -= over
+        some = [*tried.values(), self._counted(self._all(), AHEADS[-1])]
+        fitting = [one for one in some if one.found.peak_bytes <= within]
+        if fitting:
+            return min(fitting, key=lambda one: one.seconds)
+        return min(some, key=lambda one: (one.found.peak_bytes, one.found.left_bytes))
+
+    def _fitting(self, bound: float) -> tuple[list[int], int]:
+        """Return storages whose leaving is predicted to keep a bound, and how many may be on their way at once."""
+        fitting, tried = list[tuple[float, list[int], int]](), list[tuple[float, list[int], int]]()
+        for ahead in self._aheads:
+            aim = bound
+            for _ in range(TRIES):
+                which = self._chosen(aim, ahead)
+                window = self._window(which, ahead)
+                over = self._saved.peak(which, window) - bound
+                tried.append((over, which, ahead))
+                if over <= 0:
+                    fitting.append((self._saved.took({*which}, link_of(self._seen, window)), which, ahead))
+                    break
+                aim -= over
+            if fitting and fitting[-1][0] <= self._saved.seconds:
+                break
+        return min(fitting or tried)[1:]
+
+    @property
+    def _aheads(self) -> tuple[int, ...]:
+        return AHEADS if self._seen.rates.launches else AHEADS[-1:]
+
+    def _window(self, which: list[int], ahead: int) -> int:
+        return ahead * int(max(self._saved.n_bytes[which], default=0))
+
+    def _all(self) -> list[int]:
+        """Return all storages, or the first for which the host has room."""
+        room = inf if self._spec.host_memory is None else self._spec.host_memory
+        return np.nonzero(np.cumsum(self._saved.n_bytes) <= room)[0].tolist()
+
+    def _chosen(self, aim: float, ahead: int) -> list[int]:
+        saved, room = self._saved, self._spec.host_memory
+        share = np.cumsum(saved.n_bytes) / saved.n_bytes.sum()
+        group = np.minimum((share * GROUPS).astype(int), GROUPS - 1)
+        groups = [np.nonzero(group == one)[0].tolist() for one in np.unique(group)]
+        link = link_of(self._seen, ahead * saved.n_bytes.max())
+        ways = choose_ways(saved.timeline(groups), aim, link, host=inf if room is None else room)
+        which = [i for some, way in zip(groups, ways, strict=True) if way == HOST for i in some]
+        # of the last ones, which come back first, no more than needed
+        for i in reversed(which):
+            fewer = [other for other in which if other != i]
+            if saved.peak(fewer) <= max(aim, saved.peak(which)):
+                which = fewer
+        return which
+
+    def _counted(self, which: list[int], ahead: int) -> _Made:
+        saved, window = self._saved, self._window(which, ahead)
+        spec = replace(self._spec, leaves=written(saved.number[which].tolist()), window=window)
+        seconds = saved.took({*which}, link_of(self._seen, window)) - saved.seconds
+        return _Made(spec=spec, found=self._look.count(self._rules, spec), seconds=seconds)
 
 
-def _exposed(seen: ProfiledStep, out: int, back: int) -> float:
-    """Return the seconds that copies take beyond the passes beside which they run."""
-    rates, seconds = seen.rates, seen.chain.seconds
-    if not rates.launches:
-        # the core that computes reads and writes both
-        return 2 * (out + back) / rates.memory_bytes
-    leaving = max(0.0, out / rates.host.out - FORWARD * seconds)
-    return leaving + max(0.0, back / rates.host.back - (1 - FORWARD) * seconds)
+def variants(seen: ProfiledStep, ranks: int) -> Iterator[ProfiledStep]:
+    """Yield the step with each way to share the budget with replay, if both are requested."""
+    look, replay = seen.facts.get(NAME), seen.facts.get("replay")
+    yield seen
+    if NAME in seen.requested and replay is not None:
+        for room in ROOMS:
+            yield replace(seen, facts={**seen.facts, "replay": partial(Tiers, replay, look, seen, room)})
 
 
 ROW = Technique(
@@ -170,7 +250,7 @@ ROW = Technique(
     conflicts={
         "stream": "stream runs the backward pass of a stratum before its forward pass has ended, so nothing waits"
     },
-    look="lightning_amp.techniques.offload.install:look",
+    look="lightning_amp.techniques.offload.look:look",
     option_names=("host_memory",),
     options=with_requested,
     remark=lambda spec, launches: "" if launches else f"offload: {ON_CPU}",
@@ -180,5 +260,6 @@ ROW = Technique(
         limit="tensors that other code holds, or that an operator makes for itself, do not leave",
         order=5,
         slow=True,
+        variants=variants,
     ),
 )

@@ -11,7 +11,8 @@ from torch import Tensor
 from lightning_amp._torch import TorchDispatchMode, version_of
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import tensors_written
-from lightning_amp.techniques.offload.moves import Left, Moves
+from lightning_amp.techniques.offload.entries import Left
+from lightning_amp.techniques.offload.moves import Moves
 
 UNSEEN = (
     "offload cannot run this step: {name} writes to a tensor that autograd has saved, and autograd does not see it, as"

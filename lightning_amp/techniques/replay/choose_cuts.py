@@ -124,22 +124,52 @@ class Stretches:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """A chosen segment.
+
+    Attributes:
+        end: Place at which it ends.
+        kind: KEPT, AT_ONCE or ONE_BY_ONE.
+        keeps: Places of its operators that do not run again.
+        seconds: Time of its replays.
+        share: Share of the bytes that it would hold without replay, of those that a replay frees.
+    """
+
+    end: int
+    kind: int
+    keeps: tuple[int, ...] = ()
+    seconds: float = 0.0
+    share: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cuts:
     """Chosen segments.
 
     Attributes:
-        segments: Their ends and kinds.
+        parts: The segments; the rest of the step is kept.
         n_bytes: Most bytes of activations that are held at once.
-        seconds: Time of all replays.
-        keeps: Places of operators that do not run again.
         window: Bytes of saved tensors that a replay for one tensor also makes.
     """
 
-    segments: list[tuple[int, int]]
+    parts: tuple[Part, ...]
     n_bytes: int
-    seconds: float
-    keeps: tuple[int, ...] = ()
     window: int = 0
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        """Their ends and kinds."""
+        return [(part.end, part.kind) for part in self.parts]
+
+    @property
+    def seconds(self) -> float:
+        """Time of all replays."""
+        return sum(part.seconds for part in self.parts)
+
+    @property
+    def keeps(self) -> tuple[int, ...]:
+        """Places of operators that do not run again."""
+        return tuple(place for part in self.parts for place in part.keeps)
 
 
 def fastest(
@@ -205,8 +235,7 @@ def _fastest(stretches: Stretches, bound: float, known: Ways, window: int) -> Cu
             time[q] = np.inf
             time[q, fewest[0]], before[q, fewest[0]] = fewest[1:]
     h = int(np.argmin(time[-1]))
-    seconds = float(time[-1, h])
-    if not np.isfinite(seconds):
+    if not np.isfinite(time[-1, h]):
         return None
     segments, q = list[tuple[int, Way]](), k - 1
     while q:
@@ -217,18 +246,15 @@ def _fastest(stretches: Stretches, bound: float, known: Ways, window: int) -> Cu
     while segments and segments[-1][1][0] == KEPT:
         # the rest of the step is kept anyway
         segments.pop()
-    keeps, first = list[int](), 0
-    for q, (_, level) in segments:
-        among, end = stretches.levels[level].keeps, int(stretches.places[q])
-        keeps += among[np.searchsorted(among, first) : np.searchsorted(among, end)].tolist()
-        first = end
-    return Cuts(
-        segments=[(int(stretches.places[q]), kind) for q, (kind, _) in segments],
-        n_bytes=_most(stretches, segments, window),
-        seconds=seconds,
-        keeps=tuple(keeps),
-        window=window,
-    )
+    parts, p = list[Part](), 0
+    for q, which in segments:
+        among, end, i = stretches.levels[which[1]].keeps, int(stretches.places[q]), ways.index(which)
+        inside = among[np.searchsorted(among, stretches.places[p]) : np.searchsorted(among, end)]
+        share = 1 - held_on[p, q, i] / max(stretches.saved[p, q], 1)
+        seconds, places = float(took[p, q, i]), tuple(inside.tolist())
+        parts.append(Part(end=end, kind=which[0], keeps=places, seconds=seconds, share=max(share, 0.0)))
+        p = q
+    return Cuts(parts=tuple(parts), n_bytes=_most(stretches, segments, window), window=window)
 
 
 def _most(stretches: Stretches, segments: list[tuple[int, Way]], window: int = 0) -> int:
@@ -247,7 +273,7 @@ def _most(stretches: Stretches, segments: list[tuple[int, Way]], window: int = 0
 def least(stretches: Stretches, *, kinds: Sequence[int] = (KEPT, AT_ONCE)) -> Cuts:
     """Return the segments with the fewest bytes, up to a share CLOSE of all."""
     low, high = 0.0, float(stretches.all_saved)
-    best = Cuts(segments=[], n_bytes=stretches.all_saved, seconds=0.0)
+    best = Cuts(parts=(), n_bytes=stretches.all_saved)
     while high - low > CLOSE * stretches.all_saved:
         middle = (low + high) / 2
         found = fastest(stretches, middle, kinds=kinds)

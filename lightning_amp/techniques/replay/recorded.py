@@ -1,13 +1,15 @@
 """Define what a segment of a training step records of its operators, and of the tensors that they read and make."""
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import version_of
+from lightning_amp._torch import counter_of, tensor_on, version_of
 
 Geometry = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 """Dtype, shape, strides and offset of a tensor in its storage."""
@@ -36,19 +38,48 @@ class StorageRef:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Outside:
-    """A tensor that the segment reads and did not make; `copied` if it is a copy made before a write."""
+    """A tensor that the segment reads and did not make.
+
+    Attributes:
+        tensor: It, detached, with the counter of writes of what was read; without memory while it is `away`.
+        version: The counter when it was read.
+        copied: Whether it is a copy made before a write.
+        away: Gets it from where the hooks around the step have put it; None while it is here.
+        geometry, storage: Of a tensor that is away.
+    """
 
     tensor: Tensor
-    copied: bool = False
-    source: "weakref.ref[Tensor] | None" = None
-    """The tensor that was read, whose version shows later writes; `tensor` is detached and has a separate version."""
     version: int = 0
+    copied: bool = False
+    away: Callable[[], Tensor] | None = None
+    geometry: Geometry | None = None
+    storage: "weakref.ref[torch.UntypedStorage] | None" = None
 
     @property
     def was_changed(self) -> bool:
         """Whether it was written to after it was read, by what no tape has seen."""
-        read = None if self.copied or self.source is None else self.source()
-        return read is not None and version_of(read) != self.version
+        return not self.copied and version_of(self.tensor) != self.version
+
+    def leave(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        """Give the tensor to hooks on saved tensors."""
+        self.geometry, self.storage = geometry_of(self.tensor), weakref.ref(self.tensor.untyped_storage())
+        self.away, self.tensor = partial(unpack, pack(self.tensor)), counter_of(self.tensor)
+
+    def come_back(self) -> None:
+        """Get the tensor from the hooks."""
+        if self.away is not None:
+            self.tensor, self.away = self.away(), None
+            self.version = version_of(self.tensor)
+
+    def on(self, storage: torch.UntypedStorage) -> Tensor | None:
+        """Return the tensor, by its storage; None if it is away and has another one."""
+        if self.away is None:
+            return self.tensor
+        assert self.geometry is not None, "what is away has a geometry"
+        assert self.storage is not None, "what is away had a storage"
+        dtype, shape, strides, offset = self.geometry
+        here = self.storage() is storage
+        return tensor_on(storage, dtype, (offset, shape, strides), self.tensor.device) if here else None
 
 
 @dataclass(eq=False, slots=True)

@@ -1,6 +1,7 @@
 """Define the entry of replay in the table of techniques: its spec, and the predicted peak and time with it."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
@@ -28,6 +29,8 @@ class ReplayOperators:
         window: Bytes of tensors saved before it that a replay for one tensor also makes.
         keeps: Places of operators that do not run again; their results are kept: "12,30".
     """
+
+    again: ClassVar[bool] = True
 
     ends: str
     views: bool = True
@@ -69,6 +72,9 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     cuts = replays.choose(None if budget is None else budget - rest)
     if isinstance(cuts, str):
         return cuts
+    if not cuts.segments:
+        # nothing has to run again beside another technique
+        return draft
     saved = stretches.all_saved - cuts.n_bytes
     n = sum(kind != KEPT for _, kind in cuts.segments)
     seconds = cuts.seconds + RECORDED * int(stretches.places[-1])

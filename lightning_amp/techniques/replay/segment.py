@@ -190,6 +190,11 @@ class Segment:
         # the operators hold the outside tensors that they read
         self.operators, self.outside = needed[::-1], {}
 
+    def read(self) -> list[Outside]:
+        """Return the dense tensors of others that replays read."""
+        found = (one for operator in self.operators for one in operator.given if type(one) is Outside)
+        return [one for one in dict.fromkeys(found) if one.away is None and is_plain(one.tensor)]
+
     def keep(self, number: int, alias: Tensor) -> None:
         """Set the values of handles of a storage before an unrecorded write to it."""
         self.slots[number].written = True
@@ -210,6 +215,10 @@ class Segment:
         values: dict[tuple[int, torch.dtype], Tensor] = {}
         keep = {handle.ref.slot for handle in handles}
         needed = self._needed(keep, values)
+        # before any operator runs, so that a count has the same bytes; what left last comes first
+        read = (one for operator in reversed(needed) for one in reversed(operator.given) if type(one) is Outside)
+        for outside in dict.fromkeys(read):
+            outside.come_back()
         # a replay holds no more than the forward pass: storages are freed after the last operator that reads them
         last = {slot: i for i, operator in enumerate(needed) for slot in operator.reads | operator.makes}
         ends: dict[int, list[int]] = {}
@@ -275,8 +284,9 @@ class Segment:
             # a later segment may hold a tensor of this one as an outside tensor
             for ref in self._alive.get(id(storage), ()):
                 one = ref()
-                if one is not None and not one.copied and is_plain(one.tensor):
-                    yield one.tensor
+                tensor = None if one is None or one.copied else one.on(storage)
+                if tensor is not None and is_plain(tensor):
+                    yield tensor
 
     def _run(self, operator: Operator, values: dict[tuple[int, torch.dtype], Tensor]) -> None:
         def tensor(one: StorageRef | Outside) -> Tensor:

@@ -53,7 +53,7 @@ class Look(Tape):  # type: ignore[no-untyped-call]
         self.wrappers: set[str] = set()
         self._rates, self._read = rates, list[tuple[weakref.ref[Kept], int]]()
 
-    def _pack(self, x: Tensor) -> Kept:
+    def _pack(self, x: Tensor) -> Any:
         """Record that a tensor is saved, and when; the loss graph may be freed before the step ends."""
         ref = self._ref(x)
         if ref is not None:

@@ -29,11 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_amp._torch import TorchDispatchMode, autograd_node, version_of
+from lightning_amp._torch import TorchDispatchMode, autograd_node, top_saving_hooks, version_of
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage, tensors_of
 from lightning_amp.footprint.run_again.recompute_state import digests
 from lightning_amp.own_operators import are_own_operators
+from lightning_amp.sharding._torch import AUTOGRAD_AND_AUTOCAST, excluded_keys, force_dispatch_keys, included_keys
 from lightning_amp.techniques.replay.choose_cuts import KEPT, ONE_BY_ONE
 from lightning_amp.techniques.replay.on_fakes import made_by
 from lightning_amp.techniques.replay.recorded import Operator, Outside, Slot, StorageRef, geometry_of
@@ -80,6 +81,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._ends, self._views, self._window, self._compares = list(ends), views, window, compares
         self._keeps = keeps
+        # hooks on saved tensors around the step, as of a technique that moves them: they get what the tape keeps
+        self._around: tuple[Any, Any] | None = None
         self._just_saved: list[tuple[Handle, Tensor]] = []
         self.at = 0
         self._inside, self._packing = 0, False
@@ -111,6 +114,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return the saved-tensor hooks in which the forward pass must run, in addition to this mode."""
+        self._around = top_saving_hooks(False)
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _begin(self) -> None:
@@ -119,9 +123,27 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.segment = Segment(self._alive, kind=kind, **settings) if again else None  # type: ignore[arg-type]
 
     def _end(self) -> None:
-        """Forget what no replay of the segment needs."""
-        if self.segment is not None:
-            self.segment.end()
+        """Forget what no replay of the segment needs, and give the hooks around the step what it reads."""
+        if self.segment is None:
+            return
+        self.segment.end()
+        if self._around is not None:
+            with self._by_itself():
+                for one in self.segment.read():
+                    one.leave(*self._around)
+
+    @contextmanager
+    def _by_itself(self) -> Iterator[None]:
+        """Context manager for operators of the tape, which are not of the step.
+
+        Autograd runs them also while an operator of the step runs, so that views share counters of writes.
+        """
+        self._packing, before = True, self._packing
+        try:
+            with force_dispatch_keys(included_keys(), excluded_keys() - AUTOGRAD_AND_AUTOCAST), torch.no_grad():
+                yield
+        finally:
+            self._packing = before
 
     def _pack(self, x: Tensor) -> Any:
         self._note_versions()
@@ -138,21 +160,24 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._just_saved.append((handle, x))
         return handle
 
-    def _kept(self, x: Tensor) -> Kept:
+    def _kept(self, x: Tensor) -> Any:
         """Keep a tensor without its node: if that saves its own result, neither would ever be freed without a backward
         pass through it."""
-        self._packing = True
-        try:
+        with self._by_itself():
+            if self._around is not None:
+                return self._around[0](x)
             return Kept(x if x.grad_fn is None else x.detach(), version_of(x))
-        finally:
-            self._packing = False
 
-    def _unpack(self, kept: Handle | Kept) -> Tensor:
+    def _unpack(self, kept: Any) -> Tensor:
         if isinstance(kept, Handle):
             return kept.segment.value(kept)
-        if version_of(kept.tensor) != kept.version:
+        if self._around is not None:
+            back: Tensor = self._around[1](kept)
+            return back
+        tensor: Tensor = kept.tensor
+        if version_of(tensor) != kept.version:
             raise ModelError(CHANGED)
-        return kept.tensor
+        return tensor
 
     def _digest_saved(self) -> None:
         """Compute digests of saved tensors, after the next operator, which may be the one that makes them."""
@@ -293,7 +318,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         one = segment.outside.get(key)
         # an entry that was copied has old values, even if the version is unchanged: not every write increments it
         if one is None or one.copied:
-            one = segment.outside[key] = Outside(leaf.detach(), source=weakref.ref(leaf), version=version_of(leaf))
+            with self._by_itself():
+                one = segment.outside[key] = Outside(leaf.detach(), version_of(leaf))
             self._alive.setdefault(key[0], []).append(weakref.ref(one))
         return one
 
@@ -306,8 +332,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # each entry of this storage, in any tape, is copied once, before the first write
             for ref in self._alive.pop(key, ()):
                 one = ref()
-                if one is not None:
-                    one.tensor, one.copied = copied(one.tensor), True
+                there = None if one is None else one.on(tensor.untyped_storage())
+                if one is not None and there is not None:
+                    one.tensor, one.copied, one.away = copied(there), True, None
             if key in self._known and self._known[key][0] is not self.segment:
                 segment, number = self._known[key]
                 segment.keep(number, tensor.detach())

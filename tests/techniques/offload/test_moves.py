@@ -22,8 +22,8 @@ from tests.techniques.replay.cases import CASES, DOUBLE, rows, weight
 LARGE = 2**40
 
 
-def moves(*, most: int | None = None, window: int = 0, limit: int | None = None) -> Moves:
-    return Moves(least_bytes=1, most=most, window=window, limit=limit)
+def moves(*, leaves: tuple[int, ...] | None = None, window: int = 0, limit: int | None = None) -> Moves:
+    return Moves(least_bytes=1, leaves=leaves, window=window, limit=limit)
 
 
 def trained(make: Callable[[], Any], **options: Any) -> tuple[list[Any], list[Moves]]:
@@ -70,7 +70,7 @@ def test_every_step_is_the_same_whatever_leaves() -> None:
     # refused below
     for name, make in {**CASES, "random_numbers": draws}.items():
         right, _ = trained(make)
-        for options in ({"window": 0}, {"window": 600}, {"window": LARGE}, {"most": 2}):
+        for options in ({"window": 0}, {"window": 600}, {"window": LARGE}, {"leaves": (0, 1)}, {"leaves": (1, 2, 5)}):
             found, (used,) = trained(make, **options)
             moved += len(used.sizes)
             if not equal(right, found):
@@ -198,7 +198,7 @@ def test_writes_that_no_counter_shows_are_refused() -> None:
         with pytest.raises(ModelError, match=rf"{name}.* autograd does not see"), used.step([w]), UnseenWrites(used):
             step()
     # what did not leave may be written
-    used = moves(most=0)
+    used = moves(leaves=())
     with used.step([w]), UnseenWrites(used):
         by_data().backward()
 

@@ -1,0 +1,185 @@
+"""Count steps from which tensors leave for the host, and when each of them could be away."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+from lightning.pytorch import LightningModule
+
+from lightning_amp._torch import unseen
+from lightning_amp.costs.rule import Rule, Spec
+from lightning_amp.footprint.live_bytes import Read, moved_bytes
+from lightning_amp.footprint.module_profile import Life, alive_bytes
+from lightning_amp.footprint.operator_rates import OperatorRates
+from lightning_amp.footprint.profile_module import counted_step, profile_module
+from lightning_amp.footprint.step_recorder import StepRecorder
+from lightning_amp.techniques.contract.protocol import StepToPlan
+from lightning_amp.techniques.offload.install import moves_of
+from lightning_amp.techniques.offload.row import NAME, ON_CPU, UNPROVED, Offload
+from lightning_amp.techniques.offload.timeline import SavedTensors
+from lightning_amp.techniques.replay.tape import Tape
+
+T = TypeVar("T")
+ALL = Offload(least_bytes=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountedMoves:
+    """A counted step.
+
+    Attributes:
+        peak_bytes: Peak of the device.
+        host_bytes: Bytes of the pool.
+        left_bytes: Bytes that leave.
+        n_left: Number of storages that leave.
+    """
+
+    peak_bytes: int
+    host_bytes: int
+    left_bytes: int
+    n_left: int
+
+
+class Look:
+    """Counts of a step with other rules and a spec; raises an AmpError where it cannot be counted."""
+
+    def __init__(self, step: StepToPlan) -> None:
+        self._step = step
+        self._known: dict[Any, Any] = {}
+
+    def plain_bytes(self, rules: tuple[Rule, ...]) -> int:
+        """Return the peak without the technique."""
+        return self.once(
+            ("plain", rules_of(rules)), lambda: self._step.run_with(rules, profile_module).larger_peak_bytes
+        )
+
+    def saved(self, rules: tuple[Rule, ...]) -> SavedTensors:
+        """Return the storages that could leave."""
+        count = partial(_saved, rates=self._step.operator_rates())
+        return self.once(("saved", rules_of(rules)), lambda: self._step.run_with((*rules, _rule(ALL)), count))
+
+    def count(self, rules: tuple[Rule, ...], spec: Offload) -> CountedMoves:
+        """Return the counted step."""
+        # what a plan says of the host does not change the step
+        spec = replace(spec, host_bytes=0, moved_bytes=0)
+        return self.once(("count", rules_of(rules), spec), lambda: self._step.run_with((*rules, _rule(spec)), _moved))
+
+    def once(self, key: Any, make: Callable[[], T]) -> T:
+        """Return what was made for a key before, or make it."""
+        if key not in self._known:
+            self._known[key] = make()
+        found: T = self._known[key]
+        return found
+
+
+def look(step: StepToPlan) -> Look | str:
+    """Return the counts of a step, made when a draft asks for them; or why only its name installs it."""
+    if NAME in step.requested:
+        return Look(step)
+    return UNPROVED if step.launches else ON_CPU
+
+
+def rules_of(rules: tuple[Rule, ...]) -> tuple[tuple[str, Spec], ...]:
+    """Return what rules change in a step."""
+    return tuple((rule.fqn, rule.spec) for rule in rules)
+
+
+def _rule(spec: Offload) -> Rule:
+    return Rule(fqn="", spec=spec, strategy=NAME, why="counted")
+
+
+def _moved(module: LightningModule, batch: Any, **options: Any) -> CountedMoves:
+    profile, moves = profile_module(module, batch, **options), moves_of(module)
+    assert moves is not None, "the rule is installed"
+    return CountedMoves(
+        peak_bytes=profile.larger_peak_bytes,
+        host_bytes=moves.pool.n_bytes,
+        left_bytes=sum(moves.sizes),
+        n_left=len(moves.sizes),
+    )
+
+
+@dataclass(eq=False, slots=True)
+class _Trip:
+    """A storage that leaves: its bytes on the device before, the place and moment of its saving, and of its coming."""
+
+    life: Life
+    place: int
+    saved: int
+    back: int | None = None
+
+
+class _Timed(StepRecorder):  # type: ignore[no-untyped-call]
+    """Record the seconds of a step's operators, and when storages leave and come back.
+
+    Attributes:
+        seconds: Of each operator, like `work`.
+        trips: Storages by their numbers.
+    """
+
+    counts_repeated = False
+
+    def __init__(self, module: LightningModule, *, rates: OperatorRates) -> None:
+        super().__init__(module)
+        self.seconds, self.trips = list[float](), dict[int, _Trip]()
+        self._rates = rates
+
+    def ends(self, func: Any, args: Any, kwargs: Any, read: Read, result: Any) -> None:
+        """Note the seconds of an operator."""
+        super().ends(func, args, kwargs, read, result)
+        self.seconds += [0.0] * (len(self.work) - 1 - len(self.seconds))
+        self.seconds.append(self._rates.seconds(func, args, kwargs, result, moved_bytes(read, result)))
+
+    def saves(self, number: int, storage: Any) -> None:
+        """Note that autograd saves a storage for the first time."""
+        life = self._of_key.get(id(storage))
+        if life is not None:
+            with unseen() as modes:
+                place = next((mode.at for mode in modes if isinstance(mode, Tape)), 0)
+            self.trips[number] = _Trip(life, place, len(self.work) - 1)
+
+    def comes(self, number: int, storage: Any) -> None:
+        """Note that a storage has come back."""
+        life, trip = self._of_key.get(id(storage)), self.trips.get(number)
+        if life is not None and trip is not None and trip.back is None:
+            trip.back = life.birth
+
+
+def _saved(module: LightningModule, batch: Any, *, rates: OperatorRates, **options: Any) -> SavedTensors:
+    moves = moves_of(module)
+    assert moves is not None, "the rule is installed"
+
+    def make(module: LightningModule) -> _Timed:
+        moves.watcher = made = _Timed(module, rates=rates)
+        return made
+
+    try:
+        found, _ = counted_step(module, batch, make=make, **options)
+    finally:
+        moves.watcher = None
+    n = len(found.work)
+    live = alive_bytes(found.lives, n).astype(float)
+    clock = np.concatenate([[0], np.cumsum(found.seconds), np.full(n - len(found.seconds), sum(found.seconds))])
+    # a storage that is used from the device, or is freed only then, frees nothing by leaving
+    rows = [
+        (number, one.life.n_bytes, one.place, one.saved, one.life.death + 1, one.back)
+        for number, one in sorted(found.trips.items())
+        if one.back is not None and one.life.death is not None and one.life.death + 1 < one.back
+    ]
+    number, n_bytes, place, saved_at, gone, back = np.array(rows, int).reshape(-1, 6).T
+    more = np.zeros(n + 1)
+    np.add.at(more, gone, n_bytes)
+    np.add.at(more, back, -n_bytes)
+    return SavedTensors(
+        live=live + more.cumsum()[:-1],
+        sizes=np.array(moves.candidates),
+        clock=clock,
+        number=number,
+        n_bytes=n_bytes.astype(float),
+        place=place,
+        saved_at=saved_at,
+        gone=gone,
+        back=back,
+    )

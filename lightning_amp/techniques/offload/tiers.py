@@ -1,0 +1,102 @@
+"""Choose for each stretch of a step whether it is kept, runs again, or leaves for the host.
+
+Replay alone chooses stretches for a bound. With more room than the bound, it chooses fewer and other ones; each of
+these is kept, runs again or leaves as takes the least time within the bound (choose_ways.py). What leaves in the end is
+chosen, tensor by tensor, on a count of the step in which the chosen stretches run again.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from lightning_amp.costs.profiled_step import ProfiledStep
+from lightning_amp.costs.rule import Rule
+from lightning_amp.techniques.offload.choose_ways import choose_ways
+from lightning_amp.techniques.offload.timeline import AGAIN, KEEP, Link, SavedTensors
+from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, KEPT, Cuts, Part, Replays, Stretches, fastest
+from lightning_amp.techniques.replay.row import ReplayOperators
+
+ROOMS = 0.25, 0.5, 0.75, 1.0
+"""Room beyond the bound for which replay chooses stretches, as shares of what it would have to free; with all of it
+nothing runs again."""
+
+
+def link_of(seen: ProfiledStep, window: float) -> Link:
+    """Return the link of a step's device to its host."""
+    rates = seen.rates
+    if rates.launches:
+        return Link(out=rates.host.out, back=rates.host.back, window=window)
+    # the core that computes reads and writes both
+    return Link(out=rates.memory_bytes / 2, back=rates.memory_bytes / 2, window=window, beside=False)
+
+
+class Tiers:
+    """Choices of stretches that run again, beside others that leave.
+
+    Args:
+        replay: Rules -> the choices of replay alone.
+        look: Counts of the step from which tensors leave.
+        seen: The profiled step.
+        room: Room beyond the bound, one of ROOMS.
+        rules: Rules of other techniques.
+    """
+
+    def __init__(
+        self,
+        replay: Callable[[tuple[Rule, ...]], Replays],
+        look: Any,
+        seen: ProfiledStep,
+        room: float,
+        rules: tuple[Rule, ...],
+    ) -> None:
+        self._replays, self._look, self._seen, self._room, self._rules = replay(rules), look, seen, room, rules
+
+    @property
+    def stretches(self) -> Stretches | str:
+        """Bytes and times of the step's segments, or the reason why they are unknown."""
+        return self._replays.stretches
+
+    def choose(self, bound: int | None) -> Cuts | str:
+        """Return the stretches that run again, which may be none."""
+        stretches = self.stretches
+        if bound is None or isinstance(stretches, str):
+            return self._replays.choose(bound)
+        if self._room == 1:
+            return Cuts(parts=(), n_bytes=stretches.all_saved)
+        more = int(bound + self._room * max(0, stretches.all_saved - bound))
+        cuts = fastest(stretches, more) or self._replays.choose(more)
+        if isinstance(cuts, str):
+            return cuts
+        # as it is counted with both, so that places are those of the segments
+        spec = ReplayOperators(ends="", views=stretches.views)
+        rule = Rule(fqn="", spec=spec, strategy="replay", why="counted")
+        saved: SavedTensors = self._look.saved((*self._rules, rule))
+        parts = [*cuts.parts, Part(end=int(stretches.places[-1]), kind=KEPT)]
+        # a tensor is saved by the operator before its place, or by the one after as its argument
+        part_of = np.searchsorted([part.end for part in parts[:-1]], saved.place - 1, "right")
+        groups = [np.nonzero(part_of == i)[0].tolist() for i in range(len(parts))]
+        freed = [
+            part.share * saved.away(group, back=saved.back[group].min() if part.kind == AT_ONCE and group else 2**62)
+            for part, group in zip(parts, groups, strict=True)
+        ]
+        timeline = saved.timeline(
+            groups, np.stack(freed), np.array([np.inf if part.kind == KEPT else part.seconds for part in parts])
+        )
+        # what is on its way needs room too
+        at = int(saved.live.argmax())
+        window = self._seen.rates.launches * 2 * saved.n_bytes[(saved.gone <= at) & (at < saved.back)].max(initial=0.0)
+        link = link_of(self._seen, window)
+        aim = timeline.peak([KEEP] * len(parts)) - (stretches.all_saved - bound) - window
+        room = getattr(self._seen.requested.get("offload"), "host_memory", None)
+        ways = choose_ways(timeline, aim, link, host=np.inf if room is None else room)
+        runs = [way == AGAIN for way in ways]
+        chosen = [
+            part if again else replace(part, kind=KEPT, keeps=(), seconds=0.0, share=0.0)
+            for part, again in zip(parts, runs, strict=True)
+        ]
+        while chosen and chosen[-1].kind == KEPT:
+            chosen.pop()
+        less = timeline.peak([KEEP] * len(parts)) - timeline.peak([AGAIN if again else KEEP for again in runs])
+        return Cuts(parts=tuple(chosen), n_bytes=int(stretches.all_saved - less), window=cuts.window)
