@@ -68,6 +68,9 @@ def run_two_steps(
         *(("setup", "configure_model") if run_settings.prepared else ()),
     ):
         setattr(module, hook, MethodType(getattr(LightningModule, hook), module))
+    if run_settings.moved:
+        for hook in ("_on_before_batch_transfer", "_apply_batch_transfer_handler"):
+            setattr(module, hook, lambda batch, *_, **__: batch)
     for child in module.modules():
         if isinstance(child, LightningModule):
             child.log = partial(_log_without_bar, child.log)  # type: ignore[method-assign]

@@ -119,6 +119,8 @@ class Technique:
         beside_compiled: Whether `AMPStrategy(compile=)` may compile blocks in a plan with it: its code lies around the
             forward of blocks, or outside of them.
         runs_compiled: Whether its plan was counted with compiled modules, so that no batch may run them uncompiled.
+        between_batches: Whether a run may install or remove it between two batches: it keeps nothing from one to the
+            next, and changes neither parameters nor optimizers.
         registered: Whether it was added by `register_technique`.
         steps: Module whose `install(module, spec, mesh)` returns replacements of a LightningModule's steps, by name; ""
             if it replaces none. Gradients of these steps are averaged over the model axis too, unless the units of its
@@ -160,6 +162,7 @@ class Technique:
     code: str = ""
     beside_compiled: bool = False
     runs_compiled: bool = False
+    between_batches: bool = False
     registered: bool = False
     steps: str = ""
     works_in_any_steps: bool = False

@@ -117,6 +117,11 @@ class CountedBatches:
             self._go_on(self._step)
             self._last, self._step = self._step, None
 
+    def run(self, loop: Any, plain: Callable[..., Any], *args: Any) -> Any:
+        """Run a batch by `plain(*args)`, and count it if its bytes may exceed those of earlier batches."""
+        with self.counting(args):
+            return plain(*args)
+
     def _reason(self, batch: Any, shapes: Sequence[Shape]) -> str:
         """Decide whether a batch is counted; return why in words, "" for the first ones."""
         optimizers = self._module.trainer.optimizers
@@ -192,7 +197,7 @@ class CountedBatches:
     def _may_exceed(self, shapes: Sequence[Shape]) -> bool:
         # attention grows with the square of a length, products of pairs with its cube. The largest growth of a tensor
         # counts, because other tensors may be constant, such as node features of a graph with more edges
-        growth = min((_growth(counted, shapes) for counted in self._shapes), default=inf)
+        growth = min((growth_of(counted, shapes) for counted in self._shapes), default=inf)
         return growth > 1 and bool(self._peak_bytes * growth**3 > self._budget)
 
     def unbound(self) -> None:
@@ -214,7 +219,7 @@ class CountedBatches:
         self._shapes = []
 
 
-def _growth(counted: Sequence[Shape], shapes: Sequence[Shape]) -> float:
+def growth_of(counted: Sequence[Shape], shapes: Sequence[Shape]) -> float:
     """Return by how much the dims of a batch exceed those of a counted one, for the tensor that grows most."""
     if list(map(len, counted)) != list(map(len, shapes)):
         return inf
@@ -223,20 +228,7 @@ def _growth(counted: Sequence[Shape], shapes: Sequence[Shape]) -> float:
 
 
 def _covers(counted: Sequence[Shape], shapes: Sequence[Shape]) -> bool:
-    return _growth(counted, shapes) <= 1
-
-
-def refuse_beyond(
-    budget: int, trainer: pl.Trainer, *, why: str = "", predicted: ModuleProfile | None = None
-) -> Callable[[], None]:
-    """Raise in batches of a fit that exceed the budget; `why` is added to the error. Returns an undo."""
-    counted = CountedBatches(trainer.lightning_module, budget, why=why, predicted=predicted)
-
-    def counting(loop: Any, plain: Callable[..., Any], *args: Any) -> Any:
-        with counted.counting(args):
-            return plain(*args)
-
-    return run_batches_by(trainer, counting)
+    return growth_of(counted, shapes) <= 1
 
 
 def called_in(trainer: pl.Trainer, callback: pl.Callback, *, first: bool = False) -> Callable[[], None]:

@@ -196,13 +196,13 @@ class Rescue(pl.Callback):
     ) -> None:
         self._module, self._leaner, self._device, self._written = module, leaner, device, written
         self._left, self._updating, self._told, self._join = TIMES, False, False, join
-        self._counted = None if budget is None else CountedBatches(module, budget, predicted=predicted)
+        self.counted = None if budget is None else CountedBatches(module, budget, predicted=predicted)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """Mark the start of the update: parameters may change from here on, so the batch cannot run again."""
         self._updating = True
-        if self._counted is not None:
-            self._counted.unbound()
+        if self.counted is not None:
+            self.counted.unbound()
 
     def gradients_are_there(self) -> None:
         """Learn after a backward pass, before gradients are averaged, whether a rank ran out of memory; a collective.
@@ -220,7 +220,7 @@ class Rescue(pl.Callback):
             self._updating = self._told = False
             state = StateOfBatch(self._module, loop, args, self._written)
             try:
-                with nullcontext() if self._counted is None else self._counted.counting(args):
+                with nullcontext() if self.counted is None else self.counted.counting(args):
                     return plain(*args)
             except Exception as error:
                 self._get_over(error, state)
@@ -262,8 +262,8 @@ class Rescue(pl.Callback):
         if not done:
             raise error
         self._left -= 1
-        if self._counted is not None:
-            self._counted.begin_again()
+        if self.counted is not None:
+            self.counted.begin_again()
         rank_zero_warn(f"Memory has ended in a training batch, which now runs again: {done}. It was: {text}")
 
 

@@ -165,6 +165,7 @@ def _exposed(seen: ProfiledStep, out: int, back: int) -> float:
 ROW = Technique(
     title="activations on the host",
     shrinks="what autograd keeps between the passes, which waits in host memory",
+    between_batches=True,
     specs=(Offload,),
     installers={Offload: Installer("lightning_amp.techniques.offload.install:install")},
     conflicts={
