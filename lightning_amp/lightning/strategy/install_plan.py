@@ -8,7 +8,7 @@ if the new plan would shard something differently, the old choices stay, with a 
 note of the plan says so.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +29,8 @@ from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
 from lightning_amp.lightning.profiling.loaders import UNKNOWN
 from lightning_amp.lightning.profiling.make_step_plan import without_compiled
 from lightning_amp.lightning.steps.cells import count_replicas_once
-from lightning_amp.lightning.steps.counted_batches import CountedBatches, run_batches_by
-from lightning_amp.lightning.steps.out_of_memory import LEANER, Rescue, largest, rescue_batches
+from lightning_amp.lightning.steps.counted_batches import MOST, CountedBatches, run_batches_by
+from lightning_amp.lightning.steps.out_of_memory import LEANER, TIMES, Rescue, largest, rescue_batches
 from lightning_amp.lightning.steps.process_memory import watch_process
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy import refusals
@@ -118,12 +118,9 @@ class InstalledPlan:
             shards = self._put_stages(plan, staged)
         self._foreign.tell_rows(self.again)
         if self._facts.validation is not None:
-            refuses = self._request.refuses
+            mesh, refuses, count = self._strategy.mesh, self._request.refuses, self._with_validation
             held = refuses and self._holds(plan)
-            found = ValidationOfFit(
-                plan, trainer, self._strategy.mesh, held=held, refuses=refuses, count=self._with_validation
-            )
-            self._undo.append(found.put())
+            self._undo.append(ValidationOfFit(plan, trainer, mesh, held=held, refuses=refuses, count=count).put())
         return shards
 
     def _install_steps(self, name: str, plan: Plan) -> None:
@@ -171,32 +168,41 @@ class InstalledPlan:
             PlanError: A batch of this run cannot run again.
         """
         with ExitStack() as undo:
-            self._counted = self._rescued(step, undo) if self._request.rescue else self._held(undo)
+            self._counted = self._held(step, undo)
             if self._larger is not None:
                 # around the others: a batch is counted before it runs
                 undo.callback(run_batches_by(self._trainer, self._larger.run))
             return undo.pop_all().close
 
-    def _held(self, undo: ExitStack) -> CountedBatches | None:
-        """Let batches raise an error beyond the budget, if they are counted."""
+    def _held(self, step: TrainingStep, undo: ExitStack) -> CountedBatches | None:
+        """Let batches run again, if requested or if values decide; else raise an error beyond a budget that is held."""
+        ranks, larger = self._strategy.world_size, self._larger
+        if self._request.rescue:
+            refusals.check_rescue(self._plan, self._trainer, n_ranks=ranks)
+            # of rank 0, which alone has profiled the step
+            return self._run_again(step, undo, self._leaner, self._strategy.broadcast(self._facts.written), TIMES)
         if not (self._holds(self._plan) and self._request.refuses):
             return None
-        module, why, predicted = self._trainer.lightning_module, self._plan.uncounted, self._strategy.predicted_step
-        counted = CountedBatches(module, self._facts.budget, why=why, predicted=predicted)
+        if larger and larger.noted and not refusals.why_not_again(self._plan, self._trainer, n_ranks=ranks):
+            return self._run_again(step, undo, larger.again, larger.written, MOST)
+        module, predicted = self._trainer.lightning_module, self._strategy.predicted_step
+        counted = CountedBatches(module, self._facts.budget, why=self._plan.uncounted, predicted=predicted)
         undo.callback(run_batches_by(self._trainer, counted.run))
         return counted
 
-    def _rescued(self, step: TrainingStep, undo: ExitStack) -> CountedBatches | None:
-        refusals.check_rescue(self._plan, self._trainer, n_ranks=self._strategy.world_size)
+    def _run_again(
+        self, step: TrainingStep, undo: ExitStack, leaner: Callable[[Any], str], written: Collection[str], times: int
+    ) -> CountedBatches | None:
+        """Let batches that run out of memory run again by a plan that `leaner` installs."""
         rescue = Rescue(
             self._trainer.lightning_module,
-            leaner=self._leaner,
+            leaner=leaner,
             join=step.join,
             budget=self._facts.budget if self._counts else None,
             device=self._strategy.root_device,
-            # of rank 0, which alone has profiled the step
-            written=self._strategy.broadcast(self._facts.written),
+            written=written,
             predicted=self._strategy.predicted_step,
+            times=times,
         )
         step.before_averaging = rescue.gradients_are_there
         undo.callback(rescue_batches(self._trainer, rescue))
@@ -219,7 +225,7 @@ class InstalledPlan:
         known = plan.diagnosis is not None or plan.fits is None
         return self._counts and not hidden and plan.mesh.model == 1 and known
 
-    def _leaner(self) -> str:
+    def _leaner(self, _: Any = None) -> str:
         """Install a plan that needs less memory, on all ranks; return a description, or "" if there is none."""
         before = self._plan
         # the new plan must keep the budget; if the old one was predicted to, the prediction was too low: require less
@@ -268,7 +274,7 @@ class InstalledPlan:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Restore the module without techniques, as in `setup`, inside the `with` block."""
+        """Restore the module without techniques."""
         with _as_in_setup(self._strategy.root_device), self._installed.aside():
             yield
 

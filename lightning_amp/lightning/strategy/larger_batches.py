@@ -29,11 +29,12 @@ from typing import Any
 from lightning_amp.errors import AmpError, DoesNotFitError, PlanError
 from lightning_amp.footprint.confirm_count import Shape, shapes_of
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
+from lightning_amp.lightning.consistency.replicas import decide_on_one_rank
 from lightning_amp.lightning.profiling.make_step_plan import make_step_plan
 from lightning_amp.lightning.steps.counted_batches import growth_of
 from lightning_amp.lightning.steps.out_of_memory import largest
 from lightning_amp.lightning.strategy.context import PlanningContext
-from lightning_amp.lightning.strategy.largest_rank import for_largest_batch
+from lightning_amp.lightning.strategy.largest_rank import for_largest_batch, largest_of_ranks
 from lightning_amp.planning.modules.on_device import made_for, on_device
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.policies.build_rules import with_memory
@@ -41,6 +42,8 @@ from lightning_amp.planning.reports.plan_report import shortfall, techniques
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.table import BETWEEN_BATCHES, PREDICTIONS, in_order, rules_in_order, stage_search
 
+RESERVE = 0.1
+"""Share of the budget that a plan leaves where values have exceeded it: another batch may take more."""
 BEGUN = "a run that has begun cannot change to it"
 
 
@@ -53,6 +56,10 @@ class LargerBatches:
         aside: Restores the module without techniques inside its `with` block.
         exchange: Installs a plan instead of the one before, on all ranks or on none; returns whether it did.
         keep: Makes a plan that is installed already, with another prediction, the current one.
+
+    Attributes:
+        noted: Whether values decide what a batch takes.
+        written: Parameters that a step changes before its update, and "batch" if it changes the batch.
     """
 
     def __init__(
@@ -69,7 +76,9 @@ class LargerBatches:
         assert facts.step is not None, "a fit has one"
         self._step = facts.step.of_batch
         # of rank 0, which alone has counted a batch
-        shapes = facts.strategy.broadcast(facts.step.shapes())
+        seen = facts.profiled[0] if facts.strategy.global_rank == 0 else None
+        own = _dims(facts.step.shapes()), seen is not None and seen.profile.noted, facts.written
+        shapes, self.noted, self.written = facts.strategy.broadcast(own)
         self._known = [(shapes, current().training_bytes)]
         self._told = False
 
@@ -89,7 +98,7 @@ class LargerBatches:
         """
         # the keywords of `training_step`, of which the batch is the first
         batch = next(iter(args[-1].values()))
-        shapes = shapes_of(batch)
+        shapes = _dims(shapes_of(batch))
         if largest(float(self._may_exceed(shapes)), self._facts.strategy.root_device):
             self._look(batch, shapes)
         return plain(*args)
@@ -125,6 +134,35 @@ class LargerBatches:
             self._keep(found, logs=False)
         return None
 
+    def again(self, batch: Any) -> str:
+        """Install a plan for a batch that has exceeded the budget by what values decide, and describe it.
+
+        Raises:
+            DoesNotFitError: No plan fits, on all ranks.
+        """
+        before, strategy = self._current(), self._facts.strategy
+        counting = copy.copy(self._facts)
+        counting.step = self._step(batch)
+        number = self._facts.trainer.fit_loop.epoch_loop.batch_idx
+        said = f"batch {number}, of which values decide what it takes, has exceeded the budget"
+        try:
+            with self._aside():
+                rank, _, _ = largest_of_ranks(before, counting)
+                agree = partial(decide_on_one_rank, rank=strategy.global_rank, broadcast=strategy.broadcast)
+                found = agree(partial(_with_reserve, counting, before), decider=rank)
+                decide = partial(_between_batches, counting, before)
+                found = for_largest_batch(found, counting, decide, f"batch {number} of rank {{}}", deciders=(rank,))
+        except AmpError as error:
+            raise DoesNotFitError(f"{said}: {error}") from error
+        if found.fits is False or found.rules == before.rules:
+            raise DoesNotFitError(f"{said}, and no plan fits it: {shortfall(found)}. What it has changed was put back")
+        if not self._exchange(found):
+            return ""
+        return (
+            f"{techniques(found.strategies)}, for which {format_bytes(found.predicted_peak_bytes)} are predicted,"
+            f" instead of {techniques(before.strategies)}"
+        )
+
     def _refuse(self, said: str) -> None:
         if self._facts.request.refuses:
             raise DoesNotFitError(
@@ -140,7 +178,7 @@ class LargerBatches:
         nearest, _ = min(self._known, key=lambda one: growth_of(one[0], shapes))
         pairs = list(zip(nearest, shapes, strict=False))
         known, shape = max(pairs, key=lambda pair: growth_of(pair[:1], pair[1:]), default=((), ()))
-        dims = f" ({list(shape[:-1])}, and {list(known[:-1])} was counted)"
+        dims = f" ({list(shape)}, and {list(known)} was counted)"
         which = dims if growth_of(nearest, shapes) > 1 and shape else " on another rank"
         return f"batch {number}, which is larger than those before{which}"
 
@@ -172,6 +210,12 @@ def _between_batches(counting: PlanningContext, before: Plan) -> Plan:
     return _continued(made_for(made), before, anew)
 
 
+def _with_reserve(counting: PlanningContext, before: Plan) -> Plan:
+    """Make a plan for a batch with room for others, of which values may decide more; without room if none has it."""
+    found = _between_batches(counting.less(int(RESERVE * counting.budget)), before)
+    return _between_batches(counting, before) if found.fits is False else replace(found, budget_bytes=counting.budget)
+
+
 def _continued(plan: Plan, before: Plan, facts: PlanningContext) -> Plan:
     """Return a new plan with what a run that has begun keeps: its ranks, its validation, rules beside techniques."""
     names = {name for name in before.strategies if name not in PREDICTIONS}
@@ -192,3 +236,8 @@ def _continued(plan: Plan, before: Plan, facts: PlanningContext) -> Plan:
         validation=validation,
         notes=(*plan.notes, *notes),
     )
+
+
+def _dims(shapes: list[Shape]) -> list[Shape]:
+    """Return shapes without the bytes of an element, which a Trainer's precision changes."""
+    return [shape[:-1] for shape in shapes]

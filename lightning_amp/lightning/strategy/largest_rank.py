@@ -63,7 +63,7 @@ def for_largest_batch(
     agree = partial(decide_on_one_rank, rank=strategy.global_rank, broadcast=strategy.broadcast)
     tried = list[Plan]()
     while agree(partial(depends, plan, facts)):
-        rank, largest, why = _largest(plan, facts)
+        rank, largest, why = largest_of_ranks(plan, facts)
         tried.append(agree(partial(_for, plan, facts, said.format(rank), largest, why)))
         if tried[-1].fits is not False:
             return tried[-1]
@@ -82,7 +82,7 @@ def _depends_on_rank(plan: Plan, facts: PlanningContext) -> bool:
     return seen is not None and seen.profile.noted and plan.mesh.model == 1 and plan.budget_bytes is not None
 
 
-def _largest(plan: Plan, facts: PlanningContext) -> tuple[int, ModuleProfile | None, str]:
+def largest_of_ranks(plan: Plan, facts: PlanningContext) -> tuple[int, ModuleProfile | None, str]:
     """Count this rank's batch; return the rank with the largest count, that count, and why others have none."""
     own: ModuleProfile | None = None
     why = ""
