@@ -183,6 +183,7 @@ class Rescue(pl.Callback):
         budget: Bytes beyond which a counted batch raises; None does not count batches.
         predicted: Profile of the plan's step, as for CountedBatches.
         times: Most further plans.
+        holds: Whether an update beyond the budget ends the run.
     """
 
     def __init__(
@@ -196,15 +197,17 @@ class Rescue(pl.Callback):
         written: Collection[str] = (),
         predicted: ModuleProfile | None = None,
         times: int = TIMES,
+        holds: bool = False,
     ) -> None:
         self._module, self._leaner, self._device, self._written = module, leaner, device, written
         self._left, self._updating, self._told, self._join = times, False, False, join
+        self._holds = holds
         self.counted = None if budget is None else CountedBatches(module, budget, predicted=predicted)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """Mark the start of the update: parameters may change from here on, so the batch cannot run again."""
         self._updating = True
-        if self.counted is not None:
+        if self.counted is not None and not self._holds:
             self.counted.unbound()
 
     def gradients_are_there(self) -> None:

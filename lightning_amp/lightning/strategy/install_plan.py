@@ -185,8 +185,8 @@ class InstalledPlan:
             return None
         if larger and larger.noted and not refusals.why_not_again(self._plan, self._trainer, n_ranks=ranks):
             return self._run_again(step, undo, larger.again, larger.written, MOST)
-        module, predicted = self._trainer.lightning_module, self._strategy.predicted_step
-        counted = CountedBatches(module, self._facts.budget, why=self._plan.uncounted, predicted=predicted)
+        module, why, predicted = self._trainer.lightning_module, self._plan.uncounted, self._strategy.predicted_step
+        counted = CountedBatches(module, self._facts.budget, why=why, predicted=predicted)
         undo.callback(run_batches_by(self._trainer, counted.run))
         return counted
 
@@ -203,6 +203,7 @@ class InstalledPlan:
             written=written,
             predicted=self._strategy.predicted_step,
             times=times,
+            holds=times == MOST,
         )
         step.before_averaging = rescue.gradients_are_there
         undo.callback(rescue_batches(self._trainer, rescue))
