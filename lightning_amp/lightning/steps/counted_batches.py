@@ -31,6 +31,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 
 from lightning_amp.footprint.bounded_step import BoundedStep, StepOverBudget
 from lightning_amp.footprint.confirm_count import Shape, StepMakes, difference, shapes_of
@@ -85,8 +86,8 @@ class CountedBatches:
         self._begin()
 
     @contextmanager
-    def counting(self, batch: Any) -> Iterator[None]:
-        """Count the bytes of a batch, if they may exceed those of earlier batches.
+    def counting(self, batch: Any, copied: Sequence[Tensor] = ()) -> Iterator[None]:
+        """Count the bytes of a batch, if they may exceed those of earlier batches, and what was copied for it.
 
         Raises:
             StepOverBudget: An operator's result exceeds the budget; raised by the operator.
@@ -103,7 +104,8 @@ class CountedBatches:
         trainer = self._module.trainer
         # logged values, of a few bytes, are in no plan
         after = self._last if self._kept_bytes > GROWS * self._budget else None
-        self._step.start(batch, trainer.optimizers, after=after, averaged=copies_in_callbacks(trainer))
+        held = [*copies_in_callbacks(trainer), *(("copy for a batch that runs again", one) for one in copied)]
+        self._step.start(batch, trainer.optimizers, after=after, averaged=held)
         streams = host_streams()
         try:
             # operators are counted one by one. Dynamo would compile the counter, and never again what it skips here

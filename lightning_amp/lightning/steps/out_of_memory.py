@@ -226,7 +226,7 @@ class Rescue(pl.Callback):
             self._updating = self._told = False
             state = StateOfBatch(self._module, loop, args, self._written)
             try:
-                with nullcontext() if self.counted is None else self.counted.counting(args):
+                with nullcontext() if self.counted is None else self.counted.counting(args, state.copied):
                     return plain(*args)
             except Exception as error:
                 self._get_over(error, state, args)

@@ -125,6 +125,11 @@ class StateOfBatch(Before):
         self.undo.append(lambda: vars(metric).update(_copies(states) | others))
 
     @property
+    def copied(self) -> list[Tensor]:
+        """The copies of tensors."""
+        return [copy for _, copy in self._values]
+
+    @property
     def compared(self) -> list[Tensor]:
         """The tensors that are not copied."""
         return [tensor for tensor, _ in (*self._prints.values(), *self._versions.values())]
