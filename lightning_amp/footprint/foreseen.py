@@ -1,6 +1,8 @@
 """Add to a recorded step what training holds later, which its two steps do not show.
 
     an optimizer that has not stepped    gradients and state of its parameters, and the temporaries of its first step
+    one that has stepped, where draws    state of parameters that these steps did not use
+    decide which parameters are used
     LBFGS                                its history at its longest, `history_size`
     callbacks that average weights       their copies of the module, and the temporaries of an update
 
@@ -63,6 +65,8 @@ def foresee(
                 f"the optimizer {kind!r} has not stepped in the counted batches: {format_bytes(n_bytes)} of gradients"
                 " and state are counted for all of its parameters"
             )
+        elif recorder.drew:
+            _unused(recorder, optimizer, late)
     largest = max((parameter.nbytes for parameter in recorder.trained.values()), default=0)
     for name, n_bytes in averaged:
         recorder.lives.append(Life(f"copies of {name}", "", STATE, (n_bytes,), "uint8", n_bytes))
@@ -90,6 +94,20 @@ def _first_step(recorder: StepRecorder, optimizer: Optimizer, fake: FakeTensorMo
     if here:
         recorder.add_update(live.peak - live.current)
     return total
+
+
+def _unused(recorder: StepRecorder, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
+    """Add the state of parameters that have none, of the shapes that it has for others."""
+    names = {id(p): name for name, p in recorder.trained.items()}
+    like = next(((p, optimizer.state[p]) for p in parameters if optimizer.state.get(p)), None)
+    if like is None or not on_device([optimizer]):
+        return
+    for parameter in parameters:
+        if not optimizer.state.get(parameter):
+            for key, value in like[1].items():
+                for tensor in tensors_of(value):
+                    whole = tensor.shape == like[0].shape
+                    _add(recorder, f"{names.get(id(parameter), '')}.{key}", STATE, parameter if whole else tensor)
 
 
 def _add(recorder: StepRecorder, name: str, kind: str, tensor: Tensor) -> int:

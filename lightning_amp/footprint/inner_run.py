@@ -34,6 +34,7 @@ from lightning_amp.footprint.run_settings import RunSettings
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.holding import replacing
 from lightning_amp.own_operators import own_operators
+from lightning_amp.random_streams import drawn_between, host_streams
 
 R = TypeVar("R", bound=StepRecorder)
 STEPS = 1000
@@ -69,6 +70,9 @@ def run_two_steps(
         *(("setup", "configure_model") if run_settings.prepared else ()),
     ):
         setattr(module, hook, MethodType(getattr(LightningModule, hook), module))
+    if run_settings.moved:
+        for hook in ("_on_before_batch_transfer", "_apply_batch_transfer_handler"):
+            setattr(module, hook, lambda batch, *_, **__: batch)
     for child in module.modules():
         if isinstance(child, LightningModule):
             child.log = partial(_log_without_bar, child.log)  # type: ignore[method-assign]
@@ -82,6 +86,7 @@ def run_two_steps(
         # the part of `fit` that precedes its handling of errors and interrupts
         trainer.strategy._lightning_module = module
         trainer.state.fn, trainer.state.status, trainer.training = (TrainerFn.FITTING, TrainerStatus.RUNNING, True)
+        streams = host_streams()
         with suppress(EnoughSeen):
             trainer._fit_impl(module, _Repeated(batch))
             raise ModelError(
@@ -92,6 +97,7 @@ def run_two_steps(
         # stopped before the second step, as where notes are taken; nothing is recorded
         return recorder
     recorder.makes = StepMakes.of(batch, recorder.lives, recorder.work)
+    recorder.drew = bool(drawn_between(streams, host_streams())) or (answers is not None and answers.draw > 0)
     recorder.foreseen = foresee(recorder, trainer.optimizers, fake, run_settings.averaged)
     return recorder
 

@@ -36,7 +36,7 @@ from lightning_amp.footprint.copies.known_values import OwnReads
 from lightning_amp.footprint.copies.no_side_effects import without_side_effects
 from lightning_amp.footprint.copies.noted_values import GROWS, MOST_BEFORE, Answers, NoteTaker
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
-from lightning_amp.footprint.copies.take_notes import copy_with_values, is_elsewhere, notes_of, room_of_pass
+from lightning_amp.footprint.copies.take_notes import DRAWS, copy_with_values, is_elsewhere, notes_of, room_of_pass
 from lightning_amp.footprint.inner_run import run_two_steps
 from lightning_amp.footprint.module_profile import REAL, Life, ModuleProfile, summarize
 from lightning_amp.footprint.run_settings import BY_ITSELF, RunSettings
@@ -44,6 +44,8 @@ from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.target_device import counts_for_accelerator, optimizers_of_device
 from lightning_amp.footprint.trace.step_trace import Place, StepTrace
 
+SAME = 3
+"""Draws after which no further ones are counted, where all took the same."""
 R = TypeVar("R", bound=StepRecorder)
 
 
@@ -179,6 +181,8 @@ class _Count:
         if failed is None:
             if answers is None and found.own_reads:
                 found = self._later(found)
+            elif answers is None and found.drew:
+                found = self._of_largest_draw(found)
             return found, "" if answers is None else answers.why
         reason = why_values(failed)
         if lacks_values(self._module):
@@ -240,6 +244,18 @@ class _Count:
                 break
             found, n = another, 2 * n
             self._keep(answers)
+        return found
+
+    def _of_largest_draw(self, found: Any) -> Any:
+        """Count a step that draws numbers in Python with several draws, and take the largest."""
+        most, largest = found.most_bytes, Answers.without_notes(0)
+        for draw in range(1, DRAWS):
+            another, failed = self._run(QuickFakes(valid=True), answers := Answers.without_notes(0, draw))
+            if failed is not None or (draw == SAME and another.most_bytes == found.most_bytes == most):
+                break
+            if another.most_bytes > found.most_bytes:
+                found, largest = another, answers
+        self._keep(largest)
         return found
 
     def _keep(self, answers: Answers) -> None:

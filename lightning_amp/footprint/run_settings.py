@@ -22,6 +22,7 @@ class RunSettings:
         accumulate_grad_batches: As in the Trainer, or the largest value that a callback will set. Values above
             2 have the bytes of 2.
         datamodule: Data module, whose hooks may change a batch, and which the module may read.
+        moved: Whether the batch has passed the hooks that move it to the device, which are then not called.
         values: Whether a step that cannot run on fake tensors runs on real ones, which takes its memory and time;
             forward passes without gradients always may.
         limit_bytes: Most bytes of such a real step, including the module that was copied; on a CPU, only whether there
@@ -43,6 +44,7 @@ class RunSettings:
     gradient_clip_algorithm: str | None = None
     accumulate_grad_batches: int = 1
     datamodule: LightningDataModule | None = None
+    moved: bool = False
     values: bool = True
     limit_bytes: int | None = None
     unfreezes: bool = False

@@ -67,6 +67,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         written: Parameters that are changed before the optimizer's step, and "batch" if the batch is.
         first_bytes, left_bytes: As in ModuleProfile; bytes of the step before.
         frees_gradients: Whether the last step's gradients are freed before `training_step`.
+        drew: Whether random numbers were drawn that may decide what runs.
         batch_reads, own_reads, foreseen, makes, measured, noted: As `reads`, `foreseen`, ... in ModuleProfile.
 
     Args:
@@ -93,6 +94,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.first_bytes = self.left_bytes = 0
         self.batch_reads: Any = None
         self.own_reads: tuple[str, ...] = ()
+        self.drew = False
         self.foreseen: tuple[str, ...] = ()
         self.makes: Any = None
         self.measured, self.noted = FAKE, False

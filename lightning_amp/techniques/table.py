@@ -68,6 +68,8 @@ OF_BLOCKS = tuple(
     name for name in PREDICTIONS if any(installer.on_blocks for installer in STRATEGIES[name].installers.values())
 )
 """Techniques of `PREDICTIONS` whose rules name blocks."""
+BETWEEN_BATCHES = tuple(name for name in PREDICTIONS if STRATEGIES[name].between_batches)
+"""Techniques of `PREDICTIONS` that a run may install or remove between two batches."""
 STAGED = next(name for name, row in STRATEGIES.items() if row.search)
 """The technique whose stages the planner chooses."""
 EVALUATED, evaluated_within = next(

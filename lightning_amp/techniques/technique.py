@@ -144,6 +144,8 @@ class Technique:
         beside_compiled: Whether `AMPStrategy(compile=)` may compile blocks in a plan with it: its code lies around the
             forward of blocks, or outside of them.
         runs_compiled: Whether its plan was counted with compiled modules, so that no batch may run them uncompiled.
+        between_batches: Whether a run may install or remove it between two batches: it keeps nothing from one to the
+            next, and changes neither parameters nor optimizers.
         registered: Whether it was added by `register_technique`.
         steps: What replaces a LightningModule's steps; None if it replaces none.
         works_in_any_steps: Whether it works with all techniques with `steps`, because it does not change steps.
@@ -179,6 +181,7 @@ class Technique:
     code: str = ""
     beside_compiled: bool = False
     runs_compiled: bool = False
+    between_batches: bool = False
     registered: bool = False
     steps: OwnSteps | None = None
     works_in_any_steps: bool = False

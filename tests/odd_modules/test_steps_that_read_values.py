@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_amp import AMPStrategy, profile
-from lightning_amp.errors import PlanError
-from lightning_amp.footprint.bounded_step import StepOverBudget
+from lightning_amp.errors import DoesNotFitError, PlanError
 from lightning_amp.footprint.copies import take_notes
 from tests.any_module import QUIET, Meter
 from tests.optimised import Optimised
@@ -256,7 +255,7 @@ def test_a_later_batch_in_which_values_decide_otherwise_is_held_to_the_budget() 
     budget = int(1.05 * profile(Grows(), few).peak_bytes)
     batches = [few] * 4 + [many]
     trainer = Trainer(max_epochs=1, strategy=AMPStrategy(strategies="S1", device_memory=budget), **QUIET)
-    with pytest.raises(StepOverBudget, match="values decide its shapes, and the plan was counted for the first batch"):
+    with pytest.raises(DoesNotFitError, match="batch 4, of which values decide what it takes, has exceeded the budget"):
         trainer.fit(Grows(), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     assert trainer.global_step == 4
 

@@ -235,12 +235,12 @@ class Answers:
     Attributes:
         why: Why the step needs them; "" if there are none.
         shapes_depend: Whether values decide a shape.
-        gradients, n_before: As in NoteTaker.
+        gradients, n_before, draw: As in NoteTaker.
     """
 
     def __init__(self, taken: NoteTaker, why: str) -> None:
         self.why = why
-        self._batches, self._draw = taken.batches, taken.draw
+        self._batches, self.draw = taken.batches, taken.draw
         self.gradients, self.n_before = taken.gradients, taken.n_before
         self._places: list[dict[Any, list[int]]] = [defaultdict(list) for _ in self._batches]
         for places, notes in zip(self._places, self._batches, strict=True):
@@ -253,9 +253,9 @@ class Answers:
         self.shapes_depend = any(_has_layout(note.answer) for notes in self._batches for note in notes.of_batch)
 
     @classmethod
-    def without_notes(cls, n_before: int) -> "Answers":
-        """Return what lets a step be counted after some batches."""
-        taker = NoteTaker((), gradients=True)
+    def without_notes(cls, n_before: int, draw: int = 0) -> "Answers":
+        """Return what lets a step be counted after some batches, or with the random numbers of a draw."""
+        taker = NoteTaker((), gradients=True, draw=draw)
         taker.n_before = n_before
         # as many batches as come before, and those that are counted
         taker.batches = [Notes([], [])] * (n_before + 1)
@@ -286,7 +286,7 @@ class Answers:
 
     def begin_batch(self) -> None:
         """Begin with the first note of the next batch."""
-        seed_streams(self._draw)
+        seed_streams(self.draw)
         self._batch, self._step, self._at = min(self._batch + 1, len(self._batches) - 1), -1, 0
 
     @property

@@ -23,6 +23,7 @@ from lightning_amp.data.batch import datamodule_of
 from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_of import CountedStep, count_step
+from lightning_amp.footprint.confirm_count import Shape, shapes_of
 from lightning_amp.footprint.copies.fake_copy import length_of
 from lightning_amp.footprint.copies.noted_values import Answers
 from lightning_amp.footprint.module_profile import ModuleProfile
@@ -300,27 +301,22 @@ class StepOfModule:
 
     def with_steps(self, steps: DrySteps) -> "StepOfModule":
         """Return the same step with the steps of a technique instead of the module's."""
+        return self._like(self._take_batch, self._run_settings, steps=steps)
+
+    def of_batch(self, batch: Any) -> "StepOfModule":
+        """Return the step of a batch of a run that has begun, which is on its device."""
+        return self._like(lambda: batch, replace(self._run_settings, moved=True), steps=self._steps)
+
+    def _like(self, take_batch: Callable[[], Any], run_settings: RunSettings, **others: Any) -> "StepOfModule":
+        size, trains = self._batch_size, self._trains
         return StepOfModule(
-            self.module,
-            self._take_batch,
-            run_settings=self._run_settings,
-            batch_size=self._batch_size,
-            trains=self._trains,
-            steps=steps,
+            self.module, take_batch, run_settings=run_settings, batch_size=size, trains=trains, **others
         )
 
     def with_decoder(self, rules: Sequence[Rule], axis: DryAxis | None) -> "StepOfModule":
         """Return the same step, of which a batch was taken, with rules of its decoder as one rank of a model axis."""
         assert self._steps is None, "steps that are replaced run no decoder"
-        found = StepOfModule(
-            self.module,
-            lambda: self._batch,
-            run_settings=self._run_settings,
-            batch_size=self._batch_size,
-            trains=self._trains,
-            on_top_of=rules,
-            axis=axis,
-        )
+        found = self._like(lambda: self._batch, self._run_settings, on_top_of=rules, axis=axis)
         found._batch = self._batch
         # the step of a plan is looked up here
         found._profiles = self._profiles
@@ -351,6 +347,10 @@ class StepOfModule:
             self.take_once(rates)
             return length_of(self._batch)
         return None
+
+    def shapes(self) -> list[Shape]:
+        """Return the shapes of the batch; none on a rank that has read none."""
+        return shapes_of(self._batch)
 
     def forget(self) -> None:
         """Free the batch; counting is not possible afterwards."""

@@ -9,6 +9,8 @@ limited to batches whose bytes may differ from those before:
     as many batches once other parameters are trained, such as unfrozen ones, or an optimiser has others
     one batch once an optimiser has state of other parameters than before
     a batch of which the step reads other values than of those before, by which it may branch
+    every batch of a step in which numbers drawn by Python or NumPy have decided how many operators run; until then, or
+        for 64 batches, every batch in which such numbers are drawn
     every batch of a step whose shapes values decide: counted by notes of its first batch (noted_values.py), measured
         with values, or one that reads buffers which it changes
     a batch that is larger in any dim than each counted one, unless its peak would fit even if it grew with the cube of
@@ -29,13 +31,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 
 from lightning_amp.footprint.bounded_step import BoundedStep, StepOverBudget
 from lightning_amp.footprint.confirm_count import Shape, StepMakes, difference, shapes_of
 from lightning_amp.footprint.copies.fake_copy import map_tensors
 from lightning_amp.footprint.foreseen import copies_in_callbacks
-from lightning_amp.footprint.module_profile import REAL, ModuleProfile
+from lightning_amp.footprint.module_profile import FORWARD, REAL, ModuleProfile
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
+from lightning_amp.random_streams import drawn_between, host_streams
 
 MOST = 64
 """Most batches in a row that are counted because an optimiser has not stepped, or because what batches keep grows."""
@@ -43,6 +47,7 @@ GROWS = 1 / 1000
 """Share of the budget by which batches have to keep more than those before."""
 
 
+DRAWN = "numbers that are drawn in Python decide which operators run, and the plan was counted for a few draws"
 BY_VALUES = "values decide its shapes, and the plan was counted for the first batch of each rank"
 
 
@@ -69,6 +74,7 @@ class CountedBatches:
             predicted.noted or predicted.measured == REAL or bool(predicted.own_reads)
         )
         """Whether every batch is counted, because values decide its bytes."""
+        self._why_noted, self._drawn = BY_VALUES, set[tuple[tuple[Shape, ...], int]]()
         self._parameters = list(module.parameters())
         self._step: BoundedStep | None = None
         self._last: BoundedStep | None = None
@@ -80,8 +86,8 @@ class CountedBatches:
         self._begin()
 
     @contextmanager
-    def counting(self, batch: Any) -> Iterator[None]:
-        """Count the bytes of a batch, if they may exceed those of earlier batches.
+    def counting(self, batch: Any, copied: Sequence[Tensor] = ()) -> Iterator[None]:
+        """Count the bytes of a batch, if they may exceed those of earlier batches, and what was copied for it.
 
         Raises:
             StepOverBudget: An operator's result exceeds the budget; raised by the operator.
@@ -98,7 +104,9 @@ class CountedBatches:
         trainer = self._module.trainer
         # logged values, of a few bytes, are in no plan
         after = self._last if self._kept_bytes > GROWS * self._budget else None
-        self._step.start(batch, trainer.optimizers, after=after, averaged=copies_in_callbacks(trainer))
+        held = [*copies_in_callbacks(trainer), *(("copy for a batch that runs again", one) for one in copied)]
+        self._step.start(batch, trainer.optimizers, after=after, averaged=held)
+        streams = host_streams()
         try:
             # operators are counted one by one. Dynamo would compile the counter, and never again what it skips here
             with torch.compiler.set_stance("force_eager"):
@@ -115,7 +123,14 @@ class CountedBatches:
                 self._shapes.append(shapes)
             self._peak_bytes = max(self._peak_bytes, self._step.peak)
             self._go_on(self._step)
+            if drawn_between(streams, host_streams()):
+                self._watch_draws(self._step, shapes)
             self._last, self._step = self._step, None
+
+    def run(self, loop: Any, plain: Callable[..., Any], *args: Any) -> Any:
+        """Run a batch by `plain(*args)`, and count it if its bytes may exceed those of earlier batches."""
+        with self.counting(args):
+            return plain(*args)
 
     def _reason(self, batch: Any, shapes: Sequence[Shape]) -> str:
         """Decide whether a batch is counted; return why in words, "" for the first ones."""
@@ -134,14 +149,14 @@ class CountedBatches:
             self._left = max(self._left, 1)
             return f"the step reads other values of {', '.join(self._reads.names)} than of batches before"
         if self._left:
-            return BY_VALUES if self.noted else ""
+            return self._why_noted if self.noted else ""
         n = self._n_batches
         if before != self._states:
             why = "an optimiser has stepped parameters since that it had not stepped before"
         elif self._may_exceed(shapes):
             why = "no batch before it was as large in all of its dims"
         elif self.noted:
-            why = BY_VALUES
+            why = self._why_noted
         elif n >= 4 and n & (n - 1) == 0:
             why = f"{n} batches ran before it, of which not all were counted"
         else:
@@ -176,6 +191,17 @@ class CountedBatches:
         if (waits or grows) and not self._left and self._counted_in_a_row < MOST:
             self._left = 1
 
+    def _watch_draws(self, step: BoundedStep, shapes: Sequence[Shape]) -> None:
+        """Count further batches, in which numbers drawn by Python or NumPy may decide what runs."""
+        self._drawn.add((tuple(shapes), sum(phase == FORWARD for phase, _ in step.work)))
+        # a first batch may fill what is kept
+        if self._n_batches > 2 and len(self._drawn) > len({of for of, _ in self._drawn}):
+            self.noted, self._why_noted = True, DRAWN
+        elif self._n_batches < MOST:
+            self._left = max(self._left, 1)
+        if self._n_batches <= 2:
+            self._drawn.clear()
+
     def _read(self, args: Any) -> Any:
         """Return what the step reads from a batch, given the arguments of Lightning's loop."""
         if self._reads is None:
@@ -192,7 +218,7 @@ class CountedBatches:
     def _may_exceed(self, shapes: Sequence[Shape]) -> bool:
         # attention grows with the square of a length, products of pairs with its cube. The largest growth of a tensor
         # counts, because other tensors may be constant, such as node features of a graph with more edges
-        growth = min((_growth(counted, shapes) for counted in self._shapes), default=inf)
+        growth = min((growth_of(counted, shapes) for counted in self._shapes), default=inf)
         return growth > 1 and bool(self._peak_bytes * growth**3 > self._budget)
 
     def unbound(self) -> None:
@@ -214,7 +240,7 @@ class CountedBatches:
         self._shapes = []
 
 
-def _growth(counted: Sequence[Shape], shapes: Sequence[Shape]) -> float:
+def growth_of(counted: Sequence[Shape], shapes: Sequence[Shape]) -> float:
     """Return by how much the dims of a batch exceed those of a counted one, for the tensor that grows most."""
     if list(map(len, counted)) != list(map(len, shapes)):
         return inf
@@ -223,20 +249,7 @@ def _growth(counted: Sequence[Shape], shapes: Sequence[Shape]) -> float:
 
 
 def _covers(counted: Sequence[Shape], shapes: Sequence[Shape]) -> bool:
-    return _growth(counted, shapes) <= 1
-
-
-def refuse_beyond(
-    budget: int, trainer: pl.Trainer, *, why: str = "", predicted: ModuleProfile | None = None
-) -> Callable[[], None]:
-    """Raise in batches of a fit that exceed the budget; `why` is added to the error. Returns an undo."""
-    counted = CountedBatches(trainer.lightning_module, budget, why=why, predicted=predicted)
-
-    def counting(loop: Any, plain: Callable[..., Any], *args: Any) -> Any:
-        with counted.counting(args):
-            return plain(*args)
-
-    return run_batches_by(trainer, counting)
+    return growth_of(counted, shapes) <= 1
 
 
 def called_in(trainer: pl.Trainer, callback: pl.Callback, *, first: bool = False) -> Callable[[], None]:

@@ -176,33 +176,39 @@ class Rescue(pl.Callback):
     """Run batches of a fit, and run them again with a leaner plan if they run out of memory.
 
     Args:
-        leaner: Function that installs a leaner plan, the same on all ranks, and describes it; "" if there is none.
+        leaner: Function of the batch that installs a leaner plan, the same on all ranks, and describes it; "" if there
+            is none.
         join: Function that takes part in the collectives of a step that other ranks start before `gradients_are_there`.
         written: Parameters that a step changes before its update, and "batch" if it changes the batch.
         budget: Bytes beyond which a counted batch raises; None does not count batches.
         predicted: Profile of the plan's step, as for CountedBatches.
+        times: Most further plans.
+        holds: Whether an update beyond the budget ends the run.
     """
 
     def __init__(
         self,
         module: pl.LightningModule,
         *,
-        leaner: Callable[[], str],
+        leaner: Callable[[Any], str],
         join: Callable[[], None],
         budget: int | None,
         device: torch.device,
         written: Collection[str] = (),
         predicted: ModuleProfile | None = None,
+        times: int = TIMES,
+        holds: bool = False,
     ) -> None:
         self._module, self._leaner, self._device, self._written = module, leaner, device, written
-        self._left, self._updating, self._told, self._join = TIMES, False, False, join
-        self._counted = None if budget is None else CountedBatches(module, budget, predicted=predicted)
+        self._left, self._updating, self._told, self._join = times, False, False, join
+        self._holds = holds
+        self.counted = None if budget is None else CountedBatches(module, budget, predicted=predicted)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """Mark the start of the update: parameters may change from here on, so the batch cannot run again."""
         self._updating = True
-        if self._counted is not None:
-            self._counted.unbound()
+        if self.counted is not None and not self._holds:
+            self.counted.unbound()
 
     def gradients_are_there(self) -> None:
         """Learn after a backward pass, before gradients are averaged, whether a rank ran out of memory; a collective.
@@ -220,14 +226,14 @@ class Rescue(pl.Callback):
             self._updating = self._told = False
             state = StateOfBatch(self._module, loop, args, self._written)
             try:
-                with nullcontext() if self._counted is None else self._counted.counting(args):
+                with nullcontext() if self.counted is None else self.counted.counting(args, state.copied):
                     return plain(*args)
             except Exception as error:
-                self._get_over(error, state)
+                self._get_over(error, state, args)
             # planning may have drawn
             state.restore_draws()
 
-    def _get_over(self, error: Exception, state: StateOfBatch) -> None:
+    def _get_over(self, error: Exception, state: StateOfBatch, args: Any) -> None:
         """Install a leaner plan, or raise the error."""
         if not is_out_of_memory(error) or self._updating:
             raise error
@@ -258,12 +264,12 @@ class Rescue(pl.Callback):
             raise error
         # before another plan is installed, which changes attributes too
         state.restore()
-        done = self._leaner()
+        done = self._leaner(next(iter(args[-1].values())))
         if not done:
             raise error
         self._left -= 1
-        if self._counted is not None:
-            self._counted.begin_again()
+        if self.counted is not None:
+            self.counted.begin_again()
         rank_zero_warn(f"Memory has ended in a training batch, which now runs again: {done}. It was: {text}")
 
 

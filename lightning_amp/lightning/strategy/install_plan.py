@@ -8,8 +8,8 @@ if the new plan would shard something differently, the old choices stay, with a 
 note of the plan says so.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,14 @@ from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
 from lightning_amp.lightning.profiling.loaders import UNKNOWN
 from lightning_amp.lightning.profiling.make_step_plan import without_compiled
 from lightning_amp.lightning.steps.cells import count_replicas_once
-from lightning_amp.lightning.steps.counted_batches import refuse_beyond
-from lightning_amp.lightning.steps.out_of_memory import LEANER, Rescue, largest, rescue_batches
+from lightning_amp.lightning.steps.counted_batches import MOST, CountedBatches, run_batches_by
+from lightning_amp.lightning.steps.out_of_memory import LEANER, TIMES, Rescue, largest, rescue_batches
 from lightning_amp.lightning.steps.process_memory import watch_process
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy import refusals
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.hardware import hold_budget
+from lightning_amp.lightning.strategy.larger_batches import LargerBatches
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.plan_run import resolve_plan
 from lightning_amp.lightning.strategy.validation_of_fit import ValidationOfFit, with_validation
@@ -72,6 +73,8 @@ class InstalledPlan:
         self._model, self._trained = model, trained
         self._foreign = adapt(model, needed=self._request.may_change_decoders)
         self._installed = Installed()
+        self._larger: LargerBatches | None = None
+        self._counted: CountedBatches | None = None
         # undone in reverse order: changes are made inside our decoders; a lambda, because `_installed` is replaced
         self._undo: list[Callable[[], None]] = [self._foreign.undo, lambda: self._installed.undo()]
 
@@ -89,6 +92,10 @@ class InstalledPlan:
             plan = resolve_plan(self._facts, notes=self._foreign.notes)
         plan = replace(plan, notes=(*plan.notes, *notes, *self._foreign.compare(plan)))
         self._keep(plan)
+        if self._trainer.state.fn == TrainerFn.FITTING and LargerBatches.are_counted(self._facts, plan):
+            self._larger = LargerBatches(
+                self._facts, lambda: self._plan, aside=self._aside, exchange=self._change, keep=self._keep
+            )
         if not self._request.rescue:
             self._facts.forget_step()
         if self._is_shown(plan):
@@ -111,12 +118,9 @@ class InstalledPlan:
             shards = self._put_stages(plan, staged)
         self._foreign.tell_rows(self.again)
         if self._facts.validation is not None:
-            refuses = self._request.refuses
+            mesh, refuses, count = self._strategy.mesh, self._request.refuses, self._with_validation
             held = refuses and self._holds(plan)
-            found = ValidationOfFit(
-                plan, trainer, self._strategy.mesh, held=held, refuses=refuses, count=self._with_validation
-            )
-            self._undo.append(found.put())
+            self._undo.append(ValidationOfFit(plan, trainer, mesh, held=held, refuses=refuses, count=count).put())
         return shards
 
     def _install_steps(self, name: str, plan: Plan) -> None:
@@ -150,7 +154,7 @@ class InstalledPlan:
         """Count the validation with a batch, which could not be read before, and keep the plan."""
         assert self._facts.validation is not None, "there is a validation"
         self._facts.validation.take_late(batch)
-        with _as_in_setup(self._strategy.root_device), self._installed.aside():
+        with self._aside():
             plan = with_validation(self._plan, self._facts)
             self._keep(with_validation_on(plan, self._facts.device))
         return self._plan
@@ -163,26 +167,47 @@ class InstalledPlan:
         Raises:
             PlanError: A batch of this run cannot run again.
         """
-        predicted = self._strategy.predicted_step
-        if not self._request.rescue:
-            held = self._holds(self._plan) and self._request.refuses
-            why = self._plan.uncounted
-            return (
-                refuse_beyond(self._facts.budget, self._trainer, why=why, predicted=predicted) if held else lambda: None
-            )
-        refusals.check_rescue(self._plan, self._trainer, n_ranks=self._strategy.world_size)
+        with ExitStack() as undo:
+            self._counted = self._held(step, undo)
+            if self._larger is not None:
+                # around the others: a batch is counted before it runs
+                undo.callback(run_batches_by(self._trainer, self._larger.run))
+            return undo.pop_all().close
+
+    def _held(self, step: TrainingStep, undo: ExitStack) -> CountedBatches | None:
+        """Let batches run again, if requested or if values decide; else raise an error beyond a budget that is held."""
+        ranks, larger = self._strategy.world_size, self._larger
+        if self._request.rescue:
+            refusals.check_rescue(self._plan, self._trainer, n_ranks=ranks)
+            # of rank 0, which alone has profiled the step
+            return self._run_again(step, undo, self._leaner, self._strategy.broadcast(self._facts.written), TIMES)
+        if not (self._holds(self._plan) and self._request.refuses):
+            return None
+        if larger and larger.noted and not refusals.why_not_again(self._plan, self._trainer, n_ranks=ranks):
+            return self._run_again(step, undo, larger.again, larger.written, MOST)
+        module, why, predicted = self._trainer.lightning_module, self._plan.uncounted, self._strategy.predicted_step
+        counted = CountedBatches(module, self._facts.budget, why=why, predicted=predicted)
+        undo.callback(run_batches_by(self._trainer, counted.run))
+        return counted
+
+    def _run_again(
+        self, step: TrainingStep, undo: ExitStack, leaner: Callable[[Any], str], written: Collection[str], times: int
+    ) -> CountedBatches | None:
+        """Let batches that run out of memory run again by a plan that `leaner` installs."""
         rescue = Rescue(
             self._trainer.lightning_module,
-            leaner=self._leaner,
+            leaner=leaner,
             join=step.join,
             budget=self._facts.budget if self._counts else None,
             device=self._strategy.root_device,
-            # of rank 0, which alone has profiled the step
-            written=self._strategy.broadcast(self._facts.written),
-            predicted=predicted,
+            written=written,
+            predicted=self._strategy.predicted_step,
+            times=times,
+            holds=times == MOST,
         )
         step.before_averaging = rescue.gradients_are_there
-        return rescue_batches(self._trainer, rescue)
+        undo.callback(rescue_batches(self._trainer, rescue))
+        return rescue.counted
 
     @property
     def _enforces(self) -> bool:
@@ -201,19 +226,32 @@ class InstalledPlan:
         known = plan.diagnosis is not None or plan.fits is None
         return self._counts and not hidden and plan.mesh.model == 1 and known
 
-    def _leaner(self) -> str:
+    def _leaner(self, _: Any = None) -> str:
         """Install a plan that needs less memory, on all ranks; return a description, or "" if there is none."""
-        before, found = self._plan, self._plan
+        before = self._plan
         # the new plan must keep the budget; if the old one was predicted to, the prediction was too low: require less
         limit = self._facts.budget
         if before.training_bytes <= limit:
             limit = int(LEANER * before.training_bytes)
+        found = self._exchange(lambda: self._candidate(limit) if before.strata_bytes else self._with_blocks(limit))
+        if found is None:
+            return ""
+        self._keep(replace(found, policy=before.policy, candidates=before.candidates, budget_bytes=before.budget_bytes))
+        return (
+            f"{techniques(found.strategies)}, for which {format_bytes(found.predicted_peak_bytes)} are predicted,"
+            f" instead of {techniques(before.strategies)} with {format_bytes(before.predicted_peak_bytes)}"
+        )
+
+    def _exchange(self, find: Callable[[], Plan]) -> Plan | None:
+        """Install what `find` returns, on all ranks or on none; None if it is the plan before, or not possible."""
+        before = self._plan
         with _as_in_setup(self._strategy.root_device):
             # the step must be counted without the techniques that are installed
             self._installed.undo()
             self._foreign.stand_in()
+            found = None
             try:
-                found = self._candidate(limit) if before.strata_bytes else self._with_blocks(limit)
+                found = find()
                 self._install(found)
                 refused = found is before
             except AmpError:
@@ -223,12 +261,23 @@ class InstalledPlan:
                 self._installed.undo()
                 self._foreign.stand_in()
                 self._install(before)
-                return ""
-        self._keep(replace(found, policy=before.policy, candidates=before.candidates, budget_bytes=before.budget_bytes))
-        return (
-            f"{techniques(found.strategies)}, for which {format_bytes(found.predicted_peak_bytes)} are predicted,"
-            f" instead of {techniques(before.strategies)} with {format_bytes(before.predicted_peak_bytes)}"
-        )
+                return None
+        return found
+
+    def _change(self, plan: Plan) -> bool:
+        """Install the plan of a larger batch, on all ranks or on none, and keep it; return whether it was."""
+        if self._exchange(lambda: plan) is None:
+            return False
+        self._keep(plan, logs=False)
+        if self._counted is not None:
+            self._counted.begin_again()
+        return True
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Restore the module without techniques."""
+        with _as_in_setup(self._strategy.root_device), self._installed.aside():
+            yield
 
     def _candidate(self, limit: int) -> Plan:
         """Return the fastest compared plan of a decoder within the limit for these ranks, or raise a PlanError."""
@@ -304,8 +353,8 @@ class InstalledPlan:
         self._foreign.keep(swap.fqn for swap in self._installed.swaps)
         refusals.check_precision(made, self._trainer.precision_plugin, plan)
 
-    def _keep(self, plan: Plan) -> None:
-        """Make a plan the current one, and write it to the log folder as a report and as JSON."""
+    def _keep(self, plan: Plan, *, logs: bool = True) -> None:
+        """Make a plan the current one, write it to the log folder as a report and as JSON, and log its figures once."""
         self._plan = self._strategy.plan = plan
         self._strategy.predicted_step = self._facts.predicted_step(plan)
         if self._strategy.global_rank != 0 or not self._is_shown(plan):
@@ -317,7 +366,7 @@ class InstalledPlan:
             for name, text in texts.items():
                 with files.open(name, "w", encoding="utf-8") as file:
                     file.write(f"{text}\n")
-        if self._trainer.state.fn == TrainerFn.FITTING:
+        if logs and self._trainer.state.fn == TrainerFn.FITTING:
             figures = {
                 "amp_plan": ",".join(plan.strategies),
                 "amp_predicted_peak_bytes": plan.predicted_peak_bytes,

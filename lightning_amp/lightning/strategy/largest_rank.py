@@ -8,7 +8,7 @@ Collectives, if values decide (rank 0 says so) and there are several ranks: for 
 bytes, or of the reason why there are none, and a broadcast of the largest count.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,23 +36,43 @@ def for_largest_rank(plan: Plan, facts: PlanningContext, decide: Callable[[], Pl
     Raises:
         AmpError: The error of the rank that plans again.
     """
-    strategy = facts.strategy
-    if strategy.world_size == 1:
+    if facts.strategy.world_size == 1:
         return plan
+    said = "the first batch of rank {}, which takes more than rank 0's"
+    return for_largest_batch(plan, facts, decide, said, depends=_depends_on_rank, deciders=(0,))
+
+
+def for_largest_batch(
+    plan: Plan,
+    facts: PlanningContext,
+    decide: Callable[[], Plan],
+    said: str,
+    *,
+    depends: Callable[[Plan, PlanningContext], bool] = lambda *_: True,
+    deciders: Sequence[int] = (),
+) -> Plan:
+    """Return a plan, or another one, with the peak of the rank whose batch takes most; all ranks call it.
+
+    Args:
+        plan, decide: As in `for_largest_rank`.
+        said: What the batch is, with a place for the number of its rank.
+        depends: Whether a plan's peak depends on the rank; rank 0 decides.
+        deciders: Ranks whose batch a plan was made for already.
+    """
+    strategy = facts.strategy
     agree = partial(decide_on_one_rank, rank=strategy.global_rank, broadcast=strategy.broadcast)
-    deciders, tried = [0], list[Plan]()
-    while agree(partial(_depends_on_rank, plan, facts)):
-        rank, largest, why = _largest(plan, facts)
-        tried.append(agree(partial(_for, plan, facts, rank, largest, why)))
+    tried = list[Plan]()
+    while agree(partial(depends, plan, facts)):
+        rank, largest, why = largest_of_ranks(plan, facts)
+        tried.append(agree(partial(_for, plan, facts, said.format(rank), largest, why)))
         if tried[-1].fits is not False:
             return tried[-1]
         if rank in deciders:
             # its own plan is too large too
             break
-        deciders.append(rank)
+        deciders = (*deciders, rank)
         plan = agree(decide, decider=rank)
-        note = Explanation(f"planned for the first batch of rank {rank}, which takes more than rank 0's")
-        plan = replace(plan, notes=(*plan.notes, note))
+        plan = replace(plan, notes=(*plan.notes, Explanation(f"planned for {said.format(rank)}")))
     return min(tried, key=lambda one: one.training_bytes, default=plan)
 
 
@@ -62,8 +82,8 @@ def _depends_on_rank(plan: Plan, facts: PlanningContext) -> bool:
     return seen is not None and seen.profile.noted and plan.mesh.model == 1 and plan.budget_bytes is not None
 
 
-def _largest(plan: Plan, facts: PlanningContext) -> tuple[int, ModuleProfile | None, str]:
-    """Count this rank's first batch; return the rank with the largest count, that count, and why others have none."""
+def largest_of_ranks(plan: Plan, facts: PlanningContext) -> tuple[int, ModuleProfile | None, str]:
+    """Count this rank's batch; return the rank with the largest count, that count, and why others have none."""
     own: ModuleProfile | None = None
     why = ""
     try:
@@ -72,6 +92,8 @@ def _largest(plan: Plan, facts: PlanningContext) -> tuple[int, ModuleProfile | N
     except Exception as error:
         # raised by one rank alone, it would leave the others in the collective
         why = str(error) if isinstance(error, AmpError) else f"{type(error).__name__}: {error}"
+    if facts.strategy.world_size == 1:
+        return 0, own, why
     everyones: list[Any] = [None] * facts.strategy.world_size
     dist.all_gather_object(everyones, (-1 if own is None else own.larger_peak_bytes, why))
     peaks, reasons = zip(*everyones, strict=True)
@@ -83,12 +105,12 @@ def _largest(plan: Plan, facts: PlanningContext) -> tuple[int, ModuleProfile | N
     return rank, box[0], "; ".join(missing)
 
 
-def _for(plan: Plan, facts: PlanningContext, rank: int, largest: ModuleProfile | None, why: str) -> Plan:
+def _for(plan: Plan, facts: PlanningContext, said: str, largest: ModuleProfile | None, why: str) -> Plan:
     """Return the plan with the peak of the largest count."""
     seen, notes = facts.profiled[0], list(plan.notes)
     assert seen is not None, "the plan depends on the rank"
     if why:
-        notes.append(f"the first batch was not counted on every rank, and may take more there: {why}")
+        notes.append(f"a batch was not counted on every rank, and may take more there: {why}")
     if largest is None:
         return replace(plan, notes=tuple(notes))
     rules = tuple(rule for rule in plan.rules if rule.strategy in PREDICTIONS and not is_of_decoder(rule))
@@ -97,9 +119,7 @@ def _for(plan: Plan, facts: PlanningContext, rank: int, largest: ModuleProfile |
     more = peak - plan.training_bytes
     if more <= 0:
         return replace(plan, notes=tuple(notes))
-    notes.append(
-        Explanation(f"the peak is that of rank {rank}, whose first batch takes {format_bytes(more)} more than rank 0's")
-    )
+    notes.append(Explanation(f"the peak is that of {said}: {format_bytes(more)} more"))
     validation = plan.validation and replace(plan.validation, training_bytes=peak)
     peak = max(peak, plan.predicted_peak_bytes)
     plan = replace(plan, predicted_peak_bytes=peak, validation=validation, notes=tuple(notes))

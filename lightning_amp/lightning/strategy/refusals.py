@@ -124,7 +124,16 @@ def check_callbacks(installed: Installed, callbacks: Sequence[object], plan: Pla
 
 
 def check_rescue(plan: Plan, trainer: pl.Trainer, *, n_ranks: int) -> None:
-    """Raise a PlanError for a rescue if a batch cannot run again, or if ranks would wait for each other."""
+    """Raise a PlanError for a rescue if a batch cannot run again."""
+    if reasons := why_not_again(plan, trainer, n_ranks=n_ranks):
+        raise PlanError(
+            f"rescue=True is not supported: a batch of this run cannot run again: {'; '.join(reasons)}."
+            " Leave rescue out, or change this"
+        )
+
+
+def why_not_again(plan: Plan, trainer: pl.Trainer, *, n_ranks: int) -> list[str]:
+    """Return why a batch cannot run again, or why ranks would wait for each other; empty if it can."""
     reasons = []
     if not trainer.lightning_module.automatic_optimization:
         reasons.append("the module optimises by hand, and may have changed parameters by then")
@@ -136,11 +145,7 @@ def check_rescue(plan: Plan, trainer: pl.Trainer, *, n_ranks: int) -> None:
         reasons.append("ranks wait for each other within a pass, by what the plan splits over them")
     if n_ranks > 1 and any(isinstance(rule.spec, ShareBatchStatistics) for rule in plan.rules):
         reasons.append("ranks share batch statistics within a pass; share_batch_statistics=False does not")
-    if reasons:
-        raise PlanError(
-            f"rescue=True is not supported: a batch of this run cannot run again: {'; '.join(reasons)}."
-            " Leave rescue out, or change this"
-        )
+    return reasons
 
 
 def _buffers(module: nn.Module | None) -> list[tuple[str, tuple[int, ...]]]:

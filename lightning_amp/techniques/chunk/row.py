@@ -144,6 +144,7 @@ def _notes(step: ProfiledStep) -> Iterator[str]:
 ROW = Technique(
     title="chunk",
     shrinks="inner tensors of a block to those of one chunk",
+    between_batches=True,
     specs=(ChunkBlock,),
     installers={
         ChunkBlock: Installer("lightning_amp.techniques.chunk.run.chunk_module:chunk_block", on_blocks=True, last=True)

@@ -55,6 +55,7 @@ ROW = Technique(
     title="cross-entropy in chunks",
     shrinks="logits of a training step, and their gradients, to those of a few rows",
     beside_compiled=True,
+    between_batches=True,
     specs=(ChunkLogits,),
     installers={ChunkLogits: Installer("lightning_amp.techniques.logits.install:install")},
     read_step="lightning_amp.techniques.logits.install:read_step",

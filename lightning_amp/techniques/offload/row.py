@@ -245,6 +245,7 @@ def variants(seen: ProfiledStep, ranks: int) -> Iterator[ProfiledStep]:
 ROW = Technique(
     title="activations on the host",
     shrinks="what autograd keeps between the passes, which waits in host memory",
+    between_batches=True,
     specs=(Offload,),
     installers={Offload: Installer("lightning_amp.techniques.offload.install:install")},
     conflicts={

@@ -49,6 +49,7 @@ ROW = Technique(
     title="recompute",
     shrinks="K strata to one, or a block to its inputs, computed twice",
     beside_compiled=True,
+    between_batches=True,
     specs=(RecomputeStrata, RecomputeBlock),
     installers={
         RecomputeStrata: Installer("lightning_amp.techniques.recompute.recompute:recompute_strata", on_decoder=True),

@@ -96,6 +96,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
 ROW = Technique(
     title="replay of operators",
     shrinks="what autograd keeps of any code to what stretches of it read",
+    between_batches=True,
     specs=(ReplayOperators,),
     installers={ReplayOperators: Installer("lightning_amp.techniques.replay.install:install")},
     look="lightning_amp.techniques.replay.install:look",

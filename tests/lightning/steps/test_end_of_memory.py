@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp._torch import autograd_node
+from lightning_amp.errors import DoesNotFitError
 from lightning_amp.footprint.bounded_step import StepOverBudget
 from lightning_amp.lightning.steps.counted_batches import CountedBatches
 from lightning_amp.lightning.steps.out_of_memory import advice_on_memory, tell_where
+from lightning_amp.lightning.strategy.larger_batches import LargerBatches
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.techniques.data.gradient_sync import GradientSync
 from tests.lightning.steps.test_rescue import Ends
@@ -98,12 +100,16 @@ def grown(strategy: Any, rows: int = 6000) -> dict[str, Any]:
     return fitted(Small(), DataLoader([ROWS[0], torch.ones(rows, 4), *ROWS], batch_size=None), strategy)
 
 
-def test_a_batch_beyond_the_budget_is_refused_on_a_cpu() -> None:
+def test_a_batch_beyond_the_budget_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DoesNotFitError, match=r"batch 1, which is larger than those before \(\[6000, 4\], .* not run"):
+        grown(AMPStrategy(device_memory="300KiB"))
     words = (
         r"made a tensor \[6000, \d+\] float32 of \d+ KiB in addition to .* of parameters, .* of optimiser"
         r" state, .* of activations.*; allowed are 300 KiB\."
         r" Memory ended in forward of net\.\d .*smaller batch"
     )
+    # as of a step that cannot be counted again
+    monkeypatch.setattr(LargerBatches, "are_counted", lambda *_: False)
     with pytest.raises(StepOverBudget, match=words):
         grown(AMPStrategy(device_memory="300KiB"))
     assert grown(AMPStrategy(device_memory="300KiB", on_predicted_oom="warn"))["steps"] == 3

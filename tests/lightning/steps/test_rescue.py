@@ -189,7 +189,7 @@ def test_the_error_is_raised_without_a_leaner_plan_and_after_three(
     leaner: str, tried: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if leaner:
-        monkeypatch.setattr(InstalledPlan, "_leaner", lambda self: leaner)
+        monkeypatch.setattr(InstalledPlan, "_leaner", lambda self, batch: leaner)
     module = Deep(("forward", 1), times=9)
     with pytest.raises(torch.OutOfMemoryError, match="3 GiB"), pytest.warns(UserWarning, match="runs again"):
         fit(module, AMPStrategy(rescue=True))
