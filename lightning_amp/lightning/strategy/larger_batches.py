@@ -37,7 +37,6 @@ from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.largest_rank import for_largest_batch, largest_of_ranks
 from lightning_amp.planning.modules.on_device import made_for, on_device
 from lightning_amp.planning.plan.plan import Explanation, Plan
-from lightning_amp.planning.policies.build_rules import with_memory
 from lightning_amp.planning.reports.plan_report import shortfall, techniques
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.table import BETWEEN_BATCHES, PREDICTIONS, in_order, rules_in_order, stage_search
@@ -204,8 +203,7 @@ def _between_batches(counting: PlanningContext, before: Plan) -> Plan:
     def made(less: int) -> Plan:
         fewer = anew.less(less)
         found = make_step_plan(fewer.inputs(model_ranks=1), fewer.step, allowed)
-        plan = with_memory(found.plan, fewer.memory)
-        return on_device(plan, fewer.device, fewer.as_planned(plan, found.step))
+        return on_device(found.plan, fewer.device, fewer.as_planned(found.plan, found.step))
 
     return _continued(made_for(made), before, anew)
 
