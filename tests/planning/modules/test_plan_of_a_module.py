@@ -321,7 +321,7 @@ def test_what_is_missing_is_said() -> None:
     assert shortfall(plan_module(base(10), heavy)).endswith("on 1 rank, as far as techniques were looked for")
     heavy = replace(heavy, counted=lambda rule: "it has no cross-entropy")
     held = "alone take 7.81 KiB, whatever the batch: use a smaller model"
-    several = ", or a smaller batch on several ranks that split them, with strategies='fsdp'"
+    several = ", or a smaller batch on several ranks that split them, with strategies='fsdp' or 'tensor3d'"
     hopeless = shortfall(plan_module(base(10), heavy))
     assert "no number of ranks up to 1024 would be enough: parameters, gradients and optimizer state" in hopeless
     assert hopeless.endswith(held + several)
