@@ -39,6 +39,7 @@ QUICK = {
     "memory.of_a_step": ["--out", "{folder}/memory.png"],
     "memory.per_stratum": ["--out", "{folder}"],
     "offload": ["--only", "points"],
+    "offload.curves": ["--only", "points", "--out", "{folder}/curves.png"],
     "paper": [],
     "pipeline.schedule_picture": ["--out", "{folder}/schedule.png"],
     "replay": ["--only", "points", "--shares", "--steps", "3"],

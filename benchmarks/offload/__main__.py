@@ -1,6 +1,6 @@
 """Bytes of device and host of steps whose activations wait on the host or run again, predicted and measured.
 
-    python -m benchmarks.offload [--only NAME ...] [--share 0.6]
+    python -m benchmarks.offload [--only NAME ...] [--share 0.75]
 
 For each module, with `recompute` and `offload` by name, and with `replay`, `offload` and both under a budget: the peak,
 predicted by the plan and measured by the meter in the second step of a real fit; bytes of the pool on the host,
@@ -64,7 +64,7 @@ class Vit(Trained):
 Case = tuple[Callable[[], Trained], Callable[[int], Tensor]]
 CASES: dict[str, Case] = {"transformer (Llama)": MODELS["Llama"], "U-Net": MODELS["U-Net"], "points": MODELS["points"]}
 if find_spec("timm"):
-    CASES["ViT (timm)"] = Vit, lambda n: torch.randn(8 * n, 3, 64, 64)
+    CASES["ViT (timm)"] = Vit, lambda n: torch.randn(32 * n, 3, 64, 64)
 if find_spec("transformers"):
     CASES["GPT-2 (transformers)"] = Gpt2, lambda n: torch.randint(0, 1000, (4 * n, 128))
 
@@ -120,7 +120,9 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--share", type=float, default=0.6, help="budget of further fits, as a share of the plain peak")
+    parser.add_argument(
+        "--share", type=float, default=0.75, help="budget of further fits, as a share of the plain peak"
+    )
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     header = ["module", "techniques", "budget", "plain", "device, predicted", "measured", "of plain"]

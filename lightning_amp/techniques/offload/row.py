@@ -236,10 +236,11 @@ class _Leaving:
 def variants(seen: ProfiledStep, ranks: int) -> Iterator[ProfiledStep]:
     """Yield the step with each way to share the budget with replay, if both are requested."""
     look, replay = seen.facts.get(NAME), seen.facts.get("replay")
-    yield seen
-    if NAME in seen.requested and replay is not None:
-        for room in ROOMS:
-            yield replace(seen, facts={**seen.facts, "replay": partial(Tiers, replay, look, seen, room)})
+    if NAME not in seen.requested or look is None or replay is None:
+        yield seen
+        return
+    for room in ROOMS:
+        yield replace(seen, facts={**seen.facts, "replay": partial(Tiers, replay, look, seen, room)})
 
 
 ROW = Technique(

@@ -16,11 +16,13 @@ from lightning_amp.costs.rule import Rule
 from lightning_amp.techniques.offload.choose_ways import choose_ways
 from lightning_amp.techniques.offload.timeline import AGAIN, KEEP, Link, SavedTensors
 from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, KEPT, Cuts, Part, Replays, Stretches, fastest
-from lightning_amp.techniques.replay.row import ReplayOperators
+from lightning_amp.techniques.replay.row import ReplayOperators, spec_of
 
-ROOMS = 0.25, 0.5, 0.75, 1.0
-"""Room beyond the bound for which replay chooses stretches, as shares of what it would have to free; with all of it
-nothing runs again."""
+ROOMS = 0.0, 0.25, 0.5, 0.75, 1.0
+"""Room beyond the bound for which replay chooses stretches, as shares of what it would have to free. Without room,
+replay keeps the bound by itself; with all of it nothing runs again."""
+TRIES = 3
+"""Most choices of replay by itself that are counted to find one that keeps the bound."""
 
 
 def link_of(seen: ProfiledStep, window: float) -> Link:
@@ -65,6 +67,8 @@ class Tiers:
             return self._replays.choose(bound)
         if self._room == 1:
             return Cuts(parts=(), n_bytes=stretches.all_saved)
+        if self._room == 0:
+            return self._by_replay(stretches, bound)
         more = int(bound + self._room * max(0, stretches.all_saved - bound))
         cuts = fastest(stretches, more) or self._replays.choose(more)
         if isinstance(cuts, str):
@@ -100,3 +104,18 @@ class Tiers:
             chosen.pop()
         less = timeline.peak([KEEP] * len(parts)) - timeline.peak([AGAIN if again else KEEP for again in runs])
         return Cuts(parts=tuple(chosen), n_bytes=int(stretches.all_saved - less), window=cuts.window)
+
+    def _by_replay(self, stretches: Stretches, bound: int) -> Cuts | str:
+        """Return the choice of replay by itself that keeps a bound when it is counted, or the last that was tried."""
+        plain = self._look.plain_bytes(self._rules) if self._rules else self._seen.peak_bytes(1)
+        within, aim = plain - (stretches.all_saved - bound), bound
+        for _ in range(TRIES):
+            cuts = self._replays.choose(aim)
+            if isinstance(cuts, str) or cuts.n_bytes > bound:
+                break
+            rule = Rule(fqn="", spec=spec_of(cuts, stretches), strategy="replay", why="counted")
+            over = self._look.plain_bytes((*self._rules, rule)) - within
+            if over <= 0:
+                break
+            aim -= over
+        return cuts

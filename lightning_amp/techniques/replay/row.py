@@ -7,7 +7,7 @@ from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.footprint.module_profile import ACTIVATIONS, TEMPORARIES
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, KEPT, ONE_BY_ONE, Replays
+from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, KEPT, ONE_BY_ONE, Cuts, Replays, Stretches
 from lightning_amp.techniques.technique import Installer, Prediction, Technique
 
 RECORDED = 3.5e-5
@@ -55,6 +55,13 @@ def written(segments: list[tuple[int, int]]) -> str:
     return ",".join(f"{end}{MARKS[kind]}" for end, kind in segments)
 
 
+def spec_of(cuts: Cuts, stretches: Stretches) -> ReplayOperators:
+    """Return chosen segments as the spec of a rule."""
+    return ReplayOperators(
+        ends=written(cuts.segments), views=stretches.views, window=cuts.window, keeps=",".join(map(str, cuts.keeps))
+    )
+
+
 def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     """Replay segments of the step in the backward pass, for any code."""
     others = [name for name in draft.strategies if name != "logits"]
@@ -82,9 +89,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     what = f"{n} stretch{'es' * (n > 1)} of the step run again"
     but = f" but for {len(cuts.keeps)} operators" if cuts.keeps else ""
     why = f"{what}{but}, which keeps {format_bytes(saved)} less and takes {took} more"
-    spec = ReplayOperators(
-        ends=written(cuts.segments), views=stretches.views, window=cuts.window, keeps=",".join(map(str, cuts.keeps))
-    )
+    spec = spec_of(cuts, stretches)
     return replace(
         draft,
         peak_bytes=max(draft.peak_bytes - saved, seen.held_bytes),
