@@ -284,7 +284,7 @@ class StepOfModule:
         if step.decides and step.chain.blocks:
             yield (
                 "the step draws random numbers in Python: if they decide which blocks run, as in stochastic depth, this"
-                " is the peak of one draw, and another one can take more"
+                " is the peak of the largest of several draws, and another one can take more"
             )
         yield from map(Explanation, step.profile.foreseen)
         frozen = sum(p.nbytes for p in self.module.parameters() if not p.requires_grad)

@@ -41,7 +41,7 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE, ModuleProfile
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.faults.activity import is_out_of_memory
-from lightning_amp.lightning.steps.counted_batches import CountedBatches, called_in, run_batches_by
+from lightning_amp.lightning.steps.counted_batches import MOST, CountedBatches, called_in, run_batches_by
 from lightning_amp.lightning.steps.process_memory import resident_bytes
 from lightning_amp.lightning.steps.state_of_batch import StateOfBatch
 from lightning_amp.planning.plan.plan import Plan
@@ -182,8 +182,7 @@ class Rescue(pl.Callback):
         written: Parameters that a step changes before its update, and "batch" if it changes the batch.
         budget: Bytes beyond which a counted batch raises; None does not count batches.
         predicted: Profile of the plan's step, as for CountedBatches.
-        times: Most further plans.
-        holds: Whether an update beyond the budget ends the run.
+        holds: Whether a budget is held: an update beyond it ends the run, and further plans keep it.
     """
 
     def __init__(
@@ -196,11 +195,10 @@ class Rescue(pl.Callback):
         device: torch.device,
         written: Collection[str] = (),
         predicted: ModuleProfile | None = None,
-        times: int = TIMES,
         holds: bool = False,
     ) -> None:
         self._module, self._leaner, self._device, self._written = module, leaner, device, written
-        self._left, self._updating, self._told, self._join = times, False, False, join
+        self._left, self._updating, self._told, self._join = MOST if holds else TIMES, False, False, join
         self._holds = holds
         self.counted = None if budget is None else CountedBatches(module, budget, predicted=predicted)
 

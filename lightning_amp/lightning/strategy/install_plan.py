@@ -29,8 +29,8 @@ from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
 from lightning_amp.lightning.profiling.loaders import UNKNOWN
 from lightning_amp.lightning.profiling.make_step_plan import without_compiled
 from lightning_amp.lightning.steps.cells import count_replicas_once
-from lightning_amp.lightning.steps.counted_batches import MOST, CountedBatches, run_batches_by
-from lightning_amp.lightning.steps.out_of_memory import LEANER, TIMES, Rescue, largest, rescue_batches
+from lightning_amp.lightning.steps.counted_batches import CountedBatches, run_batches_by
+from lightning_amp.lightning.steps.out_of_memory import LEANER, Rescue, largest, rescue_batches
 from lightning_amp.lightning.steps.process_memory import watch_process
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy import refusals
@@ -180,18 +180,18 @@ class InstalledPlan:
         if self._request.rescue:
             refusals.check_rescue(self._plan, self._trainer, n_ranks=ranks)
             # of rank 0, which alone has profiled the step
-            return self._run_again(step, undo, self._leaner, self._strategy.broadcast(self._facts.written), TIMES)
+            return self._run_again(step, undo, self._leaner, self._strategy.broadcast(self._facts.written), False)
         if not (self._holds(self._plan) and self._request.refuses):
             return None
         if larger and larger.noted and not refusals.why_not_again(self._plan, self._trainer, n_ranks=ranks):
-            return self._run_again(step, undo, larger.again, larger.written, MOST)
+            return self._run_again(step, undo, larger.again, larger.written, True)
         module, why, predicted = self._trainer.lightning_module, self._plan.uncounted, self._strategy.predicted_step
         counted = CountedBatches(module, self._facts.budget, why=why, predicted=predicted)
         undo.callback(run_batches_by(self._trainer, counted.run))
         return counted
 
     def _run_again(
-        self, step: TrainingStep, undo: ExitStack, leaner: Callable[[Any], str], written: Collection[str], times: int
+        self, step: TrainingStep, undo: ExitStack, leaner: Callable[[Any], str], written: Collection[str], holds: bool
     ) -> CountedBatches | None:
         """Let batches that run out of memory run again by a plan that `leaner` installs."""
         rescue = Rescue(
@@ -202,8 +202,7 @@ class InstalledPlan:
             device=self._strategy.root_device,
             written=written,
             predicted=self._strategy.predicted_step,
-            times=times,
-            holds=times == MOST,
+            holds=holds,
         )
         step.before_averaging = rescue.gradients_are_there
         undo.callback(rescue_batches(self._trainer, rescue))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.bounded_step import StepOverBudget
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.any_module import Meter, make
@@ -219,12 +221,48 @@ def test_a_budget_is_held_where_parameters_are_unfrozen_unasked() -> None:
         run(Unfreezing(), within(peak - 1), **options)
 
 
-def test_a_step_that_draws_which_blocks_run_is_one_draw() -> None:
+def test_a_step_that_draws_which_blocks_run_is_the_largest_of_several_draws() -> None:
     for module in (Depth(random.random), Depth(lambda: torch.rand(()))):
         found, _ = run(module, AMPStrategy())
-        assert any("this is the peak of one draw" in note for note in found["plan"].notes), found["plan"].notes
+        assert any("the peak of the largest of several draws" in note for note in found["plan"].notes)
     found, _ = run(Dropping(), AMPStrategy())
-    assert not found["plan"].notes or "one draw" not in "".join(found["plan"].notes)
+    assert not found["plan"].notes or "several draws" not in "".join(found["plan"].notes)
+
+
+class MeterOfAll(Meter):
+    """Most bytes of any batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.live, self.at = LiveBytes(), batch_idx
+        super().on_train_batch_start(trainer, module, batch, batch_idx)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+        self.peak = max(self.peak, self.live.peak)
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.rand())])
+def test_no_draw_exceeds_the_budget(draw: Any) -> None:
+    def trained(strategy: Any) -> tuple[dict[str, Any], int]:
+        random.seed(1)
+        np.random.seed(1)
+        meter, module = MeterOfAll(), Depth(draw).double()
+        data = DataLoader([batch.double() for batch in batches(12)], batch_size=None)  # type: ignore[arg-type]
+        return fitted(module, data, strategy, callbacks=[meter], max_steps=12), meter.peak
+
+    plain, peak = trained("auto")
+    # blocks that no batch has skipped
+    found, measured = trained(within(peak))
+    assert measured <= found["plan"].predicted_peak_bytes <= peak
+    found, measured = trained(within(int(0.85 * peak)))
+    assert measured <= 0.85 * peak
+    assert found["plan"].strategies
+    torch.testing.assert_close(found["parameters"], plain["parameters"], rtol=1e-11, atol=1e-12)
+    assert same(found["random"], plain["random"])
 
 
 def test_the_profiler_whose_hooks_stand_in_the_way_is_named() -> None:
