@@ -236,7 +236,7 @@ def plan(
         _refuse("a module and a batch, whose structure is the module's", latent_dim=latent_dim, window=window)
         what = _of_compiled(what)
         from lightning_amp.data.batch import batch_of_shapes
-        from lightning_amp.footprint.run_settings import UNDER_AMP
+        from lightning_amp.footprint.run.run_settings import UNDER_AMP
         from lightning_amp.lightning.profiling.plan_of_module import plan_of_module
 
         return plan_of_module(

@@ -21,8 +21,8 @@ import torch
 from benchmarks.gpu.language_model import LanguageModel
 from benchmarks.page import origin, paragraph
 from lightning_amp.costs.device_rates import rates_for
-from lightning_amp.footprint import inner_run, profile_module
-from lightning_amp.footprint.run_settings import RunSettings
+from lightning_amp.footprint.run import inner_run, profile_module
+from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.lightning.profiling.plan_of_module import ModulePlan, plan_of_module
 
 NAMED = ("S1", "S1,logits", "S1,replay", "S1,logits,replay", "S1,recompute", "S1,logits,recompute", "S1,chunk")

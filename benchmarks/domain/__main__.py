@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.domain.models import CASES, GROWING, Case
 from lightning_amp.costs.device_rates import CPU_CORE
-from lightning_amp.footprint.run_settings import BY_ITSELF
+from lightning_amp.footprint.run.run_settings import BY_ITSELF
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.quantities import format_bytes

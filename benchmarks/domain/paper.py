@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from benchmarks.models import Net, ViT
 from benchmarks.page import ROOT, asked_tables, origin, show_tables, table
 from lightning_amp.costs.device_rates import rates_for
-from lightning_amp.footprint.run_settings import BY_ITSELF
+from lightning_amp.footprint.run.run_settings import BY_ITSELF
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.lightning.profiling.count_evaluation import Batch, Evaluated, EvaluationCount
 from lightning_amp.lightning.profiling.dry_steps import DrySteps

@@ -19,7 +19,7 @@ from benchmarks.zoo.cases import CASES
 from benchmarks.zoo.subject import made
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.errors import AmpError
-from lightning_amp.footprint.run_settings import BY_ITSELF
+from lightning_amp.footprint.run.run_settings import BY_ITSELF
 from lightning_amp.quantities import format_seconds
 from lightning_amp.simulation.calibrate_operators import TimedStep, calibrate_operators
 

@@ -24,7 +24,7 @@ from lightning_amp.costs.device_rates import Rates, rates_for
 from lightning_amp.errors import AmpError
 from lightning_amp.figures import GREY, MARKERS, PALETTE, new_figure, save_figure
 from lightning_amp.footprint.profile_module import profile_module
-from lightning_amp.footprint.run_settings import RunSettings
+from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.modules.candidates import draft
 from lightning_amp.techniques.offload.row import Offload

@@ -30,7 +30,7 @@ from benchmarks.pipeline.instances import draw
 from benchmarks.pipeline.models import GPT, VGG, measured
 from benchmarks.pipeline.networks import cross_search
 from lightning_amp.costs.device_rates import rates_for
-from lightning_amp.footprint.run_settings import RunSettings
+from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.modules.candidates import draft
 from lightning_amp.quantities import format_bytes, format_seconds

@@ -32,7 +32,7 @@ from benchmarks.page import ROOT, origin, paragraph, table, write_part
 from benchmarks.pipeline.models import GPT, VGG, Blocks
 from benchmarks.pipeline.tokens import section
 from lightning_amp.costs.device_rates import Links, Rates, rates_for
-from lightning_amp.footprint.run_settings import RunSettings
+from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.progress import track
 from lightning_amp.techniques.pipeline.schedule.micro_batches import (

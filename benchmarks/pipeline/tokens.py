@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from benchmarks.page import paragraph, table
 from benchmarks.pipeline.models import GPT, Block
 from lightning_amp.costs.device_rates import Rates
-from lightning_amp.footprint.run_settings import RunSettings
+from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.techniques.pipeline.schedule.micro_batches import LayerSeconds, LayerTimes, gpipe_seconds, search_all
 from lightning_amp.techniques.pipeline.stage_facts import stages_of

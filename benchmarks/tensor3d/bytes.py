@@ -36,7 +36,7 @@ from benchmarks.tensor3d.ranks import Ranks
 from benchmarks.tensor3d.small import QUIET
 from lightning_amp import AMPStrategy
 from lightning_amp.costs.device_rates import CPU_CORE
-from lightning_amp.footprint.run_settings import BY_ITSELF
+from lightning_amp.footprint.run.run_settings import BY_ITSELF
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.sharding.splits import Sent

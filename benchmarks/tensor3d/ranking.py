@@ -32,7 +32,7 @@ from benchmarks.page import ROOT, origin, paragraph, read_part, table, write_par
 from benchmarks.tensor3d.models import MLP
 from lightning_amp import AMPStrategy
 from lightning_amp.costs.device_rates import CPU_CORE, Links
-from lightning_amp.footprint.run_settings import BY_ITSELF
+from lightning_amp.footprint.run.run_settings import BY_ITSELF
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.quantities import format_bytes, format_seconds

@@ -32,7 +32,7 @@ from benchmarks.page import table
 from benchmarks.tensor3d.models import MLP
 from lightning_amp.costs.device_rates import collective_seconds, rates_for
 from lightning_amp.errors import AmpError
-from lightning_amp.footprint.run_settings import BY_ITSELF
+from lightning_amp.footprint.run.run_settings import BY_ITSELF
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.quantities import format_bytes

@@ -21,7 +21,7 @@ from lightning_amp.techniques.table import options_of_techniques, parse_strategi
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-    from lightning_amp.footprint.run_settings import RunSettings
+    from lightning_amp.footprint.run.run_settings import RunSettings
 
     Step = tuple[LightningModule, Any, RunSettings, dict[str, Any]]
 
@@ -224,7 +224,7 @@ def named_step(arguments: argparse.Namespace) -> "Callable[..., Step] | None":
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
     from lightning_amp.data.batch import batch_of_shapes
-    from lightning_amp.footprint.run_settings import UNDER_AMP
+    from lightning_amp.footprint.run.run_settings import UNDER_AMP
 
     # import the class and parse its arguments first: only the constructor and the hooks run on the meta device
     kind, values = _class_of(name), dict[str, Any]()

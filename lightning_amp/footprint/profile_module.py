@@ -37,9 +37,9 @@ from lightning_amp.footprint.copies.no_side_effects import without_side_effects
 from lightning_amp.footprint.copies.noted_values import GROWS, MOST_BEFORE, Answers, NoteTaker
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.copies.take_notes import DRAWS, copy_with_values, is_elsewhere, notes_of, room_of_pass
-from lightning_amp.footprint.inner_run import run_two_steps
 from lightning_amp.footprint.module_profile import REAL, Life, ModuleProfile, summarize
-from lightning_amp.footprint.run_settings import BY_ITSELF, RunSettings
+from lightning_amp.footprint.run.inner_run import run_two_steps
+from lightning_amp.footprint.run.run_settings import BY_ITSELF, RunSettings
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.target_device import counts_for_accelerator, optimizers_of_device
 from lightning_amp.footprint.trace.step_trace import Place, StepTrace

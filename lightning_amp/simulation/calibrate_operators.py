@@ -1,6 +1,6 @@
 """Measure the operators of a module's training step on a device, by which the step of a plan is priced.
 
-Two steps of Lightning's loop run on a copy of the module, with its values (footprint/inner_run.py), and the second one
+Two steps of Lightning's loop run on a copy of the module, with its values (footprint/run/inner_run.py). The second
 is timed: in every round once operator by operator, and once as a whole. An operator takes the least time of all rounds;
 other processes only slow it down. What the whole step takes beyond its operators, as for autograd and Python, is spread
 evenly over them. This is done for the batch and for its half, quarter, eighth and sixteenth, which are micro-batches of
@@ -24,11 +24,11 @@ from lightning_amp.costs.measured_operators import MeasuredOperators
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data, length_of, map_tensors, resized
 from lightning_amp.footprint.copies.no_side_effects import without_side_effects
-from lightning_amp.footprint.inner_run import run_two_steps
 from lightning_amp.footprint.live_bytes import moved_bytes
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import lacks_values, profile_module
-from lightning_amp.footprint.run_settings import RunSettings
+from lightning_amp.footprint.run.inner_run import run_two_steps
+from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.lightning.steps.step_time import TimedMoment
 from lightning_amp.lightning.strategy.hardware import device_budget

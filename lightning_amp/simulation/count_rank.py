@@ -23,7 +23,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.footprint.equal_parts import counting_bytes_alone
 from lightning_amp.footprint.module_profile import BACKWARD, FORWARD, KINDS, OPTIMISER, REDUCTION, Life, bytes_over_time
 from lightning_amp.footprint.profile_module import counted_step
-from lightning_amp.footprint.run_settings import RunSettings
+from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.holding import holding, replacing
 from lightning_amp.installing.install import Installed, install

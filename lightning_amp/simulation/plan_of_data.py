@@ -9,7 +9,7 @@ from lightning_amp.costs.model_shape import DecoderShape, ModelShape, check_size
 from lightning_amp.costs.ordered_runs import speeds_of_ranks
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.footprint.run_settings import UNDER_AMP
+from lightning_amp.footprint.run.run_settings import UNDER_AMP
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.holding import replacing
 from lightning_amp.installing.describe_module import describe

@@ -22,7 +22,7 @@ from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data
 from lightning_amp.footprint.copies.restore_state import copied_state
 from lightning_amp.footprint.profile_module import profile_module
-from lightning_amp.footprint.run_settings import RunSettings
+from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.techniques.sharded_step import tensors
 from tests.footprint.test_profile_module import Small, measured
 from tests.odd_modules.collection.holding import (

@@ -14,12 +14,12 @@ from torchmetrics import Accuracy, MeanMetric
 
 import lightning_amp
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint import inner_run
 from lightning_amp.footprint.bounded_step import users_line
-from lightning_amp.footprint.inner_run import EnoughSeen
 from lightning_amp.footprint.module_profile import KINDS, OPTIMISER, PARTS, ModuleProfile
 from lightning_amp.footprint.profile_module import counted_step, profile_module
-from lightning_amp.footprint.run_settings import RunSettings
+from lightning_amp.footprint.run import inner_run
+from lightning_amp.footprint.run.inner_run import EnoughSeen
+from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.target_device import launches_operators, settings_of
 from tests.any_module import NAMES, QUIET, Meter, make

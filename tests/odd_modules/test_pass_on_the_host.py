@@ -10,7 +10,7 @@ from lightning_amp import profile
 from lightning_amp.footprint.bounded_step import StepOverBudget
 from lightning_amp.footprint.copies import take_notes
 from lightning_amp.footprint.profile_module import profile_module
-from lightning_amp.footprint.run_settings import RunSettings
+from lightning_amp.footprint.run.run_settings import RunSettings
 from tests.optimised import Optimised
 
 

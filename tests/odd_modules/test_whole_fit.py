@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_amp.errors import DoesNotFitError
 from lightning_amp.footprint.bounded_step import StepOverBudget
-from lightning_amp.footprint.foreseen import copies_in_callbacks
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.run.foreseen import copies_in_callbacks
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report

@@ -14,7 +14,7 @@ from lightning_amp.costs.measured_operators import MeasuredOperators
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.operator_rates import OperatorRates
-from lightning_amp.footprint.run_settings import UNDER_AMP
+from lightning_amp.footprint.run.run_settings import UNDER_AMP
 from lightning_amp.simulation import calibrate, calibrate_operators
 from lightning_amp.simulation.calibrate_operators import StepClock, operators_report
 

@@ -12,9 +12,9 @@ from lightning_amp import GLUE, AMPStrategy, SingleCellDataModule
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import AmpError
-from lightning_amp.footprint import inner_run
 from lightning_amp.footprint.equal_parts import counting_bytes_alone
-from lightning_amp.footprint.run_settings import UNDER_AMP
+from lightning_amp.footprint.run import inner_run
+from lightning_amp.footprint.run.run_settings import UNDER_AMP
 from lightning_amp.holding import replacing
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.profiling.step_of_ranks import on_top_of

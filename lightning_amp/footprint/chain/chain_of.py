@@ -23,8 +23,8 @@ from lightning_amp.footprint.find_blocks import refuse_uncalled
 from lightning_amp.footprint.module_profile import REAL, ModuleProfile
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import counted_step, profile_of
+from lightning_amp.footprint.run.run_settings import BY_ITSELF, RunSettings
 from lightning_amp.footprint.run_again.own_checkpoints import watching_checkpoints
-from lightning_amp.footprint.run_settings import BY_ITSELF, RunSettings
 
 CPU_CORE = OperatorRates(matmul_flops=140e9, memory_bytes=11.5e9, overhead_seconds=8e-6)
 """Rates of one core of a server CPU (costs/device_rates.py)."""

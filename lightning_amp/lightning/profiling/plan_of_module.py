@@ -18,7 +18,7 @@ from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.find_blocks import named_blocks
 from lightning_amp.footprint.module_profile import PARAMETERS
-from lightning_amp.footprint.run_settings import RunSettings
+from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, StepPlan, make_step_plan, with_compiled

@@ -29,7 +29,7 @@ from lightning_amp.footprint.copies.noted_values import Answers
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import profile_module
-from lightning_amp.footprint.run_settings import RunSettings
+from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.installing.install import install_rules, overlap
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.facts_of_step import facts_of_step, refused_techniques

@@ -36,8 +36,8 @@ from torch import Tensor
 from lightning_amp.footprint.bounded_step import BoundedStep, StepOverBudget
 from lightning_amp.footprint.confirm_count import Shape, StepMakes, difference, shapes_of
 from lightning_amp.footprint.copies.fake_copy import map_tensors
-from lightning_amp.footprint.foreseen import copies_in_callbacks
 from lightning_amp.footprint.module_profile import FORWARD, REAL, ModuleProfile
+from lightning_amp.footprint.run.foreseen import copies_in_callbacks
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 from lightning_amp.random_streams import drawn_between, host_streams
 

@@ -35,7 +35,7 @@ from lightning_amp._torch import FakeTensor
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.default_dtype import types_of_the_step
 from lightning_amp.errors import DataError, ModelError
-from lightning_amp.footprint.last_gradients import LastGradients, nothing_reads_them
+from lightning_amp.footprint.run.last_gradients import LastGradients, nothing_reads_them
 from lightning_amp.holding import replacing
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.shards import Shards

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_amp.errors import InstallError
-from lightning_amp.footprint.last_gradients import accumulates, has_hook
+from lightning_amp.footprint.run.last_gradients import accumulates, has_hook
 from lightning_amp.techniques.own_step import why_whole
 
 OF_MODULE = (

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from lightning_amp._torch import TorchDispatchMode
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.last_gradients import GradientReads
 from lightning_amp.footprint.live_bytes import Repeated, storages_of, tensors_of
+from lightning_amp.footprint.run.last_gradients import GradientReads
 from lightning_amp.techniques.early_update.readers import refuse_readers
 from lightning_amp.techniques.own_step import update
 

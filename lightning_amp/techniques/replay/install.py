@@ -14,8 +14,8 @@ from lightning_amp._torch import AnyBatchNorm, tree_map
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.copies.noted_values import answers_now, before_count
-from lightning_amp.footprint.inner_run import EnoughSeen
 from lightning_amp.footprint.profile_module import counted_step
+from lightning_amp.footprint.run.inner_run import EnoughSeen
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import StepToPlan

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.gpu.language_model import LanguageModel
 from lightning_amp.footprint.profile_module import profile_and_trace
-from lightning_amp.footprint.run_settings import UNDER_AMP
+from lightning_amp.footprint.run.run_settings import UNDER_AMP
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.footprint.trace.allocator_settings import AllocatorSettings
 from lightning_amp.footprint.trace.caching_allocator import DeviceFullError

@@ -20,7 +20,7 @@ import lightning_amp
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.costs.model_shape import profile_of_module
 from lightning_amp.errors import AmpError, DataError, ModelError, PlanError
-from lightning_amp.footprint.run_settings import RunSettings
+from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.refusals import announce

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_amp.footprint.profile_module import profile_module
-from lightning_amp.footprint.run_settings import UNDER_AMP
+from lightning_amp.footprint.run.run_settings import UNDER_AMP
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.techniques.contract.sharded_parameter import local
 from lightning_amp.techniques.fsdp.bytes_of_ranks import fsdp_peak_bytes

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import AmpError, InstallError, ModelError, PlanError
-from lightning_amp.footprint.last_gradients import GradientReads
+from lightning_amp.footprint.run.last_gradients import GradientReads
 from lightning_amp.techniques.early_update.install import install
 from lightning_amp.techniques.early_update.row import EarlyUpdate
 from tests.any_module import QUIET, Meter

@@ -18,7 +18,7 @@ from lightning_amp.costs.device_rates import rates_for
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.footprint.run_settings import RunSettings
+from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.modules.candidates import draft
 from lightning_amp.techniques.offload.moves import Moves

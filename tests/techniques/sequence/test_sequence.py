@@ -21,7 +21,7 @@ from lightning_amp import AMPStrategy
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.errors import InstallError, PlanError, ShardError
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.footprint.run_settings import BY_ITSELF
+from lightning_amp.footprint.run.run_settings import BY_ITSELF
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.plan.mesh_shape import MeshShape

@@ -20,7 +20,7 @@ from lightning_amp.cli.main import main
 from lightning_amp.costs.device_rates import Links, Rates, rates_for
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import AmpError
-from lightning_amp.footprint.run_settings import RunSettings
+from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.plan.plan import Plan

@@ -31,7 +31,7 @@ from lightning_amp.errors import ModelError
 INTERNALS = ("torch._", "torch.distributed.", "torch.nn.modules.module", "lightning_amp.")
 """Beginnings of the names of modules that may look at `.grad` in a step without using it, as torch's compiler does, and
 `nn.Module.to` and `zero_grad`, which convert or clear a gradient that is there."""
-NORMS = ("lightning_amp.footprint.inner_run", "lightning_amp.lightning.checkpoints.shards")
+NORMS = ("lightning_amp.footprint.run.inner_run", "lightning_amp.lightning.checkpoints.shards")
 """Modules with `trainer.strategy.gradient_norm`, which the user calls."""
 
 

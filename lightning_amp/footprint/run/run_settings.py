@@ -8,8 +8,8 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
 
 from lightning_amp.footprint.copies.noted_values import Answers
-from lightning_amp.footprint.foreseen import averaged_by
-from lightning_amp.footprint.last_gradients import nothing_reads_them
+from lightning_amp.footprint.run.foreseen import averaged_by
+from lightning_amp.footprint.run.last_gradients import nothing_reads_them
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,10 +27,10 @@ from lightning_amp.footprint.confirm_count import StepMakes
 from lightning_amp.footprint.copies.fake_copy import make_fake, without_values
 from lightning_amp.footprint.copies.noted_values import Answers, NoteTaker
 from lightning_amp.footprint.equal_parts import counting_bytes_alone
-from lightning_amp.footprint.foreseen import foresee
-from lightning_amp.footprint.last_gradients import LastGradients
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.footprint.run_settings import RunSettings
+from lightning_amp.footprint.run.foreseen import foresee
+from lightning_amp.footprint.run.last_gradients import LastGradients
+from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.holding import replacing
 from lightning_amp.own_operators import own_operators
