@@ -198,17 +198,6 @@ def fake_like(first: dict[str, Any], on_meta: Tensor, device: torch.device) -> T
     return found
 
 
-def tensor_on(storage: torch.UntypedStorage, dtype: torch.dtype, geometry: Any, device: torch.device) -> Tensor:
-    """Return a tensor on a storage; `geometry` has its offset, size and strides, as `set_` takes them."""
-    empty = torch.empty(0, dtype=dtype, device=device)
-    if not isinstance(empty, FakeTensor):
-        return empty.set_(storage, *geometry)
-    # fake tensors keep arguments of operators in a cache, which would hold the storage
-    with unseen():
-        on_meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, *geometry)
-        return fake_like(vars(empty), on_meta, device)
-
-
 def parts_of(tensor: Tensor) -> list[Tensor]:
     """Return the tensors inside a wrapper subclass, such as a rank's shard; of another tensor, the tensor itself."""
     if not hasattr(tensor, "__tensor_flatten__"):

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_amp._torch import SOFTMAX_BACKWARD, FakeTensor, TorchDispatchMode, parts_of
+from lightning_amp._torch import SOFTMAX_BACKWARD, FakeTensor, TorchDispatchMode, fake_like, parts_of, unseen
 from lightning_amp.data.batch import dense_parts, tensors_in
 from lightning_amp.footprint.target_device import launches_operators
 
@@ -353,3 +353,14 @@ def storages_of(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, torch.Untyp
             yield from storages_of(parts_of(tensor))
         else:
             yield from ((part, part.untyped_storage()) for part in dense_parts(tensor))
+
+
+def tensor_on(storage: torch.UntypedStorage, dtype: torch.dtype, geometry: Any, device: torch.device) -> Tensor:
+    """Return a tensor on a storage; `geometry` has its offset, size and strides, as `set_` takes them."""
+    empty = torch.empty(0, dtype=dtype, device=device)
+    if not isinstance(empty, FakeTensor):
+        return empty.set_(storage, *geometry)
+    # fake tensors keep arguments of operators in a cache, which would hold the storage
+    with unseen():
+        on_meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, *geometry)
+        return fake_like(vars(empty), on_meta, device)

@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import FakeTensor, shares_version, tensor_on, unseen, version_of, whole_of
+from lightning_amp._torch import FakeTensor, shares_version, unseen, version_of, whole_of
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.live_bytes import has_storage, storages_of
+from lightning_amp.footprint.live_bytes import has_storage, storages_of, tensor_on
 from lightning_amp.techniques.offload.copies import Copies
 from lightning_amp.techniques.offload.entries import Handle, Kept, Left, Numbered, Watcher, geometry_of
 from lightning_amp.techniques.offload.host_pool import HostPool

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import counter_of, tensor_on, version_of
+from lightning_amp._torch import counter_of, version_of
+from lightning_amp.footprint.live_bytes import tensor_on
 
 Geometry = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 """Dtype, shape, strides and offset of a tensor in its storage."""
