@@ -224,6 +224,9 @@ class StepOfModule:
         batch = "" if size is None else f", a batch of {size:,}"
         counting(f"{f'with {names}' if names else 'as it is'}{batch}")
         with ExitStack() as undo:
+            if self._steps is not None:
+                # rules are installed around the steps, as in a fit
+                undo.callback(self._steps.put(self.module))
             # rules are installed on the module, not on its counted copy, so that later counts reuse chunk plans
             whole = rules_in_order((*self._base, *rules))
             installed = install_rules(self.module, whole, self.axis, chunks=self._chunk_plans)
@@ -231,8 +234,6 @@ class StepOfModule:
             run_settings = replace(
                 self._run_settings, reducer=partial(zeros_for_parts, installed.partial_names(self.module))
             )
-            if self._steps is not None:
-                undo.callback(self._steps.put(self.module))
             try:
                 return count(self.module, self._batch, batch_size=size, run_settings=run_settings)
             except AmpError:

@@ -105,13 +105,13 @@ class InstalledPlan:
             self._undo.append(hold_budget(self._strategy.root_device, memory[self._strategy.global_rank % len(memory)]))
         if self._enforces and self._counts and trainer.state.fn == TrainerFn.FITTING:
             self._undo.append(watch_process(trainer, self._facts.budget))
+        # replace the module's steps by those of a technique, around which rules are installed
+        if name := technique_of_steps(plan.strategies):
+            self._install_steps(name, plan)
         self._install(plan)
         self._undo.append(count_replicas_once(self._model, self._strategy.mesh))
         # callbacks are checked here, because the replaced modules and buffers are known only now
         refusals.check_callbacks(self._installed, getattr(trainer, "callbacks", ()), plan)
-        # replace the module's steps, by those of a technique or by the stages of a pipeline
-        if name := technique_of_steps(plan.strategies):
-            self._install_steps(name, plan)
         staged = next((rule.spec for rule in plan.rules if rule.strategy == STAGED), None)
         shards = Shards(self._model, self._installed.sharded, self._installed.partial)
         if staged is not None:
@@ -131,7 +131,8 @@ class InstalledPlan:
                 f"{name} is not supported: {decoders[0]!r} is a decomposed decoder; use 'nodes', which splits"
                 " its anchors over the model axis"
             )
-        self._undo.append(install_steps(module, name, plan.spec_of(name), self._strategy.mesh["model"]))
+        # undone after the rules
+        self._undo.insert(1, install_steps(module, name, plan.spec_of(name), self._strategy.mesh["model"]))
 
     def _put_stages(self, plan: Plan, spec: Spec) -> Shards:
         """Free what other stages hold, and run the module's steps as stages until these are undone."""

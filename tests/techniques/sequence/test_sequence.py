@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[Callable[[], Case], dict[str, Any], type[Exception], st
     "sizes": (lambda: CASES["noise"], {"sequence_sizes": [4, 4]}, ShardError, "one size per rank"),
     "grid": (lambda: CASES["noise"], {"sequence_grid": "2x1"}, PlanError, "one dim requires none"),
     "chunk": (lambda: CASES["text"], {"strategies": "sequence,chunk"}, PlanError,
-        "chunk and sequence cannot be together: .* a rank holds less with recompute and fsdp, and with more ranks"),
+        "chunk and sequence cannot be together: .* a rank holds less with recompute and fsdp and offload, and"),
     "pipeline": (lambda: CASES["text"], {"strategies": "sequence,pipeline"}, PlanError, "pipeline"),
     "an operator": (lambda: Case(Recurrent, CASES["noise"].batch, CASES["noise"].options), {}, ShardError,
         "lstm' in 'Recurrent', .*test_sequence.py"),
