@@ -1,6 +1,6 @@
 """Plan a data directory, or a decoder by its sizes: as a fit plans, by a count of a step without values."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,13 @@ from lightning_amp.footprint.run.run_settings import UNDER_AMP
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.holding import replacing
 from lightning_amp.installing.describe_module import describe
-from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, make_step_plan
+from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, base_plan, make_step_plan
 from lightning_amp.lightning.profiling.plan_of_module import PLANNING
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.models.inputs import HIC
 from lightning_amp.planning.modules.on_device import Device, made_for, on_device
+from lightning_amp.planning.modules.plan_decoder import split_by_decoder
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.time.step_seconds import on_device as on_device_of
 from lightning_amp.profiling.profile import Profile
@@ -28,10 +29,20 @@ from lightning_amp.simulation.models_without_values import Subject, decoder_subj
 from lightning_amp.techniques.hic.scores import nonzero_counts
 from lightning_amp.techniques.table import parse_strategies
 
+Check = Callable[[Plan], None]
+AS_IN_FILE = ", as in the whole file"
+
 
 @shown_if_long(PLANNING)
 def plan_of_data(
-    profile: Profile, request: Mapping[str, Any], *, batch_size: int, latent_dim: int, window: int | None, rates: Rates
+    profile: Profile,
+    request: Mapping[str, Any],
+    *,
+    batch_size: int,
+    latent_dim: int,
+    window: int | None,
+    rates: Rates,
+    check: Check | None = None,
 ) -> Plan:
     """Plan the reference model for some data.
 
@@ -41,6 +52,7 @@ def plan_of_data(
         batch_size: Cells per rank and modality.
         latent_dim, window: Options of the reference model.
         rates: Rates of one device.
+        check: Gets a plan by closed forms before a step is counted, and may raise.
 
     Raises:
         PlanError: Sizes that no model can have, or the request cannot be planned.
@@ -52,17 +64,19 @@ def plan_of_data(
     )
     sparse = profile.modality(HIC) is not None and isinstance(subject.batch[HIC]["x"], SparseCounts)
     return _planned(
-        subject, data, shape, request, rates=rates, notes=notes, sparse=sparse, source=", as in the whole file"
+        subject, data, shape, request, rates=rates, check=check, notes=notes, sparse=sparse, source=AS_IN_FILE
     )
 
 
 @shown_if_long(PLANNING)
-def plan_of_shape(decoder: DecoderShape, request: Mapping[str, Any], *, batch_size: int, rates: Rates) -> Plan:
+def plan_of_shape(
+    decoder: DecoderShape, request: Mapping[str, Any], *, batch_size: int, rates: Rates, check: Check | None = None
+) -> Plan:
     """Plan a decoder by itself, with latents of cells and anchors; arguments and errors as of `plan_of_data`."""
     subject = decoder_subject(decoder, batch_size=batch_size)
     kept = sum(tensor.nbytes for tensor in tensors_in(subject.batch))
     shape = on_device_of(describe(subject.module, batch_size=batch_size, base_activation_bytes=kept), rates)
-    return _planned(subject, profile_of_module(shape), shape, request, rates=rates)
+    return _planned(subject, profile_of_module(shape), shape, request, rates=rates, check=check)
 
 
 def _planned(
@@ -72,6 +86,7 @@ def _planned(
     request: Mapping[str, Any],
     *,
     rates: Rates,
+    check: Check | None,
     notes: Sequence[str] = (),
     sparse: bool = False,
     source: str = "",
@@ -107,6 +122,9 @@ def _planned(
         planned = make_step_plan(fewer, step, seen)
         return on_device(planned.plan, device, (planned.step or step).as_planned(planned.plan))
 
+    if check is not None and shape.decoder:
+        of_decoder, _ = split_by_decoder(given.strategies, policy=given.policy)
+        check(base_plan(given, of_decoder, given.model_parallel_size))
     with settings_of(rates.device_type), replacing(nonzero_counts.ASSUMED, share=subject.share, in_counts=True):
         seen = None if shape.decoder else step.profiled(rates, shared_statistics=devices > 1)
         plan = made_for(made)

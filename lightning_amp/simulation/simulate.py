@@ -95,11 +95,7 @@ def simulate_plan(make: Callable[[], Subject], plan: Plan, *, device_type: str =
 
     Arguments and errors as in `simulate`; also a PlanError if the model axis is too long.
     """
-    if plan.mesh.model > MOST_MODEL_RANKS:
-        raise PlanError(
-            f"a model axis of {plan.mesh.model:,} ranks is not supported; simulated are {MOST_MODEL_RANKS:,}"
-            " or fewer: choose a smaller model_parallel_size, or fewer devices"
-        )
+    check_model_axis(plan)
     with settings_of(device_type):
         subject = make()
         # ranks of the data axis have different cells, but equally many
@@ -111,6 +107,15 @@ def simulate_plan(make: Callable[[], Subject], plan: Plan, *, device_type: str =
     group = [done[size] for size in sizes]
     results = tuple(replace(result, rank=i) for i, result in enumerate(group * plan.mesh.data))
     return Simulation(plan=plan, ranks=results)
+
+
+def check_model_axis(plan: Plan) -> None:
+    """Raise a PlanError for a plan whose model axis is too long."""
+    if plan.mesh.model > MOST_MODEL_RANKS:
+        raise PlanError(
+            f"a model axis of {plan.mesh.model:,} ranks is not supported; simulated are {MOST_MODEL_RANKS:,}"
+            " or fewer: choose a smaller model_parallel_size, or fewer devices"
+        )
 
 
 def request_decoder(
@@ -126,7 +131,7 @@ def request_decoder(
         PlanError: No plan is possible for the request.
     """
     batch_size = batch_size if asked.batch_size is None else asked.batch_size
-    made = plan_of_shape(asked.decoder, request, batch_size=batch_size, rates=rates)
+    made = plan_of_shape(asked.decoder, request, batch_size=batch_size, rates=rates, check=check_model_axis)
     return partial(decoder_subject, asked.decoder, batch_size=batch_size), made
 
 
@@ -141,5 +146,5 @@ def request_reference(
 ) -> tuple[Callable[[], Subject], Plan]:
     """Return a function that builds the reference model for some data, and its plan; see `plan_of_data`."""
     of_model: dict[str, Any] = {"latent_dim": LATENT_DIM if latent_dim is None else latent_dim, "window": window}
-    made = plan_of_data(profile, request, batch_size=batch_size, **of_model, rates=rates)
+    made = plan_of_data(profile, request, batch_size=batch_size, **of_model, rates=rates, check=check_model_axis)
     return partial(reference_subject, profile, batch_size=batch_size, **of_model), made

@@ -15,7 +15,7 @@ from lightning_amp.costs.host_link import HostLink
 from lightning_amp.errors import PlanError
 from lightning_amp.simulation import calibrate_host
 from lightning_amp.simulation.calibrate_host import host_link_report, measure_host_link, measure_nodes, nodes_report
-from lightning_amp.techniques.offload.row import _exposed
+from lightning_amp.techniques.offload.tiers import link_of
 
 CPU = torch.device("cpu")
 LINK = HostLink(out=20e9, back=40e9, both=15e9, pageable_out=6e9, pageable_back=9e9)
@@ -104,6 +104,8 @@ def test_a_file_of_rates_has_the_link_or_none() -> None:
 
 
 def test_what_leaves_takes_the_way_out_and_what_comes_the_way_back() -> None:
-    seen: Any = SimpleNamespace(rates=replace(DEVICES["A100"], host_link=LINK), chain=SimpleNamespace(seconds=3.0))
-    assert _exposed(seen, int(60e9), 0) == pytest.approx(3.0 - 1.0)
-    assert _exposed(seen, 0, int(120e9)) == pytest.approx(3.0 - 2.0)
+    seen: Any = SimpleNamespace(rates=replace(DEVICES["A100"], host_link=LINK))
+    link = link_of(seen, 5)
+    assert (link.out, link.back, link.window, link.beside) == (20e9, 40e9, 5, True)
+    # a copy of a CPU is made by the core that computes
+    assert not link_of(SimpleNamespace(rates=CPU_CORE), 0).beside  # type: ignore[arg-type]

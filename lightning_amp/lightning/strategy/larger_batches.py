@@ -73,13 +73,17 @@ class LargerBatches:
         self._facts, self._current = facts, current
         self._aside, self._exchange, self._keep = aside, exchange, keep
         assert facts.step is not None, "a fit has one"
-        self._step = facts.step.of_batch
+        self._step: Any = facts.step.of_batch
         # of rank 0, which alone has counted a batch
         seen = facts.profiled[0] if facts.strategy.global_rank == 0 else None
         own = _dims(facts.step.shapes()), seen is not None and seen.profile.noted, facts.written
         shapes, self.noted, self.written = facts.strategy.broadcast(own)
         self._known = [(shapes, current().training_bytes)]
         self._told = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, as of a saved Trainer, which counts nothing."""
+        return {"_step": None}
 
     @staticmethod
     def are_counted(facts: PlanningContext, plan: Plan) -> bool:
@@ -95,6 +99,8 @@ class LargerBatches:
         Raises:
             DoesNotFitError: No plan fits, on all ranks.
         """
+        if self._step is None:
+            return plain(*args)
         # the keywords of `training_step`, of which the batch is the first
         batch = next(iter(args[-1].values()))
         shapes = _dims(shapes_of(batch))
