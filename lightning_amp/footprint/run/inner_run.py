@@ -96,7 +96,7 @@ def run_two_steps(
     if not counter.counting:
         # stopped before the second step, as where notes are taken; nothing is recorded
         return recorder
-    recorder.makes = StepMakes.of(batch, recorder.lives, recorder.work)
+    recorder.makes = StepMakes.of(counter.batch, recorder.lives, recorder.work)
     recorder.drew = bool(drawn_between(streams, host_streams())) or (answers is not None and answers.draw > 0)
     recorder.foreseen = foresee(recorder, trainer.optimizers, fake, run_settings.averaged)
     return recorder
@@ -274,7 +274,7 @@ class _Count(Callback):
         self.answers, self.taker = answers, taker
         self.only_forward, self.n_batches = False, 2 * run_settings.batches
         self._fake, self._entered, self.counting = fake, ExitStack(), False
-        self._datamodule = run_settings.datamodule
+        self._datamodule, self.batch = run_settings.datamodule, None
         n_before = 0 if answers is None else answers.n_before
         self._counted = n_before + self.n_batches - 1
         self._first, self._counting_first, self._before = LiveBytes(), ExitStack(), ExitStack()
@@ -330,7 +330,8 @@ class _Count(Callback):
             self._counting_first.enter_context(self._first)
         if batch_idx == self._counted:
             self._before.close()
-            self.counting = True
+            # as the hooks that move it return it, like that of a real step
+            self.counting, self.batch = True, batch
             # made again in this step, so that what code caches from step to step is counted
             getattr(self._fake, "cache", {}).clear()
             self.recorder.start(batch, trainer.optimizers)

@@ -112,6 +112,9 @@ class CountedBatches:
             with torch.compiler.set_stance("force_eager"):
                 yield
             self._confirm(self._step, batch)
+            # of a whole step: one that ends early has fewer operators for another reason
+            if not self.noted and drawn_between(streams, host_streams()):
+                self._watch_draws(self._step, shapes)
         except StepOverBudget as error:
             if self._why:
                 error.args = (f"{error}; {self._why}",)
@@ -123,8 +126,6 @@ class CountedBatches:
                 self._shapes.append(shapes)
             self._peak_bytes = max(self._peak_bytes, self._step.peak)
             self._go_on(self._step)
-            if drawn_between(streams, host_streams()):
-                self._watch_draws(self._step, shapes)
             self._last, self._step = self._step, None
 
     def run(self, loop: Any, plain: Callable[..., Any], *args: Any) -> Any:

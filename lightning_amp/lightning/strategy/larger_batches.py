@@ -34,7 +34,7 @@ from lightning_amp.lightning.profiling.make_step_plan import make_step_plan
 from lightning_amp.lightning.steps.counted_batches import growth_of
 from lightning_amp.lightning.steps.out_of_memory import largest
 from lightning_amp.lightning.strategy.context import PlanningContext
-from lightning_amp.lightning.strategy.largest_rank import for_largest_batch, largest_of_ranks
+from lightning_amp.lightning.strategy.largest_rank import NOT_COUNTED, for_largest_batch, largest_of_ranks
 from lightning_amp.planning.modules.on_device import made_for, on_device
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.reports.plan_report import shortfall, techniques
@@ -76,7 +76,10 @@ class LargerBatches:
         self._step: Any = facts.step.of_batch
         # of rank 0, which alone has counted a batch
         seen = facts.profiled[0] if facts.strategy.global_rank == 0 else None
-        own = _dims(facts.step.shapes()), seen is not None and seen.profile.noted, facts.written
+        makes = None if seen is None else seen.profile.makes
+        # as the step gets it: hooks that move a batch may change it
+        counted = facts.step.shapes() if makes is None else [*makes.batch]
+        own = _dims(counted), seen is not None and seen.profile.noted, facts.written
         shapes, self.noted, self.written = facts.strategy.broadcast(own)
         self._known = [(shapes, current().training_bytes)]
         self._told = False
@@ -124,18 +127,26 @@ class LargerBatches:
             with self._aside():
                 found = for_largest_batch(before, counting, decide, f"batch {number} of rank {{}}")
         except AmpError as error:
+            # as many bytes as are known: a batch of these dims is not counted again
+            self._known.append((shapes, self._facts.budget))
             return self._refuse(f"{said}, exceeds the budget: {error}")
         self._known.append((shapes, found.training_bytes))
         if found.fits is False:
             self._refuse(f"{said}, does not fit: {shortfall(found)}")
+        missing = [note for note in found.notes if note.startswith(NOT_COUNTED) and note not in before.notes]
+        for note in missing:
+            rank_zero_warn(f"{said}: {note}")
         if found.rules != before.rules:
-            if self._exchange(found):
-                rank_zero_info(
-                    f"{said}, would exceed the budget; from here on it is {techniques(found.strategies)}, for which"
-                    f" {format_bytes(found.predicted_peak_bytes)} are predicted, instead of"
-                    f" {techniques(before.strategies)}"
+            if not self._exchange(found):
+                return self._refuse(
+                    f"{said}, exceeds the budget: {techniques(found.strategies)} could not be installed for it"
                 )
-        elif found.predicted_peak_bytes > before.predicted_peak_bytes:
+            rank_zero_info(
+                f"{said}, would exceed the budget; from here on it is {techniques(found.strategies)}, for which"
+                f" {format_bytes(found.predicted_peak_bytes)} are predicted, instead of"
+                f" {techniques(before.strategies)}"
+            )
+        elif missing or found.predicted_peak_bytes > before.predicted_peak_bytes:
             self._keep(found, logs=False)
         return None
 

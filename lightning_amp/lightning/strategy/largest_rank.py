@@ -25,6 +25,10 @@ from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.table import PREDICTIONS, is_of_decoder
 
+NOT_COUNTED = "a batch was not counted on every rank, and may take more there: "
+MORE = "the peak is that of "
+"""Beginnings of notes."""
+
 
 def for_largest_rank(plan: Plan, facts: PlanningContext, decide: Callable[[], Plan]) -> Plan:
     """Return a plan, or another one, with the peak of the rank whose first batch takes most; all ranks call it.
@@ -110,7 +114,7 @@ def _for(plan: Plan, facts: PlanningContext, said: str, largest: ModuleProfile |
     seen, notes = facts.profiled[0], list(plan.notes)
     assert seen is not None, "the plan depends on the rank"
     if why:
-        notes.append(f"a batch was not counted on every rank, and may take more there: {why}")
+        notes.append(f"{NOT_COUNTED}{why}")
     if largest is None:
         return replace(plan, notes=tuple(notes))
     rules = tuple(rule for rule in plan.rules if rule.strategy in PREDICTIONS and not is_of_decoder(rule))
@@ -119,7 +123,9 @@ def _for(plan: Plan, facts: PlanningContext, said: str, largest: ModuleProfile |
     more = peak - plan.training_bytes
     if more <= 0:
         return replace(plan, notes=tuple(notes))
-    notes.append(Explanation(f"the peak is that of {said}: {format_bytes(more)} more"))
+    # a batch before took less
+    notes = [note for note in notes if not note.startswith(MORE)]
+    notes.append(Explanation(f"{MORE}{said}: {format_bytes(more)} more"))
     validation = plan.validation and replace(plan.validation, training_bytes=peak)
     peak = max(peak, plan.predicted_peak_bytes)
     plan = replace(plan, predicted_peak_bytes=peak, validation=validation, notes=tuple(notes))

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_amp._torch import has_no_values
-from lightning_amp.errors import DoesNotFitError
+from lightning_amp.errors import DoesNotFitError, InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.lightning.strategy.larger_batches import LargerBatches
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.any_module import Meter
 from tests.lightning.strategy.strategy_cases import fitted, same
@@ -141,6 +142,64 @@ def test_a_batch_that_no_plan_fits_ends_the_run_before_it() -> None:
     with pytest.warns(UserWarning, match="batch 2, which is larger than those before .* does not fit"):
         found, _ = trained((4, 4, 400), warned)
     assert found["steps"] == 3
+
+
+class Cropper(Reader):
+    """On the way to the device, long sequences are cropped."""
+
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        return super().on_after_batch_transfer(batch[:, :4] if batch.shape[1] >= 100 else batch, dataloader_idx)
+
+
+def test_dims_are_those_that_the_step_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, most = trained((4, 4, 4), AMPStrategy())
+    monkeypatch.setattr("tests.lightning.strategy.test_larger_batches.Reader", Cropper)
+    words = r"batch 1, which is larger than those before \(\[2, 48, 16\], and \[2, 4, 16\] was counted\), does not fit"
+    with pytest.warns(UserWarning, match=words):
+        trained((100, 48), AMPStrategy(device_memory=f"{int(1.1 * most)}B", on_predicted_oom="warn"))
+
+
+def raises(*_: Any, **__: Any) -> None:
+    raise InstallError("for a reason")
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("install_plan.InstalledPlan._change", "exceeds the budget: re.* could not be installed for it"),
+        ("largest_rank.counted_rules", "a batch was not counted on every rank, and may take more there: for a reason"),
+    ],
+)
+def test_what_fails_for_a_larger_batch_is_said(what: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, most = trained((4, 48, 48), AMPStrategy())
+    fails = raises if what.startswith("largest") else (lambda *_: False)
+    monkeypatch.setattr(f"lightning_amp.lightning.strategy.{what}", fails)
+    with pytest.warns(UserWarning, match=f"batch 1, which is larger .*{words}"):
+        trained((4, 48, 48), AMPStrategy(device_memory=f"{int(0.7 * most)}B", on_predicted_oom="warn"))
+
+
+def test_a_batch_is_counted_once_for_its_dims(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, most = trained((4, 4, 4), AMPStrategy())
+    counted, count = list[Any](), LargerBatches._look
+
+    def noted(self: Any, batch: Any, shapes: Any) -> None:
+        counted.append(shapes)
+        count(self, batch, shapes)
+
+    monkeypatch.setattr(LargerBatches, "_look", noted)
+    warned = AMPStrategy(device_memory=f"{most}B", plan=found["plan"], on_predicted_oom="warn")
+    with pytest.warns(UserWarning, match="its plan was given"):
+        trained((4, 48, 48, 48), warned)
+    assert counted == [[(2, 48, 16)]]
+
+
+def test_a_plan_says_of_the_largest_batch_alone() -> None:
+    lengths = (4, 8, 12, 16, 20, 24)
+    _, most = trained(lengths, AMPStrategy())
+    found, _ = trained(lengths, AMPStrategy(device_memory=f"{most}B"))
+    said = [note for note in found["plan"].notes if note.startswith("the peak is that of")]
+    assert len(said) == 1
+    assert "batch 5 " in said[0]
 
 
 def test_a_plan_that_was_given_is_kept() -> None:
