@@ -14,8 +14,9 @@ NAMED = {
     # one is the key of a mark of torch's partitioner
     "recompute": (r"techniques\.recompute|[\"']recompute[\"']", 6),
     "logits": (r"techniques\.logits|[\"']logits[\"']", 4),
-    "replay": (r"techniques\.replay|[\"']replay[\"']", 2),
-    "offload": (r"techniques\.offload|[\"']offload[\"']", 1),
+    # offload decides with it what is kept, runs again or leaves
+    "replay": (r"techniques\.replay|[\"']replay[\"']", 5),
+    "offload": (r"techniques\.offload|[\"']offload[\"']", 2),
     "compile": (r"techniques\.compile\b|[\"']compile[\"']", 7),
     "compiled_budget": (r"techniques\.compiled_budget|[\"']compiled_budget[\"']", 1),
     "early_update": (r"techniques\.early_update|[\"']early_update[\"']", 1),

@@ -11,6 +11,7 @@ Steps are counted as one rank of the model axis, the fullest, with all rules of 
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import inf
 
 from lightning_amp.costs.device_rates import Links
@@ -112,6 +113,7 @@ def _other(first: "_Counted", make: Make, on_top_of: OnTopOf, shape: ModelShape,
         A faster plan of the decoder that fits, if `first` fits; else the first that fits, or the leanest; None if there
         is no other.
     """
+    make = cache(make)
     last, tried, best = first, {_choices(first.whole)}, first
     for limit in (*[None] * TRIES, 1):
         if limit is not None and best.peak_bytes <= budget:
