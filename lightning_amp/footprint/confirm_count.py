@@ -5,13 +5,13 @@ what exists, and small storages are not. So it is harmless that a count calls `l
 does not. A layout that differs shows in the copies that later operators make of it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_amp.data.batch import dense_parts, tensors_in
+from lightning_amp.data.batch import dense_parts, parts_in, tensors_in
 from lightning_amp.footprint.module_profile import BACKWARD, GRADIENTS, Life
 from lightning_amp.quantities import format_bytes
 
@@ -55,9 +55,24 @@ class StepMakes(NamedTuple):
 
 
 def shapes_of(batch: Any) -> list[Shape]:
-    """Return the shapes of a batch's tensors, each with the bytes of an element."""
-    parts: Iterable[Tensor] = (p for tensor in tensors_in(batch) for p in dense_parts(tensor) or (tensor,))
+    """Return the shapes of a batch's tensors, each with the bytes of an element.
+
+    Tensors of objects that Lightning moves to a device by their method `to`, such as graphs, are among them.
+    """
+    tensors = (one for leaf in parts_in(batch) for one in _tensors_of(leaf, set()))
+    parts: Iterable[Tensor] = (p for tensor in tensors for p in dense_parts(tensor) or (tensor,))
     return [(*part.shape, part.element_size()) for part in parts]
+
+
+def _tensors_of(leaf: object, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors of a leaf of a batch, and those that the attributes of an object hold."""
+    here = list(tensors_in(leaf))
+    yield from here
+    if here or id(leaf) in seen or isinstance(leaf, nn.Module) or not callable(getattr(leaf, "to", None)):
+        return
+    seen.add(id(leaf))
+    for part in parts_in(getattr(leaf, "__dict__", {})):
+        yield from _tensors_of(part, seen)
 
 
 def difference(counted: StepMakes, real: StepMakes, *, predicted: int, measured: int) -> str:

@@ -356,7 +356,7 @@ def _helpful(plan: Plan) -> tuple[str, str]:
     if name:
         return "less memory", f"{name}: {alone(name, helps[name])}"
     least = min(plan.candidates, key=lambda one: one.peak_bytes, default=None)
-    if least is None or least.peak_bytes >= plan.predicted_peak_bytes:
+    if least is None or least.peak_bytes >= plan.training_bytes:
         return "less memory", "none of the techniques that were compared" if least else "nothing was compared"
     where = f"{techniques(least.strategies)} on {least.data} x {least.model} ranks"
     return "less memory", f"{where}: the peak {format_bytes(least.peak_bytes)}"

@@ -81,6 +81,33 @@ class Picker(Reader):
         return super().loss(batch[:, batch[0, :, 0] > 0])
 
 
+class Graph:
+    """A batch that is no mapping and no dataclass, as those of torch_geometric: a store has its tensors."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.store = Store({"x": x, "of": self})
+
+    def to(self, device: Any, **options: Any) -> "Graph":
+        return Graph(self.store.held["x"].to(device))
+
+
+class Store:
+    def __init__(self, held: dict[str, Any]) -> None:
+        self.held = held
+
+    def to(self, device: Any) -> None:
+        raise NotImplementedError
+
+
+class OfGraphs(Reader):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch.store.held["x"]
+        return super().loss(torch.cat([x, x.flip(-1)], -1))
+
+
 def loader(lengths: tuple[int, ...], rank: int = 0) -> Any:
     drawn = torch.Generator().manual_seed(rank)
     batches = [torch.randn(2, n, WIDTH // 2, generator=drawn).double() for n in lengths]
@@ -200,6 +227,22 @@ def test_a_plan_says_of_the_largest_batch_alone() -> None:
     said = [note for note in found["plan"].notes if note.startswith("the peak is that of")]
     assert len(said) == 1
     assert "batch 5 " in said[0]
+
+
+def test_a_larger_graph_is_found_before_it_runs() -> None:
+    def run(lengths: tuple[int, ...], strategy: Any) -> Any:
+        graphs: Any = [Graph(x) for x in loader(lengths)]
+        meter = MeterOfAll()
+        found = fitted(OfGraphs(), DataLoader(graphs, batch_size=None), strategy, max_steps=-1, callbacks=[meter])
+        return found, meter.peak
+
+    plain, most = run((4, 4, 48), "auto")
+    found, measured = run((4, 4, 48), AMPStrategy(device_memory=f"{int(0.7 * most)}B"))
+    assert measured <= 0.7 * most
+    assert set(found["plan"].strategies) - {"S1"}
+    torch.testing.assert_close(found["parameters"], plain["parameters"], rtol=1e-11, atol=1e-11)
+    with pytest.raises(DoesNotFitError, match=r"batch 2, which is larger .*\(\[2, 400, 8\], and \[2, 4, 8\] was"):
+        run((4, 4, 400), AMPStrategy(device_memory=f"{int(0.7 * most)}B"))
 
 
 def test_a_plan_that_was_given_is_kept() -> None:

@@ -23,9 +23,9 @@ from lightning_amp.planning.modules import candidates
 from lightning_amp.planning.modules.candidates import compare
 from lightning_amp.planning.modules.min_memory_plan import fewest_ranks
 from lightning_amp.planning.modules.plan_module import diagnose_module, plan_again, plan_module, split_by_planner
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Plan, Validation
 from lightning_amp.planning.policies.make_plan import plan as make_plan
-from lightning_amp.planning.reports.plan_report import plan_report, shortfall
+from lightning_amp.planning.reports.plan_report import plan_report, plan_summary, shortfall
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit
 from lightning_amp.techniques.recompute.row import RecomputeBlock
@@ -327,6 +327,15 @@ def test_what_is_missing_is_said() -> None:
     assert hopeless.endswith(held + several)
     one = replace(heavy, profile=replace(heavy.profile, batch_size=1))
     assert shortfall(plan_module(base(10), one)).endswith(held)
+
+
+def test_a_step_below_the_validation_is_no_plan_of_less_memory() -> None:
+    plan = replace(plan_module(base(None), seen(blocks=chain(fixed=BLOCKS))), diagnosis=None)
+    peak = plan.predicted_peak_bytes
+    validation = Validation(peak_bytes=2 * peak, training_bytes=peak, batch_size=4)
+    larger = replace(plan, predicted_peak_bytes=2 * peak, validation=validation)
+    assert min(one.peak_bytes for one in plan.candidates) == peak
+    assert "less memory     none of the techniques that were compared" in plan_summary(larger)
 
 
 def test_a_smaller_batch_is_advised_where_it_helps() -> None:
