@@ -105,7 +105,7 @@ class InstalledPlan:
             self._undo.append(hold_budget(self._strategy.root_device, memory[self._strategy.global_rank % len(memory)]))
         if self._enforces and self._counts and trainer.state.fn == TrainerFn.FITTING:
             self._undo.append(watch_process(trainer, self._facts.budget))
-        # replace the module's steps by those of a technique, around which rules are installed
+        # a technique's own steps first: rules are installed around them, and undone before them
         if name := technique_of_steps(plan.strategies):
             self._install_steps(name, plan)
         self._install(plan)
@@ -131,7 +131,6 @@ class InstalledPlan:
                 f"{name} is not supported: {decoders[0]!r} is a decomposed decoder; use 'nodes', which splits"
                 " its anchors over the model axis"
             )
-        # undone after the rules
         self._undo.insert(1, install_steps(module, name, plan.spec_of(name), self._strategy.mesh["model"]))
 
     def _put_stages(self, plan: Plan, spec: Spec) -> Shards:
