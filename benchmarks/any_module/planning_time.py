@@ -21,7 +21,8 @@ import torch
 from benchmarks.gpu.language_model import LanguageModel
 from benchmarks.page import origin, paragraph
 from lightning_amp.costs.device_rates import rates_for
-from lightning_amp.footprint.run import inner_run, profile_module
+from lightning_amp.footprint import profile_module
+from lightning_amp.footprint.run import inner_run
 from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.lightning.profiling.plan_of_module import ModulePlan, plan_of_module
 
