@@ -111,7 +111,7 @@ class CountedBatches:
             # operators are counted one by one. Dynamo would compile the counter, and never again what it skips here
             with torch.compiler.set_stance("force_eager"):
                 yield
-            self._confirm(self._step, batch)
+            self._confirm(self._step, batch, beside=sum(one.nbytes for one in copied))
             # of a whole step: one that ends early has fewer operators for another reason
             if not self.noted and drawn_between(streams, host_streams()):
                 self._watch_draws(self._step, shapes)
@@ -166,8 +166,11 @@ class CountedBatches:
         self._left = 1
         return why
 
-    def _confirm(self, step: BoundedStep, batch: Any) -> None:
-        """Tell how the step differs from its count: the last of the first batches is the one that was counted."""
+    def _confirm(self, step: BoundedStep, batch: Any, *, beside: int) -> None:
+        """Tell how the step differs from its count: the last of the first batches is the one that was counted.
+
+        `beside`: bytes of copies that lie beside the step, of which no plan knows.
+        """
         counted, self._predicted = self._predicted, None if self._left == 0 else self._predicted
         # values decide otherwise in another batch than the one that was counted
         if counted is None or self._left or counted.foreseen or counted.noted:
@@ -177,9 +180,10 @@ class CountedBatches:
         if trainer.world_size > 1 or trainer.accumulate_grad_batches > 2:
             return
         real = StepMakes.of(batch, step.lives, step.work)
-        said = difference(counted.makes, real, predicted=counted.peak_bytes, measured=step.peak)
+        peak = step.peak - beside
+        said = difference(counted.makes, real, predicted=counted.peak_bytes, measured=peak)
         if said:
-            (rank_zero_warn if step.peak > counted.peak_bytes else rank_zero_info)(said)
+            (rank_zero_warn if peak > counted.peak_bytes else rank_zero_info)(said)
 
     def _go_on(self, step: BoundedStep) -> None:
         """Count the next batch too if this one does not show yet what a step takes."""
