@@ -1,5 +1,6 @@
 """Define `Rule`: which modules a plan changes, with which spec, and why."""
 
+from collections.abc import Iterable
 from dataclasses import Field, dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -27,6 +28,11 @@ class Rule:
     strategy: str
     why: str
     saves_bytes: int = 0
+
+
+def changes_of(rules: Iterable[Rule]) -> tuple[tuple[str, Spec], ...]:
+    """Return what rules change in a module, without who has chosen them and why; a key of counts."""
+    return tuple((rule.fqn, rule.spec) for rule in rules)
 
 
 def splits_parameters(rule: Rule) -> bool:

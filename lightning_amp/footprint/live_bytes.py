@@ -355,6 +355,12 @@ def storages_of(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, torch.Untyp
             yield from ((part, part.untyped_storage()) for part in dense_parts(tensor))
 
 
+def is_plain(x: Tensor) -> bool:
+    """Return whether a tensor is fully described by storage, dtype, shape, strides and offset."""
+    # forward-mode AD makes zeros without memory, whose operators see them as other tensors
+    return has_storage(x) and not x.is_conj() and not x.is_neg() and not x._is_zerotensor()
+
+
 def tensor_on(storage: torch.UntypedStorage, dtype: torch.dtype, geometry: Any, device: torch.device) -> Tensor:
     """Return a tensor on a storage; `geometry` has its offset, size and strides, as `set_` takes them."""
     empty = torch.empty(0, dtype=dtype, device=device)

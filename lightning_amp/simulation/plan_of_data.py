@@ -97,9 +97,9 @@ def _planned(
         sparse: Whether its batch has sparse counts.
         source: Where the share of the counts that are not zero is from.
     """
-    asked, devices, strategies = request.get("device_memory"), request.get("devices", 1), request.get("strategies")
+    named, devices, strategies = request.get("device_memory"), request.get("devices", 1), request.get("strategies")
     rates = rates.on_nodes_of(request.get("node_devices"))
-    device, (memory, budget_notes) = Device.of(rates.memory, asked, devices), budget_on(rates, asked, devices)
+    device, (memory, budget_notes) = Device.of(rates.memory, named, devices), budget_on(rates, named, devices)
     step = StepOfModule(subject.module, lambda: subject.batch, run_settings=UNDER_AMP)
     given = PlanInputs(
         data=data,
@@ -108,7 +108,7 @@ def _planned(
         devices=devices,
         node_devices=request.get("node_devices"),
         memory=() if memory is None else memory_of_ranks(memory, devices),
-        memory_named=asked is not None,
+        memory_named=named is not None,
         policy=request.get("policy", "auto"),
         strategies=None if strategies is None else parse_strategies(strategies),
         model_parallel_size=request.get("model_parallel_size", "auto"),

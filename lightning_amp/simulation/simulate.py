@@ -119,7 +119,7 @@ def check_model_axis(plan: Plan) -> None:
 
 
 def request_decoder(
-    asked: ShapeRequest, *, batch_size: int, rates: Rates = CPU_CORE, **request: Any
+    sizes: ShapeRequest, *, batch_size: int, rates: Rates = CPU_CORE, **request: Any
 ) -> tuple[Callable[[], Subject], Plan]:
     """Return a function that builds a decoder alone, and its plan.
 
@@ -130,9 +130,9 @@ def request_decoder(
     Raises:
         PlanError: No plan is possible for the request.
     """
-    batch_size = batch_size if asked.batch_size is None else asked.batch_size
-    made = plan_of_shape(asked.decoder, request, batch_size=batch_size, rates=rates, check=check_model_axis)
-    return partial(decoder_subject, asked.decoder, batch_size=batch_size), made
+    batch_size = batch_size if sizes.batch_size is None else sizes.batch_size
+    made = plan_of_shape(sizes.decoder, request, batch_size=batch_size, rates=rates, check=check_model_axis)
+    return partial(decoder_subject, sizes.decoder, batch_size=batch_size), made
 
 
 def request_reference(

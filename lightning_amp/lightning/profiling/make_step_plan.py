@@ -123,9 +123,9 @@ def make_step_plan(given: PlanInputs, step: StepOfModule | None, seen: ProfiledS
     """
     if given.shape.decoder:
         assert step is not None, "it is counted with the decoder's techniques"
-        asked, named = split_by_decoder(given.strategies, policy=given.policy)
+        own, named = split_by_decoder(given.strategies, policy=given.policy)
         found, seen = plan_decoder(
-            lambda budget: base_plan(given, asked, given.model_parallel_size, steps=given.steps, budget=budget),
+            lambda budget: base_plan(given, own, given.model_parallel_size, steps=given.steps, budget=budget),
             given.on_top_of(step),
             given.shape,
             budget=given.budget,
@@ -141,10 +141,10 @@ def _without_decoder(
     given: PlanInputs, step: StepOfModule | None, seen: ProfiledStep | None
 ) -> tuple[Plan, StepOfModule | None, ProfiledStep]:
     assert seen is not None, "the step of a module without a decoder is profiled first"
-    asked, named = split_by_planner(given.strategies, policy=given.policy)
-    size, stages = model_axis_size(given.model_parallel_size, asked, seen, policy=given.policy)
+    own, named = split_by_planner(given.strategies, policy=given.policy)
+    size, stages = model_axis_size(given.model_parallel_size, own, seen, policy=given.policy)
     found = plan_module(
-        base_plan(given, asked, size, steps=given.steps),
+        base_plan(given, own, size, steps=given.steps),
         seen,
         named=named,
         budget_named=given.memory_named,

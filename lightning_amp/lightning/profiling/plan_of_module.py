@@ -120,8 +120,8 @@ class _Planner:
         # of a plan that splits samples it is another one
         self._planned_step = planned.step
         made = planned.plan if self._shares else without_shared_statistics(planned.plan)
-        asked = self._request["device_memory"]
-        notes = budget_on(self._rates, asked, self._devices)[1]
+        named = self._request["device_memory"]
+        notes = budget_on(self._rates, named, self._devices)[1]
         return ModulePlan(
             plan=replace(made, notes=(*made.notes, *notes)),
             profile=seen.profile,

@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.costs.profiled_step import ProfiledStep
-from lightning_amp.costs.rule import Rule, Spec
+from lightning_amp.costs.rule import Rule, Spec, changes_of
 from lightning_amp.data.batch import datamodule_of
 from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.chain.chain import Chain
@@ -364,7 +364,7 @@ class StepOfModule:
         Raises:
             AmpError: A technique does not support the module, or the step fails with it.
         """
-        key = tuple((rule.fqn, rule.spec) for rule in rules)
+        key = changes_of(rules)
         if key not in self._counts:
             self._counts[key] = self.run_with(rules, profile_module)
         self._profiles[self._places(rules)] = self._counts[key]

@@ -221,10 +221,8 @@ class CountedBatches:
         return self._reads.of(named)
 
     def _may_exceed(self, shapes: Sequence[Shape]) -> bool:
-        # attention grows with the square of a length, products of pairs with its cube. The largest growth of a tensor
-        # counts, because other tensors may be constant, such as node features of a graph with more edges
         growth = min((growth_of(counted, shapes) for counted in self._shapes), default=inf)
-        return growth > 1 and bool(self._peak_bytes * growth**3 > self._budget)
+        return may_exceed(growth, self._peak_bytes, self._budget)
 
     def unbound(self) -> None:
         """Stop enforcing the budget in this batch."""
@@ -243,6 +241,13 @@ class CountedBatches:
         self._left = added_up + min(added_up, 2)
         self._n_batches = self._peak_bytes = self._kept_bytes = self._counted_in_a_row = 0
         self._shapes = []
+
+
+def may_exceed(growth: float, n_bytes: int, budget: int) -> bool:
+    """Whether a batch that is so many times as long as one of `n_bytes` may exceed a budget."""
+    # attention grows with the square of a length, products of pairs with its cube. The largest growth of a tensor
+    # counts, because other tensors may be constant, such as node features of a graph with more edges
+    return growth > 1 and bool(n_bytes * growth**3 > budget)
 
 
 def growth_of(counted: Sequence[Shape], shapes: Sequence[Shape]) -> float:

@@ -31,7 +31,7 @@ from lightning_amp.footprint.confirm_count import Shape, shapes_of
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 from lightning_amp.lightning.consistency.replicas import decide_on_one_rank
 from lightning_amp.lightning.profiling.make_step_plan import make_step_plan
-from lightning_amp.lightning.steps.counted_batches import growth_of
+from lightning_amp.lightning.steps.counted_batches import growth_of, may_exceed
 from lightning_amp.lightning.steps.out_of_memory import largest
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.largest_rank import NOT_COUNTED, for_largest_batch, largest_of_ranks
@@ -111,17 +111,23 @@ class LargerBatches:
             self._look(batch, shapes)
         return plain(*args)
 
+    @property
+    def _number(self) -> int:
+        return self._facts.trainer.fit_loop.epoch_loop.batch_idx
+
+    def _counting(self, batch: Any) -> PlanningContext:
+        """Return what a plan for a batch is made with."""
+        found = copy.copy(self._facts)
+        found.step = self._step(batch)
+        return found
+
     def _may_exceed(self, shapes: list[Shape]) -> bool:
-        grown = [(growth_of(known, shapes), n_bytes) for known, n_bytes in self._known]
-        # as in CountedBatches: attention grows with the square of a length, products of pairs with its cube
-        return all(growth > 1 and n_bytes * growth**3 > self._facts.budget for growth, n_bytes in grown)
+        budget = self._facts.budget
+        return all(may_exceed(growth_of(known, shapes), n_bytes, budget) for known, n_bytes in self._known)
 
     def _look(self, batch: Any, shapes: list[Shape]) -> None:
         """Count a batch, and make its plan the current one if it is another one or takes more."""
-        before = self._current()
-        counting = copy.copy(self._facts)
-        counting.step = self._step(batch)
-        number = self._facts.trainer.fit_loop.epoch_loop.batch_idx
+        before, counting, number = self._current(), self._counting(batch), self._number
         said, decide = self._in_words(number, shapes), partial(_between_batches, counting, before)
         try:
             with self._aside():
@@ -156,10 +162,8 @@ class LargerBatches:
         Raises:
             DoesNotFitError: No plan fits, on all ranks.
         """
-        before, strategy = self._current(), self._facts.strategy
-        counting = copy.copy(self._facts)
-        counting.step = self._step(batch)
-        number = self._facts.trainer.fit_loop.epoch_loop.batch_idx
+        before, counting, number = self._current(), self._counting(batch), self._number
+        strategy = self._facts.strategy
         said = f"batch {number}, of which values decide what it takes, has exceeded the budget"
         try:
             with self._aside():

@@ -119,14 +119,14 @@ def with_requested(plan: Plan, requested: Mapping[str, Spec], shape: ModelShape,
                 f" leave {strategy} out"
             )
 
-    def asked(rule: Rule) -> Rule:
+    def with_spec(rule: Rule) -> Rule:
         spec = requested.get(rule.strategy)
         if spec is None or STRATEGIES[rule.strategy].steps:
             return rule
         return settled(replace(rule, spec=spec), shape, plan.mesh)
 
     notes = (*plan.notes, *remarks(requested, launches=launches))
-    return replace(plan, rules=tuple(map(asked, plan.rules)), notes=notes)
+    return replace(plan, rules=tuple(map(with_spec, plan.rules)), notes=notes)
 
 
 def remarks(specs: Mapping[str, Spec], *, launches: bool) -> list[str]:

@@ -9,7 +9,7 @@ import numpy as np
 from lightning.pytorch import LightningModule
 
 from lightning_amp._torch import unseen
-from lightning_amp.costs.rule import Rule, Spec
+from lightning_amp.costs.rule import Rule, changes_of
 from lightning_amp.footprint.live_bytes import Read, moved_bytes
 from lightning_amp.footprint.module_profile import Life, alive_bytes
 from lightning_amp.footprint.operator_rates import OperatorRates
@@ -52,19 +52,19 @@ class Look:
     def plain_bytes(self, rules: tuple[Rule, ...]) -> int:
         """Return the peak without the technique."""
         return self.once(
-            ("plain", rules_of(rules)), lambda: self._step.run_with(rules, profile_module).larger_peak_bytes
+            ("plain", changes_of(rules)), lambda: self._step.run_with(rules, profile_module).larger_peak_bytes
         )
 
     def saved(self, rules: tuple[Rule, ...]) -> SavedTensors:
         """Return the storages that could leave."""
         count = partial(_saved, rates=self._step.operator_rates())
-        return self.once(("saved", rules_of(rules)), lambda: self._step.run_with((*rules, _rule(ALL)), count))
+        return self.once(("saved", changes_of(rules)), lambda: self._step.run_with((*rules, _rule(ALL)), count))
 
     def count(self, rules: tuple[Rule, ...], spec: Offload) -> CountedMoves:
         """Return the counted step."""
         # what a plan says of the host does not change the step
         spec = replace(spec, host_bytes=0, moved_bytes=0)
-        return self.once(("count", rules_of(rules), spec), lambda: self._step.run_with((*rules, _rule(spec)), _moved))
+        return self.once(("count", changes_of(rules), spec), lambda: self._step.run_with((*rules, _rule(spec)), _moved))
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
         """Return what was made for a key before, or make it."""
@@ -79,11 +79,6 @@ def look(step: StepToPlan) -> Look | str:
     if NAME in step.requested:
         return Look(step)
     return UNPROVED if step.launches else ON_CPU
-
-
-def rules_of(rules: tuple[Rule, ...]) -> tuple[tuple[str, Spec], ...]:
-    """Return what rules change in a step."""
-    return tuple((rule.fqn, rule.spec) for rule in rules)
 
 
 def _rule(spec: Offload) -> Rule:

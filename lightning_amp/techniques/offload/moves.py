@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lightning_amp._torch import FakeTensor, shares_version, unseen, version_of, whole_of
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.live_bytes import has_storage, storages_of, tensor_on
+from lightning_amp.footprint.live_bytes import has_storage, is_plain, storages_of, tensor_on
 from lightning_amp.techniques.offload.copies import Copies
 from lightning_amp.techniques.offload.entries import Handle, Kept, Left, Numbered, Watcher, geometry_of
 from lightning_amp.techniques.offload.host_pool import HostPool
@@ -271,6 +271,5 @@ def _bits(x: Tensor) -> Tensor:
 
 def _may_leave(x: Tensor) -> bool:
     """Whether a tensor is described by its storage, dtype, size, stride and offset, and is no parameter."""
-    plain = has_storage(x) and not x.is_conj() and not x.is_neg() and not x._is_zerotensor()
     # parameters that `fully_shard` gathers are made anew in every step
-    return plain and not isinstance(whole_of(x), torch.nn.Parameter) and not x.is_inference()
+    return is_plain(x) and not isinstance(whole_of(x), torch.nn.Parameter) and not x.is_inference()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
-from lightning_amp.costs.rule import Rule, runs_again, splits_parameters
+from lightning_amp.costs.rule import Rule, changes_of, runs_again, splits_parameters
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.module_profile import ACTIVATIONS
 from lightning_amp.quantities import format_bytes, format_seconds
@@ -103,7 +103,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
         beyond = seen.peak_bytes(draft.ranks) - seen.peak_bytes(1) if replays else draft.peak_bytes - plain
         within = None if budget is None else budget - beyond
         fits = replays and within is not None and plain <= within
-        key = "leaves", tuple((rule.fqn, rule.spec) for rule in rules), within
+        key = "leaves", changes_of(rules), within
         made = None if fits else look.once(key, lambda: _Leaving(look, rules, spec, seen, plain).least(within))
     except AmpError as error:
         return str(error)

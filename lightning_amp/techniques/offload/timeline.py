@@ -51,7 +51,7 @@ class Timeline:
         freed: [way, part, moment] bytes that a way of a part frees.
         part: [copy] the part that a copy to the host, and back, belongs to.
         n_bytes: [copy] its bytes.
-        saved, asked: [copy] when it may begin, and has to be back: seconds from the begin of a step in which all parts
+        saved, needed: [copy] when it may begin, and has to be back: seconds from the begin of a step in which all parts
             are kept.
         again: [part] seconds of its operators; inf if they cannot run again.
         seconds: Seconds of that step.
@@ -62,7 +62,7 @@ class Timeline:
     part: Array
     n_bytes: Array
     saved: Array
-    asked: Array
+    needed: Array
     again: Array
     seconds: float
 
@@ -77,10 +77,10 @@ class Timeline:
 
     @cached_property
     def _events(self) -> list[tuple[float, bool, int]]:
-        # asked before saved at the same time, as of tensors that a backward pass inside the step reads
+        # needed before saved at the same time, as of tensors that a backward pass inside the step reads
         saved = [(float(at), True, i) for i, at in enumerate(self.saved)]
-        asked = [(float(at), False, i) for i, at in enumerate(self.asked)]
-        return sorted(saved + asked)
+        needed = [(float(at), False, i) for i, at in enumerate(self.needed)]
+        return sorted(saved + needed)
 
     def host_bytes(self, ways: Sequence[int]) -> float:
         """Return the bytes that leave."""
@@ -231,7 +231,7 @@ class SavedTensors:
         return found
 
     @property
-    def _asked(self) -> Array:
+    def _needed(self) -> Array:
         found: Array = self.clock[self.back]
         return found
 
@@ -258,7 +258,7 @@ class SavedTensors:
             part=np.array([i for i, _ in copies], int),
             n_bytes=np.array([self.n_bytes[some].sum() for _, some in copies]),
             saved=np.array([self._saved[some].max() for _, some in copies]),
-            asked=np.array([self._asked[some].min() for _, some in copies]),
+            needed=np.array([self._needed[some].min() for _, some in copies]),
             again=np.full(len(groups), np.inf) if again is None else again,
             seconds=self.seconds,
         )
@@ -272,7 +272,7 @@ class SavedTensors:
             part=np.arange(n),
             n_bytes=self.n_bytes,
             saved=self._saved,
-            asked=self._asked,
+            needed=self._needed,
             again=np.full(n, np.inf),
             seconds=self.seconds,
         )

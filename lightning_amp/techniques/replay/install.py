@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_amp._torch import AnyBatchNorm, tree_map
-from lightning_amp.costs.rule import Rule, Spec
+from lightning_amp.costs.rule import Rule, Spec, changes_of
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.copies.noted_values import answers_now, before_count
 from lightning_amp.footprint.profile_module import counted_step
@@ -59,8 +59,7 @@ def look(step: StepToPlan) -> Callable[[tuple[Rule, ...]], Replays]:
     known: dict[tuple[tuple[str, Spec], ...], Replays] = {}
 
     def replays(rules: tuple[Rule, ...]) -> Replays:
-        key = tuple((rule.fqn, rule.spec) for rule in rules)
-        return known.setdefault(key, Replays(partial(_stretches, step, rules)))
+        return known.setdefault(changes_of(rules), Replays(partial(_stretches, step, rules)))
 
     return replays
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_amp._torch import OpOverload
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.noted_values import answers_now, decided_by_values
-from lightning_amp.footprint.live_bytes import COLLECTIVES, has_storage, places_written, tensors_of
+from lightning_amp.footprint.live_bytes import COLLECTIVES, is_plain, places_written, tensors_of
 from lightning_amp.footprint.run_again.recompute_state import digests, same_digests
 from lightning_amp.sharding._torch import AUTOGRAD_AND_AUTOCAST, excluded_keys, force_dispatch_keys, included_keys
 from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, ONE_BY_ONE
@@ -71,12 +71,6 @@ def how_of(func: Any) -> How:
         # schemas of collectives do not declare what they write to
         writes=None if collective else tuple(places_written(func)),
     )
-
-
-def is_plain(x: Tensor) -> bool:
-    """Return whether a tensor is fully described by storage, dtype, shape, strides and offset."""
-    # forward-mode AD makes zeros without memory, whose operators see them as other tensors
-    return has_storage(x) and not x.is_conj() and not x.is_neg() and not x._is_zerotensor()
 
 
 def copied(x: Tensor) -> Tensor:

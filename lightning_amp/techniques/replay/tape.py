@@ -31,24 +31,14 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import TorchDispatchMode, autograd_node, top_saving_hooks, version_of
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.live_bytes import has_storage, tensors_of
+from lightning_amp.footprint.live_bytes import has_storage, is_plain, tensors_of
 from lightning_amp.footprint.run_again.recompute_state import digests
 from lightning_amp.own_operators import are_own_operators
 from lightning_amp.sharding._torch import AUTOGRAD_AND_AUTOCAST, excluded_keys, force_dispatch_keys, included_keys
 from lightning_amp.techniques.replay.choose_cuts import KEPT, ONE_BY_ONE
 from lightning_amp.techniques.replay.on_fakes import made_by
 from lightning_amp.techniques.replay.recorded import Operator, Outside, Slot, StorageRef, geometry_of
-from lightning_amp.techniques.replay.segment import (
-    CHANGED,
-    Handle,
-    Kept,
-    Segment,
-    copied,
-    draws_of,
-    how_of,
-    is_plain,
-    mapped,
-)
+from lightning_amp.techniques.replay.segment import CHANGED, Handle, Kept, Segment, copied, draws_of, how_of, mapped
 
 SMALL = 64
 """A result is small if its operator's largest result is at least this many times larger."""

@@ -11,7 +11,7 @@ from lightning_amp.techniques.offload.timeline import AGAIN, HOST, KEEP, Link, S
 
 
 def step(n: int, seed: int, *, nested: bool = True) -> Timeline:
-    """A step of n operators, each of which saves a tensor; in the backward pass some are asked for out of order."""
+    """A step of n operators, each of which saves a tensor; in the backward pass some are needed for out of order."""
     random = np.random.default_rng(seed)
     n_bytes, forward = random.integers(1, 100, n), random.uniform(0.2, 3, n)
     clock = np.cumsum([*forward, *2 * forward[::-1]])
@@ -78,27 +78,27 @@ def test_a_part_that_is_not_on_the_device_at_the_peak_stays() -> None:
 
 
 def test_copies_beside_the_computation_take_no_time_and_others_wait() -> None:
-    """Three tensors of 10 bytes: saved at 1, 2 and 3 seconds, asked for at 4, 6 and 8, the last one first."""
-    n_bytes, saved, asked = np.full(3, 10.0), np.array([1.0, 2.0, 3.0]), np.array([8.0, 6.0, 4.0])
+    """Three tensors of 10 bytes: saved at 1, 2 and 3 seconds, needed for at 4, 6 and 8, the last one first."""
+    n_bytes, saved, needed = np.full(3, 10.0), np.array([1.0, 2.0, 3.0]), np.array([8.0, 6.0, 4.0])
     line = Timeline(
         live=np.zeros(1),
         freed=np.zeros((3, 3, 1)),
         part=np.arange(3),
         n_bytes=n_bytes,
         saved=saved,
-        asked=asked,
+        needed=needed,
         again=np.array([0.5, np.inf, 2.0]),
         seconds=10.0,
     )
     fast = Link(out=10.0, back=10.0, window=20.0)
-    # the last two are still there when they are asked for, and the first one comes back meanwhile
+    # the last two are still there when they are needed for, and the first one comes back meanwhile
     assert line.took([HOST] * 3, fast) == 10.0
     # the first one has to come back alone
     alone = Link(out=10.0, back=10.0, window=0.0)
     assert line.took([HOST, KEEP, KEEP], alone) == 12.0
     assert line.took([HOST, KEEP, AGAIN], alone) == 14.0
     assert line.took([KEEP, AGAIN, KEEP], fast) == np.inf
-    # copies of 4 seconds end at 5, 9 and 13: the third tensor is saved when the first is let go, and asked for before
+    # copies of 4 seconds end at 5, 9 and 13: the third tensor is saved when the first is let go, and needed for before
     # its copy has ended; the first one then comes back in time
     slow = Link(out=2.5, back=2.5, window=20.0)
     assert line.took([HOST] * 3, slow) == 10.0 + 9.0
