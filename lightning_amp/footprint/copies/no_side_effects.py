@@ -21,6 +21,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,12 @@ from torch.optim import optimizer as torch_optimizer
 
 from lightning_amp._torch import is_watched, unseen
 from lightning_amp.footprint.copies.restore_state import refill, restoring_state
-from lightning_amp.holding import replacing
+from lightning_amp.holding import holding, replacing
 from lightning_amp.random_streams import isolated_random_streams
 
 FOLDER_CHANGES = ("mkdir", "rmdir", "remove", "unlink", "rename", "replace", "symlink", "link")
 """Functions of `os` that are disabled for the step."""
+_ON_DISK: ContextVar[bool] = ContextVar("on_disk", default=False)
 
 
 @contextmanager
@@ -126,6 +128,16 @@ def _elsewhere(function: Callable[..., Any], instead: Callable[..., Any] = _noth
     return called
 
 
+def _unless_on_disk(function: Callable[..., Any], instead: Callable[..., Any] = _nothing) -> Callable[..., Any]:
+    """Return a function as `_elsewhere` does, which calls `function` within `files_on_disk` too."""
+    elsewhere = _elsewhere(function, instead)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return (function if _ON_DISK.get() else elsewhere)(*args, **kwargs)
+
+    return called
+
+
 class _OfOthers:
     """Stream that forwards only writes of other threads."""
 
@@ -196,11 +208,18 @@ class _Written(io.BytesIO):
 
 
 @contextmanager
+def files_on_disk() -> Iterator[None]:
+    """Let a compiler's cache be written within a step that otherwise writes nothing to disk."""
+    with holding(_ON_DISK, True):
+        yield
+
+
+@contextmanager
 def _without_files() -> Iterator[None]:
     """Redirect writes of files to memory, and disable changes of folders."""
     files = _Files()
-    opened = _elsewhere(builtins.open, files.open)
-    changes = {name: _elsewhere(getattr(os, name)) for name in FOLDER_CHANGES}
+    opened = _unless_on_disk(builtins.open, files.open)
+    changes = {name: _unless_on_disk(getattr(os, name)) for name in FOLDER_CHANGES}
     with (
         replacing(builtins, open=opened),
         replacing(io, open=opened),

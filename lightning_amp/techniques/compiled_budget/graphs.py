@@ -30,6 +30,7 @@ from lightning_amp._torch import (
     unseen,
 )
 from lightning_amp.errors import ModelError
+from lightning_amp.footprint.copies.no_side_effects import files_on_disk
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.holding import replacing
 from lightning_amp.techniques.compiled_budget._torch import functorch_parts, inductor_parts
@@ -65,7 +66,8 @@ def counted_call(module: nn.Module, original: nn.Module, name: str) -> Callable[
     chosen: Any = innermost_backend(context.callback)
 
     def backend(graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
-        with _without_kernels():
+        # TorchInductor compiles a probe of the CPU's instructions once for the process, in files
+        with _without_kernels(), files_on_disk():
             compiled = chosen(graph, inputs)
 
         def run(*args: Any) -> Any:

@@ -2,6 +2,11 @@
 does not support is refused by name.
 """
 
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +110,8 @@ def one_step(share: float | None, how: str, dropout: float, backend: Any = "aot_
 def measured(share: float, how: str, backend: Any = "aot_eager") -> int:
     """Most bytes in the second step, of all allocations of the process."""
     torch._dynamo.reset()
+    # a collection while it is profiled would count what was made before as freed
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         batch, module = rows(), Net(how, backend=backend)
         install_rules(module, [rule(share)])
@@ -158,6 +165,19 @@ def test_the_buffers_of_inductor_are_counted(share: float) -> None:
     installed.undo()
     found = measured(share, "wrapped", "inductor")
     assert abs(peak - found) <= 0.005 * found
+
+
+@pytest.mark.full
+def test_a_count_with_inductor_needs_no_cache_and_leaves_the_processor_known(tmp_path: Path) -> None:
+    probe = (
+        "from tests.techniques.compiled_budget.test_compiled_budget import *\n"
+        "module = Net(backend='inductor'); install_rules(module, [rule(0.25)])\n"
+        "assert profile_module(module, rows()).peak_bytes\n"
+        "from torch._inductor.cpu_vec_isa import valid_vec_isa_list\n"
+        "found = valid_vec_isa_list(); valid_vec_isa_list.cache_clear(); assert found == valid_vec_isa_list(), found\n"
+    )
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", probe], check=True, env=environment)
 
 
 @pytest.mark.full
