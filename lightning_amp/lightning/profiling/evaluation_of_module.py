@@ -28,6 +28,7 @@ from torch import nn
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, DataError, PlanError
+from lightning_amp.footprint.confirm_count import Shape, shapes_of
 from lightning_amp.footprint.copies.fake_copy import length_of
 from lightning_amp.footprint.live_bytes import has_storage
 from lightning_amp.footprint.module_profile import ModuleProfile
@@ -35,6 +36,7 @@ from lightning_amp.installing.install import overlap
 from lightning_amp.lightning.profiling.count_evaluation import Batch, Evaluated, EvaluationCount
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.profiling.loaders import each, example_batch, loaders_of, read_streams_ahead
+from lightning_amp.lightning.steps.counted_batches import growth_of, may_exceed
 from lightning_amp.planning.plan.plan import Explanation, Plan, Validation
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.table import EVALUATED, evaluated_within, leaves_decoder_whole
@@ -57,7 +59,10 @@ class EvaluationOfModule:
 
     def __init__(self, trainer: pl.Trainer, step: str, takes: Sequence[Callable[[], Any]]) -> None:
         self._trainer, self._step, self._takes = trainer, step, takes
-        self._late: Any = None
+        self._late: tuple[int, Any] | None = None
+        self._alone = False
+        self.counted: dict[int, list[list[Shape]]] = {}
+        """Shapes of the batches of each loader that were counted with the rules which are installed."""
         self.counter = EvaluationCount(trainer, step, several=len(takes) > 1)
 
     @classmethod
@@ -155,7 +160,7 @@ class EvaluationOfModule:
             AmpError: As in `within`.
         """
         assert made.budget_bytes is not None, "the plan of a run has a budget"
-        batches = self._batches()
+        batches, before = self._batches(), self._before(made)
         module: Any = self._trainer.lightning_module
         own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _own_tensors(module)}
         more = max(0, kept_bytes - sum(own.values()))
@@ -163,8 +168,8 @@ class EvaluationOfModule:
         try:
             if no_chunks:
                 raise PlanError(no_chunks)
-            _, counted, rules = self._chunked(batches, made.budget_bytes - more, rates, installed)
-            peak, why = counted.peak, ""
+            peak, rules = self._within(batches, made.budget_bytes - more, rates, installed, before)
+            why = ""
         except AmpError as error:
             # chunks are not possible, or not within the budget; or the step cannot be counted at all
             peak, rules, why = self._count_all(batches, installed).peak, (), str(error)
@@ -178,7 +183,7 @@ class EvaluationOfModule:
         if peak > left and made.fits:
             largest = _largest_batch(worst, left, peak_of, chunks=bool(all_rules))
         found = self._found(made, worst, peak + more, largest)
-        return _with_peak(made, replace(found, no_chunks=why, rules=rules))
+        return self._with_peak(made, replace(found, no_chunks=why, rules=rules))
 
     def sharded(self, made: Plan, bytes_of: Callable[[ModuleProfile], int]) -> Plan:
         """Return a fit's plan with its validation on a rank that has a part of the parameters.
@@ -198,12 +203,17 @@ class EvaluationOfModule:
         peak, largest = peak_of(worst), None
         if peak > made.budget_bytes and made.fits:
             largest = _largest_batch(worst, made.budget_bytes, peak_of, chunks=False)
-        return _with_peak(made, self._found(made, worst, peak, largest))
+        return self._with_peak(made, self._found(made, worst, peak, largest))
+
+    def _with_peak(self, made: Plan, found: Validation) -> Plan:
+        if (before := self._before(made)) is not None and before.peak_bytes > found.peak_bytes:
+            found = replace(before, rules=found.rules)
+        return replace(made, validation=found, predicted_peak_bytes=max(made.predicted_peak_bytes, found.peak_bytes))
 
     def _found(self, made: Plan, batch: Batch, peak: int, largest: int | None) -> Validation:
         return Validation(
             peak_bytes=peak,
-            training_bytes=made.predicted_peak_bytes,
+            training_bytes=made.predicted_peak_bytes if self._late is None else made.training_bytes,
             batch_size=length_of(batch.tensors),
             largest_batch=largest,
             loader=batch.loader if len(self._takes) > 1 else None,
@@ -211,18 +221,50 @@ class EvaluationOfModule:
 
     def take_late(self, batch: Any) -> None:
         """Use a batch of the first loader, which could not be read before; others are counted if they can be."""
-        self._late = batch
+        self._late, self._alone = (0, batch), False
+
+    def take_larger(self, loader: int, batch: Any) -> None:
+        """Count a batch of a loader by itself, beside what was counted before."""
+        self._late, self._alone = (loader, batch), True
+
+    def is_larger(self, loader: int, batch: Any, peak_bytes: int, budget: int) -> bool:
+        """Whether a batch may exceed a budget, because a dim is longer than in each counted batch of its loader."""
+        shapes = shapes_of(batch)
+        return all(may_exceed(growth_of(one, shapes), peak_bytes, budget) for one in self.counted.get(loader, ()))
+
+    def _before(self, made: Plan) -> Validation | None:
+        """Return what was predicted of the validation before a larger batch."""
+        return made.validation if self._alone else None
 
     def _batches(self) -> list[Batch]:
         self.counter.forget()
         if self._late is None:
             taken = [(loader, take()) for loader, take in enumerate(self._takes)]
         else:
-            taken = [(0, self._late)]
-            for loader, take in enumerate(self._takes[1:], 1):
+            taken = [self._late]
+            for loader, take in enumerate(self._takes[1:], 1) if not self._alone else ():
                 with suppress(DataError):
                     taken.append((loader, take()))
+        for loader, batch in taken:
+            self.counted.setdefault(loader, []).append(shapes_of(batch))
         return [Batch(loader, self._trainer.precision_plugin.convert_input(batch)) for loader, batch in taken]
+
+    def _within(
+        self, batches: Sequence[Batch], budget: int, rates: Rates, installed: Sequence[Rule], before: Validation | None
+    ) -> tuple[int, tuple[Rule, ...]]:
+        """Return the peak, and rules that run the step in chunks: those from before, if they are enough."""
+        kept = () if before is None else before.rules
+        if before is not None:
+            peak = self._count_all(batches, (*installed, *kept)).peak
+            if peak <= budget:
+                return peak, kept
+        _, counted, rules = self._chunked(batches, budget, rates, installed)
+        if not kept:
+            return counted.peak, rules
+        # smaller batches were counted with other rules, and are counted again when they come
+        self.counted = {batches[0].loader: self.counted[batches[0].loader][-1:]}
+        rules += tuple(rule for rule in kept if not any(overlap(rule.fqn, other.fqn) for other in rules))
+        return self._count_all(batches, (*installed, *rules)).peak, rules
 
     def _chunked(
         self, batches: Sequence[Batch], budget: int, rates: Rates, installed: Sequence[Rule] = ()
@@ -283,10 +325,6 @@ def _largest_batch(
 def _of_decoder(made: Plan) -> tuple[Rule, ...]:
     """Return the rules of a decoder, which are installed in a step without gradients too."""
     return tuple(rule for rule in made.rules if leaves_decoder_whole(rule))
-
-
-def _with_peak(made: Plan, found: Validation) -> Plan:
-    return replace(made, validation=found, predicted_peak_bytes=max(made.predicted_peak_bytes, found.peak_bytes))
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:

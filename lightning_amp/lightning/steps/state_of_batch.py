@@ -48,6 +48,7 @@ class StateOfBatch(Before):
         self._results = module.trainer.fit_loop.epoch_loop._results
         self._logged, self._left = set(self._results), COPIED
         self._values: list[tuple[Tensor, Tensor]] = []
+        self._states: list[Tensor] = []
         self._prints: dict[str, tuple[Tensor, Tensor | int]] = {}
         self._versions: dict[str, tuple[Tensor, int]] = {}
         self._flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
@@ -119,6 +120,7 @@ class StateOfBatch(Before):
         held = {name: getattr(metric, name) for name in metric._defaults}
         # lists are copied without their tensors, which are not changed and may have a graph
         states = _copies(held)
+        self._states += [state for state in states.values() if isinstance(state, Tensor)]
         # these are replaced in an update, not changed, and may have a graph that cannot be copied
         others = {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
         # copies again, because the next pass may change them in place, and is put back too
@@ -127,7 +129,7 @@ class StateOfBatch(Before):
     @property
     def copied(self) -> list[Tensor]:
         """The copies of tensors."""
-        return [copy for _, copy in self._values]
+        return [*(copy for _, copy in self._values), *self._states]
 
     @property
     def compared(self) -> list[Tensor]:

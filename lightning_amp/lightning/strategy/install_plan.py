@@ -118,9 +118,9 @@ class InstalledPlan:
             shards = self._put_stages(plan, staged)
         self._foreign.tell_rows(self.again)
         if self._facts.validation is not None:
-            mesh, refuses, count = self._strategy.mesh, self._request.refuses, self._with_validation
-            held = refuses and self._holds(plan)
-            self._undo.append(ValidationOfFit(plan, trainer, mesh, held=held, refuses=refuses, count=count).put())
+            mesh, held = self._strategy.mesh, self._request.refuses and self._holds(plan)
+            validation = ValidationOfFit(plan, self._facts, mesh, held=held, count=self._with_validation)
+            self._undo.append(validation.put())
         return shards
 
     def _install_steps(self, name: str, plan: Plan) -> None:
@@ -150,10 +150,8 @@ class InstalledPlan:
         while self._undo:
             self._undo.pop()()
 
-    def _with_validation(self, batch: Any) -> Plan:
-        """Count the validation with a batch, which could not be read before, and keep the plan."""
-        assert self._facts.validation is not None, "there is a validation"
-        self._facts.validation.take_late(batch)
+    def _with_validation(self) -> Plan:
+        """Count the validation again, for the batch that it has taken, and keep the plan."""
         with self._aside():
             plan = with_validation(self._plan, self._facts)
             self._keep(with_validation_on(plan, self._facts.device))

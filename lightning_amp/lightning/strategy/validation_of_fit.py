@@ -2,10 +2,12 @@
 
     before training    counted with the first batch of its loader, beside what training keeps between steps
     in its first batch counted then, if its loader cannot be read ahead, such as an iterator
+    before a batch     counted if it is larger than those before and may exceed the budget, of a run of one rank; its
+                       chunks are chosen anew if it needs them
     while it runs      its first batches, and larger ones, are counted against a budget that was named (CPU only)
 
-Known limits: of loaders that are read one after the other, those after the first are not counted if they cannot be read
-ahead; a validation under tensor3d, or with blocks on other ranks, is not counted.
+Known limits: on several ranks larger batches are counted only while they run; a validation under tensor3d, or with
+blocks on other ranks, is not counted.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_amp.errors import AmpError, DataError, DoesNotFitError
@@ -96,15 +97,17 @@ class ValidationOfFit:
     """The validation batches of a fit, which run in the chunks of the plan, and are counted.
 
     Args:
+        facts: What the plan was made with, and its validation.
         held: Whether the named budget is held while batches run.
-        count: Function that returns the plan with the validation counted, with a batch.
+        count: Function that returns the plan with the validation counted again, for the batch that it has taken.
     """
 
-    def __init__(
-        self, plan: Plan, trainer: pl.Trainer, mesh: Any, *, held: bool, refuses: bool, count: Callable[[Any], Plan]
-    ) -> None:
-        self._trainer, self._mesh, self._refuses, self._count = trainer, mesh, refuses, count
+    def __init__(self, plan: Plan, facts: PlanningContext, mesh: Any, *, held: bool, count: Callable[[], Plan]) -> None:
+        assert facts.validation is not None, "there is a validation"
+        self._trainer, self._mesh, self._refuses, self._count = facts.trainer, mesh, facts.request.refuses, count
+        trainer, self._validation, self._plan = facts.trainer, facts.validation, plan
         self._waits = any(note.startswith(LATER) for note in plan.notes)
+        self._alone = facts.strategy.world_size == 1
         budget = plan.budget_bytes if held else None
         self._counted = None if budget is None else CountedBatches(trainer.lightning_module, budget, trains=False)
         self._note_values(plan)
@@ -127,20 +130,39 @@ class ValidationOfFit:
             self._counted.noted = True
 
     def _run(self, plain: Callable[..., Any], *args: Any) -> Any:
+        batch, number, loader = args[:3]
         if self._waits:
             self._waits = False
-            self._count_late(args[0])
+            self._validation.take_late(batch)
+            self._count_again("It was counted with its first batch, which could not be read before")
+        elif self._may_exceed(loader, batch):
+            self._validation.take_larger(loader, batch)
+            of = f" of loader {loader}" if loader else ""
+            self._count_again(f"It was counted with batch {number}{of}, which is larger than those before")
         counted = nullcontext() if self._counted is None else self._counted.counting(args)
         with self._in_chunks(), counted:
             return plain(*args)
 
-    def _count_late(self, batch: Any) -> None:
-        """Count the validation with its first batch; all that was said about the plan before it holds without."""
-        plan = self._count(batch)
+    def _may_exceed(self, loader: int, batch: Any) -> bool:
+        known, budget = self._plan.validation, self._plan.budget_bytes
+        if not self._alone or known is None or budget is None or self._plan.fits is False:
+            return False
+        return self._validation.is_larger(loader, batch, known.peak_bytes, budget)
+
+    def _count_again(self, which: str) -> None:
+        """Count the validation with another batch; all that was said about the plan before it holds without."""
+        before, self._plan = self._plan, self._count()
+        plan = self._plan
         self._note_values(plan)
-        self._install(plan)
+        if before.validation is None or plan.validation is None or before.validation.rules != plan.validation.rules:
+            # the earlier changes are out between batches
+            self._installed = Installed()
+            self._install(plan)
+        for note in plan.notes:
+            if note.startswith(NOT_COUNTED) and note not in before.notes:
+                rank_zero_warn(f"{note}. {which}")
         if plan.fits is False:
-            said = f"{shortfall(plan)}. It was counted with its first batch, which could not be read before"
+            said = f"{shortfall(plan)}. {which}"
             if self._refuses:
                 raise DoesNotFitError(f"{said}; AMPStrategy(on_predicted_oom='warn') runs it anyway")
             rank_zero_warn(said)

@@ -5,6 +5,7 @@ a run in which memory did not end; where that cannot be, the error is raised, or
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_amp.errors import PlanError
+from lightning_amp.lightning.steps.state_of_batch import StateOfBatch
 from lightning_amp.lightning.strategy import install_plan
 from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
@@ -215,6 +217,23 @@ def refused(**options: Any) -> Any:
     with pytest.raises(PlanError, match=r"rescue=True is not supported: .* cannot run again") as error:
         fit(module, AMPStrategy(rescue=True), **options)
     return str(error.value)
+
+
+class Copies(pl.Callback):
+    """Notes the bytes that are copied for a batch, and those of what is copied."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        state = StateOfBatch(module, trainer.fit_loop.epoch_loop.automatic_optimization, batch, ())
+        self.copied = sum(one.nbytes for one in state.copied)
+        metrics = [module.mean, *trainer.fit_loop.epoch_loop._results.values()]
+        states = [getattr(metric, name) for metric in metrics for name in metric._defaults]
+        self.kept = sum(one.nbytes for one in [*module.buffers(), *states] if isinstance(one, Tensor))
+
+
+def test_the_copies_of_metrics_are_counted_too() -> None:
+    copies = Copies()
+    fit(Deep(), "auto", callbacks=[copies])
+    assert copies.copied == copies.kept > 24
 
 
 def test_what_cannot_run_again_is_refused() -> None:
