@@ -110,6 +110,7 @@ LIBRARIES = (*torch.__path__, *lightning.__path__, f"{OURS}{os.sep}")
 """Prefixes of library code, which is skipped when an error is traced to the user's code."""
 READS = ("DataDependent", "_local_scalar_dense", ".item()", ".numpy()", "data-dependent")
 SHAPES = ("DynamicOutputShape",)
+UNREAD = "known_values.Unread"
 DISTRIBUTIONS = "/torch/distributions/"
 CHECKS = (":__init__", ":_validate_sample", ":check")
 """Functions of `torch.distributions` that read values; QuickFakes lets most of its checks pass."""
@@ -118,7 +119,10 @@ TRANSFORM = "/torch/_functorch/"
 
 def why_values(error: Exception) -> str:
     """Describe why a step cannot run on tensors that have a shape and no values."""
-    said, at = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.120}", users_line(error)
+    said, at = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.120}", users_line(error)
+    if UNREAD in said:
+        # an operator in C++ was given a placeholder (known_values.py)
+        said = ".item() of a tensor is the argument of an operator"
     place = f" ({at:.80})" if at else ""
     if any(DISTRIBUTIONS in place and place.endswith(CHECKS) for place in _functions(error)):
         return (

@@ -40,6 +40,7 @@ from lightning_amp._torch import (
     tree_leaves,
     tree_unflatten,
 )
+from lightning_amp.footprint.bounded_step import why_values
 from lightning_amp.footprint.copies.fake_copy import copy_of
 from lightning_amp.footprint.copies.restore_state import forgetting, restoring_state
 from lightning_amp.footprint.forward_overrides import hooked
@@ -125,8 +126,7 @@ def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *,
         return Capture(**common, reason=str(reason))
     except Exception as error:
         # any error: if a forward does not run on fake tensors, it is not captured
-        first = str(error).strip().partition("\n")[0]
-        return Capture(**common, reason=f"its forward cannot run on fake tensors: {type(error).__name__}: {first}")
+        return Capture(**common, reason=f"its forward cannot run on fake tensors: {why_values(error)}")
 
 
 def _trace(

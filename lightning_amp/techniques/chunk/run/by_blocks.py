@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_amp.errors import AmpError, ModelError
+from lightning_amp.footprint.bounded_step import why_values
 from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.chain.chain import group_reasons
 from lightning_amp.footprint.copies.fake_copy import copy_of, fake_batch
@@ -171,10 +172,8 @@ def _dry_run(
     except AmpError:
         raise
     except Exception as error:
-        first = str(error).strip().partition("\n")[0]
         raise ModelError(
             f"cannot chunk {type(module).__name__!r}, which is no graph ({reason}), nor does it run on fake"
-            f" tensors, by which its blocks would be planned: {type(error).__name__}: {first}; chunk a"
-            " module inside it"
+            f" tensors, by which its blocks would be planned: {why_values(error)}; chunk a module inside it"
         ) from error
     return calls, live.peak
